@@ -7,6 +7,7 @@ Where it cannot be had, memoryviews and xxhash do the same in two passes. The lo
 from __future__ import annotations
 
 import ctypes
+import importlib
 import itertools
 import logging
 import platform
@@ -14,8 +15,6 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from xxhash import _xxhash
 
 from kernels.native.build import ARCHITECTURES, BuildError, build
 from moonpool.kv.hashes import slice_hash
@@ -83,7 +82,7 @@ def load_native(path: Path) -> Land:
         AttributeError: it, or the xxhash package, lacks a function.
         BuildError: what it does is wrong.
     """
-    library, hashes = ctypes.PyDLL(str(path)), ctypes.CDLL(_xxhash.__file__)
+    library, hashes = ctypes.PyDLL(str(path)), ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
     create = hashes.XXH3_createState
     create.restype = ctypes.c_void_p
     given = _Functions(

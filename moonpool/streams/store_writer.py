@@ -133,6 +133,7 @@ class StoreWriter:
         read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
+        age_s: float = 0.0,
     ) -> PutOutcome:
         """Stores full blocks; returns once all of them are VISIBLE.
 
@@ -145,9 +146,10 @@ class StoreWriter:
             read: The layer slice of (layer, index into keys) and its hash; the bytes must stay as they are until `put`
                 returns.
             timeout_s: Longest time for all of it.
+            age_s: For how long the oldest of the blocks has waited; the store refuses what it deleted meanwhile.
 
         Raises:
-            InvalidRequest: The store will never take these blocks.
+            InvalidRequest: The store will never take these blocks, or they were deleted there.
             Overloaded: The store has no room for them; says why and when to try again.
             FrameError: What was sent came damaged, or was not what had been declared.
             TransferFailed: The store gave up what had been sent, or it took too long.
@@ -161,7 +163,7 @@ class StoreWriter:
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._put(keys, parents, tenant, read, timeout_s)
+                return await self._put(keys, parents, tenant, read, timeout_s, began - age_s)
         except TimeoutError:
             self._stream.suspect(began)
             raise TransferFailed(f"{self._stream.name}: a put of {len(keys)} blocks took {timeout_s:g} s") from None
@@ -173,6 +175,7 @@ class StoreWriter:
         tenant: str,
         read: Callable[[int, int], tuple[memoryview, int]],
         timeout_s: float,
+        since: float,
     ) -> PutOutcome:
         put = _Put(next(self._ids), len(keys))
         session = await self._stream.open(put.session, put)
@@ -187,6 +190,7 @@ class StoreWriter:
                 head_begin=0,
                 head_end=self._layout.kv_heads,
                 tenant=tenant,
+                age_s=asyncio.get_running_loop().time() - since,
             )
             await self._open(session, opening, keys, read, timeout_s)
             await put.opened.wait()

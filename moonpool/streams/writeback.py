@@ -36,6 +36,7 @@ class Writer(KVClient, Protocol):
         read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
+        age_s: float = 0.0,
     ) -> PutOutcome:
         """Stores blocks; returns once they are visible."""
         ...
@@ -66,6 +67,7 @@ class _Job:
     tenant: str
     blocks: Sequence[int]
     over: Callable[[bool], None]
+    since: float
 
 
 @dataclasses.dataclass(slots=True)
@@ -154,7 +156,7 @@ class WriteBack:
         lane.blocks_held += len(blocks)
         self.blocks_held += len(blocks)
         self._idle.clear()
-        lane.queue.append(_Job(store, keys, parents, tenant, blocks, over))
+        lane.queue.append(_Job(store, keys, parents, tenant, blocks, over, self._clock()))
         self._staff(lane)
 
     async def run(self) -> None:
@@ -230,6 +232,7 @@ class WriteBack:
                 job.tenant,
                 lambda layer, index: self._read(layer, job.blocks[index]),
                 timeout_s=self._limits.timeout_s,
+                age_s=self._clock() - job.since,
             )
             self.blocks_stored += outcome.stored
             self.blocks_present += outcome.present

@@ -125,6 +125,7 @@ class PutOpen(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PARENT_KEYS_FIELD_NUMBER: _builtins.int
     FRAME_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Chosen by the writer, unique on the stream."""
     keys: _builtins.bytes
@@ -141,6 +142,10 @@ class PutOpen(_message.Message):
     """Whose blocks these are."""
     parent_keys: _builtins.bytes
     """Concatenated 32-byte keys of the parents of `keys`, so that chains can be evicted tail first."""
+    age_s: _builtins.float
+    """Seconds since the oldest of these blocks was handed to the writer. A store refuses blocks of which some were deleted
+    there since then, so that what waited does not bring them back.
+    """
     @_builtins.property
     def frame(self) -> _kv_pb2.FrameHeader:
         """Describes this message's payload, which is all of the session. A store that has room at once takes it, and the
@@ -160,10 +165,11 @@ class PutOpen(_message.Message):
         tenant: _builtins.str = ...,
         parent_keys: _builtins.bytes = ...,
         frame: _kv_pb2.FrameHeader | None = ...,
+        age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

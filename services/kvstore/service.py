@@ -5,11 +5,13 @@ It ends in this order: no new work, running sessions finish, streams end, visibl
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.cluster import HeldKeys, Joining
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.landing import land
 from moonpool.kv.parts import PARTS
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
@@ -21,6 +23,7 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from services.kvstore.config import KVStoreConfig
+from services.kvstore.core.recent_deletions import KEEP_S
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.arena import Arena
@@ -100,6 +103,8 @@ class KVStoreService(StoreListener):
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
         self._ledger = ledger or Ledger(None)
+        if self._ledger.applied_since(time.time() - KEEP_S):
+            self.store.writes.deletions.unknown_until(asyncio.get_running_loop().time())
         self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
@@ -206,6 +211,7 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
     """
     raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config)
+    await asyncio.to_thread(land.prepare)
     ledger = await asyncio.to_thread(Ledger, config.data_dir and config.data_dir / "records")
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
     security = Security.of(config)

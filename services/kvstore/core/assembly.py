@@ -5,8 +5,7 @@ same bytes both times.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from moonpool.errors import FrameError, InvalidRequest
 from moonpool.kv.blocks import MAX_TENANT_BYTES, NO_PARENT, BlockFormat, BlockInfo, DramBlock
@@ -14,6 +13,7 @@ from moonpool.kv.frames import DamagedSliceError, FrameOpener, OpenRun
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.landing import land
+from moonpool.kv.selection import Selection
 from moonpool.streams.ledger import SliceLedger
 
 MAX_SESSION_BLOCKS = 16384
@@ -36,7 +36,7 @@ class PutSpec:
     """What a writing session has declared: its blocks, and the layers and heads of them that it brings.
 
     `parents` are the blocks before them in their chains, one for each key, or none when they are unknown; `written_at`
-    is the time that its blocks get.
+    is the time that its blocks get. All of them were computed at `computed_at` or later, on the store's own clock.
 
     Raises:
         InvalidRequest: naming the field of PutOpen that is wrong.
@@ -49,6 +49,7 @@ class PutSpec:
     layers: range
     heads: range
     written_at: int = 0
+    computed_at: float = 0.0
 
     def __post_init__(self) -> None:
         layout = self.format.layout
@@ -75,6 +76,11 @@ class PutSpec:
     def whole_blocks(self) -> bool:
         """Whether it has all layers and heads."""
         return len(self.layers) == self.format.layout.layers and self.all_heads
+
+    def is_among(self, selection: Selection) -> bool:
+        """Whether some of its blocks are chosen."""
+        named = self.tenant in selection.tenants or self.format.namespace in selection.namespaces
+        return named or not selection.keys.isdisjoint(self.keys)
 
     def info(self, index: int) -> BlockInfo:
         """What is known of one of its blocks."""
@@ -155,7 +161,7 @@ class PutSession:
         present: indices of blocks that existed when it was opened.
         on_visible: told indices of blocks that became readable.
         on_durable: told indices of blocks that became durable.
-        on_forgotten: told that blocks of it were deleted, which ends it.
+        on_forgotten: told that blocks of it were deleted or found damaged, which ends it.
         unfinished: index -> block that is not whole yet.
         reserved_bytes: DRAM that was reserved for its blocks since it was opened.
         opener: opens its frames, in their order.
@@ -212,26 +218,19 @@ class PutSession:
             layer, first, count = run.layer, run.first_block, run.block_count
             size, begin = len(data) // count, layer * layout.slice_bytes + run.head_begin * layout.head_bytes
             place, heads = slice(begin, begin + size), (1 << run.head_end) - (1 << run.head_begin)
-            found = [unfinished.get(index) for index in range(first, first + count)]  # None: present, or finished
-            targets = [block and block.target(layer, place, heads, allocate) for block in found]
-            for start, end in _stretches(targets):
-                wanted = [target for target in targets[start:end] if target is not None]
-                good = start + land(wanted, data[start * size : end * size], values[start:end])
-                for at in range(start, good):
-                    block = found[at]
-                    if block is not None and block.landed(layer, heads, hashes[at] if all_heads else None):
-                        yield block
-                if good < end:
-                    raise DamagedSliceError(layer, first + good)
-
-
-def _stretches(targets: Sequence[memoryview | None]) -> Iterable[tuple[int, int]]:
-    """Where consecutive targets begin and end."""
-    if None not in targets:
-        return ((0, len(targets)),)
-    groups = itertools.groupby(range(len(targets)), lambda at: targets[at] is not None)
-    found = [list(group) for wanted, group in groups if wanted]
-    return [(numbers[0], numbers[-1] + 1) for numbers in found]
+            wanted: list[Assembly | None] = []
+            targets: list[memoryview] = []
+            for index in range(first, first + count):
+                block = unfinished.get(index)  # None: present, or finished by another session
+                target = None if block is None else block.target(layer, place, heads, allocate)
+                wanted.append(None if target is None else block)
+                targets.append(memoryview(bytearray(size)) if target is None else target)
+            good = land(targets, data, values)
+            for block, value in zip(wanted[:good], hashes, strict=False):
+                if block is not None and block.landed(layer, heads, value if all_heads else None):
+                    yield block
+            if good < count:
+                raise DamagedSliceError(layer, first + good)
 
 
 def portions(runs: Sequence[OpenRun]) -> list[list[OpenRun]]:

@@ -7,18 +7,19 @@ elsewhere, between `next_plan` and `plan_done`.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.selection import Selection
 from services.kvstore.core.assembly import Assembly, Indices, PutSession, PutSpec
+from services.kvstore.core.recent_deletions import RecentDeletions
 from services.kvstore.core.tiered_store import TieredStore
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.records import record_size
-from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.tenants import TenantBytes
 
 MAX_OPEN_KEYS = 1 << 18
@@ -39,6 +40,7 @@ class Writes:
         unsaved: keys of blocks that the SSD tier has not taken yet, the one tried last at the end. Some may have left
             DRAM meanwhile, or be queued again.
         awaiting: sessions that wait for a block to become durable, each with its index there.
+        deletions: what must not come back.
         blocks_not_durable: blocks that the SSD tier did not take at the first try.
     """
 
@@ -50,12 +52,13 @@ class Writes:
         self._keys = 0  # of all open sessions
         self._queue: collections.deque[DramBlock] = collections.deque()
         self._committing: WritePlan | None = None
-        self._recalled: set[DramBlock] = set()  # deleted while the plan under way writes them
+        self._recalled: set[DramBlock] = set()  # gone for good while the plan under way writes them
         self.sessions: set[PutSession] = set()
         self.unfinished: dict[BlockKey, Assembly] = {}
         self.queued: set[BlockKey] = set()
         self.unsaved: dict[BlockKey, None] = {}
         self.awaiting: dict[BlockKey, list[tuple[PutSession, int]]] = {}
+        self.deletions = RecentDeletions()
         self.blocks_put = 0
         self.blocks_durable = 0
         self.blocks_not_durable = 0
@@ -73,9 +76,10 @@ class Writes:
         block; `StoreListener.room` tells when to try again.
 
         Raises:
-            InvalidRequest: it can never be opened.
+            InvalidRequest: it can never be opened, or its blocks were deleted since they were computed.
             Overloaded: too many sessions are open, or pins and guarantees of others leave too little.
         """
+        self.deletions.check(spec)
         if len(self.sessions) >= self._max_sessions or self._keys + len(spec.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many writing sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
         tiers, dram, size = self._tiers, self._tiers.dram, spec.format.layout.block_bytes
@@ -247,13 +251,10 @@ class Writes:
         ssd = self._tiers.ssd
         if ssd is None or self._committing is not None or not (self._queue or ssd.has_housekeeping):
             return None
-        blocks: Sequence[DramBlock] = ()
-        while self._queue and not blocks:
-            batch = self._first_batch(self._queue)
-            for _ in batch:
-                self._queue.popleft()
-            blocks = self._within_quotas(ssd, batch)
-        plan = self._committing = ssd.plan(blocks)
+        batch = self._first_batch(self._queue)
+        for _ in batch:
+            self._queue.popleft()
+        plan = self._committing = ssd.plan(batch)
         self._tiers.removed(plan.removed)
         self._not_durable(plan.rejected)
         return plan
@@ -268,26 +269,6 @@ class Writes:
                 break
             batch.append(block)
         return batch
-
-    def _within_quotas(self, ssd: SsdTier, blocks: Sequence[DramBlock]) -> Sequence[DramBlock]:
-        """The blocks that may be stored. Gives up older blocks of their tenants for them."""
-        account = ssd.account
-        taken: list[DramBlock] = []
-        coming = collections.Counter[str]()
-        for block in blocks:
-            tenant, size = block.info.tenant, record_size(block.info)
-            excess = account.over_quota(tenant, coming[tenant] + size)
-            if excess:
-                oldest = ssd.catalogue.oldest_of(tenant, excess, self._tiers.dram.pins.__contains__)
-                ssd.forget(oldest)
-                self._tiers.removed(oldest)
-                excess = account.over_quota(tenant, coming[tenant] + size)
-            if excess:
-                self._not_durable([block])
-            else:
-                taken.append(block)
-                coming[tenant] += size
-        return taken
 
     def plan_done(self, error: BaseException | None, *, again: bool = False) -> None:
         """The plan under way was committed, or failed with `error`; `again`: its blocks are tried again at once."""
@@ -317,17 +298,29 @@ class Writes:
         """Whether something that was deleted may be on disk still."""
         return bool(self._recalled) or (self._tiers.ssd is not None and self._tiers.ssd.erasing)
 
-    def recall(self, blocks: set[DramBlock], concerns: Callable[[PutSpec], bool]) -> None:
-        """Blocks were deleted: none of them becomes durable, and the sessions that bring such blocks end."""
-        for session in [session for session in self.sessions if concerns(session.spec)]:
-            session.on_forgotten()
-            self.close(session)
-        waiting = [block for block in self._queue if block in blocks]
-        self._queue = collections.deque(block for block in self._queue if block not in blocks)
-        writing = blocks.intersection(self._committing.blocks if self._committing is not None else ())
+    def forget(self, selection: Selection, now: float) -> None:
+        """Blocks are deleted from now on: sessions that bring such blocks end, and none is opened for older ones."""
+        self.deletions.add(selection, now)
+        self._end([session for session in self.sessions if session.spec.is_among(selection)])
+
+    def recall(self, blocks: Collection[DramBlock]) -> None:
+        """Blocks have left DRAM for good: none of them becomes durable, and who waits for that hears it."""
+        self._end([entry[0] for block in blocks for entry in self.awaiting.get(block.info.key, ())])
+        coming = {block for block in blocks if block.info.key in self.queued}
+        if not coming:
+            return
+        waiting = [block for block in self._queue if block in coming]
+        self._queue = collections.deque(block for block in self._queue if block not in coming)
+        writing = coming.intersection(self._committing.blocks if self._committing is not None else ())
         self._recalled |= writing
         self.queued.difference_update(block.info.key for block in (*waiting, *writing))
         self._tiers.release(waiting)
+
+    def _end(self, sessions: Iterable[PutSession]) -> None:
+        for session in sessions:
+            if not session.closed:
+                session.on_forgotten()
+                self.close(session)
 
     def _durable(self, blocks: Sequence[DramBlock]) -> None:
         self.blocks_durable += len(blocks)

@@ -74,10 +74,11 @@ def _add_dram(add: Add, store: BlockStore) -> None:
     add("dram_blocks", lambda: len(dram))
     _add_attributes(add, dram, "dram_{}", "capacity_bytes")
     _add_attributes(add, dram, "dram_{}_total", "evictions")
-    _add_attributes(add, store.tiers, "{}_total", "damaged_blocks")
     _add_attributes(add, writes, "{}_total", "blocks_put", "blocks_durable", "blocks_not_durable", "failed_batches")
     add("blocks_unsaved", lambda: len(writes.unsaved))
-    _add_attributes(add, store.reads, "{}_total", "dram_hits", "ssd_hits", "misses", "promotions", "bad_blocks")
+    _add_attributes(
+        add, store.reads, "{}_total", "dram_hits", "ssd_hits", "misses", "promotions", "bad_blocks", "damaged_blocks"
+    )
     _add_attributes(add, dram.arena, "arena_{}", "free_bytes", "live_bytes", "resident_bytes", "mapped_bytes")
     _add_attributes(add, dram.arena, "arena_{}_total", "returned_bytes")
     add("pins", lambda: len(pins))

@@ -5,8 +5,9 @@ there leaves the database; its bytes may stay in free pages of the file until th
 """
 
 import asyncio
+import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -22,6 +23,7 @@ MAP_BYTES = 1 << 30
 KEEP_S = 40 * 86400.0
 """How long it is known that a deletion was carried out; conductors repeat theirs for a shorter time."""
 _APPLIED = "applied"
+_COUNTS = struct.Struct("<QQ")
 
 
 class Ledger:
@@ -56,15 +58,23 @@ class Ledger:
         """Keeps those that are newer than what is here; they are durable on return."""
         await self._write(self.book.merge(records))
 
-    def is_applied(self, deletion: str) -> bool:
-        """Whether a deletion was carried out."""
-        return self._applied.get(_APPLIED, "", deletion) is not None
+    def counts(self, deletion: str) -> tuple[int, int] | None:
+        """Blocks and bytes that a deletion deleted; None when it was not carried out."""
+        mark = self._applied.get(_APPLIED, "", deletion)
+        if mark is None:
+            return None
+        return _COUNTS.unpack(mark.value) if len(mark.value) == _COUNTS.size else (0, 0)  # older marks have none
 
-    async def applied(self, deletions: Iterable[str]) -> None:
-        """Deletions were carried out."""
-        now = self._clock()
+    def applied_since(self, at: float) -> bool:
+        """Whether a deletion was carried out at a time (seconds since 1970) or later."""
+        return any(mark.expires_at >= at + KEEP_S for mark in self._applied.of(_APPLIED))
+
+    async def applied(self, deletions: Mapping[str, tuple[int, int]]) -> None:
+        """Deletions were carried out, and deleted so many blocks and bytes."""
+        over = self._clock() + KEEP_S
         marks = [
-            kv_pb2.Record(kind=_APPLIED, id=one, value=b"1", version=1, expires_at=now + KEEP_S) for one in deletions
+            kv_pb2.Record(kind=_APPLIED, id=name, value=_COUNTS.pack(*counts), version=1, expires_at=over)
+            for name, counts in deletions.items()
         ]
         await self._write(self._applied.merge(marks))
 

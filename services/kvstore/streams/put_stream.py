@@ -7,6 +7,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
@@ -156,7 +157,10 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         parents = unpack_keys(message.parent_keys, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
         layers = range(message.layer_begin, message.layer_end)
         heads = range(message.head_begin, message.head_end)
-        return PutSpec(self.format, keys, parents, message.tenant, layers, heads, int(time.time()))
+        if not 0.0 <= message.age_s < math.inf:
+            raise InvalidRequest("age_s", f"must be at least 0 and finite, is {message.age_s:g}")
+        computed_at = self._loop.time() - message.age_s
+        return PutSpec(self.format, keys, parents, message.tenant, layers, heads, int(time.time()), computed_at)
 
     def _waits(self, spec: PutSpec) -> bool:
         return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))

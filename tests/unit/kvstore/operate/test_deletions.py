@@ -36,7 +36,7 @@ async def test_it_is_on_disk_when_it_is_answered_and_is_done_once(tmp_path: Path
         assert not any(bytes(key) in raw or data_of(key)[:64] in raw for key in OURS)
         assert await store.read(OURS) == []
         await store.put(OURS, "ours")
-        assert await forget(store, order) == (0, 0)  # what came later stays
+        assert await forget(store, order) == (3, 3 * (BLOCK + RECORD))  # the same answer, and what came later stays
         assert await store.read(OURS) == [data_of(key) for key in OURS]
         assert await store.read(THEIRS) == [data_of(key) for key in THEIRS]
         await store.at_rest()
@@ -81,11 +81,12 @@ async def test_records_and_what_was_carried_out_outlive_the_process(tmp_path: Pa
     now = [100.0]
     ledger = Ledger(tmp_path / "records", lambda: now[0])
     await ledger.take([record("a", 2), record("b", 1, expires_at=200.0), record("a", 1, b"older")])
-    await ledger.applied(["one"])
+    await ledger.applied({"one": (3, 300)})
     ledger.close()
     again = Ledger(tmp_path / "records", lambda: now[0])
     assert sorted((it.id, it.version) for it in again.book.of("k", "t")) == [("a", 2), ("b", 1)]
-    assert (again.is_applied("one"), again.is_applied("two")) == (True, False)
+    assert (again.counts("one"), again.counts("two")) == ((3, 300), None)
+    assert (again.applied_since(100.0), again.applied_since(101.0)) == (True, False)
     now[0] = 300.0
     await again.take([record("a", 3, b"")])
     again.close()
