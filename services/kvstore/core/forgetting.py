@@ -33,7 +33,7 @@ class Forgotten:
 Steps = Generator[None, None, Forgotten]
 
 
-def forget(store: BlockStore, selection: Selection, now: float) -> Steps:
+def forget(store: BlockStore, selection: Selection, now: float, step_blocks: int = STEP_BLOCKS) -> Steps:
     """Deletes the chosen blocks; `now` is on the clock of `PutSpec.computed_at`."""
     store.writes.forget(selection, now)
 
@@ -43,8 +43,8 @@ def forget(store: BlockStore, selection: Selection, now: float) -> Steps:
     def on_ssd(catalogue: Catalogue) -> Wanted:
         return catalogue.chosen(selection)
 
-    forgotten = yield from _sweep(store, in_dram, on_ssd)
-    yield from _erase_dead(store, on_ssd)
+    forgotten = yield from _sweep(store, in_dram, on_ssd, step_blocks)
+    yield from _erase_dead(store, on_ssd, step_blocks)
     return forgotten
 
 
@@ -54,10 +54,13 @@ def expire(store: BlockStore, ttl_s: Mapping[str, float], now: float) -> Steps:
         store,
         lambda info: info.written_at < now - ttl_of(ttl_s, info.tenant),
         lambda catalogue: catalogue.expired(ttl_s, now),
+        STEP_BLOCKS,
     )
 
 
-def _sweep(store: BlockStore, in_dram: Callable[[BlockInfo], bool], on_ssd: Callable[[Catalogue], Wanted]) -> Steps:
+def _sweep(
+    store: BlockStore, in_dram: Callable[[BlockInfo], bool], on_ssd: Callable[[Catalogue], Wanted], step_blocks: int
+) -> Steps:
     dram, ssd = store.tiers.dram, store.tiers.ssd
     forgotten, looked_at = Forgotten(), 0
     for part in range(PARTS):
@@ -66,7 +69,7 @@ def _sweep(store: BlockStore, in_dram: Callable[[BlockInfo], bool], on_ssd: Call
         looked_at += len(dram.parts[part]) + (0 if ssd is None else len(ssd.catalogue.parts[part]))
         if blocks or places:
             forgotten += _remove(store, blocks, places)
-        if looked_at >= STEP_BLOCKS:
+        if looked_at >= step_blocks:
             looked_at = 0
             yield
     store.tiers.listener.room()
@@ -89,14 +92,16 @@ def _remove(store: BlockStore, blocks: Sequence[DramBlock], places: Iterable[Pla
     return Forgotten(len(keys), nbytes)
 
 
-def _erase_dead(store: BlockStore, on_ssd: Callable[[Catalogue], Wanted]) -> Generator[None, None, None]:
+def _erase_dead(
+    store: BlockStore, on_ssd: Callable[[Catalogue], Wanted], step_blocks: int
+) -> Generator[None, None, None]:
     """Has dead copies overwritten too: without an index, a start would find them again."""
     ssd = store.tiers.ssd
     for segment in [] if ssd is None else list(ssd.catalogue.segments.values()):
-        for first in range(0, len(segment.keys), STEP_BLOCKS):
+        for first in range(0, len(segment.keys), step_blocks):
             assert ssd is not None
             if ssd.catalogue.segments.get(segment.number) is segment:
-                slots = range(first, min(first + STEP_BLOCKS, len(segment.keys)))
+                slots = range(first, min(first + step_blocks, len(segment.keys)))
                 ssd.erase(ssd.catalogue.dead(segment, slots, on_ssd(ssd.catalogue)))
                 yield
     store.tiers.listener.work()

@@ -127,6 +127,8 @@ class WriteBehind:
 
     def _report(self, plan: WritePlan, error: Exception | None, again: float | None) -> None:
         """Logs errors, each kind at most once per `REPEAT_S`, and the first success after blocks were given up."""
+        if plan.erase_error is not None:
+            self._tell(log.error, "deleted blocks could not be overwritten", len(plan.unerased), plan.erase_error)
         if error is None:
             if self._failing and plan.blocks:
                 self._failing = False
@@ -134,11 +136,16 @@ class WriteBehind:
                 log.info("blocks become durable again")
             return
         self._failing = self._failing or again is None
-        what = "blocks could not be made durable" if again is None else "batches are tried again"
+        if again is None:
+            self._tell(log.error, "blocks could not be made durable", len(plan.blocks), error)
+        else:
+            self._tell(log.warning, "batches are tried again", len(plan.blocks), error)
+
+    def _tell(self, at_level: Callable[..., None], what: str, blocks: int, error: Exception) -> None:
         kind, now = (what, type(error), error.errno if isinstance(error, OSError) else None), self.clock()
         if now - self._told.get(kind, -math.inf) >= REPEAT_S:
             self._told[kind] = now
-            (log.error if again is None else log.warning)(what, blocks=len(plan.blocks), error=str(error))
+            at_level(what, blocks=blocks, error=str(error))
 
     async def drain(self, timeout_s: float) -> bool:
         """Waits until everything visible is durable or unsaved; False when that takes longer than `timeout_s`."""

@@ -10,7 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import errno
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from moonpool.kv.blocks import BlockFormat, DramBlock
@@ -99,6 +99,7 @@ class WritePlan:
     store: list[Append]
     erase: list[Place] = dataclasses.field(default_factory=list)  # records to be overwritten
     unerased: list[Place] = dataclasses.field(default_factory=list)  # of these, what the device did not take
+    erase_error: OSError | None = None  # the last reason
     cleared: bool = False  # first transaction committed: victims are forgotten, what was carried has its new place
     named: bool = False  # the index has learnt the ids
     unreadable: Segment | None = None  # the plan failed for it
@@ -170,30 +171,24 @@ class Committer:
     def _erase(self, plan: WritePlan) -> None:
         """Overwrites records with zeros, on the device: no start finds them, with an index or without.
 
-        What the device does not take stays to be done, and keeps nothing else from being done.
+        A segment that the device does not take it for stays to be done, and keeps nothing else from being done.
         """
         by_segment: dict[Segment, list[Place]] = {}
         for place in plan.erase:
             by_segment.setdefault(place[0], []).append(place)
         for segment, places in by_segment.items():
-            failed = [place for place in places if not self._tried(self._overwrite, *place)]
-            if len(failed) < len(places) and not self._tried(self.files.sync, segment.path):
-                failed = places
-            plan.unerased += failed
+            try:
+                for _, slot in places:
+                    self._overwrite(segment, slot)
+                self.files.sync(segment.path)
+            except OSError as error:
+                plan.unerased += places
+                plan.erase_error = error
 
     def _overwrite(self, segment: Segment, slot: int) -> None:
         nbytes, zeros = segment.nbytes(slot), bytes(min(segment.nbytes(slot), ERASE_BYTES))
         for at in range(0, nbytes, ERASE_BYTES):
             self.files.write(segment.path, [zeros[: nbytes - at]], segment.offset(slot) + at)
-
-    def _tried(self, action: Callable[..., None], *arguments: object) -> bool:
-        """Whether it could be done."""
-        try:
-            action(*arguments)
-        except OSError as error:
-            log.error("a deleted block could not be overwritten; it is tried again", error=str(error))
-            return False
-        return True
 
     def _carry(self, append: Append, plan: WritePlan) -> None:
         """Copies one verified record, but not a bad one. When it cannot be read, another segment may do: EAGAIN."""

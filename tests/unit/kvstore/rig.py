@@ -22,6 +22,7 @@ from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.config import KVStoreConfig
+from services.kvstore.operate.ledger import Ledger
 from services.kvstore.service import KVStoreService, open_tiers
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, keys_of, slice_of
@@ -112,12 +113,12 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    data_dir: Path | None = None, *, together_bytes: int = FRAME_BYTES, **settings: Any
+    data_dir: Path | None = None, *, together_bytes: int = FRAME_BYTES, ledger: Ledger | None = None, **settings: Any
 ) -> AsyncIterator[Rig]:
     settings = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5} | settings
     config = KVStoreConfig(data_dir=data_dir, **{"lease_bytes": settings["dram_bytes"]} | settings)
     instance = kv_pb2.Instance(id="kvstore-0", incarnation=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
-    service = KVStoreService(config, open_tiers(config), instance)
+    service = KVStoreService(config, open_tiers(config), instance, ledger=ledger)
     get = replace(service.servicer.get, together_bytes=together_bytes)
     service.servicer = replace(service.servicer, get=get)
     async with (

@@ -28,6 +28,7 @@ class FakeWriter:
         self.go = asyncio.Event()
         self.error: Exception | None = None
         self.read: list[bytes] = []
+        self.ages: list[float] = []
         self.sessions = 0
         self.traffic = Traffic()
         self.closed = False
@@ -40,8 +41,10 @@ class FakeWriter:
         read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
+        age_s: float = 0.0,
     ) -> PutOutcome:
         self.sessions += 1
+        self.ages.append(age_s)
         try:
             await self.go.wait()
             if self.error is not None:
@@ -109,6 +112,19 @@ async def test_stores_and_gives_back() -> None:
         assert bench.released == bench.stored == [3, 1]
         assert bench.writers["a:1"].read == [b"\x00\x03", b"\x00\x01"]
         assert (bench.it.blocks_stored, bench.it.blocks_present, bench.it.blocks_dropped) == (1, 1, 0)
+
+
+async def test_a_store_is_told_for_how_long_blocks_have_waited() -> None:
+    async with running(Bench()) as bench:
+        writer = bench.open_writer("a:1")
+        bench.submit([1])
+        await turn()
+        bench.now = 3.0
+        bench.submit([2])
+        bench.now = 5.5
+        writer.go.set()
+        await bench.settle()
+        assert writer.ages == [0.0, 2.5]
 
 
 async def test_is_bounded_and_takes_leading_blocks() -> None:

@@ -1,16 +1,24 @@
 """Deletions at a store: carried out once, on disk before the answer, known after a restart; records outlive it too."""
 
+import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from moonpool.cluster.records import RecordBook
-from moonpool.errors import InvalidRequest, Overloaded
+from moonpool.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import pack_keys
+from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from services.kvstore.core.forgetting import Forgotten
+from services.kvstore.operate.deletions import Deletions
 from services.kvstore.operate.ledger import Ledger
-from tests.unit.kvstore.helpers import BLOCK, RECORD, data_of, keys_of
-from tests.unit.kvstore.rig import Rig, answer, opened_put, rig
+from tests.slices import hashed
+from tests.unit.kvstore.faulty_files import FaultyFiles
+from tests.unit.kvstore.helpers import BLOCK, RECORD, data_of, keys_of, slice_of, writing
+from tests.unit.kvstore.helpers import store as driven_store
+from tests.unit.kvstore.rig import Rig, answer, opened_get, opened_put, put_open, putting, rig
 
 OURS, THEIRS = keys_of(3, "ours"), keys_of(2, "theirs")
 
@@ -40,6 +48,73 @@ async def test_it_is_on_disk_when_it_is_answered_and_is_done_once(tmp_path: Path
         assert await store.read(OURS) == [data_of(key) for key in OURS]
         assert await store.read(THEIRS) == [data_of(key) for key in THEIRS]
         await store.at_rest()
+
+
+async def test_told_twice_at_once_it_is_done_once_and_both_are_answered_alike(tmp_path: Path) -> None:
+    order, more = deletion("one", tenants=["ours"]), deletion("two", keys=pack_keys(THEIRS))
+    async with rig(tmp_path, ledger=Ledger(tmp_path / "records")) as store:
+        await store.put(OURS, "ours")
+        await store.put(THEIRS, "theirs")
+        await store.durable()
+        both = await asyncio.gather(forget(store, order), forget(store, order))
+        assert list(both) == [(3, 3 * (BLOCK + RECORD))] * 2
+        assert await forget(store, order, more) == (5, 5 * (BLOCK + RECORD))
+    async with rig(tmp_path, ledger=Ledger(tmp_path / "records")) as store:
+        assert await forget(store, more, order) == (5, 5 * (BLOCK + RECORD))
+
+
+async def test_a_deletion_that_the_disk_did_not_take_is_not_done_anew(tmp_path: Path) -> None:
+    order, files = deletion("one", tenants=["ours"]), FaultyFiles()
+    with driven_store(tmp_path, files=files) as driven:
+        driven.flush(OURS, "ours")
+        ledger = Ledger(None)
+        async with writing(driven, retry_after_s=()) as writer:
+            it = Deletions(driven.store, driven.pins, ledger, writer, timeout_s=0.05)
+            files.fail("transaction", OSError(5, "an error"))
+            with pytest.raises(Unavailable):
+                await it.forget([order], {})
+            assert ledger.counts("one") is None
+            driven.put(OURS[:1], "ours")
+            files.mend()
+            it = dataclasses.replace(it, timeout_s=10.0)
+            assert await it.forget([order], {}) == Forgotten(3, 3 * (BLOCK + RECORD))
+        ledger.close()
+        assert driven.store.tiers.match(OURS) == 1
+
+
+async def test_a_writer_that_waited_for_room_does_not_bring_back_what_was_deleted() -> None:
+    async with rig(dram_bytes=2 * BLOCK) as store:
+        await store.put(THEIRS)
+        holding = await opened_get(store, keys=pack_keys(THEIRS))
+        assert (await holding.read()).message.opened.blocks == 2
+        async with putting(store, at_rest=False) as call:
+            opening = put_open(1, OURS[:1])
+            opening.tenant = "ours"
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
+            await store.until("sessions_waiting_for_room", 1)
+            assert await forget(store, deletion("one", tenants=["ours"])) == (0, 0)
+            holding.cancel()
+            refused = (await answer(call)).refused
+            assert (refused.code, "deleted" in refused.reason) == ("invalid_request", True)
+        await store.at_rest()
+
+
+async def test_a_write_back_that_is_older_than_a_deletion_is_refused(tmp_path: Path) -> None:
+    async with rig(tmp_path, ledger=Ledger(tmp_path / "records")) as store:
+        await forget(store, deletion("one", tenants=["ours"]))
+        writer = store.writer()
+        read = hashed(lambda layer, index: slice_of(OURS[index], layer))
+        with pytest.raises(InvalidRequest, match="deleted"):
+            await writer.put(OURS, OURS, "ours", read, timeout_s=10, age_s=600.0)
+        assert (await writer.put(OURS, OURS, "ours", read, timeout_s=10)).stored == 3
+        await writer.aclose()
+    async with rig(ledger=Ledger(tmp_path / "records")) as store:  # it knows that something was deleted, not what
+        writer = store.writer()
+        with pytest.raises(InvalidRequest, match="may have been deleted"):
+            await writer.put(
+                THEIRS, THEIRS, "theirs", hashed(lambda layer, _: slice_of(OURS[0], layer)), timeout_s=10, age_s=600.0
+            )
+        await writer.aclose()
 
 
 async def test_pins_of_a_deleted_tenant_end() -> None:
