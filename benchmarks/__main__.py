@@ -11,6 +11,7 @@ from benchmarks.frame import run, today
 ALL = (
     "checkpoint",
     "conductor",
+    "engine",
     "eviction",
     "failover",
     "fairness",

@@ -12,6 +12,8 @@ from torch import Tensor
 from benchmarks.frame import Progress, Row, bounded
 from kernels import ops, quantized, reference
 from kernels.attention import paged_attention, write_kv
+from kernels.memory import Arena
+from kernels.panels import arrange
 
 ALLOWED = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 """Results are rounded once or twice to their type; bfloat16's weights are rounded too."""
@@ -149,12 +151,14 @@ def _small_errors(generator: torch.Generator, device: str, dtype: torch.dtype) -
                 heads, draw(rows, 7, 128), draw(rows, 128), draw(rows, 128),
             ),
         )  # fmt: skip
-    for rows in (1, 5, 16):
-        nan = torch.full((rows, 300), torch.nan, dtype=dtype)
+    weight, bias = draw(300, 896), draw(300)
+    panels = arrange(weight, bias, gated=False, arena=Arena()) if device == "cpu" else None
+    for rows in (1, 5, 16, 40) if panels is not None else ():
         yield (
-            f"linear, {rows} rows",
+            f"product, {rows} rows",
             compare(
-                lambda x, w, b, out: ops.linear(x, w, b, out=out), reference.linear,
-                nan, draw(rows, 896), draw(300, 896), draw(300),
+                lambda x, out: out.copy_(panels.product(x)),
+                lambda x, out: reference.linear(x, weight.double(), bias.double(), out),
+                torch.full((rows, 300), torch.nan, dtype=dtype), draw(rows, 896),
             ),
         )  # fmt: skip

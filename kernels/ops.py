@@ -15,12 +15,7 @@ from kernels.check import dense, expect
 from kernels.choice import choose
 from kernels.native import library
 
-__all__ = ["linear", "rms_norm", "rope", "silu_mul"]
-
-#: From one row up to so many, in these types, the library's products of a plain weight are slower than ours: measured
-#: 2 rows 1.5 times, 16 rows 3 times (hidden 2048, one AVX512 core without fp16 arithmetic).
-FEW_ROWS = 16
-_SLOW_IN_LIBRARY = (torch.float16,)
+__all__ = ["rms_norm", "rope", "silu_mul"]
 
 
 def rms_norm(
@@ -82,38 +77,6 @@ def silu_mul(
     out = _result(out, (gate_up.shape[0], gate_up.shape[1] // 2), gate_up)
     _implementation("silu_mul", gate_up).silu_mul(gate_up, out)
     return out
-
-
-def linear(
-    x: Tensor,  # [M, K], each row dense
-    weight: Tensor,  # [N, K], contiguous
-    bias: Tensor | None = None,  # [N]
-    *,
-    out: Tensor | None = None,  # [M, N], contiguous
-) -> Tensor:
-    """Return x @ weight.T + bias, summed in float32: by our kernel for few rows where it is the faster, see FEW_ROWS.
-
-    Raises:
-        ValueError: an argument has a wrong shape, stride, type or device; the message begins with its name.
-    """
-    if x.dim() != 2 or not dense(x, 1):
-        raise ValueError(f"x: must be [M, K] with dense rows, not {list(x.shape)} with strides {x.stride()}")
-    if weight.dim() != 2:
-        raise ValueError(f"weight: must be [N, K], not {list(weight.shape)}")
-    expect("weight", weight, (weight.shape[0], x.shape[1]), x.dtype, x.device)
-    if bias is not None:
-        expect("bias", bias, weight.shape[:1], x.dtype, x.device)
-    out = _result(out, (x.shape[0], weight.shape[0]), x)
-    implementation = _implementation("linear", x)
-    if implementation is not reference and not few_rows_are_ours(x):
-        implementation = plain
-    implementation.linear(x, weight, bias, out)
-    return out
-
-
-def few_rows_are_ours(x: Tensor) -> bool:
-    """Return whether `linear` runs our own kernel for `x`, where there is one."""
-    return x.device.type == "cpu" and 1 < x.shape[0] <= FEW_ROWS and x.dtype in _SLOW_IN_LIBRARY
 
 
 def _result(out: Tensor | None, shape: Any, like: Tensor) -> Tensor:

@@ -30,8 +30,3 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """See `kernels.reference.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     torch.mul(functional.silu(gate), up, out=out)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """See `kernels.reference.linear`."""
-    out.copy_(functional.linear(x, weight, bias))

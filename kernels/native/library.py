@@ -1,15 +1,14 @@
-"""The native kernels as Python functions over tensors: the C interface, its argument structures and pointers.
+"""The native kernels as Python functions over tensors: the C interface and its pointers.
 
-The functions have the names of `kernels.reference`; arguments have been checked by the dispatch. They run on torch's
-own OpenMP threads, as many as torch.get_num_threads() says, through the OpenMP library that torch has loaded; where
-that is not found they run on the calling thread. No further threads are started.
+The functions have the names of `kernels.reference`; arguments have been checked by the dispatch. They run on a team of
+threads of their own (`team.cpp`), as many as torch.get_num_threads() says, the calling one included, and no more than
+this process has processors.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.build import BuildError, build
+from kernels.native.structures import Attention, Model, Panels, Step
 
 log = logging.getLogger(__name__)
 
@@ -29,23 +29,10 @@ MAX_HEAD_DIM = 256
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
-class _Attention(ctypes.Structure):
-    """struct Attention in pool.h."""
-
-    _fields_ = (
-        ("q", _P), ("q_stride", _L), ("q_type", _I),
-        ("kv", _P), ("block_stride", _L), ("kv_type", _I),
-        ("scales", _P), ("scale_stride", _L),
-        ("tables", _P), ("table_stride", _L),
-        ("items", _P), ("n", _L), ("heads", _I), ("kv_heads", _I), ("head_dim", _I), ("block_tokens", _I),
-        ("scale", _F),
-        ("out", _P), ("out_stride", _L),
-    )  # fmt: skip
-
-
+_pointer = ctypes.POINTER
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "mp_decode": (ctypes.POINTER(_Attention), _I),
-    "mp_prefill": (ctypes.POINTER(_Attention), _I),
+    "mp_decode": (_pointer(Attention), _I),
+    "mp_prefill": (_pointer(Attention), _I),
     "mp_rms_norm": (_I, _P, _L, _P, _P, _F, _P, _L, _L, _I),
     "mp_rope": (_I, _P, _L, _P, _P, _P, _L, _L, _I, _I, _I),
     "mp_silu_mul": (_I, _P, _L, _P, _L, _L, _I),
@@ -53,7 +40,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_write_quantized": (_I, _P, _L, _P, _L, _I, _P, _L, _P, _L, _P, _P, _L, _I, _I, _I, _I),
     "mp_outside": (_P, _L, _L),
     "mp_copy_blocks": (_P, _L, _L, _L, _L, _P, _P, _L, _I),
-    "mp_linear": (_I, _P, _L, _P, _P, _P, _L, _L, _L, _I),
+    "mp_arrange": (_pointer(Panels), _P, _I),
+    "mp_rows": (_pointer(Panels), _P, _L, _P, _I),
+    "mp_product": (_pointer(Panels), _P, _L, _L, _P, _I, _I),
     "mp_threads_used": (_I,),
     "mp_read": (_P, _L, _I),
     "mp_exp": (_P, _L, _L, _I, _I),
@@ -69,8 +58,9 @@ class Library:
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._c, name)
             function.argtypes, function.restype = arguments, _I
-        self.openmp = _openmp()
-        self._c.mp_init(ctypes.cast(self.openmp, _P) if self.openmp is not None else None)
+        for name, wide in (("mp_panels_bytes", (_pointer(Panels),)), ("mp_step", (_pointer(Model), _pointer(Step)))):
+            function = getattr(self._c, name)
+            function.argtypes, function.restype = wide, _L
         self.width = int(self._c.mp_width())
         self.has_bf16 = bool(self._c.mp_has_bf16())
 
@@ -111,7 +101,7 @@ class Library:
         scale: float,
         out: Tensor,
     ) -> None:
-        call = _Attention(
+        call = Attention(
             q.data_ptr(), q.stride(0), TYPES[q.dtype],
             kv.data_ptr(), kv.stride(0) * kv.element_size(), TYPES[kv.dtype],
             None if scales is None else scales.data_ptr(), 0 if scales is None else scales.stride(0),
@@ -175,15 +165,31 @@ class Library:
             torch.get_num_threads(),
         )  # fmt: skip
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """See `kernels.reference.linear`."""
+    def panels_bytes(self, panels: Panels) -> int:
+        """Return the bytes that a matrix takes arranged, or 0 where it cannot be arranged."""
+        return int(self._c.mp_panels_bytes(panels))
+
+    def arrange(self, panels: Panels, weight: Tensor) -> None:
+        """Write `weight` [outputs, inputs], contiguous, to where `panels` says, arranged for products."""
+        self._c.mp_arrange(panels, weight.data_ptr(), torch.get_num_threads())
+
+    def rows(self, panels: Panels, index: Tensor, out: Tensor) -> None:
+        """Write the rows `index` (int64, contiguous, checked) of an arranged matrix to `out`, as they were."""
+        self._c.mp_rows(panels, index.data_ptr(), index.numel(), out.data_ptr(), torch.get_num_threads())
+
+    def product(self, panels: Panels, x: Tensor, out: Tensor, end: int) -> None:
+        """Write x [M, inputs], rows dense, times an arranged matrix to `out`, contiguous; `end` as in panels.h."""
         self._done(
-            self._c.mp_linear(
-                TYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(),
-                None if bias is None else bias.data_ptr(), out.data_ptr(), x.shape[0], *weight.shape,
-                torch.get_num_threads(),
+            self._c.mp_product(
+                panels, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), end, torch.get_num_threads()
             )
-        )  # fmt: skip
+        )
+
+    def step(self, model: Model, step: Step) -> int:
+        """Run layers, see step.cpp; return the layer that it came to."""
+        came = int(self._c.mp_step(model, step))
+        self._done(came < 0)
+        return came
 
     def read(self, memory: Tensor) -> None:
         """Read a large tensor once, as fast as it can be: a benchmark's ceiling."""
@@ -194,7 +200,7 @@ class Library:
         self._c.mp_exp(numbers.data_ptr(), numbers.shape[1], times, 0, numbers.shape[0])
 
     def threads_used(self, threads: int) -> int:
-        """Return how many threads worked on a job of many parts, for tests."""
+        """Return how many threads of `threads` come to work on one job at the same time, for tests."""
         return int(self._c.mp_threads_used(threads))
 
     @staticmethod
@@ -251,22 +257,3 @@ def loaded() -> Library | None:
 def failure() -> str:
     """Return why `get` gave None; empty where it did not."""
     return loader.failure
-
-
-def _openmp() -> Any:
-    """Return GOMP_parallel of the OpenMP library that torch's own operators run on, or None."""
-    names = ("libgomp", "libiomp5", "libomp")  # the latter two speak GNU's interface too
-    try:
-        torch.get_num_threads()
-        mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
-    except OSError:
-        return None
-    # torch's own first: another package may have brought one of its own.
-    home = str(Path(torch.__file__).parent)
-    for path in sorted(mapped, key=lambda path: (not path.startswith(home), path)):
-        if os.path.basename(path).startswith(names):
-            try:
-                return ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
-            except (OSError, AttributeError):
-                continue
-    return None

@@ -1,9 +1,9 @@
-// What the loader needs: the layout's version, the OpenMP entry, which instructions were compiled in.
+// What the loader asks for: which instructions were compiled in; for tests and benchmarks the team and the ceilings.
 #include "parallel.h"
 #include "vec.h"
 
-gomp_parallel_t mp_gomp_parallel = nullptr;
-extern "C" void mp_init(void* gomp_parallel) { mp_gomp_parallel = (gomp_parallel_t)gomp_parallel; }
+#include <time.h>
+
 extern "C" int mp_width() { return W; }
 extern "C" int mp_has_bf16() {
 #if defined(MP_BF16)
@@ -36,10 +36,15 @@ extern "C" int mp_exp(float* p, int64_t n, int64_t times, int exact, int threads
     });
     return 0;
 }
-extern "C" int mp_threads_used(int threads) {  // for tests: the size of the team that works on a job
-    std::atomic<int> arrived{0};
-    auto arrive = [](void* p) { (*(std::atomic<int>*)p)++; };
-    if (threads > 1 && mp_gomp_parallel) mp_gomp_parallel(arrive, &arrived, (unsigned)threads, 0);
-    else arrive(&arrived);
-    return arrived;
+extern "C" int mp_threads_used(int threads) {  // for tests: how many work on a job at the same time
+    if (threads > team_most()) threads = team_most();
+    struct Meeting { std::atomic<int> arrived; int threads; } meeting{{0}, threads};
+    auto meet = [](void* p) {
+        Meeting* m = (Meeting*)p;
+        m->arrived++;
+        timespec nap{0, 100000};
+        for (int tries = 0; m->arrived < m->threads && tries < 100000; tries++) nanosleep(&nap, nullptr);
+    };
+    run_team(meet, &meeting, threads);
+    return meeting.arrived;
 }

@@ -1,12 +1,10 @@
-// Work on torch's own OpenMP threads, memory that is kept between calls, and nothing of the arithmetic.
+// Loops over a team of threads, memory that is kept between calls, and nothing of the arithmetic.
 #pragma once
 #include <atomic>
 #include <stdint.h>
 #include <stdlib.h>
 
-// GOMP_parallel of the OpenMP library that torch has loaded, given by the caller; null: one thread.
-typedef void (*gomp_parallel_t)(void (*)(void*), void*, unsigned, unsigned);
-extern gomp_parallel_t mp_gomp_parallel;
+#include "team.h"
 
 template <class F> struct Job {
     const F* f;
@@ -22,22 +20,56 @@ template <class F> struct Job {
         for (int64_t i = job->claim(), then; i < job->count; i = then) (*job->f)(i, then = job->claim());
     }
 };
-static inline void run_team(void (*work)(void*), void* job, int64_t count, int threads) {
-    if (threads > count) threads = (int)count;
-    if (threads <= 1 || !mp_gomp_parallel) work(job);
-    else mp_gomp_parallel(work, job, (unsigned)threads, 0);
-}
+static inline int at_most(int64_t count, int threads) { return threads > count ? (int)count : threads; }
 
 // f(i) for i in [0, count): claimed one by one, in rising order, by at most `threads` threads.
 template <class F> static void parallel(int64_t count, int threads, const F& f) {
     Job<F> job{&f, count, {0}};
-    run_team(Job<F>::each, &job, count, threads);
+    run_team(Job<F>::each, &job, at_most(count, threads));
 }
 
 // The same with f(i, then): what the same thread does after i is claimed before it; count or more: nothing.
 template <class F> static void parallel_ahead(int64_t count, int threads, const F& f) {
     Job<F> job{&f, count, {0}};
-    run_team(Job<F>::each_ahead, &job, count, threads);
+    run_team(Job<F>::each_ahead, &job, at_most(count, threads));
+}
+
+// The same with f(i), where neighbours lie one after the other in memory: each thread takes the next of a run of its own,
+// so that it reads one stream, and helps with the others' runs when it has no more.
+template <class F> struct Runs {
+    enum { MOST = 64 };
+    struct alignas(64) Run { std::atomic<int64_t> next; int64_t end; };
+    const F* f;
+    int runs;
+    std::atomic<int> arrived;
+    Run run[MOST];
+    static void each(void* p) {
+        Runs* all = (Runs*)p;
+        int own = all->arrived.fetch_add(1, std::memory_order_relaxed);
+        for (int r = 0; r < all->runs; r++) {
+            Run& run = all->run[(own + r) % all->runs];
+            for (int64_t i; (i = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) (*all->f)(i);
+        }
+    }
+};
+template <class F> static void parallel_runs(int64_t count, int threads, const F& f) {
+    Runs<F> all;
+    threads = at_most(count, threads);
+    all.f = &f, all.arrived = 0, all.runs = threads < 1 ? 1 : threads < Runs<F>::MOST ? threads : (int)Runs<F>::MOST;
+    for (int r = 0; r < all.runs; r++)
+        all.run[r].next = count * r / all.runs, all.run[r].end = count * (r + 1) / all.runs;
+    run_team(Runs<F>::each, &all, threads);
+}
+
+enum { GRAIN = 16384 };  // elements below which another thread does not pay
+
+static inline int worth(int64_t elements, int threads) {
+    int64_t most = elements / GRAIN + 1;
+    return most < threads ? (int)most : threads;
+}
+// f(begin, end) over [0, n) in as many parts as threads.
+template <class F> static void split(int64_t n, int threads, const F& f) {
+    parallel(threads, threads, [&](int64_t i) { f(n * i / threads, n * (i + 1) / threads); });
 }
 
 // Grows, is never shared between threads, and is freed with its thread.

@@ -2,71 +2,13 @@
 // Rounding follows transformers, step by step; see kernels/reference.py.
 #include "parallel.h"
 #include "pool.h"
-
-enum { GRAIN = 16384 };  // elements below which another thread does not pay
-
-INLINE int worth(int64_t elements, int threads) {
-    int64_t most = elements / GRAIN + 1;
-    return most < threads ? (int)most : threads;
-}
-// f(begin, end) over [0, n) in as many parts as threads.
-template <class F> static void split(int64_t n, int threads, const F& f) {
-    parallel(threads, threads, [&](int64_t i) { f(n * i / threads, n * (i + 1) / threads); });
-}
-#define FOR_TYPE(type, call)      \
-    switch (type) {               \
-        case F32: return call(float); \
-        case BF16: return call(bf16); \
-        case F16: return call(f16);   \
-        default: return 1;        \
-    }
-
-INLINE float wide(float x) { return x; }
-INLINE float wide(bf16 x) { return scalar(x); }
-INLINE float wide(f16 x) { f16 t[W] = {x}; return widen(t)[0]; }
-INLINE void thin(float* p, float x) { *p = x; }
-INLINE void thin(bf16* p, float x) { *p = to_bf16(x); }
-INLINE void thin(f16* p, float x) { f16 t[W]; narrow(t, splat(x)); *p = t[0]; }
+#include "rows.h"
 
 template <class T>
 static int rms_norm(const T* x, int64_t stride, T* residual, const T* weight, float eps, T* out, int64_t rows, int64_t n, int threads) {
     split(rows, worth(rows * n, threads), [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; r++) {
-            const T* from = x + r * stride;
-            T* to = out + r * n;
-            vf squares[4] = {};
-            float rest = 0;
-            int64_t i = 0;
-            if (residual) {
-                T* sum_ = residual + r * n;
-                int j = 0;
-                for (; i + W <= n; i += W, j = (j + 1) & 3) {
-                    vf v = rounded<T>(widen(from + i) + widen(sum_ + i));
-                    narrow(sum_ + i, v);
-                    squares[j] += v * v;
-                }
-                for (; i < n; i++) {
-                    thin(sum_ + i, wide(from[i]) + wide(sum_[i]));
-                    rest += wide(sum_[i]) * wide(sum_[i]);
-                }
-                from = sum_;
-            } else {
-                int j = 0;
-                for (; i + W <= n; i += W, j = (j + 1) & 3) {
-                    vf v = widen(from + i);
-                    squares[j] += v * v;
-                }
-                for (; i < n; i++) rest += wide(from[i]) * wide(from[i]);
-            }
-            float mean = (sum((squares[0] + squares[1]) + (squares[2] + squares[3])) + rest) / (float)n;
-            float scale = 1.0f / __builtin_sqrtf(mean + eps);
-            for (i = 0; i + W <= n; i += W) narrow(to + i, rounded<T>(widen(from + i) * scale) * widen(weight + i));
-            for (; i < n; i++) {
-                T t;
-                thin(&t, wide(from[i]) * scale);
-                thin(to + i, wide(t) * wide(weight[i]));
-            }
-        }
+        for (int64_t r = begin; r < end; r++)
+            norm_row(x + r * stride, residual ? residual + r * n : nullptr, weight, eps, out + r * n, n);
     });
     return 0;
 }
@@ -80,27 +22,10 @@ extern "C" int mp_rms_norm(int type, const void* x, int64_t stride, void* residu
 template <class T>
 static int rope(const T* x, int64_t stride, const T* cos, const T* sin, T* out, int64_t out_stride, int64_t rows,
                 int heads, int D, int threads) {
-    int half = D / 2;
     split(rows, worth(rows * heads * D, threads), [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; r++) {
-            const T *c = cos + r * D, *s = sin + r * D;
-            for (int h = 0; h < heads; h++) {
-                const T* from = x + r * stride + (int64_t)h * D;
-                T* to = out + r * out_stride + (int64_t)h * D;
-                int i = 0;
-                for (; i + W <= half; i += W) {
-                    vf low = widen(from + i), high = widen(from + half + i);
-                    vf a = widen(c + i) * low, b = widen(c + half + i) * high;
-                    narrow(to + i, a + high * widen(s + i));
-                    narrow(to + half + i, b + low * widen(s + half + i));
-                }
-                for (; i < half; i++) {
-                    float low = wide(from[i]), high = wide(from[half + i]);
-                    thin(to + i, wide(c[i]) * low + high * wide(s[i]));
-                    thin(to + half + i, wide(c[half + i]) * high + low * wide(s[half + i]));
-                }
-            }
-        }
+        for (int64_t r = begin; r < end; r++)
+            for (int64_t h = 0; h < heads; h++)
+                rotate_head(x + r * stride + h * D, cos + r * D, sin + r * D, out + r * out_stride + h * D, D);
     });
     return 0;
 }
@@ -111,11 +36,6 @@ extern "C" int mp_rope(int type, const void* x, int64_t stride, const void* cos,
 #undef CALL
 }
 
-INLINE vf silu(vf x) {  // x / (1 + e^-x)
-    vf t = vmax(x * -LOG2E, splat(-126.0f));
-    t = t < splat(126.0f) ? t : splat(126.0f);
-    return x / (exp2v<6>(t) + 1.0f);
-}
 template <class T>
 static int silu_mul(const T* x, int64_t stride, T* out, int64_t rows, int64_t n, int threads) {
     // Cut across rows and columns: one row of a large model is work for several threads.

@@ -1,6 +1,6 @@
 """The operations under the names and signatures of `kernels.reference`, as the dispatch expects them.
 
-Importing this imports Triton; see `kernels.triton.available`. There is no `linear`: on GPUs the library's is not slow.
+Importing this imports Triton; see `kernels.triton.available`. Products are the library's, which is not slow on GPUs.
 """
 
 from kernels.triton.attention import decode_attention, prefill_attention

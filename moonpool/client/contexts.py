@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -237,8 +238,8 @@ class Contexts:
 
 
 def delete_request(keys: Sequence[bytes], tenants: Sequence[str], namespaces: Sequence[bytes]) -> pb.DeleteKVRequest:
-    """Build a request to delete KV."""
-    request = pb.DeleteKVRequest()
+    """Build a request to delete KV; it has a name, so that it is carried out once if it has to be asked again."""
+    request = pb.DeleteKVRequest(id=secrets.token_hex(16))
     assign("keys", lambda: setattr(request.selection, "keys", pack_keys(keys)))
     assign("tenants", lambda: request.selection.tenants.extend(tenants))
     assign("namespaces", lambda: request.selection.namespaces.extend(namespaces))

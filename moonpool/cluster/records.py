@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from moonpool.core.timers import Timers
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.v1 import kv_pb2
 
@@ -36,6 +37,7 @@ class RecordBook:
         self._there: dict[
             tuple[str, str], dict[str, kv_pb2.Record]
         ] = {}  # those not deleted, by kind and tenant, and id
+        self._over: Timers[Place] = Timers()  # when the time of each is over
         self.last = 0
         """Number of the record that came last."""
         self.nbytes = 0
@@ -61,6 +63,7 @@ class RecordBook:
             self._records.pop(place, None)
             self.last += 1
             self._records[place] = self.last, record
+            self._over.set(place, record.expires_at)
             self._note(place, record)
         self.nbytes += growth
         return list(newer.values())
@@ -116,13 +119,14 @@ class RecordBook:
         return max(int(now * 1e9), 0 if found is None else found[1].version + 1)
 
     def prune(self, now: float) -> list[kv_pb2.Record]:
-        """Forgets records whose time is over; returns them."""
-        over = [(place, record) for place, (_, record) in self._records.items() if record.expires_at <= now]
-        for place, record in over:
-            del self._records[place]
+        """Forgets records whose time is over; returns them. The others cost nothing."""
+        over = []
+        while (place := self._over.pop_due(now)) is not None:
+            _, record = self._records.pop(place)
             self._note(place, None)
             self.nbytes -= record.ByteSize()
-        return [record for _, record in over]
+            over.append(record)
+        return over
 
 
 def _checked(record: kv_pb2.Record) -> kv_pb2.Record:

@@ -1,67 +1,96 @@
 """Deleting KV from an engine instance, the same for prefill and decode: from its pool and from its write-back."""
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from moonpool.cluster.selections import selection_from_proto
 from moonpool.errors import Unavailable
-from moonpool.kv.keys import BlockKey
+from moonpool.kv.deletions import Deletions
 from moonpool.kv.selection import Selection, check_ttls
 from moonpool.sched.forgetting import ForgetKV
-from moonpool.streams.writeback import WriteBack
+from moonpool.streams.writeback import Job, WriteBack
 from moonpool.v1 import kv_pb2
 
 WRITE_BACK_TIMEOUT_S = 30.0
-MAX_APPLIED = 1 << 16
-"""Deletions that are known to have been carried out; conductors repeat the latest ones only."""
+MAX_CARRIED_OUT = 1 << 16
+"""Deletions that are known to have been carried out; conductors repeat those of the last month only."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ending:
+    """A deletion whose blocks are gone here, while writes of such KV are still under way."""
+
+    blocks: int
+    writes: tuple[Job, ...]
 
 
 class Forgetting:
-    """Carries out deletions, each once.
+    """Carries out deletions, each once, however often and by how many conductors it is ordered.
 
     Args:
         namespace: of the pool's KV.
         block_bytes: of a block.
         write_back: of the instance.
         carry_out: tells the core, and gives the number of blocks.
+        carried_out: what the write-back tells kvstores of; deletions are added here.
     """
 
     def __init__(
-        self, namespace: bytes, block_bytes: int, write_back: WriteBack, carry_out: Callable[[ForgetKV], int]
+        self,
+        namespace: bytes,
+        block_bytes: int,
+        write_back: WriteBack,
+        carry_out: Callable[[ForgetKV], int],
+        carried_out: Deletions,
     ) -> None:
         self._namespace = namespace
         self._block_bytes = block_bytes
         self._write_back = write_back
         self._carry_out = carry_out
+        self._carried_out = carried_out
         self._numbers = itertools.count(1)
-        self._applied: dict[str, None] = {}
+        self._ending: dict[str, _Ending] = {}
 
     async def forget(self, request: kv_pb2.ForgetRequest) -> kv_pb2.ForgetResponse:
         """Deletes; returns when no write of such KV is on its way to a kvstore any more.
+
+        Who orders again what is being carried out waits for the same end, and is told the same blocks.
 
         Raises:
             InvalidRequest: a selection or a time is wrong.
             Unavailable: such a write does not end; to be asked again.
         """
-        ttl_s = tuple(check_ttls(request.ttl_s).items())
+        ttl_s = check_ttls(request.ttl_s)
         chosen = {one.id: selection_from_proto(one.selection) for one in request.deletions}
-        new = {name: selection for name, selection in chosen.items() if name not in self._applied}
-        blocks = sum(self._carry_out(self._event(selection)) for selection in new.values())
-        if ttl_s:
-            blocks += self._carry_out(ForgetKV(next(self._numbers), Selection(), ttl_s=ttl_s))
-
-        def concerns(keys: Sequence[BlockKey], tenant: str) -> bool:
-            return any(
-                self._namespace in one.namespaces or tenant in one.tenants or not one.keys.isdisjoint(keys)
-                for one in new.values()
-            )
-
-        if new and not await self._write_back.forget(concerns, WRITE_BACK_TIMEOUT_S):
+        for name, selection in chosen.items():
+            if name not in self._carried_out:
+                self._begin(name, selection)
+        ending = {name: self._ending[name] for name in chosen if name in self._ending}
+        blocks = sum(one.blocks for one in ending.values()) + self._expire(ttl_s)
+        writes = {job for one in ending.values() for job in one.writes}
+        if not await self._write_back.ended(writes, WRITE_BACK_TIMEOUT_S):
             raise Unavailable("deleted here, but it is being written to a kvstore that does not answer")
-        self._applied.update(dict.fromkeys(new))
-        while len(self._applied) > MAX_APPLIED:
-            del self._applied[next(iter(self._applied))]
+        for name in ending:
+            self._ending.pop(name, None)
         return kv_pb2.ForgetResponse(blocks=blocks, bytes=blocks * self._block_bytes)
+
+    def _begin(self, name: str, selection: Selection) -> None:
+        """From here on the pool has nothing of it, and what is written to kvstores is younger."""
+        blocks = self._carry_out(self._event(selection))
+        everything = self._namespace in selection.namespaces
+        writes = self._write_back.forget(
+            lambda keys, tenant: everything or tenant in selection.tenants or not selection.keys.isdisjoint(keys)
+        )
+        self._ending[name] = _Ending(blocks, tuple(writes))
+        self._carried_out.add(name, selection)
+        while len(self._carried_out) > MAX_CARRIED_OUT:
+            self._carried_out.remove(next(iter(self._carried_out)))
+
+    def _expire(self, ttl_s: Mapping[str, float]) -> int:
+        if not ttl_s:
+            return 0
+        return self._carry_out(ForgetKV(next(self._numbers), Selection(), ttl_s=tuple(ttl_s.items())))
 
     def _event(self, selection: Selection) -> ForgetKV:
         return ForgetKV(next(self._numbers), selection, self._namespace in selection.namespaces)

@@ -12,12 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.memory import Arena
+from kernels.panels import Panels
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.checkpoint.formats import tensor_index
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.model.linear import Linear
-from moonpool.model.stage import LayerWeights, StageModel
+from moonpool.model.stage import StageModel
 from moonpool.model.stored import stored_tensors
+from moonpool.model.weights import LayerWeights
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -69,17 +72,23 @@ def load_stage(
         for index in range(layer_begin, layer_end):
             for name, shape in layer_shapes(config, index).items():
                 reader.expect(name, shape)
-        loaded = {name: reader.read([name]) for name in outer}
-        layers = [_read_layer(reader, config, index) for index in range(layer_begin, layer_end)]
-        head = loaded[_EMBEDDING if tied else _HEAD] if last else None
+        arena = Arena()
+        norm = reader.read([_NORM]) if last else None
+        embedding: Tensor | Panels | None = reader.read([_EMBEDDING]) if _EMBEDDING in outer else None
+        head = None
+        if last:
+            head = Linear(embedding if isinstance(embedding, Tensor) and tied else reader.read([_HEAD]), arena=arena)
+            if tied and head.panels is not None:
+                embedding = head.panels  # held once: the arrangement gives rows back
+        layers = [_read_layer(reader, config, index, arena) for index in range(layer_begin, layer_end)]
         return StageModel(
             config,
             layer_begin,
             layers,
             deterministic=deterministic,
-            embedding=loaded[_EMBEDDING] if first else None,
-            final_norm=loaded.get(_NORM),
-            head=None if head is None else Linear(head),
+            embedding=embedding if first else None,
+            final_norm=norm,
+            head=head,
         )
 
 
@@ -110,15 +119,16 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     return {f"model.layers.{index}.{name}": shape for name, shape in shapes.items()}
 
 
-def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeights:
+def _read_layer(reader: _Reader, config: ModelConfig, index: int, arena: Arena) -> LayerWeights:
     """Read and fuse the tensors of one layer."""
 
     def read(*names: str) -> Tensor:
         return reader.read([f"model.layers.{index}.{name}" for name in names])
 
-    def linear(bias: bool, *names: str) -> Linear:
+    def linear(bias: bool, *names: str, gated: bool = False) -> Linear:
         weight = read(*(f"{name}.weight" for name in names))
-        return Linear(weight, read(*(f"{name}.bias" for name in names)) if bias else None)
+        added = read(*(f"{name}.bias" for name in names)) if bias else None
+        return Linear(weight, added, gated=gated, arena=arena)
 
     return LayerWeights(
         input_norm=read("input_layernorm.weight"),
@@ -127,7 +137,7 @@ def _read_layer(reader: _Reader, config: ModelConfig, index: int) -> LayerWeight
         k_norm=read("self_attn.k_norm.weight") if config.qk_norm else None,
         output=linear(config.output_bias, "self_attn.o_proj"),
         post_norm=read("post_attention_layernorm.weight"),
-        gate_up=linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+        gate_up=linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj", gated=True),
         down=linear(config.mlp_bias, "mlp.down_proj"),
     )
 

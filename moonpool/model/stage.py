@@ -1,6 +1,7 @@
 """Consecutive layers of a transformer on one device, over a packed batch with KV in the pool.
 
-The caller runs `embed`, `layer` by `layer`, and `logits`, and may wait between two layers.
+The caller runs `embed`, `run` over some layers or all, and `logits`. Where native kernels run, `run` is one native call
+(`moonpool.model.native`); elsewhere, and as the reference, layers run one by one in torch.
 
 Precision follows transformers: RMS norms and RoPE's angles in float32, the rest in the weights' type.
 """
@@ -8,7 +9,7 @@ Precision follows transformers: RMS norms and RoPE's angles in float32, the rest
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,24 +17,24 @@ from torch.nn import functional
 
 from kernels import choice, ops
 from kernels.attention import AttentionPlan, make_plan, paged_attention, write_kv
+from kernels.panels import Panels
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.model.batch import PackedBatch
 from moonpool.model.linear import Linear
+from moonpool.model.native import native_layers
 from moonpool.model.rope import RopeTable
+from moonpool.model.weights import LayerWeights
 
 
-@dataclass(slots=True)
-class LayerWeights:
-    """Weights of one layer; projections that read the same input are one matrix."""
+class Watch(Protocol):
+    """What other threads may change while a step runs."""
 
-    input_norm: Tensor  # [hidden]
-    qkv: Linear  # hidden to (heads + 2 * kv_heads) * head_dim: q, then k, then v
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None  # [head_dim]
-    output: Linear  # heads * head_dim to hidden
-    post_norm: Tensor  # [hidden]
-    gate_up: Linear  # hidden to 2 * intermediate: gate, then up
-    down: Linear  # intermediate to hidden
+    address: int
+    """Of two words of 8 bytes: whether the step was given up, and the model's highest layer that may run."""
+
+    def stopped(self, layer: int) -> bool:
+        """Whether this layer must not run (any more, or yet)."""
+        ...
 
 
 class StageModel:
@@ -48,7 +49,7 @@ class StageModel:
         layer_begin: int,
         layers: Sequence[LayerWeights],
         *,
-        embedding: Tensor | None,
+        embedding: Tensor | Panels | None,
         final_norm: Tensor | None,
         head: Linear | None,
         deterministic: bool = False,
@@ -57,7 +58,7 @@ class StageModel:
         self.layer_begin = layer_begin
         self.layer_end = layer_begin + len(layers)
         self.layers = list(layers)
-        self.embedding = embedding  # [vocab, hidden], first stage
+        self.embedding = embedding  # [vocab, hidden], first stage; the head's own panels where the two are tied
         self.final_norm = final_norm  # [hidden], last stage
         self.head = head  # hidden to vocab, last stage
         first = self.layers[0].input_norm
@@ -67,6 +68,7 @@ class StageModel:
         self._scale = config.head_dim**-0.5
         self.deterministic = deterministic
         choice.prepare(self.device, self.dtype)  # kernels are built now, not in the first step
+        self._native = native_layers(config, layer_begin, self.layers)
 
     @property
     def is_first(self) -> bool:
@@ -80,8 +82,8 @@ class StageModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all weights, bytes; a tied output head counts beside the embedding, as it is arranged otherwise."""
-        parts = [self.embedding, self.final_norm, self.head]
+        """Memory of all weights, bytes; a tied output head counts beside the embedding where both are held."""
+        parts = [self.embedding if isinstance(self.embedding, Tensor) else None, self.final_norm, self.head]
         for layer in self.layers:
             parts += [getattr(layer, name) for name in LayerWeights.__slots__]
         return sum(part.nbytes for part in parts if part is not None)
@@ -91,23 +93,54 @@ class StageModel:
         """Return hidden states [T, hidden] of `token_ids` [T] (int64); first stage only."""
         assert self.is_first
         assert self.embedding is not None
+        if isinstance(self.embedding, Panels):
+            return self.embedding.rows(token_ids)
         return functional.embedding(token_ids, self.embedding)
 
     @torch.inference_mode()
     def layer(self, index: int, hidden: Tensor, batch: PackedBatch, kv: Tensor) -> Tensor:
-        """Run layer `index` (counted in the whole model): `hidden` [T, hidden] to the same shape.
-
-        Writes the batch's keys and values into `kv` [blocks, kv_heads, 2, block_tokens, head_dim], this layer's part
-        of the pool, and attends to what is there. `hidden` may be overwritten.
-        """
+        """Run layer `index` alone: as `run`, with `kv` [blocks, kv_heads, 2, block_tokens, head_dim] its own part."""
+        if self._native is not None:
+            self._run_native(hidden, batch, kv[None], index, index + 1, None, None)
+            return hidden
         weights = self.layers[index - self.layer_begin]
         eps = self.config.rms_norm_eps
         normed = ops.rms_norm(hidden, weights.input_norm, eps)
         attended = self._attention(weights, normed, batch, kv)
         projected = weights.output(attended, deterministic=self.deterministic)
         normed = ops.rms_norm(projected, weights.post_norm, eps, residual=hidden)  # hidden is the sum from here on
-        inner = ops.silu_mul(weights.gate_up(normed, deterministic=self.deterministic))
+        inner = weights.gate_up(normed, deterministic=self.deterministic)
         return weights.down(inner, deterministic=self.deterministic).add_(hidden)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        hidden: Tensor,
+        batch: PackedBatch,
+        kv: Tensor,
+        first: int,
+        last: int,
+        *,
+        tails: Sequence[int] | None = None,
+        watch: Watch | None = None,
+    ) -> tuple[int, Tensor]:
+        """Run layers `first` up to `last` (counted in the whole model) on hidden states [T, hidden].
+
+        Writes the batch's keys and values into `kv`, the stage's pool
+        [layers, blocks, kv_heads, 2, block_tokens, head_dim], and attends to what is there. `hidden` may be
+        overwritten. Of layer `last` - 1, rows that `tails` leaves out (it has, for each sequence, how many of its last
+        rows are wanted) are undefined; their keys and values are written all the same.
+
+        Returns:
+            The layer that it came to, `last` unless `watch` stopped it before, and the hidden states there.
+        """
+        if self._native is not None:
+            return self._run_native(hidden, batch, kv, first, last, tails, watch), hidden
+        for index in range(first, last):
+            if watch is not None and watch.stopped(index):
+                return index, hidden
+            hidden = self.layer(index, hidden, batch, kv[index - self.layer_begin])
+        return last, hidden
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
@@ -115,15 +148,31 @@ class StageModel:
         assert self.final_norm is not None
         assert self.head is not None
         normed = ops.rms_norm(rows, self.final_norm, self.config.rms_norm_eps)
-        return self.head(normed, deterministic=self.deterministic).float()
+        return self.head(normed, deterministic=self.deterministic, wide=True)
 
-    @torch.inference_mode()
-    def forward(self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor | Sequence[Tensor]) -> Tensor:
-        """Run all layers of this stage; `kv` is indexed by the layer within the stage. Embeds on the first stage."""
+    def forward(self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor) -> Tensor:
+        """Run all layers of this stage, `kv` as for `run`. Embeds on the first stage."""
         hidden = self.embed(hidden_or_tokens) if self.is_first else hidden_or_tokens
-        for index in range(self.layer_begin, self.layer_end):
-            hidden = self.layer(index, hidden, batch, kv[index - self.layer_begin])
-        return hidden
+        return self.run(hidden, batch, kv, self.layer_begin, self.layer_end)[1]
+
+    def _run_native(
+        self,
+        hidden: Tensor,
+        batch: PackedBatch,
+        kv: Tensor,
+        first: int,
+        last: int,
+        tails: Sequence[int] | None,
+        watch: Watch | None,
+    ) -> int:
+        """As `run`, in place; `kv` begins with the part of the stage's first layer, or of `first` if it is all."""
+        assert self._native is not None
+        assert kv.dtype == self.dtype == hidden.dtype
+        assert hidden.is_contiguous()
+        return self._native.run(
+            hidden, batch, self._angles(batch), self._plan(batch, kv[0]), kv, first, last,
+            tails=tails, watch=0 if watch is None else watch.address,
+        )  # fmt: skip
 
     def _attention(self, weights: LayerWeights, normed: Tensor, batch: PackedBatch, kv: Tensor) -> Tensor:
         """Project, rotate, store keys and values, attend: [T, hidden] to [T, heads * head_dim]."""

@@ -42,7 +42,7 @@ def _put_session(message: kvstore_pb2.PutResponse) -> Hashable:
 
 def _refusal(message: kvstore_pb2.PutRefused) -> MoonpoolError:
     text = f"the store refused blocks: {message.reason or 'no reason given'}"
-    if message.code == "invalid_request":
+    if message.code in ("invalid_request", "deleted"):
         return InvalidRequest("", text)
     if message.code == "bad_frame":
         return FrameError(text)
@@ -133,7 +133,7 @@ class StoreWriter:
         read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
-        age_s: float = 0.0,
+        forgotten: Sequence[str] = (),
     ) -> PutOutcome:
         """Stores full blocks; returns once all of them are VISIBLE.
 
@@ -146,10 +146,10 @@ class StoreWriter:
             read: The layer slice of (layer, index into keys) and its hash; the bytes must stay as they are until `put`
                 returns.
             timeout_s: Longest time for all of it.
-            age_s: For how long the oldest of the blocks has waited; the store refuses what it deleted meanwhile.
+            forgotten: Deletions that concern these blocks, and that these are younger than.
 
         Raises:
-            InvalidRequest: The store will never take these blocks, or they were deleted there.
+            InvalidRequest: The store will never take these blocks, as they are older than a deletion for example.
             Overloaded: The store has no room for them; says why and when to try again.
             FrameError: What was sent came damaged, or was not what had been declared.
             TransferFailed: The store gave up what had been sent, or it took too long.
@@ -163,7 +163,7 @@ class StoreWriter:
         began = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._put(keys, parents, tenant, read, timeout_s, began - age_s)
+                return await self._put(keys, parents, tenant, read, timeout_s, forgotten)
         except TimeoutError:
             self._stream.suspect(began)
             raise TransferFailed(f"{self._stream.name}: a put of {len(keys)} blocks took {timeout_s:g} s") from None
@@ -175,7 +175,7 @@ class StoreWriter:
         tenant: str,
         read: Callable[[int, int], tuple[memoryview, int]],
         timeout_s: float,
-        since: float,
+        forgotten: Sequence[str],
     ) -> PutOutcome:
         put = _Put(next(self._ids), len(keys))
         session = await self._stream.open(put.session, put)
@@ -190,7 +190,7 @@ class StoreWriter:
                 head_begin=0,
                 head_end=self._layout.kv_heads,
                 tenant=tenant,
-                age_s=asyncio.get_running_loop().time() - since,
+                forgotten=forgotten,
             )
             await self._open(session, opening, keys, read, timeout_s)
             await put.opened.wait()

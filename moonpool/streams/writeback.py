@@ -8,7 +8,7 @@ and workers of its own, so that it costs the other stores nothing either.
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded
@@ -36,9 +36,9 @@ class Writer(KVClient, Protocol):
         read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
-        age_s: float = 0.0,
+        forgotten: Sequence[str] = (),
     ) -> PutOutcome:
-        """Stores blocks; returns once they are visible."""
+        """Stores blocks; returns once they are visible. Of the deletions `forgotten` they are known to be younger."""
         ...
 
 
@@ -60,21 +60,22 @@ class WriteBackLimits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class Job:
+    """Blocks for one kvstore."""
+
     store: kv_pb2.Instance
     keys: Sequence[BlockKey]
     parents: Sequence[BlockKey]
     tenant: str
     blocks: Sequence[int]
     over: Callable[[bool], None]
-    since: float
 
 
 @dataclasses.dataclass(slots=True)
 class _Lane:
     """The jobs for one store at one address; it exists while there are some."""
 
-    queue: collections.deque[_Job] = dataclasses.field(default_factory=collections.deque)
+    queue: collections.deque[Job] = dataclasses.field(default_factory=collections.deque)
     blocks_held: int = 0
     workers: int = 0
 
@@ -87,6 +88,8 @@ class WriteBack:
         open_writer: makes the client of the store at an address.
         read: `(layer, block)` -> slice of the pool and its hash.
         clock: monotonic seconds.
+        forgotten: `(keys, tenant)` -> the deletions that concern such blocks and were carried out here. A kvstore that
+            knows of one more does not take them.
     """
 
     def __init__(
@@ -95,15 +98,17 @@ class WriteBack:
         open_writer: Callable[[str], Writer],
         read: Callable[[int, int], tuple[memoryview, int]],
         clock: Callable[[], float],
+        forgotten: Callable[[Sequence[BlockKey], str], Sequence[str]] = lambda keys, tenant: (),
     ) -> None:
         self._limits = limits
         self._stores: Peers[Writer] = Peers(open_writer)
         self._read = read
         self._clock = clock
+        self._forgotten = forgotten
         self._lanes: dict[tuple[str, str], _Lane] = {}
         self._group: asyncio.TaskGroup | None = None
         self._closed = False
-        self._doing: list[_Job] = []
+        self._doing: list[Job] = []
         self._ended = asyncio.Event()  # another one after each job
         self._idle = asyncio.Event()
         self._idle.set()
@@ -156,7 +161,7 @@ class WriteBack:
         lane.blocks_held += len(blocks)
         self.blocks_held += len(blocks)
         self._idle.clear()
-        lane.queue.append(_Job(store, keys, parents, tenant, blocks, over, self._clock()))
+        lane.queue.append(Job(store, keys, parents, tenant, blocks, over))
         self._staff(lane)
 
     async def run(self) -> None:
@@ -184,11 +189,8 @@ class WriteBack:
             return False
         return True
 
-    async def forget(self, concerns: Callable[[Sequence[BlockKey], str], bool], timeout_s: float) -> bool:
-        """Drops jobs of which `concerns(keys, tenant)` is true, and waits for those that are under way.
-
-        From then on none of them can reach its store. False when that takes longer than `timeout_s`.
-        """
+    def forget(self, concerns: Callable[[Sequence[BlockKey], str], bool]) -> list[Job]:
+        """Drops jobs that wait and of which `concerns(keys, tenant)` is true; returns those that are under way."""
         for lane in list(self._lanes.values()):
             waiting = list(lane.queue)
             lane.queue.clear()
@@ -197,9 +199,13 @@ class WriteBack:
                     self._drop(job)
                 else:
                     lane.queue.append(job)
+        return [job for job in self._doing if concerns(job.keys, job.tenant)]
+
+    async def ended(self, jobs: Collection[Job], timeout_s: float) -> bool:
+        """Waits until none of some jobs is under way any more; False when that takes longer than `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while any(concerns(job.keys, job.tenant) for job in self._doing):
+                while any(job in jobs for job in self._doing):
                     await self._ended.wait()
         except TimeoutError:
             return False
@@ -218,12 +224,13 @@ class WriteBack:
         finally:
             lane.workers -= 1
 
-    async def _do(self, job: _Job) -> None:
+    async def _do(self, job: Job) -> None:
         if self._stores.paused(job.store, self._clock()):
             self._drop(job)
             return
         stored = False
         self._doing.append(job)
+        forgotten = self._forgotten(job.keys, job.tenant)  # now: of what is deleted from here on, the job is older
         try:
             writer = await self._stores.get(job.store)
             outcome = await writer.put(
@@ -232,7 +239,7 @@ class WriteBack:
                 job.tenant,
                 lambda layer, index: self._read(layer, job.blocks[index]),
                 timeout_s=self._limits.timeout_s,
-                age_s=self._clock() - job.since,
+                forgotten=forgotten,
             )
             self.blocks_stored += outcome.stored
             self.blocks_present += outcome.present
@@ -250,7 +257,7 @@ class WriteBack:
             self._ended = asyncio.Event()
             self._give_back(job, stored=stored)
 
-    def _failed(self, job: _Job, error: Exception) -> None:
+    def _failed(self, job: Job, error: Exception) -> None:
         self.blocks_dropped += len(job.blocks)
         if isinstance(error, InvalidRequest | FrameError) or getattr(error, "reason", "") == "kvstore_guaranteed":
             return  # what is wrong with this job, or what its tenant may have, must not keep others' blocks back
@@ -259,11 +266,11 @@ class WriteBack:
             pause_s = max(pause_s, min(error.retry_after_s, MAX_PAUSE_S))
         self._stores.pause(job.store, self._clock() + pause_s)
 
-    def _drop(self, job: _Job) -> None:
+    def _drop(self, job: Job) -> None:
         self.blocks_dropped += len(job.blocks)
         self._give_back(job, stored=False)
 
-    def _give_back(self, job: _Job, *, stored: bool) -> None:
+    def _give_back(self, job: Job, *, stored: bool) -> None:
         lane = self._lanes[_key(job.store)]
         lane.blocks_held -= len(job.blocks)
         if not lane.blocks_held:

@@ -1823,6 +1823,11 @@ class DeleteKVRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SELECTION_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names the deletion, 16 to 64 characters that nobody else draws: who asks again with it, here or at another
+    conductor, gets the answer to the same deletion. Empty: the conductor draws one.
+    """
     @_builtins.property
     def selection(self) -> _kv_pb2.Selection:
         """What."""
@@ -1831,10 +1836,11 @@ class DeleteKVRequest(_message.Message):
         self,
         *,
         selection: _kv_pb2.Selection | None = ...,
+        id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["selection", b"selection"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["selection", b"selection"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "selection", b"selection"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1884,7 +1890,7 @@ class DeleteKVResponse(_message.Message):
     INSTANCES_FIELD_NUMBER: _builtins.int
     RECORDED_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Names the deletion in logs."""
+    """Names the deletion."""
     recorded: _builtins.int
     """kvstores that remember the deletion for those that are away; 0 = this conductor alone does, as long as it lives."""
     @_builtins.property

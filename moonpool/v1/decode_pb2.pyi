@@ -445,7 +445,9 @@ class CancelSequence(_message.Message):
     request_id: _builtins.str
     """The request's id."""
     transfer_id: _builtins.int
-    """The transfer's id."""
+    """The transfer's id; 0 = the conductor does not know it, as the answer to its Reserve was lost: the promise to it of
+    this id that was not started.
+    """
     generation: _builtins.int
     """Its generation."""
     choice: _builtins.int

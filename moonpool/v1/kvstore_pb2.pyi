@@ -125,7 +125,7 @@ class PutOpen(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PARENT_KEYS_FIELD_NUMBER: _builtins.int
     FRAME_FIELD_NUMBER: _builtins.int
-    AGE_S_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Chosen by the writer, unique on the stream."""
     keys: _builtins.bytes
@@ -142,15 +142,17 @@ class PutOpen(_message.Message):
     """Whose blocks these are."""
     parent_keys: _builtins.bytes
     """Concatenated 32-byte keys of the parents of `keys`, so that chains can be evicted tail first."""
-    age_s: _builtins.float
-    """Seconds since the oldest of these blocks was handed to the writer. A store refuses blocks of which some were deleted
-    there since then, so that what waited does not bring them back.
-    """
     @_builtins.property
     def frame(self) -> _kv_pb2.FrameHeader:
         """Describes this message's payload, which is all of the session. A store that has room at once takes it, and the
         session has ended; else it is dropped, and frames are to be sent as if it had never been. So it is with a session
         that brings only some layers or heads of its blocks, and with one of so many blocks that they would hold up others.
+        """
+
+    @_builtins.property
+    def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Deletions that concern this session, by the tenant, a key or the namespace, and that the writer has carried out: the
+        blocks are younger than those. A store that knows of one more refuses the session.
         """
 
     def __init__(
@@ -165,11 +167,11 @@ class PutOpen(_message.Message):
         tenant: _builtins.str = ...,
         parent_keys: _builtins.bytes = ...,
         frame: _kv_pb2.FrameHeader | None = ...,
-        age_s: _builtins.float = ...,
+        forgotten: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -281,8 +283,8 @@ class PutRefused(_message.Message):
     """Why, for a person."""
     code: _builtins.str
     """Why, for a program: "invalid_request" when another try will be refused too; "bad_frame" when a frame came damaged
-    or was not what had been declared; for want of room "kvstore_pinned", "kvstore_guaranteed", "kvstore_sessions",
-    "kvstore_memory"; else empty.
+    or was not what had been declared; "deleted" when there is a deletion that the writer has not carried out; for want
+    of room "kvstore_pinned", "kvstore_guaranteed", "kvstore_sessions", "kvstore_memory"; else empty.
     """
     retry_after_s: _builtins.float
     """Seconds after which another try may succeed; 0 when that is not known."""

@@ -1,15 +1,15 @@
 """Named contexts: beginnings of prompts that are kept, with their KV, for a time.
 
-The record of a context lives in the kvstores (`Ledger`); its KV is a chain like any other, computed once when it is
-made and pinned at the kvstore that has most of it. A use puts the context before the prompt, and nothing more: what of
-its KV has been lost is computed again, as for any prompt.
+The records of a context live in the kvstores (`Ledger`): what it is, how computing it went, what of it is pinned, and
+who counts how many hits. They are apart, so that none is written back as it was by who writes another one. Its KV is a
+chain like any other, computed once when it is made and pinned at the kvstore that has most of it. A use puts the
+context before the prompt, and nothing more: what of its KV has been lost is computed again, as for any prompt.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 from services.conductor.ledger import Ledger
 
-CONTEXT, TAG, HITS = "context", "tag", "hits"
+CONTEXT, TAG, HITS, FILLED, PINNED = "context", "tag", "hits", "filled", "pinned"
 PREFIX = "cache-"
 """Of contexts' ids."""
 DEFAULT_TTL_S = 3600.0
@@ -47,6 +47,11 @@ class Use:
     context: pb.Context
 
 
+def place_of(context: pb.Context) -> tuple[str, str]:
+    """Its tenant and id."""
+    return context.made.tenant, context.id
+
+
 class Contexts:
     """The contexts that the records tell of. Changes nothing but records.
 
@@ -58,6 +63,8 @@ class Contexts:
     def __init__(self, ledger: Ledger, conductor: str) -> None:
         self._ledger = ledger
         self._conductor = conductor
+        self._beside: dict[tuple[str, str], set[tuple[str, str]]] = {}  # kinds and ids of its tags and hits, by context
+        ledger.heard.append(self._heard)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -67,40 +74,68 @@ class Contexts:
         Raises:
             NotFound: the tenant has none, whatever others have.
         """
-        book = self._ledger.book
-        tag = book.get(TAG, tenant, name)
-        record = book.get(CONTEXT, tenant, tag.value.decode() if tag is not None else name)
-        if record is None:
+        tag = self._ledger.book.get(TAG, tenant, name)
+        found = self.get(tenant, tag.value.decode() if tag is not None else name)
+        if found is None:
             raise NotFound(f"there is no context {name!r}")
-        [context] = self._read(tenant, [record])
-        return context
+        return found
+
+    def get(self, tenant: str, context_id: str) -> pb.Context | None:
+        """A tenant's context of this id, as it is now."""
+        record = self._ledger.book.get(CONTEXT, tenant, context_id)
+        return self._read(record) if record is not None else None
+
+    def knows(self, tenant: str, name: str) -> bool:
+        """Whether a tenant has a context of this id or tag, by what is known here."""
+        book = self._ledger.book
+        return book.get(TAG, tenant, name) is not None or book.get(CONTEXT, tenant, name) is not None
 
     def of(self, tenant: str) -> list[pb.Context]:
         """All of a tenant's, newest first."""
-        found = self._read(tenant, self._ledger.book.of(CONTEXT, tenant))
+        found = map(self._read, self._ledger.book.of(CONTEXT, tenant))
         return sorted(found, key=lambda context: (-context.created_at, context.id))
 
     def __len__(self) -> int:
         return sum(1 for _ in self._ledger.book.of(CONTEXT))
 
-    def _read(self, tenant: str, records: Iterable[kv_pb2.Record]) -> list[pb.Context]:
-        """A tenant's contexts with what is kept beside them: hits and tags."""
-        book, now = self._ledger.book, self._ledger.clock()
-        hits, tags = defaultdict[str, list[pb.Context]](list), defaultdict[bytes, list[str]](list)
-        for counted in book.of(HITS, tenant):
-            hits[counted.id.partition("/")[0]].append(pb.Context.FromString(counted.value))
-        for tag in book.of(TAG, tenant):
-            tags[tag.value].append(tag.id)
-        found = []
+    def _heard(self, records: Iterable[kv_pb2.Record]) -> None:
+        """Notes which tags and hits belong to a context."""
         for record in records:
-            context = pb.Context.FromString(record.value)
-            context.hits = sum(counted.hits for counted in hits[context.id])
-            context.saved_tokens = sum(counted.saved_tokens for counted in hits[context.id])
-            context.made.tags[:] = sorted(tags[context.id.encode()])
-            if context.expires_at <= now:
-                context.status = pb.CONTEXT_STATUS_INACTIVE
-            found.append(context)
+            if record.kind in (TAG, HITS) and record.value:
+                of = record.value.decode() if record.kind == TAG else record.id.partition("/")[0]
+                self._beside.setdefault((record.tenant, of), set()).add((record.kind, record.id))
+
+    def _beside_of(self, tenant: str, context_id: str) -> dict[str, list[kv_pb2.Record]]:
+        """A context's tags and hits, by kind. Those that are not its own any more are forgotten."""
+        book, noted = self._ledger.book, self._beside.get((tenant, context_id), set())
+        found: dict[str, list[kv_pb2.Record]] = {TAG: [], HITS: []}
+        for kind, record_id in list(noted):
+            record = book.get(kind, tenant, record_id)
+            if record is None or (kind == TAG and record.value.decode() != context_id):
+                noted.discard((kind, record_id))
+            else:
+                found[kind].append(record)
+        if not noted:
+            self._beside.pop((tenant, context_id), None)
         return found
+
+    def _read(self, record: kv_pb2.Record) -> pb.Context:
+        """A context with what is kept beside it."""
+        book, place = self._ledger.book, (record.tenant, record.id)
+        context, beside = pb.Context.FromString(record.value), self._beside_of(*place)
+        for kind in (FILLED, PINNED):
+            kept = book.get(kind, *place)
+            if kept is not None:
+                _lay_over(context, pb.Context.FromString(kept.value), kind)
+        if context.pinned_blocks == context.blocks:
+            context.error = ""
+        for counted in map(pb.Context.FromString, (one.value for one in beside[HITS])):
+            context.hits += counted.hits
+            context.saved_tokens += counted.saved_tokens
+        context.made.tags[:] = sorted(tag.id for tag in beside[TAG])
+        if context.expires_at <= self._ledger.clock():
+            context.status = pb.CONTEXT_STATUS_INACTIVE
+        return context
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -128,15 +163,30 @@ class Contexts:
         return context, self._tags(context, request.tags)
 
     def record(self, context: pb.Context) -> kv_pb2.Record:
-        """The record of a context as it is now, without what others count and name."""
+        """The record of what a context is and how long it lives, without what others write beside it."""
         kept = pb.Context()
         kept.CopyFrom(context)
-        kept.hits = kept.saved_tokens = 0
+        for beside in ("hits", "saved_tokens", "error", "kvstore", "pinned_blocks", "pinned_bytes"):
+            kept.ClearField(beside)
         kept.made.ClearField("tags")
-        if kept.status == pb.CONTEXT_STATUS_INACTIVE:  # that is for the clock to say
-            kept.status = pb.CONTEXT_STATUS_READY
-        place = CONTEXT, context.made.tenant, context.id
-        return self._ledger.record(*place, kept.SerializeToString(), kept.expires_at + INACTIVE_S)
+        kept.status = pb.CONTEXT_STATUS_PENDING if kept.blocks else pb.CONTEXT_STATUS_READY
+        return self._ledger.record(CONTEXT, *place_of(context), kept.SerializeToString(), kept.expires_at + INACTIVE_S)
+
+    def filled(self, context: pb.Context, status: pb.ContextStatus.ValueType, error: str = "") -> kv_pb2.Record:
+        """The record of how computing a context went."""
+        return self._kept(FILLED, context, pb.Context(status=status, error=error))
+
+    def pinned(
+        self, context: pb.Context, kvstore: str = "", blocks: int = 0, nbytes: int = 0, error: str = ""
+    ) -> kv_pb2.Record:
+        """The record of what of a context is pinned."""
+        kept = pb.Context(kvstore=kvstore, pinned_blocks=blocks, pinned_bytes=nbytes, error=error)
+        return self._kept(PINNED, context, kept)
+
+    def _kept(self, kind: str, context: pb.Context, kept: pb.Context) -> kv_pb2.Record:
+        """A record beside a context's own. It outlives one renewal."""
+        expires_at = context.expires_at + INACTIVE_S + MAX_TTL_S
+        return self._ledger.record(kind, *place_of(context), kept.SerializeToString(), expires_at)
 
     def updated(self, request: pb.UpdateContextRequest) -> tuple[pb.Context, list[kv_pb2.Record]]:
         """A changed context and its records.
@@ -160,12 +210,10 @@ class Contexts:
 
     def deleted(self, context: pb.Context) -> list[kv_pb2.Record]:
         """Records by which a context and everything of it is gone, its text too."""
-        tenant, book = context.made.tenant, self._ledger.book
-        hits = [one.id for one in book.of(HITS, tenant) if one.id.startswith(f"{context.id}/")]
+        tenant, beside = place_of(context)[0], self._beside_of(*place_of(context))
         return [
-            self._deleted(CONTEXT, tenant, context.id),
-            *(self._deleted(TAG, tenant, tag) for tag in context.made.tags),
-            *(self._deleted(HITS, tenant, one) for one in hits),
+            *(self._deleted(kind, *place_of(context)) for kind in (CONTEXT, FILLED, PINNED)),
+            *(self._deleted(kind, tenant, one.id) for kind, records in beside.items() for one in records),
         ]
 
     def hit(self, context: pb.Context, saved_tokens: int) -> kv_pb2.Record:
@@ -224,6 +272,15 @@ class Contexts:
 
     def _deleted(self, kind: str, tenant: str, record_id: str) -> kv_pb2.Record:
         return self._ledger.record(kind, tenant, record_id, b"", self._ledger.clock() + TOMBSTONE_S)
+
+
+def _lay_over(context: pb.Context, kept: pb.Context, kind: str) -> None:
+    """Lays what is kept beside a context over it."""
+    if kind == FILLED:
+        context.status, context.error = kept.status, kept.error
+        return
+    context.kvstore, context.pinned_blocks, context.pinned_bytes = kept.kvstore, kept.pinned_blocks, kept.pinned_bytes
+    context.error = context.error or kept.error
 
 
 def check_made(request: pb.CreateContextRequest, model: str) -> None:

@@ -25,6 +25,7 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
         stages=max(hello.stages, 1),
         step_tokens=hello.step_tokens,
         capacity_bytes=hello.capacity_bytes,
+        host=hello.instance.address.rpartition(":")[0],
     )
 
 

@@ -1,8 +1,9 @@
 """Deleting KV from every tier of every instance, also of those that are away, and for its age.
 
-A deletion is written to the kvstores' records first, then carried out: by engines, which also stop writing such KV to
-kvstores, and then by kvstores. Whoever joins carries out all deletions that it has not heard of before it is a member,
-so nothing comes back with it.
+A deletion is written to the kvstores' records first: from then on they take no such block from an engine that has not
+carried it out. Then it is carried out, by engines and then by kvstores. Whoever joins carries out all deletions that it
+has not heard of before it is a member. So nothing comes back, also from an engine that was away or hung meanwhile. Each
+instance carries out a deletion once, by its id, however often and by however many conductors it is ordered.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import grpc.aio
 
-from moonpool.cluster.selections import selection_to_proto
+from moonpool.cluster.selections import DELETION, deletion_from_record, selection_to_proto
 from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable, Unsupported
 from moonpool.kv.selection import Selection
 from moonpool.rpc.channels import Channels
@@ -27,9 +28,10 @@ from services.conductor.ledger import Ledger, messages
 
 log = get_logger(__name__)
 
-DELETION = "deletion"
 KEEP_S = 30 * 86400.0
 """How long a deletion is repeated to those who join. Who was away for longer must come with an empty data folder."""
+NAME_CHARS = range(16, 65)
+"""Of a deletion that a client names."""
 FORGET_TIMEOUT_S = 90.0
 JOIN_TIMEOUT_S = 8.0
 """Less than an instance waits for its welcome; it tries again, and goes on where it was."""
@@ -50,7 +52,7 @@ class Forgetting:
         ledger: where they are kept.
         channels: to instances.
         members: instances that are joined.
-        on_its_way: is told of a deletion, to mark the requests that are being served.
+        on_its_way: is told what was deleted, also by another conductor, to mark the requests that are being served.
         ttl_s: how long KV may stay in one place, by tenant.
     """
 
@@ -62,41 +64,65 @@ class Forgetting:
         on_its_way: Callable[[Selection], None],
         ttl_s: Mapping[str, float],
     ) -> None:
-        self._ledger = ledger
+        self.ledger = ledger
         self._channels = channels
         self._members = members
         self._on_its_way = on_its_way
         self._ttl_s = ttl_s
         self._told: dict[tuple[str, int], set[str]] = {}  # deletions that a member has carried out
+        ledger.heard.append(self._heard)
 
     @property
     def deletions(self) -> int:
         """How many are repeated to those who join."""
-        return sum(1 for _ in self._ledger.book.of(DELETION))
+        return sum(1 for _ in self.ledger.book.of(DELETION))
 
     @property
     def owed(self) -> int:
         """How many members are not known to have carried out, over all members."""
         return sum(len(self._missing(member)) for member in self._members())
 
-    async def delete(self, selection: Selection) -> conductor_pb2.DeleteKVResponse:
+    async def delete(self, selection: Selection, name: str = "") -> conductor_pb2.DeleteKVResponse:
         """Deletes everywhere; the answer says what each member did.
 
+        Args:
+            selection: what.
+            name: of the deletion; "" = a new one. One that was ordered before is not ordered once more.
+
         Raises:
-            InvalidRequest: nothing is chosen.
+            InvalidRequest: nothing is chosen, or the name is wrong or that of another deletion.
         """
         if not selection:
             raise InvalidRequest("selection", "names nothing: give keys, tenants or namespaces")
-        deletion = kv_pb2.Deletion(id=secrets.token_hex(8), selection=selection_to_proto(selection))
-        expires_at = self._ledger.clock() + KEEP_S
-        record = self._ledger.record(DELETION, "", deletion.id, deletion.SerializeToString(), expires_at)
-        recorded = await self._ledger.push([record])
-        self._on_its_way(selection)
-        response = conductor_pb2.DeleteKVResponse(id=deletion.id, recorded=recorded)
+        record = await self._named(name, selection) if name else self._new(secrets.token_hex(16), selection)
+        recorded = await self.ledger.push([record])
+        response = conductor_pb2.DeleteKVResponse(id=record.id, recorded=recorded)
         for chosen in _engines_first(self._members()):
             response.instances.extend(await asyncio.gather(*map(self._report, chosen)))
-        log.info("KV deleted", deletion=deletion.id, blocks=sum(one.blocks for one in response.instances))
+        log.info("KV deleted", deletion=record.id, blocks=sum(one.blocks for one in response.instances))
         return response
+
+    async def _named(self, name: str, selection: Selection) -> kv_pb2.Record:
+        if len(name) not in NAME_CHARS or not name.isprintable():
+            raise InvalidRequest("id", f"has {NAME_CHARS[0]} to {NAME_CHARS[-1]} printable characters, or none")
+        await self.ledger.pull()
+        known = self.ledger.book.get(DELETION, "", name)
+        if known is None:
+            return self._new(name, selection)
+        if deletion_from_record(known) != selection:
+            raise InvalidRequest("id", "is that of another deletion")
+        return known
+
+    def _new(self, name: str, selection: Selection) -> kv_pb2.Record:
+        deletion = kv_pb2.Deletion(id=name, selection=selection_to_proto(selection))
+        expires_at = self.ledger.clock() + KEEP_S
+        return self.ledger.record(DELETION, "", name, deletion.SerializeToString(), expires_at)
+
+    def _heard(self, records: Sequence[kv_pb2.Record]) -> None:
+        """Marks what is on its way here of what was deleted, by this conductor or by another one."""
+        for record in records:
+            if record.kind == DELETION and record.value:
+                self._on_its_way(deletion_from_record(record))
 
     async def admit(self, instance: kv_pb2.Instance) -> None:
         """An instance wants to join: it carries out what it has not heard of.
@@ -106,8 +132,8 @@ class Forgetting:
         """
         try:
             if instance.kind == kv_pb2.INSTANCE_KIND_KVSTORE:
-                await self._ledger.exchange(instance)
-            await self._ledger.pull()
+                await self.ledger.exchange(instance)
+            await self.ledger.pull()
             await self._bring_up(instance, JOIN_TIMEOUT_S)
         except Unsupported:
             if self.deletions or self._ttl_s:
@@ -129,22 +155,24 @@ class Forgetting:
 
     async def sweep(self) -> None:
         """One round of `run`."""
-        await self._ledger.pull()
+        await self.ledger.pull()
         members = self._members()
         here = {(member.id, member.incarnation) for member in members}
         self._told = {place: told for place, told in self._told.items() if place in here}
-        waiting = [member for member in members if self._ttl_s or self._missing(member)]
+        known = list(self.ledger.book.of(DELETION))  # what comes meanwhile is for engines first, in the next round
+        waiting = [member for member in members if self._ttl_s or self._missing(member, known)]
         for chosen in _engines_first(waiting):
             answers = await asyncio.gather(
-                *(self._bring_up(member, FORGET_TIMEOUT_S) for member in chosen), return_exceptions=True
+                *(self._bring_up(member, FORGET_TIMEOUT_S, known) for member in chosen), return_exceptions=True
             )
             for member, answer in zip(chosen, answers, strict=True):
                 if isinstance(answer, BaseException):
                     log.warning("KV not deleted yet", instance=member.id, error=str(answer))
 
-    def _missing(self, member: kv_pb2.Instance) -> list[kv_pb2.Record]:
+    def _missing(self, member: kv_pb2.Instance, known: Sequence[kv_pb2.Record] | None = None) -> list[kv_pb2.Record]:
+        """Those of the `known` deletions, all by default, that a member is not known to have carried out."""
         told = self._told.get((member.id, member.incarnation), set())
-        return [record for record in self._ledger.book.of(DELETION) if record.id not in told]
+        return [r for r in (self.ledger.book.of(DELETION) if known is None else known) if r.id not in told]
 
     async def _report(self, member: kv_pb2.Instance) -> conductor_pb2.InstanceDeletion:
         try:
@@ -154,13 +182,15 @@ class Forgetting:
             return conductor_pb2.InstanceDeletion(instance=member.id, error=str(error))
         return conductor_pb2.InstanceDeletion(instance=member.id, blocks=answer.blocks, bytes=answer.bytes)
 
-    async def _bring_up(self, member: kv_pb2.Instance, timeout_s: float) -> kv_pb2.ForgetResponse:
-        """Has a member carry out what it is not known to have.
+    async def _bring_up(
+        self, member: kv_pb2.Instance, timeout_s: float, known: Sequence[kv_pb2.Record] | None = None
+    ) -> kv_pb2.ForgetResponse:
+        """Has a member carry out what it is not known to have; arguments as of `_missing`.
 
         Raises:
             MoonpoolError: it did not.
         """
-        done, missing = kv_pb2.ForgetResponse(), self._missing(member)
+        done, missing = kv_pb2.ForgetResponse(), self._missing(member, known)
         stub = _STUBS[member.kind](self._channels.get(member.address))
         ttl_s = dict(self._ttl_s)
         for part in messages(missing) if missing or not ttl_s else [[]]:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-import grpc.aio
-
-from moonpool.errors import MoonpoolError, NotFound, Unavailable
+from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.kv.keys import BlockKey, pack_keys, unpack_keys
 from moonpool.kv.selection import Selection
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2 as pb
-from moonpool.v1 import kv_pb2, kvstore_pb2
-from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
-from services.conductor.contexts import MAX_TTL_S, Contexts, Use
+from moonpool.v1 import kv_pb2
+from services.conductor.contexts import Contexts, Use, place_of
 from services.conductor.forgetting import Forgetting
-from services.conductor.ledger import CALL_TIMEOUT_S, Ledger
+from services.conductor.ledger import Ledger
+from services.conductor.pinning import Held, Pinning
 from services.conductor.request import Request
 
 log = get_logger(__name__)
@@ -34,7 +31,6 @@ FLUSH_S = 1.0
 
 Read = Callable[[pb.GenerateRequest], Awaitable[Request]]
 Compute = Callable[[pb.GenerateRequest], Awaitable[None]]
-Held = Callable[[Sequence[BlockKey]], Mapping[str, int]]
 
 
 class ContextKeeper:
@@ -67,12 +63,11 @@ class ContextKeeper:
         self.contexts = contexts
         self._ledger = ledger
         self._forgetting = forgetting
-        self._channels = channels
         self._stores = stores
         self._model = model
         self._read = read
         self._compute = compute
-        self._held = held
+        self._pins = Pinning(contexts, ledger, channels, stores, held, self._begin)
         self._tasks: set[asyncio.Task[None]] = set()
         self._uncounted: list[tuple[pb.Context, int]] = []
 
@@ -106,8 +101,6 @@ class ContextKeeper:
         prefix = await self._prefix(context)
         keys = list(prefix.prompt_keys)
         context.tokens, context.blocks, context.keys = len(prefix.prompt), len(keys), pack_keys(keys)
-        if not keys:
-            context.status = pb.CONTEXT_STATUS_READY
         await self._ledger.push([self.contexts.record(context), *tags])
         if keys:
             self._begin(self._fill(context, prefix, keys))
@@ -119,7 +112,7 @@ class ContextKeeper:
         context, records = self.contexts.updated(request)
         await self._ledger.push(records)
         if request.HasField("ttl_s"):
-            self._begin(self._pin_again(context))
+            self._pins.wanted(context)
         return self.contexts.find(request.tenant, context.id)
 
     async def list(self, request: pb.ListContextsRequest) -> list[pb.Context]:
@@ -134,7 +127,7 @@ class ContextKeeper:
         await self._ledger.pull()
         context = self.contexts.find(request.tenant, request.name)
         await self._ledger.push(self.contexts.deleted(context))
-        await self._unpin(context)
+        await self._pins.unpin(context)
         response = pb.DeleteContextResponse(id=context.id)
         keys = frozenset(unpack_keys(context.keys))
         if keys:
@@ -143,30 +136,43 @@ class ContextKeeper:
 
     # --- uses ------------------------------------------------------------------------------------------------------
 
-    async def use(self, message: pb.GenerateRequest) -> Use | None:
-        """See `Contexts.use`."""
+    async def use(self, message: pb.GenerateRequest, within_s: float) -> Use | None:
+        """See `Contexts.use`. What other conductors have written lately is asked for, within the time.
+
+        One that was deleted elsewhere a moment ago may still be found.
+        """
         if not message.HasField("context"):
             return None
-        await self._ledger.pull()
+        if self.contexts.knows(message.tenant, message.context.id):
+            await self._ledger.fresh(within_s)
+        else:
+            await self._ledger.pull(within_s)
         use = self.contexts.use(message)
         if use is not None and message.context.reset_ttl_s:
-            await self._ledger.push([self.contexts.record(use.context)])
+            renewed = [self.contexts.record(use.context)]
+            self._ledger.merge(renewed)
+            self._begin(self._push(renewed))  # the answer need not wait for slow kvstores
         return use
+
+    async def _push(self, records: Sequence[kv_pb2.Record]) -> None:
+        await self._ledger.push(records)
 
     def used(self, use: Use, cached_tokens: int) -> None:
         """A request that began with a context has got its tokens."""
         if not self._uncounted:
             self._begin(self._count())
         self._uncounted.append((use.context, min(cached_tokens, use.context.tokens)))
-        if use.context.pinned_blocks < use.context.blocks or use.request.context.reset_ttl_s:
-            self._begin(self._pin_again(use.context))
+        if use.request.context.reset_ttl_s:
+            self._pins.wanted(use.context)
+        else:
+            self._pins.used(use.context)
 
     async def _count(self) -> None:
         await asyncio.sleep(FLUSH_S)
         uncounted, self._uncounted = self._uncounted, []
         for context, saved_tokens in uncounted:
             if self._is_there(context):
-                self._ledger.book.merge([self.contexts.hit(context, saved_tokens)])
+                self._ledger.merge([self.contexts.hit(context, saved_tokens)])
         places = {(context.made.tenant, context.id) for context, _ in uncounted}
         records = [self.contexts.counted(*place) for place in places]
         await self._ledger.push([record for record in records if record is not None])
@@ -191,80 +197,28 @@ class ContextKeeper:
         return await self._read(pb.GenerateRequest(tokens=tokens, tenant=context.made.tenant))
 
     async def _fill(self, context: pb.Context, prefix: Request, keys: Sequence[BlockKey]) -> None:
-        """Computes a new context's KV, waits until it is stored, and pins it."""
+        """Computes a new context's KV, waits until it is stored, and has it pinned."""
         request = pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=prefix.prompt), tenant=context.made.tenant)
         request.sampling.max_tokens, request.sampling.temperature = 1, 0.0
+        status, why = pb.CONTEXT_STATUS_READY, ""
         try:
             await self._compute(request)
             await self._stored(keys)
         except MoonpoolError as error:
-            context.status, context.error = pb.CONTEXT_STATUS_ERROR, str(error)
-        else:
-            context.status = pb.CONTEXT_STATUS_READY
-        await self._pin(context, keys)
+            status, why = pb.CONTEXT_STATUS_ERROR, str(error)
+        if self._is_there(context):
+            await self._ledger.push([self.contexts.filled(context, status, why)])
+            self._pins.wanted(context)
 
     async def _stored(self, keys: Sequence[BlockKey]) -> None:
         """Waits until some kvstore has all of a chain; gives up after a time."""
         for _ in range(int(STORED_TIMEOUT_S / LOOK_S)):
-            if self._best(keys)[1] == len(keys):
+            if self._pins.best(keys)[1] == len(keys) or not self._stores():
                 return
             await asyncio.sleep(LOOK_S)
 
-    def _best(self, keys: Sequence[BlockKey]) -> tuple[kv_pb2.Instance | None, int]:
-        """The kvstore that holds most of a chain, and how many blocks."""
-        held = self._held(keys)
-        stores = [(held.get(store.id, 0), store) for store in self._stores()]
-        blocks, best = max(stores, key=lambda one: one[0], default=(0, None))
-        return best, blocks
-
-    async def _pin_again(self, context: pb.Context) -> None:
-        await self._pin(context, unpack_keys(context.keys))
-
-    async def _pin(self, context: pb.Context, keys: Sequence[BlockKey]) -> None:
-        """Pins what a kvstore has of a context's chain, until its time is over, and writes down how that went."""
-        store, _ = self._best(keys)
-        ttl_s = min(MAX_TTL_S, context.expires_at - self._ledger.clock())
-        if store is None or ttl_s <= 0 or not keys or not self._is_there(context):
-            return
-        if context.kvstore not in ("", store.id):
-            await self._unpin(context)
-        request = kvstore_pb2.PinRequest(
-            name=_pin_name(context), keys=pack_keys(keys), ttl_s=ttl_s, tenant=context.made.tenant
-        )
-        try:
-            stub = KVStoreServiceStub(self._channels.get(store.address))
-            pinned: kvstore_pb2.PinResponse = await stub.Pin(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            context.error = context.error or f"not pinned: {from_rpc_error(error)}"
-            pinned = kvstore_pb2.PinResponse()
-        else:
-            limit = kvstore_pb2.PinLimit.Name(pinned.limit).removeprefix("PIN_LIMIT_").lower()
-            whole = pinned.blocks == context.blocks
-            context.error = "" if whole else context.error or f"not all of it is pinned: {limit}"
-            context.status = pb.CONTEXT_STATUS_READY if whole else context.status
-        if not self._is_there(context):  # deleted meanwhile
-            await self._unpin(context, store)
-            return
-        latest = self.contexts.find(context.made.tenant, context.id)
-        latest.status, latest.error, latest.kvstore = context.status, context.error, store.id
-        latest.pinned_blocks, latest.pinned_bytes = pinned.blocks, pinned.bytes
-        await self._ledger.push([self.contexts.record(latest)])
-
-    async def _unpin(self, context: pb.Context, store: kv_pb2.Instance | None = None) -> None:
-        store = store or next((one for one in self._stores() if one.id == context.kvstore), None)
-        if store is not None:
-            request = kvstore_pb2.UnpinRequest(name=_pin_name(context), tenant=context.made.tenant)
-            try:
-                await KVStoreServiceStub(self._channels.get(store.address)).Unpin(request, timeout=CALL_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                log.warning("a context's pin was not ended", context=context.id, error=str(from_rpc_error(error)))
-
     def _is_there(self, context: pb.Context) -> bool:
-        try:
-            self.contexts.find(context.made.tenant, context.id)
-        except NotFound:
-            return False
-        return True
+        return self.contexts.get(*place_of(context)) is not None
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         """Does something besides; its failure costs a warning."""
@@ -291,7 +245,3 @@ def _within(nbytes: int, contexts: list[pb.Context]) -> list[pb.Context]:
                 context.made.ClearField(name)
             context.ClearField("keys")
     return contexts
-
-
-def _pin_name(context: pb.Context) -> str:
-    return f"context:{context.id}"

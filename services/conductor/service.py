@@ -103,6 +103,7 @@ async def _records(
         desk.forget(selection, registry.model.namespace if registry.model is not None else b"")
 
     ledger = Ledger(channels, stores)
+    stack.push_async_callback(ledger.aclose)
     members = lambda: [member.instance for member in registry]  # noqa: E731
     forgetting = Forgetting(ledger, channels, members, on_its_way, config.tenant_ttl_s)
     sweeping = asyncio.create_task(forgetting.run())

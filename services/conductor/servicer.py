@@ -133,7 +133,7 @@ class ConductorServicer:
         self, message: conductor_pb2.GenerateRequest, request_id: str, arrived: float, context: _GenerateContext
     ) -> None:
         deadline = arrived + min(self._config.request_timeout_s, context.time_remaining() or float("inf"))
-        served, use = self._intake.served(), await self._keeper.use(message)
+        served, use = self._intake.served(), await self._keeper.use(message, deadline - time.monotonic())
         message = use.request if use is not None else message
         request = await self._intake.read(message, request_id)
         resume, answer = read_resume(message, request, served), Answer.begin(request, served, arrived)
@@ -247,7 +247,7 @@ class ConductorServicer:
         if is_client() and (selection.keys or selection.namespaces):
             raise PermissionDenied("a client deletes its own tenant's KV, by the tenant's name")
         own = frozenset(map(tenant_of, selection.tenants))  # "" is a client's own tenant too
-        return await self.forgetting.delete(replace(selection, tenants=own))
+        return await self.forgetting.delete(replace(selection, tenants=own), request.id)
 
     async def ConductorStats(
         self, request: conductor_pb2.ConductorStatsRequest, context: object

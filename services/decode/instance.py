@@ -9,6 +9,7 @@ from moonpool.engine.forgetting import Forgetting
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.errors import Unavailable
+from moonpool.kv.deletions import Deletions
 from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer import TransferState
@@ -46,11 +47,13 @@ class DecodeInstance:
         self.setup, self.identity, self.layout, self.pool = context.setup, context.instance, layout, engine.pool
         self.core = DecodeCore(core_config(context, config))
         self.manager = self.core.blocks
+        carried_out = Deletions()
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(context.channels, address, context.hello(), layout, context.link),
             engine.pool.read,
             time.monotonic,
+            lambda keys, tenant: carried_out.concerning(keys, tenant, context.setup.namespace),
         )
         self.shell = DecodeShell(
             self.core,
@@ -62,7 +65,9 @@ class DecodeInstance:
             context.notify,
             config.journal(),
         )
-        self.forgetting = Forgetting(context.setup.namespace, layout.block_bytes, self.write_back, self.shell.forget)
+        self.forgetting = Forgetting(
+            context.setup.namespace, layout.block_bytes, self.write_back, self.shell.forget, carried_out
+        )
         self.subscribers: set[Subscriber] = set()
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()

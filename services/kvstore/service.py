@@ -5,7 +5,6 @@ It ends in this order: no new work, running sessions finish, streams end, visibl
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +22,6 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from services.kvstore.config import KVStoreConfig
-from services.kvstore.core.recent_deletions import KEEP_S
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.arena import Arena
@@ -95,16 +93,18 @@ class KVStoreService(StoreListener):
         self._pool = ThreadPoolExecutor(config.read_threads, thread_name_prefix="kvstore-read")
         self._observer = Observer(self.metrics)
         self._unreported = Unreported()
-        dram, ssd = tiers
+        self._ledger = ledger or Ledger(None)
         self.store = BlockStore(
-            dram, ssd, self, max_sessions=config.max_sessions, lease_bytes=config.lease_budget_bytes
+            *tiers,
+            self,
+            max_sessions=config.max_sessions,
+            lease_bytes=config.lease_budget_bytes,
+            deletions=self._ledger.deletions,
         )
+        ssd = self.store.tiers.ssd
         self.writer = None if ssd is None else WriteBehind(self.store.writes, ssd, self._observer.committed)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
-        self._ledger = ledger or Ledger(None)
-        if self._ledger.applied_since(time.time() - KEEP_S):
-            self.store.writes.deletions.unknown_until(asyncio.get_running_loop().time())
         self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)

@@ -8,6 +8,7 @@ from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.forgetting import Forgetting
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
+from moonpool.kv.deletions import Deletions
 from moonpool.sched.block_manager import BlockManager
 from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
@@ -48,11 +49,13 @@ class PrefillInstance:
         self.sending = Sending(engine, self._open_sender, context.spans)
         emulated_load_s = engine.load_s if isinstance(engine, EmulatedEngine) else None
         self.loading = Loading(engine, self._open_reader, context.spans, emulated_load_s)
+        carried_out = Deletions()
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             self._open_writer,
             engine.pool.read,
             time.monotonic,
+            lambda keys, tenant: carried_out.concerning(keys, tenant, context.setup.namespace),
         )
         self.shell = Shell(
             self.core,
@@ -65,7 +68,7 @@ class PrefillInstance:
             config.journal(),
         )
         self.forgetting = Forgetting(
-            context.setup.namespace, self.layout.block_bytes, self.write_back, self.shell.forget
+            context.setup.namespace, self.layout.block_bytes, self.write_back, self.shell.forget, carried_out
         )
 
     @property

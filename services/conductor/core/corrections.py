@@ -15,10 +15,44 @@ CHANGE = 16
 are in no hurry: otherwise both would learn one slow moment, and it would count twice."""
 LEAST_S = 0.005
 """Errors of predictions shorter than this count as those of one so long."""
+COMPANY_SPREAD = 0.3
+"""How uncertain it is that prompts take longer while others of their host compute."""
 
 
 Factors = tuple[float, float, float]
 """Of waiting, loading and computing."""
+
+
+class Company:
+    """What is learnt of prompts that found the other engines of their host in one state.
+
+    Attributes:
+        overhead_s: seconds that each prompt takes beside waiting, loading and computing.
+        factor: so many times as long as otherwise all three take.
+    """
+
+    __slots__ = ("_factor", "_overhead", "factor", "overhead_s")
+
+    def __init__(self) -> None:
+        self._overhead = Regression((0.0,), (OVERHEAD_S,), drift=OVERHEAD_DRIFT, least_s=LEAST_S)
+        self._factor = Regression((1.0,), (COMPANY_SPREAD,), change=CHANGE, least_s=LEAST_S)
+        self.overhead_s, self.factor = 0.0, 1.0
+
+    def alone(self, otherwise_s: float, there_s: float) -> float:
+        """Learns that a prompt took `there_s` instead of `otherwise_s`; returns what it would have taken otherwise."""
+        self._factor.observe((otherwise_s,), there_s)
+        (self.factor,) = self._factor.coefficients
+        return there_s / self.factor
+
+    def observe_overhead(self, seconds: float) -> None:
+        """Learns what a prompt took from being placed to its first token, less what it took at its instance."""
+        self._overhead.observe((1.0,), seconds)
+        (self.overhead_s,) = self._overhead.coefficients
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Everything that later predictions depend on."""
+        return *self._overhead.state, *self._factor.state
 
 
 class Corrections:
@@ -30,20 +64,21 @@ class Corrections:
     What is left of the time that the conductor measures is overhead: calls, tokenising, tokens on their way, and all
     else that does not grow with the prompt.
 
+    Where engines share a host, a prompt takes longer while another one computes. So there are two `Company`: of prompts
+    that found the others busy, and of those that found them idle.
+
     Attributes:
-        overhead_s: seconds that each prompt takes beside waiting, loading and computing.
-        factors: of waiting, loading and computing.
+        factors: of waiting, loading and computing, in company and out of it.
     """
 
-    __slots__ = ("_overhead", "_parts", "_speeds", "_told", "_waiting", "factors", "overhead_s")
+    __slots__ = ("_busy", "_idle", "_parts", "_speeds", "_told", "_waiting", "factors")
 
     def __init__(self, told: Speeds) -> None:
         self._told = told
-        self._overhead = Regression((0.0,), (OVERHEAD_S,), drift=OVERHEAD_DRIFT, least_s=LEAST_S)
+        self._busy, self._idle = Company(), Company()
         self._waiting = Regression((1.0,), (SPREAD,), change=CHANGE, least_s=LEAST_S)
         self._parts = Regression((1.0, 1.0), (SPREAD, SPREAD), change=CHANGE, least_s=LEAST_S)
         self._speeds: Speeds | None = None
-        self.overhead_s = 0.0
         self.factors: Factors = (1.0, 1.0, 1.0)
 
     @property
@@ -61,29 +96,34 @@ class Corrections:
         if speeds != self._told:
             self._told, self._speeds = speeds, None
 
-    def observe(self, foreseen: tuple[float, float, float], by: Factors, there_s: float) -> None:
+    def company(self, busy: bool | None) -> Company:
+        """What is learnt of prompts that find other engines of the host busy, or idle; None = there are none."""
+        return self._busy if busy else self._idle
+
+    def observe(
+        self, foreseen: tuple[float, float, float], by: Factors, there_s: float, *, busy: bool | None = None
+    ) -> None:
         """Learns from a prompt what it took at its instance, in seconds from its coming to its first token.
 
         Args:
             foreseen: seconds of waiting, loading and computing, as it was placed.
             by: the factors in them.
             there_s: measured by the instance.
+            busy: other engines of its host were, when it was placed; None = there were none.
         """
         waits_s, load_s, compute_s = (seconds / factor for seconds, factor in zip(foreseen, by, strict=True))
+        alone_s = self._parts.seconds((load_s, compute_s))
+        if busy is not None:
+            there_s = self.company(busy).alone(self._waiting.seconds((waits_s,)) + alone_s, there_s)
         if waits_s > 0.0:
-            self._waiting.observe((waits_s,), there_s, known_s=self._parts.seconds((load_s, compute_s)))
+            self._waiting.observe((waits_s,), there_s, known_s=alone_s)
         else:
             self._parts.observe((load_s, compute_s), there_s)
             self._speeds = None
         (queue,), (load, compute) = self._waiting.coefficients, self._parts.coefficients
         self.factors = queue, load, compute
 
-    def observe_overhead(self, seconds: float) -> None:
-        """Learns what a prompt took from being placed to its first token, less what it took at its instance."""
-        self._overhead.observe((1.0,), seconds)
-        (self.overhead_s,) = self._overhead.coefficients
-
     @property
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
-        return self._told, *self._overhead.state, *self._waiting.state, *self._parts.state
+        return self._told, *self._waiting.state, *self._parts.state, *self._busy.state, *self._idle.state

@@ -26,7 +26,7 @@ class PrefillChoice(NamedTuple):
 
     `load_s` is what computing does not hide of loading. `busy_s` is how much later the next prompt begins for this
     one: less than its own time where stages overlap. `overhead_s` is what calls take; `factors` are those by which
-    queue, load and prefill are corrected.
+    queue, load and prefill are corrected. `company`: another engine of its host is busy; None = there is none.
     """
 
     id: str
@@ -40,6 +40,7 @@ class PrefillChoice(NamedTuple):
     excluded: str = ""
     overhead_s: float = 0.0
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    company: bool | None = None
 
     @property
     def alone_s(self) -> float:

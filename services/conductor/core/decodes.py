@@ -73,6 +73,11 @@ class Decode:
         """Whether an answer of ours is here."""
         return bool(self.answers)
 
+    @property
+    def computing(self) -> bool:
+        """Whether a sequence runs: an answer of ours has begun, or the last report has one of others."""
+        return self.sequences > len(self.answers) or any(answer.made for answer in self.answers.values())
+
     def count(self) -> None:
         """Counts what is there anew: by the last report, and what it did not include."""
         load = self.load
@@ -147,6 +152,25 @@ class Decodes(Pool[Decode]):
 
     def __init__(self) -> None:
         super().__init__(Ranks(SPEED_NOISE, TypicalSeconds()))
+        self._by_host: dict[str, dict[str, Decode]] = {}
+
+    def add(self, instance: Decode) -> None:
+        """Takes an instance in."""
+        super().add(instance)
+        self._by_host.setdefault(instance.facts.host, {})[instance.facts.id] = instance
+
+    def remove(self, instance: Decode) -> None:
+        """Takes an instance out."""
+        super().remove(instance)
+        there = self._by_host[instance.facts.host]
+        del there[instance.facts.id]
+        if not there:
+            del self._by_host[instance.facts.host]
+
+    def company(self, host: str) -> bool | None:
+        """Whether an instance of a host computes; None = none is known to be there."""
+        there = self._by_host.get(host) if host else None
+        return any(one.computing for one in there.values()) if there else None
 
     def rank(self, instance: Decode) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""

@@ -47,6 +47,7 @@ class InstanceFacts:
         stages: of a prefill instance's pipeline; so many steps overlap.
         step_tokens: a prefill step computes at most; 0 = a whole prompt.
         capacity_bytes: of a kvstore; 0 = not known.
+        host: of its address: engines of one host may slow each other down; empty = not known.
     """
 
     id: str
@@ -58,6 +59,7 @@ class InstanceFacts:
     stages: int = 1
     step_tokens: int = 0
     capacity_bytes: int = 0
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)

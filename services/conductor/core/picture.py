@@ -54,8 +54,8 @@ class Picture:
         """Of the KV that is served; None while there is no engine."""
         self._slow_factor = slow_factor
         self._instances: dict[str, Instance] = {}
-        self._prefills = Prefills(policy, seed)
         self.decodes = Decodes()  # to be asked about
+        self._prefills = Prefills(policy, seed, self.decodes)
         self.forecasts = Forecasts(self.decodes, EXPECTED_ANSWER_TOKENS)
         self._stores = Stores(kvstore_replicas)
         holders = self.index, self._prefills, self.decodes, self._stores if policy.stores else None
@@ -168,7 +168,7 @@ class Picture:
             return
         size = self.shape.block_tokens
         foreseen = demand.prompt_tokens - min(plan.prefill.used_blocks * size, demand.prompt_tokens - 1)
-        instance.learnt.observe_overhead(overhead_s)
+        instance.learnt.company(plan.prefill.company).observe_overhead(overhead_s)
         if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
             instance.observe(plan.prefill, there_s)
         instance.computed(now)

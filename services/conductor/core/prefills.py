@@ -11,6 +11,7 @@ from moonpool.cost import Speeds, prefill_seconds
 from services.conductor.core.candidates import Candidates, Policy
 from services.conductor.core.corrections import Corrections
 from services.conductor.core.cost import PrefillChoice, PrefillModel
+from services.conductor.core.decodes import Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.pool import Pool, blocks_at
 from services.conductor.core.ranks import SHORTLIST, Ranks
@@ -117,7 +118,8 @@ class Prefill:
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
         """Learns from what a prompt took here that was predicted so."""
-        self.learnt.observe((choice.queue_s, choice.load_s, choice.prefill_s), choice.factors, there_s)
+        parts = choice.queue_s, choice.load_s, choice.prefill_s
+        self.learnt.observe(parts, choice.factors, there_s, busy=choice.company)
 
     def computed(self, now: float) -> None:
         """A prompt of ours has its token and is not counted any more: what is left of the others begins now."""
@@ -139,10 +141,12 @@ class Prefills(Pool[Prefill]):
     Args:
         policy: which is chosen.
         seed: of its draws.
+        decodes: the decode instances, some of which may be on the hosts of these; None = there are none.
     """
 
-    def __init__(self, policy: Policy, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, seed: int = 0, decodes: Decodes | None = None) -> None:
         super().__init__(Ranks(CLASS_WIDTH, TypicalSeconds()))
+        self._decodes = decodes
         self._policy = policy
         self._seed = seed
         self._decisions = 0
@@ -216,12 +220,29 @@ class Prefills(Pool[Prefill]):
         load_s, prefill_s, busy_s, used, store = cost
         factors = learnt.factors
         queue_s = (free_at - now) * factors[0] if free_at > now else 0.0
+        busy = self._decodes.company(facts.host) if self._decodes is not None else None
+        company = learnt.company(busy)
+        if company.factor != 1.0:
+            by = company.factor
+            queue_s, load_s, prefill_s = queue_s * by, load_s * by, prefill_s * by
+            factors = factors[0] * by, factors[1] * by, factors[2] * by
         belief = self.belief(instance)
         if belief < 1.0:
             load_s, prefill_s, busy_s = load_s * belief, prefill_s * belief, busy_s * belief
             factors = factors[0], factors[1] * belief, factors[2] * belief
         return PrefillChoice(
-            facts.id, blocks, used, queue_s, load_s, prefill_s, busy_s, store, excluded, learnt.overhead_s, factors
+            facts.id,
+            blocks,
+            used,
+            queue_s,
+            load_s,
+            prefill_s,
+            busy_s,
+            store,
+            excluded,
+            company.overhead_s,
+            factors,
+            busy,
         )
 
     def _excluded(

@@ -5,7 +5,7 @@ same bytes both times.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from moonpool.errors import FrameError, InvalidRequest
 from moonpool.kv.blocks import MAX_TENANT_BYTES, NO_PARENT, BlockFormat, BlockInfo, DramBlock
@@ -36,7 +36,7 @@ class PutSpec:
     """What a writing session has declared: its blocks, and the layers and heads of them that it brings.
 
     `parents` are the blocks before them in their chains, one for each key, or none when they are unknown; `written_at`
-    is the time that its blocks get. All of them were computed at `computed_at` or later, on the store's own clock.
+    is the time that its blocks get. Of the deletions `forgotten` its writer knows that the blocks are younger.
 
     Raises:
         InvalidRequest: naming the field of PutOpen that is wrong.
@@ -49,7 +49,7 @@ class PutSpec:
     layers: range
     heads: range
     written_at: int = 0
-    computed_at: float = 0.0
+    forgotten: Collection[str] = ()
 
     def __post_init__(self) -> None:
         layout = self.format.layout

@@ -1,9 +1,10 @@
 """Deleting blocks from both tiers, in steps between which others may run.
 
-From the first step on, writing sessions that bring such blocks end, and what was computed before is refused. The steps
-go through the parts of all keys: a block that moves between the tiers stays in its part, so none is missed. With the
-last step nobody finds the blocks. A read that has begun may end with what it has in DRAM; what it has not read from the
-SSD tier yet is a miss. Records are overwritten with the next plans (`SsdTier.erasing`).
+With the first step, writing sessions that bring such blocks end; older blocks are refused since the store knows of the
+deletion (`Writes.deletions`). The steps go through the parts of all keys: a block that moves between the tiers stays in
+its part, so none is missed. With the last step nobody finds the blocks; what comes meanwhile may be deleted as well. A
+read that has begun may end with what it has in DRAM; what it has not read from the SSD tier yet is a miss. Records are
+overwritten with the next plans (`SsdTier.erasing`).
 """
 
 import dataclasses
@@ -33,9 +34,9 @@ class Forgotten:
 Steps = Generator[None, None, Forgotten]
 
 
-def forget(store: BlockStore, selection: Selection, now: float, step_blocks: int = STEP_BLOCKS) -> Steps:
-    """Deletes the chosen blocks; `now` is on the clock of `PutSpec.computed_at`."""
-    store.writes.forget(selection, now)
+def forget(store: BlockStore, selection: Selection, step_blocks: int = STEP_BLOCKS) -> Steps:
+    """Deletes the chosen blocks."""
+    store.writes.forget(selection)
 
     def in_dram(info: BlockInfo) -> bool:
         return selection.takes(info.key, info.tenant, info.format.namespace)

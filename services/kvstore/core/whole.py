@@ -29,7 +29,7 @@ def take_whole(
     tiers, writes, layout = store.tiers, store.writes, spec.format.layout
     if not spec.whole_blocks or opener.unfinished_bytes or is_long(runs):
         return None
-    writes.deletions.check(spec)
+    writes.check_not_deleted(spec)
     present = writes.present(spec)
     if sum(run.block_count for run, _, _ in runs) != layout.layers * len(spec.keys):
         raise InvalidRequest("frame", "is not all of the session")

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
+from moonpool.kv.deletions import Deletions
 from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
 from services.kvstore.core.assembly import Assembly, Indices, PutSession, PutSpec
-from services.kvstore.core.recent_deletions import RecentDeletions
 from services.kvstore.core.tiered_store import TieredStore
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.commit import WritePlan
@@ -24,6 +24,10 @@ from services.kvstore.tenancy.tenants import TenantBytes
 
 MAX_OPEN_KEYS = 1 << 18
 """Most keys of all open writing sessions together."""
+
+
+class DeletedBlocks(InvalidRequest):
+    """Blocks may be older than a deletion of such blocks."""
 
 
 class Writes:
@@ -40,11 +44,11 @@ class Writes:
         unsaved: keys of blocks that the SSD tier has not taken yet, the one tried last at the end. Some may have left
             DRAM meanwhile, or be queued again.
         awaiting: sessions that wait for a block to become durable, each with its index there.
-        deletions: what must not come back.
+        deletions: those that this store knows of: what is older must not come back.
         blocks_not_durable: blocks that the SSD tier did not take at the first try.
     """
 
-    def __init__(self, tiers: TieredStore, *, max_sessions: int, batch_bytes: int) -> None:
+    def __init__(self, tiers: TieredStore, deletions: Deletions, *, max_sessions: int, batch_bytes: int) -> None:
         self._tiers = tiers
         self._max_sessions = max_sessions
         # A plan cannot reclaim what it stores itself: what it refused for that, the next one would have taken.
@@ -58,7 +62,7 @@ class Writes:
         self.queued: set[BlockKey] = set()
         self.unsaved: dict[BlockKey, None] = {}
         self.awaiting: dict[BlockKey, list[tuple[PutSession, int]]] = {}
-        self.deletions = RecentDeletions()
+        self.deletions = deletions
         self.blocks_put = 0
         self.blocks_durable = 0
         self.blocks_not_durable = 0
@@ -76,10 +80,10 @@ class Writes:
         block; `StoreListener.room` tells when to try again.
 
         Raises:
-            InvalidRequest: it can never be opened, or its blocks were deleted since they were computed.
+            InvalidRequest: it can never be opened; DeletedBlocks if there is a deletion that its writer does not know.
             Overloaded: too many sessions are open, or pins and guarantees of others leave too little.
         """
-        self.deletions.check(spec)
+        self.check_not_deleted(spec)
         if len(self.sessions) >= self._max_sessions or self._keys + len(spec.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many writing sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
         tiers, dram, size = self._tiers, self._tiers.dram, spec.format.layout.block_bytes
@@ -298,9 +302,19 @@ class Writes:
         """Whether something that was deleted may be on disk still."""
         return bool(self._recalled) or (self._tiers.ssd is not None and self._tiers.ssd.erasing)
 
-    def forget(self, selection: Selection, now: float) -> None:
-        """Blocks are deleted from now on: sessions that bring such blocks end, and none is opened for older ones."""
-        self.deletions.add(selection, now)
+    def check_not_deleted(self, spec: PutSpec) -> None:
+        """Checks that no deletion of a session's blocks is known here of which its writer does not know.
+
+        Raises:
+            DeletedBlocks: there is one.
+        """
+        if self.deletions:
+            known = self.deletions.concerning(spec.keys, spec.tenant, spec.format.namespace)
+            if not set(spec.forgotten).issuperset(known):
+                raise DeletedBlocks("keys", "they may be older than a deletion of such blocks")
+
+    def forget(self, selection: Selection) -> None:
+        """Blocks are being deleted: sessions that bring such blocks end."""
         self._end([session for session in self.sessions if session.spec.is_among(selection)])
 
     def recall(self, blocks: Collection[DramBlock]) -> None:

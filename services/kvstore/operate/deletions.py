@@ -48,7 +48,9 @@ class Deletions:
             new = {name: chosen for name, chosen in asked.items() if self._done(name) is None}
             if new:
                 together = functools.reduce(operator.or_, new.values(), Selection())
-                done = await _in_turns(forget(self.store, together, asyncio.get_running_loop().time()))
+                for name, selection in new.items():
+                    self.ledger.deletions.add(name, selection)
+                done = await _in_turns(forget(self.store, together))
                 self.pins.end_all(together.tenants)
                 self.unsaved.update(dict.fromkeys(new, Forgotten()) | {next(iter(new)): done})
             if ttl_s:

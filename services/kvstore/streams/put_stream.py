@@ -7,7 +7,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 
@@ -22,6 +21,7 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, portions
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.whole import take_whole
+from services.kvstore.core.writes import DeletedBlocks
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.streams.open_streams import KVStream
 from services.kvstore.streams.rooms import RoomQueue
@@ -157,10 +157,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         parents = unpack_keys(message.parent_keys, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
         layers = range(message.layer_begin, message.layer_end)
         heads = range(message.head_begin, message.head_end)
-        if not 0.0 <= message.age_s < math.inf:
-            raise InvalidRequest("age_s", f"must be at least 0 and finite, is {message.age_s:g}")
-        computed_at = self._loop.time() - message.age_s
-        return PutSpec(self.format, keys, parents, message.tenant, layers, heads, int(time.time()), computed_at)
+        now, forgotten = int(time.time()), frozenset(message.forgotten)
+        return PutSpec(self.format, keys, parents, message.tenant, layers, heads, now, forgotten)
 
     def _waits(self, spec: PutSpec) -> bool:
         return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))
@@ -308,8 +306,9 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if isinstance(reason, Overloaded):
             refused.code = reason.reason
             refused.retry_after_s = reason.retry_after_s
-        elif isinstance(reason, InvalidRequest | FrameError):
-            refused.code = "invalid_request" if isinstance(reason, InvalidRequest) else "bad_frame"
+        else:
+            codes = {DeletedBlocks: "deleted", InvalidRequest: "invalid_request", FrameError: "bad_frame"}
+            refused.code = next((code for kind, code in codes.items() if isinstance(reason, kind)), "")
         self.post(kvstore_pb2.PutResponse(refused=refused))
 
     def _remove(self, entry: _Entry) -> None:

@@ -9,9 +9,9 @@ import transformers
 from gguf import TokenType
 from tokenizers.pre_tokenizers import ByteLevel
 
+from benchmarks.peers.gguf_files import VALUE_TYPES
 from moonpool.checkpoint import Tokenizer
 from moonpool.errors import CheckpointError, UnsupportedModel
-from tests.unit.model.gguf_files import VALUE_TYPES
 
 SPACE = "\u2581"
 WORDS = ["th", "he", "the", f"{SPACE}the", f"{SPACE}t", "in", "ing", "thing", f"{SPACE}s", "so", "me", "some", SPACE]

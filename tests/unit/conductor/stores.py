@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +26,15 @@ class FakeStore(FakeMember):
     forgotten: list[kv_pb2.ForgetRequest] = field(default_factory=list)
     refusals: list[MoonpoolError] = field(default_factory=list)
     order: list[str] = field(default_factory=list)  # ids of those that were asked to forget, first come first
+    before_pin: list[asyncio.Event] = field(default_factory=list)  # awaited by Pin, in order
+    pin_calls: int = 0
+    synced: int = 0
+    answers: asyncio.Event = field(default_factory=lambda: _set(asyncio.Event()))  # SyncRecords waits for it
+    then: Callable[[], object] = lambda: None  # called when it is asked to forget
 
     async def SyncRecords(self, request: kvstore_pb2.SyncRecordsRequest, context: Any) -> Any:
+        self.synced += 1
+        await self.answers.wait()
         self.book.merge(request.records)
         records, sequence, more = self.book.after(request.after)
         return kvstore_pb2.SyncRecordsResponse(records=records, sequence=sequence, more=more)
@@ -35,12 +44,17 @@ class FakeStore(FakeMember):
             raise self.refusals.pop(0)
         self.forgotten.append(request)
         self.order.append(self.id)
+        self.then()
         named = {key for one in request.deletions for key in unpack_keys(one.selection.keys)}
         gone = [key for key in self.keys if key in named]
         self.keys = [key for key in self.keys if key not in named]
         return kv_pb2.ForgetResponse(blocks=len(gone), bytes=100 * len(gone))
 
     async def Pin(self, request: kvstore_pb2.PinRequest, context: Any) -> kvstore_pb2.PinResponse:
+        self.pin_calls += 1
+        self.note()
+        if self.before_pin:
+            await self.before_pin.pop(0).wait()
         self.pins[request.name] = request
         wanted = unpack_keys(request.keys)
         here = next((index for index, key in enumerate(wanted) if key not in self.keys), len(wanted))
@@ -49,3 +63,8 @@ class FakeStore(FakeMember):
 
     async def Unpin(self, request: kvstore_pb2.UnpinRequest, context: Any) -> kvstore_pb2.UnpinResponse:
         return kvstore_pb2.UnpinResponse(found=self.pins.pop(request.name, None) is not None)
+
+
+def _set(event: asyncio.Event) -> asyncio.Event:
+    event.set()
+    return event

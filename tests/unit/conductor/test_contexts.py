@@ -8,6 +8,8 @@ import pytest
 
 from moonpool.client import Context, InvalidRequest, MoonpoolError, NotFound, SamplingParams, Unavailable
 from moonpool.kv.keys import block_keys, chain_root, tokens_from_bytes, unpack_keys
+from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
 
 from .fakes import BLOCK_TOKENS, WAIT_S, ScriptedPrefill, decode, prefill
 from .stack import Stack, stack
@@ -208,6 +210,85 @@ async def test_a_context_and_a_prompt_of_different_kinds_do_not_go_together() ->
         await s.client.contexts.create(token_ids=[1, 2], tags=["t"])
         with pytest.raises(InvalidRequest, match="of token_ids"):
             await s.client.generate(messages=[{"role": "user", "content": "hi"}], context="t")
+
+
+async def test_a_context_whose_kvstore_leaves_before_it_is_stored_is_not_pending_for_ever() -> None:
+    p, d, store, held = prefill(), decode(), FakeStore(), asyncio.Event()
+    p.before.append(held)
+    async with stack(p, d) as s:
+        hello = await s.serve(store)
+        call = await s.call_join(hello)
+        await s.joined(store)
+        made = await s.client.contexts.create(token_ids=PROMPT, tenant="ours")
+        assert made.status == "pending"
+        await p.until(lambda: bool(p.requests))
+        call.cancel()
+        await s.until(lambda: s.cluster.find(store.id) is None)
+        held.set()
+        left = await settled(s, made.id)
+        assert (left.status, left.pinned_blocks) == ("ready", 0)
+        assert left.error == "not pinned: no kvstore is there"
+
+
+async def test_a_late_pin_writes_neither_an_old_status_nor_an_old_time_to_live() -> None:
+    """What other conductors have written meanwhile stays, and the pin follows it."""
+    p, d, store = prefill(), decode(), FakeStore()
+    write_back(p, store)
+    async with stack(store, p, d) as s:
+        made = await s.client.contexts.create(token_ids=PROMPT, tenant="ours", ttl_s=60.0)
+        pinning = asyncio.Event()
+        store.before_pin.append(pinning)
+        await store.until(lambda: store.pin_calls == 1)
+        record = kv_pb2.Record()
+        record.CopyFrom(next(store.book.of("context", "ours")))
+        renewed = pb.Context.FromString(record.value)
+        renewed.expires_at += 5000.0
+        value = renewed.SerializeToString()
+        store.book.merge(
+            [
+                kv_pb2.Record(
+                    kind="context", tenant="ours", id=made.id, version=record.version + 1, value=value, expires_at=1e12
+                )
+            ]
+        )
+        pinning.set()
+        ready = await settled(s, made.id)
+        assert (ready.status, ready.pinned_blocks, ready.expires_at) == ("ready", 3, renewed.expires_at)
+        (pin,) = store.pins.values()
+        assert pin.ttl_s > 4000.0
+        assert store.pin_calls == 2
+
+
+async def test_uses_of_a_context_that_is_not_wholly_pinned_pin_it_one_after_the_other() -> None:
+    p, d, store = prefill(), decode(), FakeStore()
+    async with stack(store, p, d, retries=0) as s:
+        p.before.append(Unavailable("broken"))
+        made = await s.client.contexts.create(token_ids=PROMPT, tenant="ours")
+        await settled(s, made.id)
+        before, slow = store.pin_calls, asyncio.Event()
+        store.before_pin.append(slow)
+        for _ in range(20):
+            await s.client.generate(token_ids=[7], context=made.id, tenant="ours", sampling=TWO)
+        await store.until(lambda: store.pin_calls == before + 1)
+        assert (await s.gauges())["context_tasks"] <= 2  # that pin, and counting hits
+        slow.set()
+        await settled(s, made.id)
+        assert store.pin_calls == before + 1
+
+
+async def test_uses_ask_kvstores_together_and_not_beyond_their_own_time() -> None:
+    p, d, store, silent = prefill(), decode(), FakeStore(), FakeStore("kvstore-1")
+    async with stack(store, silent, p, d) as s:
+        made = await s.client.contexts.create(token_ids=[1, 2], tenant="ours")
+        silent.answers.clear()
+        asked = store.synced
+        using = [s.client.generate(token_ids=[7], context=made.id, tenant="ours", sampling=TWO) for _ in range(20)]
+        await asyncio.gather(*using)
+        assert store.synced <= asked + 2  # what is asked already, and once more for all who came meanwhile
+        unknown = s.client.generate(token_ids=[7], context="other", tenant="ours", sampling=TWO, timeout_s=0.2)
+        with pytest.raises((NotFound, MoonpoolError)):
+            await unknown
+        silent.answers.set()
 
 
 async def test_without_a_kvstore_there_are_no_contexts() -> None:

@@ -1,12 +1,13 @@
 """Deletions reach every member, those that are away too, and are known to conductors that were not there."""
 
 import asyncio
+from typing import NoReturn
 
 import pytest
 
 from moonpool.client import InvalidRequest, SamplingParams
 from moonpool.errors import Unavailable
-from moonpool.v1 import kv_pb2
+from moonpool.v1 import conductor_pb2, kv_pb2
 
 from .fakes import decode, prefill
 from .stack import stack
@@ -18,6 +19,20 @@ KEYS = [bytes([number]) * 32 for number in range(3)]
 def told(store: FakeStore) -> list[str]:
     """Ids of the deletions that a store has heard of, in order."""
     return [one.id for request in store.forgotten for one in request.deletions]
+
+
+def record(name: str) -> kv_pb2.Record:
+    """Of another conductor's deletion of a tenant."""
+    deletion = kv_pb2.Deletion(id=name, selection=kv_pb2.Selection(tenants=["ours"]))
+    return kv_pb2.Record(kind="deletion", id=name, version=1, value=deletion.SerializeToString(), expires_at=1e12)
+
+
+class Failing(asyncio.Event):
+    """Who waits for it fails when it comes."""
+
+    async def wait(self) -> NoReturn:
+        await super().wait()
+        raise Unavailable("once more")
 
 
 async def test_what_each_member_did_is_said_and_the_rest_is_repeated() -> None:
@@ -70,13 +85,61 @@ async def test_a_conductor_that_was_not_there_learns_of_it_from_a_store() -> Non
 async def test_another_conductors_deletion_is_carried_out_when_it_is_heard_of() -> None:
     store = FakeStore()
     async with stack(store) as s:
-        order = kv_pb2.Deletion(id="theirs", selection=kv_pb2.Selection(tenants=["ours"]))
-        record = kv_pb2.Record(
-            kind="deletion", id="theirs", version=1, value=order.SerializeToString(), expires_at=1e12
-        )
-        store.book.merge([record])
+        store.book.merge([record("theirs")])
         await s.servicer.forgetting.sweep()
         assert told(store) == ["theirs"]
+
+
+async def test_what_another_conductor_deletes_marks_what_is_on_its_way_here() -> None:
+    held, store = Failing(), FakeStore()
+    p, d = prefill(), decode()
+    p.before.append(held)
+    async with stack(store, p, d) as s:
+        running = asyncio.create_task(
+            s.client.generate(token_ids=list(range(30, 70)), tenant="ours", sampling=SamplingParams(max_tokens=3))
+        )
+        await p.until(lambda: bool(p.requests))
+        store.book.merge([record("theirs")])
+        await s.servicer.forgetting.sweep()
+        held.set()
+        assert len((await running).token_ids) == 3
+    assert [request.sequence.transient for request in p.requests] == [False, True]
+
+
+async def test_who_asks_again_gets_the_answer_to_the_same_deletion() -> None:
+    """Here or at another conductor: it is ordered once, by its name."""
+    store, name = FakeStore(keys=list(KEYS)), "n" * 16
+    request = conductor_pb2.DeleteKVRequest(id=name, selection=kv_pb2.Selection(keys=KEYS[0]))
+    async with stack(store) as s:
+        first = await s.servicer.DeleteKV(request, None)
+        again = await s.servicer.DeleteKV(request, None)
+        assert (first.id, again.id, first.instances[0].blocks, again.instances[0].blocks) == (name, name, 1, 0)
+        assert told(store) == [name]
+        request.selection.keys = KEYS[1]
+        with pytest.raises(InvalidRequest, match="another deletion"):
+            await s.servicer.DeleteKV(request, None)
+        request.id = "short"
+        with pytest.raises(InvalidRequest, match="16 to 64"):
+            await s.servicer.DeleteKV(request, None)
+    async with stack(store) as s:
+        request.id, request.selection.keys = name, KEYS[0]
+        await s.servicer.DeleteKV(request, None)
+        assert [record.id for record in store.book.of("deletion")] == [name]
+
+
+async def test_a_deletion_that_comes_in_a_round_waits_for_the_engines_of_the_next() -> None:
+    """A store is not told in the middle of a round what the engines were not told in it."""
+    order: list[str] = []
+    engine = FakeStore("decode-0", kv_pb2.INSTANCE_KIND_DECODE, order=order)
+    store = FakeStore(order=order)
+
+    async with stack(store, engine) as s:
+        store.book.merge([record("first")])
+        engine.then = lambda: s.servicer.forgetting.ledger.merge([record("second")])
+        await s.servicer.forgetting.sweep()
+        assert [told(engine), told(store)] == [["first"], ["first"]]
+        await s.servicer.forgetting.sweep()
+        assert [told(engine), told(store)] == [["first", "second"], ["first", "second"]]
 
 
 async def test_times_to_live_are_told_again_and_again() -> None:

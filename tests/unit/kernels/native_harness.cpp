@@ -4,7 +4,7 @@
 //
 // Nothing of Python or torch: it runs under an emulator of another processor as it does here. Every array ends at a
 // page that may not be touched; outputs, gaps between rows and unused slots of the pool begin as NaN.
-#include "pool.h"
+#include "panels.h"
 
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -16,9 +16,9 @@
 #include <map>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
-extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
 static std::mt19937_64 random_;
 static double normal() { return std::normal_distribution<double>()(random_); }
 static int any(int low, int high) { return std::uniform_int_distribution<int>(low, high)(random_); }
@@ -135,7 +135,6 @@ template <class R, class... A> struct Function {
 };
 typedef const void* P;
 typedef int64_t L;
-static Function<void, P> init;
 static Function<int> width, has_bf16;
 static Function<int, const Attention*, int> decode, prefill;
 static Function<int, int, P, L, void*, P, float, void*, L, L, int> rms_norm;
@@ -145,7 +144,10 @@ static Function<int, P, L, P, L, void*, L, P, P, L, int, L, L, int> write_kv;
 static Function<int, int, P, L, P, L, int, void*, L, void*, L, P, P, L, int, int, int, int> write_quantized;
 static Function<int, P, L, L> outside;
 static Function<int, void*, L, L, L, L, P, P, L, int> copy_blocks;
-static Function<int, int, P, L, P, P, void*, L, L, L, int> linear;
+static Function<L, const Panels*> panels_bytes;
+static Function<int, const Panels*, P, int> arrange;
+static Function<int, const Panels*, P, L, void*, int> rows_back;
+static Function<int, const Panels*, P, L, L, void*, int, int> product_;
 static Function<int, int> threads_used;
 static Function<int, P, L, int> read_;
 static Function<int, void*, L, L, int, int> exponentials;
@@ -154,12 +156,11 @@ static void open_library(const char* path) {
     void* library = dlopen(path, RTLD_NOW);
     if (!library) printf("%s\n", dlerror()), exit(1);
 #define GET(function, name) function.get(library, "mp_" name)
-    GET(init, "init"), GET(width, "width"), GET(has_bf16, "has_bf16"), GET(decode, "decode"), GET(prefill, "prefill");
+    GET(width, "width"), GET(has_bf16, "has_bf16"), GET(decode, "decode"), GET(prefill, "prefill");
     GET(rms_norm, "rms_norm"), GET(rope, "rope"), GET(silu_mul, "silu_mul"), GET(write_kv, "write_kv");
     GET(write_quantized, "write_quantized"), GET(outside, "outside"), GET(copy_blocks, "copy_blocks");
-    GET(linear, "linear"), GET(threads_used, "threads_used"), GET(read_, "read"), GET(exponentials, "exp");
-    must("threads_used", threads_used(3) == 1, "no OpenMP");
-    init((P)GOMP_parallel);
+    GET(panels_bytes, "panels_bytes"), GET(arrange, "arrange"), GET(rows_back, "rows"), GET(product_, "product");
+    GET(threads_used, "threads_used"), GET(read_, "read"), GET(exponentials, "exp");
 }
 
 // ---- attention ----
@@ -378,20 +379,44 @@ static void small_operations(int type) {
         }
     }
 }
-static void linears(int type) {
-    for (int i = 0; i < 16; i++) {
-        int rows = any(1, 17), K = any(1, 150), n = any(1, 90), gap = any(0, 5);
-        Array x(type, rows * (K + gap)), weight(type, n * K), bias(type, n), out(type, rows * n);
+// What arranged matrices give, and that they give their rows back; `width`: the library's, as arrangements depend on it.
+static void products(int type) {
+    for (int i = 0; i < 24; i++) {
+        bool gated = i % 3 == 2, biased = i % 2, wide = i % 5 == 4 && !gated;
+        int rows = any(1, 40), K = 2 * any(1, 75), n = any(1, 90), gap = any(0, 5), threads = any(1, 3);
+        if (gated) n *= 2;
+        int columns = gated ? n / 2 : n;
+        Array x(type, rows * (K + gap)), weight(type, n * K), bias(type, n), out(wide ? F32 : type, rows * columns), back(type, n * K);
         x.fill(), weight.fill(), bias.fill();
-        int code = linear(type, x.data, K + gap, weight.data, i % 2 ? bias.data : nullptr, out.data, rows, n, K, any(1, 3));
-        for (int r = 0; r < rows; r++) for (int j = 0; j < n; j++) {
-            double want = i % 2 ? bias[j] : 0, all = std::fabs(want);
-            for (int k = 0; k < K; k++) {
-                double one = x[r * (K + gap) + k] * weight[j * K + k];
-                want += one, all += std::fabs(one);
+        Panels p{nullptr, biased ? bias.data : nullptr, n, K, type, gated};
+        Array memory(I8, (size_t)panels_bytes(&p));
+        p.weight = memory.data;
+        std::vector<int64_t> all(n);
+        for (int j = 0; j < n; j++) all[j] = j;
+        must("arrange", arrange(&p, weight.data, threads) == 0 && rows_back(&p, all.data(), n, back.data, threads) == 0, "");
+        must("rows", memcmp(back.data, weight.data, weight.bytes()) == 0, "rows, outputs: " + text({K, n}));
+        int code = product_(&p, x.data, K + gap, rows, out.data, wide ? 2 : 0, threads);
+        for (int r = 0; r < rows; r++) for (int j = 0; j < columns; j++) {
+            double want[2], room[2];
+            for (int half = 0; half <= gated; half++) {
+                int output = j + half * columns;
+                want[half] = biased ? bias[output] : 0;
+                double sizes = std::fabs(want[half]);
+                for (int k = 0; k < K; k++) {
+                    double one = x[r * (K + gap) + k] * weight[output * K + k];
+                    want[half] += one, sizes += std::fabs(one);
+                }
+                room[half] = 1.01 * unit(type) * std::fabs(want[half]) + std::ldexp(sizes, -21) + tiny(type);
             }
-            check(std::string("linear ") + names[type], code ? NAN : out[r * n + j], want,
-                  1.01 * unit(type) * std::fabs(want) + std::ldexp(all, -21) + tiny(type), "rows, inputs, outputs: " + text({rows, K, n}));
+            double value = want[0], allowed = room[0];
+            if (gated) {  // silu's slope is below 1.1
+                double active = want[0] / (1 + std::exp(-want[0]));
+                value = active * want[1];
+                allowed = std::fabs(active) * room[1] + (1.1 * room[0] + 1.01 * unit(type) * std::fabs(active) + 1e-6) * (std::fabs(want[1]) + room[1]);
+                allowed += 1.01 * unit(type) * std::fabs(value) + tiny(type);
+            }
+            check(std::string(gated ? "gated " : "product ") + names[type], code ? NAN : out[r * columns + j], value, allowed,
+                  "rows, inputs, outputs: " + text({rows, K, n}));
         }
     }
 }
@@ -481,7 +506,7 @@ static void measures() {
     Array memory(F32, 1 << 17);
     memory.fill();
     must("read", read_(memory.data, (L)memory.bytes(), 2) == 0, "");
-    must("threads_used", threads_used(1) == 1 && threads_used(3) == 3, "OpenMP");
+    must("threads_used", threads_used(1) == 1 && threads_used(3) == std::min<int>(3, (int)std::thread::hardware_concurrency()), "team");
 }
 
 int main(int count, char** words) {
@@ -493,7 +518,7 @@ int main(int count, char** words) {
     measures();
     for (int type : {F32, BF16, F16}) {
         if (type != F32) conversions(type);
-        small_operations(type), linears(type), writes(type);
+        small_operations(type), products(type), writes(type);
         for (int to : {I8, F8}) quantized_writes(type, to);
     }
     attention();

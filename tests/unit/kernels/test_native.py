@@ -1,5 +1,6 @@
 """The native kernels: shapes, types, instruction sets, threads; results written whole, independent of the batch."""
 
+import os
 import random
 from dataclasses import replace
 
@@ -156,7 +157,7 @@ def test_native_prefill_does_not_depend_on_chunk_borders() -> None:
     assert torch.equal(part, whole[:77])
 
 
-def test_threads_are_those_of_torch() -> None:
+def test_as_many_threads_as_torch_has_within_the_process() -> None:
     built = library.get()
     assert built is not None
     assert built.threads_used(1) == 1
@@ -167,7 +168,9 @@ def test_threads_are_those_of_torch() -> None:
         assert torch.equal(case.run(), one)
     finally:
         torch.set_num_threads(1)
-    assert built.openmp is None or built.threads_used(2) == 2
+    processors = len(os.sched_getaffinity(0))
+    assert built.threads_used(2) == min(2, processors)
+    assert built.threads_used(1000) <= processors
 
 
 @settings(max_examples=25, deadline=None)
@@ -196,23 +199,6 @@ def test_small_operations(rows: int, size: int, dtype: torch.dtype, in_place: bo
     expected = torch.empty_like(out)
     reference.silu_mul(gate_up, expected)
     same(ops.silu_mul(gate_up, out=out), expected, dtype)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 17), st.integers(1, 70), st.integers(1, 90), st.booleans(), st.sampled_from(DTYPES))
-def test_linear_of_few_rows(rows: int, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(inputs)
-    x = torch.randn(rows, inputs, generator=generator).to(dtype)
-    weight = torch.randn(outputs, inputs, generator=generator).to(dtype)
-    added = torch.randn(outputs, generator=generator).to(dtype) if bias else None
-    out, expected = (torch.full((rows, outputs), torch.nan, dtype=dtype) for _ in range(2))
-    built = library.get()
-    assert built is not None
-    built.linear(x, weight, added, out)
-    reference.linear(x, weight, added, expected)
-    step = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
-    torch.testing.assert_close(out.double(), expected.double(), rtol=step, atol=10 * step)
-    torch.testing.assert_close(ops.linear(x, weight, added).double(), expected.double(), rtol=step, atol=10 * step)
 
 
 def test_write_and_copy_in_every_layer() -> None:

@@ -36,7 +36,7 @@ def make(compiler: str, target: str, folder: Path) -> tuple[Path, Path]:
     harness, library = folder / "harness", folder / f"{target}.so"
     sources = sorted(build.SOURCES.glob("*.cpp"))
     compile_(compiler, *build.flags(target), *sources, "-o", library)
-    options = ("-O2", "-std=c++17", "-fopenmp", "-w", "-I", str(build.SOURCES))
+    options = ("-O2", "-std=c++17", "-pthread", "-w", "-I", str(build.SOURCES))
     compile_(compiler, *options, HARNESS, "-o", harness, "-ldl")
     return harness, library
 

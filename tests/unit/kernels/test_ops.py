@@ -40,16 +40,6 @@ def gated_by_formula(both: Tensor) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def products_by_formula(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Number by number: sum(x * weight row) + bias."""
-    rows = [
-        [sum(a * b for a, b in zip(row, column, strict=True)) + c for column, c in zip(w, bias.tolist(), strict=True)]
-        for w in [weight.tolist()]
-        for row in x.tolist()
-    ]
-    return torch.tensor(rows, dtype=torch.float64)
-
-
 @pytest.fixture(params=MODES)
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The implementation that runs."""
@@ -88,10 +78,6 @@ class TestFormula:
         both = draw(5, 96)
         self.close(ops.silu_mul(both), gated_by_formula(both))
 
-    def test_linear(self, draw: Any) -> None:
-        x, matrix, bias = draw(5, 48), draw(7, 48), draw(7)
-        self.close(ops.linear(x, matrix, bias), products_by_formula(x, matrix, bias), times=20)
-
 
 X, WEIGHT, HEADS, ANGLES = torch.ones(3, 8), torch.ones(8), torch.ones(3, 2, 8), torch.ones(3, 8)
 
@@ -112,10 +98,6 @@ X, WEIGHT, HEADS, ANGLES = torch.ones(3, 8), torch.ones(8), torch.ones(3, 2, 8),
         ("sin", lambda: ops.rope(HEADS, ANGLES, ANGLES[:, None])),
         ("gate_up", lambda: ops.silu_mul(X[:, :7])),
         ("out", lambda: ops.silu_mul(X, out=X)),
-        ("x", lambda: ops.linear(WEIGHT, X)),
-        ("weight", lambda: ops.linear(X, WEIGHT)),
-        ("weight", lambda: ops.linear(X, torch.ones(4, 7))),
-        ("bias", lambda: ops.linear(X, X, WEIGHT)),
         ("pool", lambda: copy_blocks(X, torch.tensor([0]), torch.tensor([1]))),
         ("source", lambda: copy_blocks(HEADS, torch.tensor([0]).int(), torch.tensor([1]))),
         ("target", lambda: copy_blocks(HEADS, torch.tensor([0]), torch.tensor([1, 0]))),

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import math
 from collections.abc import AsyncIterator, Container, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -71,7 +70,6 @@ def spec_of(
     tenant: str = "",
     written_at: int = 0,
 ) -> PutSpec:
-    """Of blocks that are younger than any deletion."""
     layout = block_format.layout
     return PutSpec(
         block_format,
@@ -81,7 +79,6 @@ def spec_of(
         layers or range(layout.layers),
         heads or range(layout.kv_heads),
         written_at,
-        math.inf,
     )
 
 

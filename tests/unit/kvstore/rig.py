@@ -58,12 +58,11 @@ class Rig:
             self.channels.get(self.address), "moonpool.v1.KVStoreService", method, request, response
         )()
 
-    async def put(self, keys: Sequence[BlockKey], tenant: str = "") -> tuple[int, int]:
+    async def put(self, keys: Sequence[BlockKey], tenant: str = "", forgotten: Sequence[str] = ()) -> tuple[int, int]:
         writer = self.writer()
         try:
-            outcome = await writer.put(
-                keys, PARENTS[: len(keys)], tenant, hashed(lambda layer, i: slice_of(keys[i], layer)), timeout_s=10
-            )
+            read = hashed(lambda layer, i: slice_of(keys[i], layer))
+            outcome = await writer.put(keys, PARENTS[: len(keys)], tenant, read, timeout_s=10, forgotten=forgotten)
         finally:
             await writer.aclose()
         return outcome.present, outcome.stored

@@ -45,8 +45,12 @@ def test_any_mix_of_chunks_and_decode_steps(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_row_of_a_product_does_not_depend_on_its_place(dtype: torch.dtype) -> None:
-    """What FIXED_ROWS rests on, for the shapes of real models."""
+@pytest.mark.parametrize("mode", ["", "torch"])
+def test_a_row_of_a_product_does_not_depend_on_its_place(
+    dtype: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What FIXED_ROWS rests on, and what panels promise, for the shapes of real models."""
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
     for inputs, outputs in ((64, 192), (512, 2816), (896, 1152)):
         linear = Linear(torch.randn(outputs, inputs).to(dtype))
         row = torch.randn(1, inputs).to(dtype)

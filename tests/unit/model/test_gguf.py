@@ -12,12 +12,13 @@ import pytest
 import torch
 import transformers
 
+from benchmarks.peers.gguf_files import write_gguf
 from moonpool.checkpoint import Tokenizer, inspect_checkpoint, load_config, resolve, weights_fingerprint
 from moonpool.checkpoint.gguf_file import TENSOR_TYPES
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.model import load_stage
 from tests.unit.model.forward import Runner, Sequence_
-from tests.unit.model.gguf_files import SHAPES, make_folder, write_gguf
+from tests.unit.model.gguf_files import SHAPES, make_folder
 
 PROMPT = [5 + 7 * i % 500 for i in range(75)]
 TEXTS = (

@@ -199,6 +199,8 @@ class FakeStore(FakeStreams):
         self.before_layer: Callable[[int], Awaitable[None]] | None = None
         """Awaited before each layer of a read is sent."""
         self.writers: list[FrameWriter] = []
+        self.forgotten: list[list[str]] = []
+        """Deletions that each writing session is younger than, as its opening says."""
 
     async def Put(self, requests: Any, context: Any) -> None:
         receiver = FrameReceiver(self.window)
@@ -236,6 +238,7 @@ class FakeStore(FakeStreams):
     def _put_open(self, opening: kvstore_pb2.PutOpen, payload: memoryview, outbox: Outbox) -> bool:
         """Whether the session came whole, and has ended."""
         keys = unpack_keys(opening.keys)
+        self.forgotten.append(list(opening.forgotten))
         self.parents.update(zip(keys, unpack_keys(opening.parent_keys), strict=True))
         if self.refuse == "open":
             self._refuse(opening.session, outbox)

@@ -91,6 +91,7 @@ def test_what_another_writer_finishes_meanwhile_is_not_read_any_more() -> None:
     ("code", "kind"),
     [
         ("invalid_request", InvalidRequest),
+        ("deleted", InvalidRequest),
         ("bad_frame", FrameError),
         ("kvstore_pinned", Overloaded),
         ("", TransferFailed),
@@ -105,6 +106,14 @@ async def test_a_refusal_says_whether_to_come_again(code: str, kind: type[Moonpo
             await writer.put(KEYS, PARENTS, "", hashed(read_content), timeout_s=WAIT_S)
     if isinstance(refusal.value, Overloaded):
         assert (refusal.value.reason, refusal.value.retry_after_s) == ("kvstore_pinned", 3.5)
+
+
+async def test_a_put_says_which_deletions_it_is_younger_than() -> None:
+    store = FakeStore()
+    async with writing(store) as writer:
+        await writer.put(KEYS, PARENTS, "t", hashed(read_content), timeout_s=WAIT_S, forgotten=["a", "b"])
+        await writer.put(KEYS, PARENTS, "t", hashed(read_content), timeout_s=WAIT_S)
+    assert store.forgotten == [["a", "b"], []]
 
 
 @pytest.mark.parametrize("when", ["open", "frame"])

@@ -28,7 +28,6 @@ class FakeWriter:
         self.go = asyncio.Event()
         self.error: Exception | None = None
         self.read: list[bytes] = []
-        self.ages: list[float] = []
         self.sessions = 0
         self.traffic = Traffic()
         self.closed = False
@@ -41,10 +40,9 @@ class FakeWriter:
         read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
-        age_s: float = 0.0,
+        forgotten: Sequence[str] = (),
     ) -> PutOutcome:
         self.sessions += 1
-        self.ages.append(age_s)
         try:
             await self.go.wait()
             if self.error is not None:
@@ -112,19 +110,6 @@ async def test_stores_and_gives_back() -> None:
         assert bench.released == bench.stored == [3, 1]
         assert bench.writers["a:1"].read == [b"\x00\x03", b"\x00\x01"]
         assert (bench.it.blocks_stored, bench.it.blocks_present, bench.it.blocks_dropped) == (1, 1, 0)
-
-
-async def test_a_store_is_told_for_how_long_blocks_have_waited() -> None:
-    async with running(Bench()) as bench:
-        writer = bench.open_writer("a:1")
-        bench.submit([1])
-        await turn()
-        bench.now = 3.0
-        bench.submit([2])
-        bench.now = 5.5
-        writer.go.set()
-        await bench.settle()
-        assert writer.ages == [0.0, 2.5]
 
 
 async def test_is_bounded_and_takes_leading_blocks() -> None:
@@ -235,13 +220,14 @@ async def test_deleted_jobs_are_dropped_and_those_under_way_are_waited_for() -> 
             bench.submit([number])
         await turn()
         assert writer.sessions == 1
-        assert not await bench.it.forget(concerns, 0.0)
+        doing = bench.it.forget(concerns)
         assert bench.released == [2]
-        forgetting = asyncio.ensure_future(bench.it.forget(concerns, WAIT_S))
+        assert not await bench.it.ended(doing, 0.0)
+        forgetting = asyncio.ensure_future(bench.it.ended(doing, WAIT_S))
         await asyncio.sleep(0)
         assert not forgetting.done()
         writer.go.set()
         assert await forgetting
         await bench.settle()
         assert bench.stored == [1, 3]
-        assert await bench.it.forget(concerns, 0.0)
+        assert await bench.it.ended(bench.it.forget(concerns), 0.0)

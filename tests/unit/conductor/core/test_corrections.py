@@ -18,7 +18,7 @@ def world() -> World:
 def test_what_an_instance_tells_is_believed_first() -> None:
     learnt = Corrections(TOLD)
     assert learnt.speeds is TOLD
-    assert (learnt.overhead_s, learnt.factors) == (0.0, (1.0, 1.0, 1.0))
+    assert (learnt.company(None).overhead_s, learnt.factors) == (0.0, (1.0, 1.0, 1.0))
     other = Speeds(prefill_per_token_s=2e-3)
     learnt.told(other)
     assert learnt.speeds is other
@@ -27,8 +27,8 @@ def test_what_an_instance_tells_is_believed_first() -> None:
 def test_overhead_is_learnt_apart() -> None:
     learnt = Corrections(TOLD)
     for _ in range(30):
-        learnt.observe_overhead(0.009)
-    assert learnt.overhead_s == pytest.approx(0.009, rel=0.05)
+        learnt.company(None).observe_overhead(0.009)
+    assert learnt.company(None).overhead_s == pytest.approx(0.009, rel=0.05)
     assert learnt.factors == (1.0, 1.0, 1.0)
 
 
@@ -95,3 +95,47 @@ class TestPicture:
         it.picture.first_token(plan, TOKENS, 1.0, 1.0, 0.0)
         it.join(facts("prefill-0", incarnation=2, speeds=TOLD))
         assert it.plan(TOKENS).prefill.overhead_s == 0.0
+
+
+def test_prompts_in_company_have_a_factor_and_an_overhead_of_their_own() -> None:
+    learnt = Corrections(TOLD)
+    for number in range(400):
+        busy = number % 2 == 0
+        foreseen = 0.0, 0.0, 0.05 + 0.01 * (number % 5)
+        learnt.observe(foreseen, (1.0, 1.0, 1.0), foreseen[2] * (1.2 if busy else 0.8), busy=busy)
+        learnt.company(busy).observe_overhead(0.012 if busy else 0.004)
+    busy, idle = learnt.company(True), learnt.company(False)
+    assert learnt.factors[2] * busy.factor == pytest.approx(1.2, rel=0.05)
+    assert learnt.factors[2] * idle.factor == pytest.approx(0.8, rel=0.05)
+    assert (busy.overhead_s, idle.overhead_s) == pytest.approx((0.012, 0.004), rel=0.1)
+
+
+def test_an_engine_alone_on_its_host_has_no_company() -> None:
+    here = World(facts("decode-0", host="b"), facts("prefill-0", speeds=TOLD, host="a"))
+    assert here.plan().prefill.company is None
+    nowhere = World(DECODE, facts("prefill-0", speeds=TOLD))
+    assert nowhere.plan().prefill.company is None
+
+
+def test_a_prompt_is_predicted_by_what_was_learnt_while_decode_computes() -> None:
+    here = World(facts("decode-0", host="a"), facts("prefill-0", speeds=TOLD, host="a"))
+    idle = here.plan()
+    assert idle.prefill.company is False
+    here.report("decode-0", running=1, free_blocks=90)
+    busy = here.plan()
+    assert busy.prefill.company is True
+    assert busy.prefill.ttft_s == idle.prefill.ttft_s
+    for _ in range(100):
+        here.picture.first_token(busy, 64, 2 * idle.prefill.prefill_s, 0.0, 0.0)
+        here.picture.first_token(idle, 64, idle.prefill.prefill_s, 0.0, 0.0)
+    assert here.plan().prefill.prefill_s == pytest.approx(2 * idle.prefill.prefill_s, rel=0.1)
+    here.report("decode-0", running=0, free_blocks=100)
+    assert here.plan().prefill.prefill_s == pytest.approx(idle.prefill.prefill_s, rel=0.1)
+
+
+def test_an_answer_that_has_room_but_has_not_begun_does_not_compute() -> None:
+    here = World(facts("decode-0", host="a"), facts("prefill-0", speeds=TOLD, host="a"))
+    here.serve()
+    assert here.plan().prefill.company is False
+    here.picture.grew(2, 1, 0.0)
+    assert here.plan().prefill.company is True

@@ -63,7 +63,7 @@ def crash(path: Path, to: Path) -> Path:
 def test_nobody_finds_it_any_more_and_it_is_counted_once(tmp_path: Path, selection: Selection) -> None:
     with store(tmp_path, 2 * RECORD) as driven:
         driven.flush(OURS, "ours")
-        forgotten = all_of(forget(driven.store, selection, 0.0))
+        forgotten = all_of(forget(driven.store, selection))
         assert forgotten == Forgotten(4, 4 * BLOCK + 4 * RECORD)
         assert sorted(driven.removed) == sorted(OURS)
         assert driven.read(OURS) == []
@@ -71,7 +71,7 @@ def test_nobody_finds_it_any_more_and_it_is_counted_once(tmp_path: Path, selecti
         driven.flush()
         assert not driven.store.writes.erasing
         assert on_disk(tmp_path, OURS) == []
-        assert all_of(forget(driven.store, selection, 0.0)) == Forgotten()
+        assert all_of(forget(driven.store, selection)) == Forgotten()
 
 
 @pytest.mark.parametrize("selection", EVERYTHING)
@@ -83,7 +83,7 @@ def test_after_a_restart_others_blocks_are_there_and_deleted_ones_are_not(
     with store(tmp_path, 4 * RECORD) as driven:
         driven.flush(OURS, "ours")
         driven.flush(THEIRS, "theirs")
-        all_of(forget(driven.store, selection, 0.0))
+        all_of(forget(driven.store, selection))
         driven.flush()
     if without == "index":
         shutil.rmtree(tmp_path / "index")
@@ -100,7 +100,7 @@ def test_copies_that_were_superseded_do_not_come_back_with_a_lost_index(tmp_path
         tier_of(driven).forget(OURS[:1])  # as for a quota: its record stays, dead
         driven.store.tiers.dram.drop(driven.store.tiers.dram[OURS[0]])
         driven.flush(OURS[:1], "ours")
-        all_of(forget(driven.store, EVERYTHING[1], 0.0))
+        all_of(forget(driven.store, EVERYTHING[1]))
         driven.flush()
         assert on_disk(tmp_path, OURS[:1]) == []
     shutil.rmtree(tmp_path / "index")
@@ -112,7 +112,7 @@ def test_a_crash_after_the_answer_brings_nothing_back_and_one_before_it_no_wrong
     live = tmp_path / "live"
     with store(live, 4 * RECORD) as driven:
         driven.flush(OURS, "ours")
-        all_of(forget(driven.store, EVERYTHING[0], 0.0))
+        all_of(forget(driven.store, EVERYTHING[0]))
         before = crash(live, tmp_path / "before")
         driven.flush()
         after = crash(live, tmp_path / "after")
@@ -126,7 +126,7 @@ def test_a_crash_between_overwriting_and_the_index_leaves_a_miss(tmp_path: Path)
     live, files = tmp_path / "live", FaultyFiles()
     with store(live, 4 * RECORD, files=files) as driven:
         driven.flush(OURS, "ours")
-        all_of(forget(driven.store, EVERYTHING[0], 0.0))
+        all_of(forget(driven.store, EVERYTHING[0]))
         files.fail("transaction", OSError(5, "an error"), 1)
         driven.flush()
         assert driven.store.writes.erasing  # it is not said to be done
@@ -143,7 +143,7 @@ def test_a_block_on_its_way_to_the_disk_does_not_get_there(tmp_path: Path, momen
     with store(tmp_path, 4 * RECORD) as driven:
         session, writes = driven.put(OURS, "ours"), driven.store.writes
         plan = writes.next_plan() if moment == "committing" else None
-        all_of(forget(driven.store, EVERYTHING[0], 0.0))
+        all_of(forget(driven.store, EVERYTHING[0]))
         assert session.closed
         if plan is not None:
             assert writes.erasing
@@ -162,7 +162,7 @@ def test_a_block_that_comes_anew_while_the_deleted_one_is_written_becomes_durabl
         driven.put(OURS[:1], "ours")
         plan = driven.store.writes.next_plan()
         assert plan is not None
-        all_of(forget(driven.store, EVERYTHING[0], 0.0))
+        all_of(forget(driven.store, EVERYTHING[0]))
         again = driven.put(OURS[:1], "ours")
         tier_of(driven).commit(plan)
         driven.store.writes.plan_done(None)
@@ -183,7 +183,7 @@ def test_a_block_that_is_carried_over_meanwhile_is_overwritten_at_its_new_place(
         plan = driven.store.writes.next_plan()
         assert plan is not None
         assert {append.key for append in plan.carry} >= set(OURS[:2])
-        all_of(forget(driven.store, EVERYTHING[1], 0.0))
+        all_of(forget(driven.store, EVERYTHING[1]))
         tier_of(driven).commit(plan)
         driven.store.writes.plan_done(None)
         assert driven.store.writes.erasing
@@ -201,7 +201,7 @@ def test_an_unfinished_block_is_given_up_and_its_writer_told(tmp_path: Path) -> 
         session.on_forgotten = lambda: told.append("ours")
         other.on_forgotten = lambda: told.append("theirs")
         driven.store.writes.write(session, [run_of(OURS[0], 0, 0)])
-        all_of(forget(driven.store, EVERYTHING[0], 0.0))
+        all_of(forget(driven.store, EVERYTHING[0]))
         assert told == ["ours"]
         assert (session.closed, other.closed) == (True, False)
         driven.store.writes.close(other)
@@ -214,7 +214,7 @@ def test_a_reader_ends_with_what_it_has_in_memory_and_misses_the_rest(tmp_path: 
     driven = Driven(open_ssd(tmp_path, 1 << 20, 4 * RECORD), dram_bytes=8 * BLOCK)
     assert driven.read(OURS[:1], promote=True) == [data_of(OURS[0])]
     lease = driven.store.reads.open(OURS[:2], FORMAT, promote=True)
-    all_of(forget(driven.store, EVERYTHING[0], 0.0))
+    all_of(forget(driven.store, EVERYTHING[0]))
     in_memory, cold = lease.sources
     assert b"".join(view_of(in_memory, layer) for layer in range(3)) == data_of(OURS[0])
     assert cold.reader is not None

@@ -1,29 +1,29 @@
 """What was deleted, or found damaged, does not come back, and who waits for it hears so."""
 
+import dataclasses
 import errno
 import shutil
 from pathlib import Path
 
 import pytest
 
-from moonpool.errors import InvalidRequest
 from moonpool.kv.frames import FrameOpener
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
 from services.kvstore.core.assembly import PutSession, PutSpec
 from services.kvstore.core.forgetting import expire, forget
-from services.kvstore.core.recent_deletions import RecentDeletions
 from services.kvstore.core.whole import take_whole
+from services.kvstore.core.writes import DeletedBlocks
 from tests.unit.kvstore.core.test_forgetting import all_of, on_disk, tier_of
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import (
-    FORMAT,
     LAYOUT,
     RECORD,
     Driven,
     data_of,
     keys_of,
     run_of,
+    spec_of,
     store,
 )
 
@@ -84,7 +84,7 @@ def test_a_record_that_cannot_be_overwritten_keeps_no_plan_from_its_end(tmp_path
     files = FaultyFiles()
     with store(tmp_path, 4 * RECORD, files=files) as driven:
         driven.flush([*OURS[:1], *THEIRS], "ours")
-        all_of(forget(driven.store, Selection(keys=frozenset(OURS)), 0.0))
+        all_of(forget(driven.store, Selection(keys=frozenset(OURS))))
         files.fail("write", BROKEN, 1)
         session = driven.put(keys_of(1, "more"))
         plan = driven.store.writes.next_plan()
@@ -104,7 +104,7 @@ def test_a_segment_of_which_a_record_cannot_be_overwritten_is_written_anew(tmp_p
     with store(tmp_path, 8 * RECORD, files=files) as driven:
         driven.flush([*OURS[:1], *THEIRS], "ours")
         (number,) = tier_of(driven).catalogue.segments
-        all_of(forget(driven.store, Selection(keys=frozenset(OURS)), 0.0))
+        all_of(forget(driven.store, Selection(keys=frozenset(OURS))))
         for _ in range(2):  # the second plan tries it again, and then the file goes
             files.fail("write", BROKEN, 1)
             plan = driven.store.writes.next_plan()
@@ -118,43 +118,29 @@ def test_a_segment_of_which_a_record_cannot_be_overwritten_is_written_anew(tmp_p
         assert driven.read(THEIRS) == [data_of(key) for key in THEIRS]
 
 
-def older(keys: list[BlockKey], computed_at: float, tenant: str = "ours") -> PutSpec:
-    layers, heads = range(LAYOUT.layers), range(LAYOUT.kv_heads)
-    return PutSpec(FORMAT, keys, [], tenant, layers, heads, computed_at=computed_at)
+def knowing(keys: list[BlockKey], *forgotten: str, tenant: str = "ours") -> PutSpec:
+    """What a writer opens that has carried out some deletions."""
+    return dataclasses.replace(spec_of(keys, tenant=tenant), forgotten=frozenset(forgotten))
 
 
-def test_what_was_computed_before_a_deletion_is_refused_and_what_came_later_is_not() -> None:
+def test_what_may_be_older_than_a_deletion_is_refused_and_what_is_younger_is_not() -> None:
     driven = Driven()
-    all_of(forget(driven.store, MINE, 50.0))
+    driven.store.writes.deletions.add("one", MINE)
+    driven.store.writes.deletions.add("two", Selection(keys=frozenset(THEIRS[:1])))
     opener = FrameOpener(LAYOUT, keys=OURS[:1])
     runs = [run_of(OURS[0], 0, layer) for layer in range(LAYOUT.layers)]
-    for computed_at in (0.0, 49.9):
-        with pytest.raises(InvalidRequest, match="keys: blocks of them were deleted"):
-            driven.open(older(OURS[:1], computed_at))
-        with pytest.raises(InvalidRequest, match="keys: blocks of them were deleted"):
-            take_whole(driven.store, older(OURS[:1], computed_at), opener, runs)
-    assert take_whole(driven.store, older(OURS[:1], 50.1), opener, runs) == []
-    assert driven.open(older(OURS[1:2], 50.1)) is not None
-    assert driven.open(older(THEIRS, 0.0, "theirs")) is not None
+    for spec in (knowing(OURS[:1]), knowing(OURS[:1], "two", "three")):
+        with pytest.raises(DeletedBlocks, match="keys: they may be older than a deletion"):
+            driven.open(spec)
+        with pytest.raises(DeletedBlocks, match="keys: they may be older than a deletion"):
+            take_whole(driven.store, spec, opener, runs)
+    assert take_whole(driven.store, knowing(OURS[:1], "zero", "one"), opener, runs) == []
+    assert driven.open(knowing(OURS[1:2], "one")) is not None
+    with pytest.raises(DeletedBlocks):
+        driven.open(knowing(THEIRS, "one", tenant="theirs"))
+    assert driven.open(knowing(THEIRS, "two", tenant="theirs")) is not None
+    assert driven.open(knowing(keys_of(1, "other"), tenant="others")) is not None
     assert driven.read(OURS[:1]) == [data_of(OURS[0])]
-
-
-def test_deletions_are_remembered_for_a_time_and_what_is_older_is_refused() -> None:
-    recent = RecentDeletions(keep_s=10.0, max_names=3)
-    recent.add(Selection(keys=frozenset(THEIRS)), 5.0)
-    recent.add(MINE, 8.0)
-    recent.check(older(OURS, 8.5))
-    recent.check(older(OURS[:1], 1.0, "others"))
-    for spec in (older(OURS, 7.0), older(THEIRS, 4.0, "others")):
-        with pytest.raises(InvalidRequest, match="were deleted"):
-            recent.check(spec)
-    recent.add(Selection(tenants=frozenset({"x"})), 9.0)  # a name too many: the oldest one goes
-    with pytest.raises(InvalidRequest, match="may have been deleted"):
-        recent.check(older(OURS[:1], 4.9, "others"))
-    recent.check(older(OURS[:1], 5.1, "others"))
-    recent.add(Selection(tenants=frozenset({"y"})), 18.5)
-    with pytest.raises(InvalidRequest, match="may have been deleted"):
-        recent.check(older(OURS[:1], 7.9, "others"))
 
 
 def test_a_deletion_goes_in_steps_and_misses_nothing_that_moves_meanwhile(tmp_path: Path) -> None:
@@ -163,7 +149,7 @@ def test_a_deletion_goes_in_steps_and_misses_nothing_that_moves_meanwhile(tmp_pa
     with store(tmp_path, 4 * RECORD) as driven:
         driven.flush(many, "ours")
         driven.flush(THEIRS, "theirs")
-        dram, steps = driven.store.tiers.dram, forget(driven.store, MINE, 1.0, step_blocks=1)
+        dram, steps = driven.store.tiers.dram, forget(driven.store, MINE, step_blocks=1)
         left = [len(many)]
         for _ in steps:
             for key in many:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.cluster.records import RecordBook
+from moonpool.cluster.selections import DELETION
 from moonpool.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import pack_keys
 from moonpool.rpc.wire import PayloadMessage
@@ -16,7 +17,7 @@ from services.kvstore.operate.deletions import Deletions
 from services.kvstore.operate.ledger import Ledger
 from tests.slices import hashed
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import BLOCK, RECORD, data_of, keys_of, slice_of, writing
+from tests.unit.kvstore.helpers import BLOCK, RECORD, block_of, data_of, keys_of, slice_of, writing
 from tests.unit.kvstore.helpers import store as driven_store
 from tests.unit.kvstore.rig import Rig, answer, opened_get, opened_put, put_open, putting, rig
 
@@ -43,7 +44,7 @@ async def test_it_is_on_disk_when_it_is_answered_and_is_done_once(tmp_path: Path
         raw = b"".join(path.read_bytes() for path in (tmp_path / "segments").iterdir())
         assert not any(bytes(key) in raw or data_of(key)[:64] in raw for key in OURS)
         assert await store.read(OURS) == []
-        await store.put(OURS, "ours")
+        await store.put(OURS, "ours", forgotten=["one"])
         assert await forget(store, order) == (3, 3 * (BLOCK + RECORD))  # the same answer, and what came later stays
         assert await store.read(OURS) == [data_of(key) for key in OURS]
         assert await store.read(THEIRS) == [data_of(key) for key in THEIRS]
@@ -74,7 +75,8 @@ async def test_a_deletion_that_the_disk_did_not_take_is_not_done_anew(tmp_path: 
             with pytest.raises(Unavailable):
                 await it.forget([order], {})
             assert ledger.counts("one") is None
-            driven.put(OURS[:1], "ours")
+            driven.store.tiers.reserve({"ours": BLOCK})
+            driven.store.tiers.insert([block_of(OURS[0], "ours")])
             files.mend()
             done = None
             async with asyncio.timeout(20):
@@ -99,26 +101,33 @@ async def test_a_writer_that_waited_for_room_does_not_bring_back_what_was_delete
             assert await forget(store, deletion("one", tenants=["ours"])) == (0, 0)
             holding.cancel()
             refused = (await answer(call)).refused
-            assert (refused.code, "deleted" in refused.reason) == ("invalid_request", True)
+            assert (refused.code, "older than a deletion" in refused.reason) == ("deleted", True)
         await store.at_rest()
 
 
-async def test_a_write_back_that_is_older_than_a_deletion_is_refused(tmp_path: Path) -> None:
-    async with rig(tmp_path, ledger=Ledger(tmp_path / "records")) as store:
-        await forget(store, deletion("one", tenants=["ours"]))
-        writer = store.writer()
-        read = hashed(lambda layer, index: slice_of(OURS[index], layer))
-        with pytest.raises(InvalidRequest, match="deleted"):
-            await writer.put(OURS, OURS, "ours", read, timeout_s=10, age_s=600.0)
-        assert (await writer.put(OURS, OURS, "ours", read, timeout_s=10)).stored == 3
-        await writer.aclose()
-    async with rig(ledger=Ledger(tmp_path / "records")) as store:  # it knows that something was deleted, not what
-        writer = store.writer()
-        with pytest.raises(InvalidRequest, match="may have been deleted"):
-            await writer.put(
-                THEIRS, THEIRS, "theirs", hashed(lambda layer, _: slice_of(OURS[0], layer)), timeout_s=10, age_s=600.0
-            )
-        await writer.aclose()
+async def test_a_write_back_that_may_be_older_than_a_deletion_is_refused_from_the_order_on(tmp_path: Path) -> None:
+    """Also after a restart; a conductor writes its order to the stores before it has it carried out."""
+    order = deletion("one", tenants=["ours"])
+    kept = kv_pb2.Record(kind=DELETION, id="one", version=1, value=order.SerializeToString(), expires_at=1e12)
+    read = hashed(lambda layer, index: slice_of(OURS[index], layer))
+    for records in ([kept], []):
+        async with rig(ledger=Ledger(tmp_path / "records")) as store:
+            await store.stub.SyncRecords(kvstore_pb2.SyncRecordsRequest(records=records))
+            writer = store.writer()
+            for known in ([], ["two"]):
+                with pytest.raises(InvalidRequest, match="older than a deletion"):
+                    await writer.put(OURS, OURS, "ours", read, timeout_s=10, forgotten=known)
+            assert (await writer.put(OURS, OURS, "ours", read, timeout_s=10, forgotten=["one"])).stored == 3
+            assert (await writer.put(THEIRS, THEIRS, "theirs", read, timeout_s=10)).stored == 2
+            await writer.aclose()
+
+
+async def test_a_record_that_should_be_a_deletion_and_is_not_is_refused() -> None:
+    async with rig() as store:
+        wrong = kv_pb2.Record(kind=DELETION, id="one", version=1, value=b"\xff", expires_at=1e12)
+        with pytest.raises(Exception, match=r"records\.value: is no deletion"):
+            await store.stub.SyncRecords(kvstore_pb2.SyncRecordsRequest(records=[wrong]))
+        assert (await store.stub.SyncRecords(kvstore_pb2.SyncRecordsRequest())).records == []
 
 
 async def test_pins_of_a_deleted_tenant_end() -> None:
@@ -165,7 +174,6 @@ async def test_records_and_what_was_carried_out_outlive_the_process(tmp_path: Pa
     again = Ledger(tmp_path / "records", lambda: now[0])
     assert sorted((it.id, it.version) for it in again.book.of("k", "t")) == [("a", 2), ("b", 1)]
     assert (again.counts("one"), again.counts("two")) == ((3, 300), None)
-    assert (again.applied_since(100.0), again.applied_since(101.0)) == (True, False)
     now[0] = 300.0
     await again.take([record("a", 3, b"")])
     again.close()

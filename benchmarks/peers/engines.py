@@ -1,0 +1,105 @@
+"""Other engines for CPUs, each in a process of its own, from an environment that is set up once."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.frame import Skipped
+
+WORKER = Path(__file__).with_name("engine_worker.py")
+PACKAGES = {"openvino": ("openvino-genai==2026.4.1.0",), "llama_cpp": ("llama-cpp-python==0.3.36", "numpy==2.4.6")}
+"""That each needs; the last one is compiled for this machine, which takes minutes. transformers is ours."""
+NAMES = {"openvino": "OpenVINO GenAI", "llama_cpp": "llama.cpp", "transformers": "transformers"}
+START_S = 300.0
+
+
+class Environment:
+    """A folder with a virtual environment per peer, so that none changes what another one needs.
+
+    Args:
+        folder: of all of them.
+        progress: told of each step.
+    """
+
+    def __init__(self, folder: Path, progress: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._progress = progress
+
+    def python(self, peer: str) -> Path:
+        """The Python that runs a peer; sets its environment up when there is none yet.
+
+        Raises:
+            Skipped: it cannot be installed here.
+        """
+        packages = PACKAGES.get(peer)
+        if packages is None:
+            return Path(sys.executable)
+        home = self._folder / peer
+        python, done = home / "bin" / "python", home / "done"
+        if not done.exists() or done.read_text() != " ".join(packages):
+            self._progress(f"installing {' '.join(packages)} into {home}, once")
+            venv.create(home, clear=True, with_pip=True)
+            ended = subprocess.run(
+                [python, "-m", "pip", "install", "-q", *packages], capture_output=True, text=True, check=False
+            )
+            if ended.returncode:
+                raise Skipped(f"{packages[0]} cannot be installed: {ended.stderr.strip().splitlines()[-1:]}")
+            done.write_text(" ".join(packages))
+        return python
+
+
+class Peer:
+    """One engine with one model loaded.
+
+    Attributes:
+        name: as it is shown.
+        version: its package's.
+    """
+
+    def __init__(self, name: str, process: "subprocess.Popen[str]") -> None:
+        self.name = NAMES[name]
+        self._process = process
+        self.version = self._read()["ready"]
+
+    def answer(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[list[int]]]:
+        """Seconds of greedy answers of so many tokens to prompts of one length, computed together; and the answers.
+
+        Raises:
+            Skipped: the process has ended.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"prompts": [list(it) for it in prompts], "tokens": tokens}) + "\n")
+        self._process.stdin.flush()
+        said = self._read()
+        return said["seconds"], said["token_ids"]
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):  # others are its libraries' messages
+                said: dict[str, Any] = json.loads(line)
+                return said
+        raise Skipped(f"{self.name} ended with {self._process.wait()}")
+
+
+@contextlib.contextmanager
+def running(peer: str, python: Path, model: Path, threads: int) -> Iterator[Peer]:
+    """A peer for as long as the body runs.
+
+    Raises:
+        Skipped: it cannot load the model.
+    """
+    argv = [str(python), str(WORKER), peer, str(model), str(threads)]
+    process = subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        yield Peer(peer, process)
+    finally:
+        process.kill()
+        process.wait()

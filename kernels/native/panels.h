@@ -1,0 +1,47 @@
+// Weights arranged for products: panels of PANEL outputs that are read from the first byte to the last, whatever the
+// number of rows. A panel has, input by input, the weights of its outputs; in bf16, where the machine multiplies pairs of
+// it, pair by pair of inputs. A gated panel has vectors of gates and of ups in turn.
+//
+// Every output is one running sum over the inputs, in their order: a row's result depends neither on the other rows, nor
+// on how many there are, nor on the threads.
+#pragma once
+#include "parallel.h"
+#include "pool.h"
+#include "rows.h"
+
+enum { PANEL = 32, VECTORS = PANEL / W };  // outputs, and vectors of them
+
+// One arranged matrix. Mirrors kernels/native/panels.py.
+struct Panels {
+    const char* weight;
+    const char* bias;  // [outputs] in the matrix's type, or null
+    int64_t outputs, inputs;
+    int32_t type, gated;  // gated: outputs are gates, then as many ups; results are half as many
+    int64_t columns() const { return gated ? outputs / 2 : outputs; }       // of the result
+    int64_t width() const { return gated ? PANEL / 2 : PANEL; }              // columns of a panel
+    int64_t count() const { return (columns() + width() - 1) / width(); }    // panels
+    int64_t bytes() const { return PANEL * inputs * type_bytes[type]; }      // of a panel
+    // The output that lane `lane` of panel `panel` stands for, or `outputs` or more for none.
+    int64_t output(int64_t panel, int lane) const {
+        if (!gated) return panel * PANEL + lane;
+        int64_t column = panel * (PANEL / 2) + lane / (2 * W) * W + lane % W;
+        if (column >= outputs / 2) return outputs;
+        return lane / W % 2 ? outputs / 2 + column : column;
+    }
+};
+// Where one output's weights lie: its panel, and its lane there.
+struct Seat { int64_t panel; int lane; };
+INLINE Seat seat(const Panels& p, int64_t output) {
+    if (!p.gated) return {output / PANEL, (int)(output % PANEL)};
+    int up = output >= p.outputs / 2;
+    int64_t column = up ? output - p.outputs / 2 : output;
+    int in = (int)(column % (PANEL / 2));
+    return {column / (PANEL / 2), in / W * 2 * W + up * W + in % W};
+}
+// ---- what becomes of sums: [rows, columns first to last) of the result ----
+enum End { PLAIN = 0, ADD = 1, WIDE = 2 };  // the result; added to what is there; as float
+struct Result { void* out; int64_t stride; int end; int64_t first, last; };
+
+// x [rows, inputs] by the columns first to last of the result. Returns 1 where there is no memory to work in.
+template <class T>
+int product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads);

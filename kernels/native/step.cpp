@@ -1,0 +1,178 @@
+// The layers of a stage over one packed batch: one call for all of them.
+//
+// Between two layers the step's watch is looked at: a gate that is shut, or a step that was given up, ends the call.
+#include "panels.h"
+
+struct Layer {  // norms in the weights' type; q_norm and k_norm may be null
+    const char *input_norm, *post_norm, *q_norm, *k_norm;
+    Panels qkv, output, gate_up, down;
+};
+struct Model {
+    const Layer* layers;  // of the stage
+    int64_t hidden, inner;
+    int32_t type, heads, kv_heads, head_dim;
+    float eps, scale;  // of norms, of attention's scores
+};
+// What another thread may change meanwhile: whether the step was given up, and the model's highest layer that may run.
+struct Watch { int64_t aborted, open; };
+// Sequences to attend with, as in pool.h: those with one row, and those with several.
+struct Items { const int32_t* single; int64_t singles; const int32_t* several; int64_t many; };
+struct Step {
+    int64_t first, last, index;  // layers of the stage, from first up to last; index of the stage's first in the model
+    char* hidden; int64_t rows;  // [rows, hidden], dense: in and out
+    const char *cos, *sin;       // [rows, head_dim]
+    const int64_t *blocks, *offsets;  // where each row's keys and values go
+    char* kv; int64_t layer_stride, block_stride, block_tokens;  // of layer `first`; strides in bytes
+    const int32_t* tables; int64_t table_stride;
+    Items all;
+    const int64_t* wanted; int64_t wanted_rows;  // rows that the last layer is computed for, rising; null: all
+    Items some;                                  // with rows counted in `wanted`
+    const Watch* watch;                          // null: nobody watches
+    int32_t threads;
+};
+
+// Memory of one step, rows begin at whole cache lines. Rows that are a multiple of 2 KB apart would share few sets.
+template <class T> static int64_t apart(int64_t elements) {
+    int64_t line = 64 / sizeof(T), stride = (elements + line - 1) / line * line;
+    return stride * sizeof(T) % 2048 ? stride : stride + line;
+}
+template <class T> struct Room {
+    T *normed, *qkv, *attended, *inner, *picked, *queries;
+    int64_t hidden, columns, heads, wide;  // distances of rows, in elements
+    bool take(Memory& memory, const Model& m, int64_t rows, int64_t wanted) {
+        int64_t all = (m.heads + 2 * m.kv_heads) * m.head_dim;
+        hidden = apart<T>(m.hidden), columns = apart<T>(all), heads = apart<T>(m.heads * m.head_dim), wide = apart<T>(m.inner);
+        int64_t count = rows * (hidden + columns + heads + wide) + wanted * (hidden + heads);
+        T* p = (T*)memory.get((size_t)count * sizeof(T));
+        if (!p) return false;
+        normed = p, qkv = normed + rows * hidden, attended = qkv + rows * columns, inner = attended + rows * heads;
+        picked = inner + rows * wide, queries = picked + wanted * hidden;
+        return true;
+    }
+};
+
+template <class T> struct Run {
+    const Model& m;
+    const Step& s;
+    Room<T> room;
+    int64_t rows;     // of hidden
+    T* hidden;
+    int D, q_width;
+
+    // f(r) for all rows, each of `elements`.
+    template <class F> void each(int64_t count, int64_t elements, const F& f) const {
+        split(count, worth(count * elements, s.threads), [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; r++) f(r);
+        });
+    }
+    void norm(const char* weight) const {
+        each(rows, m.hidden, [&](int64_t r) {
+            norm_row(hidden + r * m.hidden, (T*)nullptr, (const T*)weight, m.eps, room.normed + r * room.hidden, m.hidden);
+        });
+    }
+    int times(const Panels& p, const T* x, int64_t stride, int64_t count, void* out, int64_t out_stride, int end,
+              int64_t from, int64_t to) const {
+        return product<T>(p, x, stride, count, Result{out, out_stride, end, from, to}, s.threads);
+    }
+    // Heads of one row, at the angles of the batch's row `at`: normed and rotated where they lie.
+    void turn(T* heads, int count, const char* weight, int64_t at) const {
+        const T *cos = (const T*)s.cos + at * D, *sin = (const T*)s.sin + at * D;
+        for (int h = 0; h < count; h++, heads += D) {
+            if (weight) norm_row(heads, (T*)nullptr, (const T*)weight, m.eps, heads, D);
+            rotate_head(heads, cos, sin, heads, D);
+        }
+    }
+    // Keys and values of one row into the pool.
+    void keep(const T* keys, char* kv, int64_t r) const {
+        int64_t bytes = D * (int64_t)sizeof(T);
+        char* to = kv + s.blocks[r] * s.block_stride + s.offsets[r] * bytes;
+        for (int h = 0; h < m.kv_heads; h++, to += 2 * s.block_tokens * bytes) {
+            memcpy(to, keys + h * D, bytes);
+            memcpy(to + s.block_tokens * bytes, keys + (m.kv_heads + h) * D, bytes);
+        }
+    }
+    int attend(const T* q, int64_t stride, char* kv, const Items& items) const;
+    int queries_of_all(const Layer& layer, char* kv);
+    int queries_of_some(const Layer& layer, char* kv);
+    int layer(int64_t index, bool trimmed);
+};
+
+extern "C" int mp_decode(const Attention* a, int threads);
+extern "C" int mp_prefill(const Attention* a, int threads);
+
+template <class T> int Run<T>::attend(const T* q, int64_t stride, char* kv, const Items& items) const {
+    Attention a{(const char*)q, stride, m.type, kv, s.block_stride, m.type, nullptr, 0, s.tables, s.table_stride,
+                items.single, items.singles, m.heads, m.kv_heads, D, (int)s.block_tokens, m.scale,
+                (char*)room.attended, room.heads};
+    int code = a.n ? mp_decode(&a, s.threads) : 0;
+    a.items = items.several, a.n = items.many;
+    return code || !a.n ? code : mp_prefill(&a, s.threads);
+}
+
+template <class T> int Run<T>::queries_of_all(const Layer& l, char* kv) {
+    if (int code = times(l.qkv, room.normed, room.hidden, rows, room.qkv, room.columns, PLAIN, 0, l.qkv.outputs)) return code;
+    each(rows, room.columns, [&](int64_t r) {
+        T* row = room.qkv + r * room.columns;
+        turn(row, m.heads, l.q_norm, r);
+        turn(row + q_width, m.kv_heads, l.k_norm, r);
+        keep(row + q_width, kv, r);
+    });
+    return attend(room.qkv, room.columns, kv, s.all);
+}
+
+// Keys and values of all rows; queries, and all that follows, of the wanted ones only.
+template <class T> int Run<T>::queries_of_some(const Layer& l, char* kv) {
+    if (int code = times(l.qkv, room.normed, room.hidden, rows, room.qkv, room.columns, PLAIN, q_width, l.qkv.outputs)) return code;
+    each(rows, room.columns, [&](int64_t r) {
+        T* row = room.qkv + r * room.columns;
+        turn(row, m.kv_heads, l.k_norm, r);
+        keep(row, kv, r);
+    });
+    rows = s.wanted_rows;
+    for (int64_t i = 0; i < rows; i++) {
+        memcpy(room.picked + i * room.hidden, room.normed + s.wanted[i] * room.hidden, m.hidden * sizeof(T));
+        memmove(hidden + i * m.hidden, hidden + s.wanted[i] * m.hidden, m.hidden * sizeof(T));
+    }
+    if (!rows) return 0;
+    if (int code = times(l.qkv, room.picked, room.hidden, rows, room.queries, room.heads, PLAIN, 0, q_width)) return code;
+    each(rows, q_width, [&](int64_t i) { turn(room.queries + i * room.heads, m.heads, l.q_norm, s.wanted[i]); });
+    return attend(room.queries, room.heads, kv, s.some);
+}
+
+template <class T> int Run<T>::layer(int64_t index, bool trimmed) {
+    const Layer& l = m.layers[index];
+    char* kv = s.kv + (index - s.first) * s.layer_stride;
+    norm(l.input_norm);
+    if (int code = trimmed ? queries_of_some(l, kv) : queries_of_all(l, kv)) return code;
+    if (!rows) return 0;
+    if (int code = times(l.output, room.attended, room.heads, rows, hidden, m.hidden, ADD, 0, m.hidden)) return code;
+    norm(l.post_norm);
+    if (int code = times(l.gate_up, room.normed, room.hidden, rows, room.inner, room.wide, PLAIN, 0, m.inner)) return code;
+    if (int code = times(l.down, room.inner, room.wide, rows, hidden, m.hidden, ADD, 0, m.hidden)) return code;
+    if (trimmed) for (int64_t i = rows; i-- > 0;) memmove(hidden + s.wanted[i] * m.hidden, hidden + i * m.hidden, m.hidden * sizeof(T));
+    return 0;
+}
+
+static bool stopped(const Step& s, int64_t layer) {
+    if (!s.watch) return false;
+    return __atomic_load_n(&s.watch->aborted, __ATOMIC_ACQUIRE) ||
+           __atomic_load_n(&s.watch->open, __ATOMIC_ACQUIRE) < s.index + layer;
+}
+
+template <class T> static int64_t run(const Model& m, const Step& s) {
+    static thread_local Memory memory;
+    Run<T> run{m, s, {}, s.rows, (T*)s.hidden, m.head_dim, m.heads * m.head_dim};
+    if (!run.room.take(memory, m, s.rows, s.wanted ? s.wanted_rows : 0)) return -1;
+    for (int64_t layer = s.first; layer < s.last; layer++) {
+        if (stopped(s, layer)) return layer;
+        if (run.layer(layer, s.wanted && layer + 1 == s.last)) return -1;
+    }
+    return s.last;
+}
+
+// Returns the layer that it came to, `last` unless it was stopped; -1 where there is no memory to work in.
+extern "C" int64_t mp_step(const Model* m, const Step* s) {
+#define CALL(T) (int)run<T>(*m, *s)
+    FOR_TYPE(m->type, CALL)
+#undef CALL
+}

@@ -1,0 +1,71 @@
+"""What native functions are given: the C structures of the same names, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class Attention(ctypes.Structure):
+    """In pool.h."""
+
+    _fields_ = (
+        ("q", _P), ("q_stride", _L), ("q_type", _I),
+        ("kv", _P), ("block_stride", _L), ("kv_type", _I),
+        ("scales", _P), ("scale_stride", _L),
+        ("tables", _P), ("table_stride", _L),
+        ("items", _P), ("n", _L), ("heads", _I), ("kv_heads", _I), ("head_dim", _I), ("block_tokens", _I),
+        ("scale", _F),
+        ("out", _P), ("out_stride", _L),
+    )  # fmt: skip
+
+
+class Panels(ctypes.Structure):
+    """In panels.h."""
+
+    _fields_ = (("weight", _P), ("bias", _P), ("outputs", _L), ("inputs", _L), ("type", _I), ("gated", _I))
+
+
+class Layer(ctypes.Structure):
+    """In step.cpp."""
+
+    _fields_ = (
+        ("input_norm", _P), ("post_norm", _P), ("q_norm", _P), ("k_norm", _P),
+        ("qkv", Panels), ("output", Panels), ("gate_up", Panels), ("down", Panels),
+    )  # fmt: skip
+
+
+class Model(ctypes.Structure):
+    """In step.cpp."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(Layer)),
+        ("hidden", _L), ("inner", _L),
+        ("type", _I), ("heads", _I), ("kv_heads", _I), ("head_dim", _I),
+        ("eps", _F), ("scale", _F),
+    )  # fmt: skip
+
+
+class Items(ctypes.Structure):
+    """In step.cpp."""
+
+    _fields_ = (("single", _P), ("singles", _L), ("several", _P), ("many", _L))
+
+
+class Step(ctypes.Structure):
+    """In step.cpp."""
+
+    _fields_ = (
+        ("first", _L), ("last", _L), ("index", _L),
+        ("hidden", _P), ("rows", _L),
+        ("cos", _P), ("sin", _P),
+        ("blocks", _P), ("offsets", _P),
+        ("kv", _P), ("layer_stride", _L), ("block_stride", _L), ("block_tokens", _L),
+        ("tables", _P), ("table_stride", _L),
+        ("all", Items),
+        ("wanted", _P), ("wanted_rows", _L),
+        ("some", Items),
+        ("watch", _P),
+        ("threads", _I),
+    )  # fmt: skip

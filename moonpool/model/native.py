@@ -1,0 +1,124 @@
+"""All layers of a stage in one native call (`kernels/native/step.cpp`), where native kernels run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.attention import AttentionPlan
+from kernels.choice import choose
+from kernels.native import library, structures
+from kernels.native.library import MAX_HEAD_DIM, TYPES, Library
+from moonpool.checkpoint.config import ModelConfig
+from moonpool.model.batch import PackedBatch
+from moonpool.model.trim import trim
+from moonpool.model.weights import LayerWeights
+
+log = logging.getLogger(__name__)
+
+
+class NativeLayers:
+    """The layers of one stage as the native step is given them; `native_layers` makes it."""
+
+    def __init__(self, native: Library, config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> None:
+        self._native = native
+        self._index = index
+        self._weights = list(layers)  # kept alive
+        self._layers = (structures.Layer * len(layers))(*map(_layer, layers))
+        first = layers[0].input_norm
+        self._model = structures.Model(
+            self._layers,
+            config.hidden_size, config.intermediate_size,
+            TYPES[first.dtype], config.num_heads, config.num_kv_heads, config.head_dim,
+            config.rms_norm_eps, config.head_dim**-0.5,
+        )  # fmt: skip
+
+    def run(
+        self,
+        hidden: Tensor,
+        batch: PackedBatch,
+        angles: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        kv: Tensor,
+        first: int,
+        last: int,
+        *,
+        tails: Sequence[int] | None,
+        watch: int,
+    ) -> int:
+        """Run layers `first` up to `last`, counted in the whole model, and return the one that it came to.
+
+        Args:
+            hidden: States [T, hidden], contiguous: in and out.
+            batch: The sequences; its tables were checked for `plan`.
+            angles: RoPE's cos and sin of the batch's rows.
+            plan: Of the batch and `kv`.
+            kv: The stage's pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], each block dense; or the part of
+                layer `first` alone, when it is the only one to run.
+            first: First layer.
+            last: The layer after the last.
+            tails: Of each sequence so many last rows are wanted of layer `last` - 1, the others are left undefined;
+                None: all are wanted.
+            watch: Address of two words, see struct Watch of step.cpp; 0: there are none.
+        """
+        tables = batch.block_tables
+        chosen = trim(batch, tails)
+        some = structures.Items()
+        if chosen is not None:
+            some = _items(chosen.single, chosen.several)
+        size = kv.element_size()
+        begin = kv.data_ptr() + (0 if kv.shape[0] == 1 else (first - self._index) * kv.stride(0) * size)
+        step = structures.Step(
+            first - self._index, last - self._index, self._index,
+            hidden.data_ptr(), hidden.shape[0],
+            angles[0].data_ptr(), angles[1].data_ptr(),
+            batch.block_ids.data_ptr(), batch.offsets.data_ptr(),
+            begin, kv.stride(0) * size, kv.stride(1) * size, kv.shape[4],
+            tables.data_ptr(), tables.stride(0),
+            _items(plan.decode, plan.prefill),
+            None if chosen is None else chosen.rows.data_ptr() or hidden.data_ptr(),
+            0 if chosen is None else chosen.rows.numel(),
+            some,
+            watch or None,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return self._native.step(self._model, step) + self._index
+
+
+def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> NativeLayers | None:
+    """Return the layers from `index` on for the native step, or None where they run operation by operation."""
+    first = layers[0].input_norm
+    if choose("stage", first.device, first.dtype) != "native":
+        return None
+    missing = _missing(config, layers)
+    native = library.get()
+    if missing or native is None:
+        log.warning("a stage runs layer by layer in torch: %s", missing)
+        return None
+    return NativeLayers(native, config, index, layers)
+
+
+def _missing(config: ModelConfig, layers: Sequence[LayerWeights]) -> str:
+    """Return why the native step does not take these layers; "" where it does."""
+    if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
+    linears = [linear for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    if any(linear.panels is None for linear in linears):
+        return "a matrix cannot be arranged in panels"
+    return ""
+
+
+def _layer(weights: LayerWeights) -> structures.Layer:
+    matrices = []
+    for linear in (weights.qkv, weights.output, weights.gate_up, weights.down):
+        assert linear.panels is not None
+        matrices.append(linear.panels.structure)
+    norms = (weights.input_norm, weights.post_norm, weights.q_norm, weights.k_norm)
+    return structures.Layer(*(None if norm is None else norm.data_ptr() for norm in norms), *matrices)
+
+
+def _items(single: Tensor, several: Tensor) -> structures.Items:
+    return structures.Items(single.data_ptr(), single.shape[0], several.data_ptr(), several.shape[0])

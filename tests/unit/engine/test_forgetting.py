@@ -1,0 +1,132 @@
+"""Deletions at an engine: each is carried out once, and what is written to kvstores says which it is younger than."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from moonpool.engine.forgetting import Forgetting
+from moonpool.errors import InvalidRequest
+from moonpool.kv.deletions import Deletions
+from moonpool.sched.forgetting import ForgetKV
+from moonpool.streams.credits import Traffic
+from moonpool.streams.store_writer import PutOutcome
+from moonpool.streams.writeback import WriteBack, WriteBackLimits
+from moonpool.v1 import kv_pb2
+
+NAMESPACE = b"n" * 32
+KEY, OTHER = b"k" * 32, b"o" * 32
+STORE = kv_pb2.Instance(id="kvstore-0", address="a")
+
+
+@dataclass
+class Writer:
+    """Notes what is written to it, each of which ends when it is told to."""
+
+    puts: list[tuple[bytes, Sequence[str]]] = field(default_factory=list)
+    ends: list[asyncio.Event] = field(default_factory=list)
+    began: asyncio.Condition = field(default_factory=asyncio.Condition)
+    sessions: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+
+    async def put(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        tenant: str,
+        read: Callable[[int, int], tuple[memoryview, int]],
+        *,
+        timeout_s: float,
+        forgotten: Sequence[str] = (),
+    ) -> PutOutcome:
+        self.puts.append((keys[0], list(forgotten)))
+        self.ends.append(asyncio.Event())
+        async with self.began:
+            self.began.notify_all()
+        await self.ends[-1].wait()
+        return PutOutcome(0, len(keys))
+
+    async def aclose(self) -> None:
+        pass
+
+    async def until(self, puts: int) -> None:
+        async with asyncio.timeout(10.0), self.began:
+            await self.began.wait_for(lambda: len(self.puts) >= puts)
+
+
+class Rig:
+    """An engine's write-back and deletions; the pool finds three blocks each time it is looked through."""
+
+    def __init__(self) -> None:
+        self.writer, self.carried_out, self.looks = Writer(), Deletions(), list[ForgetKV]()
+        self.write_back = WriteBack(
+            WriteBackLimits(blocks=8, workers=1),
+            lambda address: self.writer,
+            lambda layer, block: (memoryview(b""), 0),
+            lambda: 0.0,
+            lambda keys, tenant: self.carried_out.concerning(keys, tenant, NAMESPACE),
+        )
+        self.forgetting = Forgetting(NAMESPACE, 10, self.write_back, self._carry_out, self.carried_out)
+        self.dropped: list[bytes] = []
+
+    def _carry_out(self, event: ForgetKV) -> int:
+        self.looks.append(event)
+        return 3
+
+    def store(self, key: bytes, tenant: str) -> None:
+        def over(stored: bool) -> None:
+            if not stored:
+                self.dropped.append(key)
+
+        self.write_back.submit(STORE, [key], [bytes(32)], tenant, [1], over)
+
+    async def delete(self, name: str, **named: object) -> kv_pb2.ForgetResponse:
+        deletion = kv_pb2.Deletion(id=name, selection=kv_pb2.Selection(**named))  # type: ignore[arg-type]
+        return await self.forgetting.forget(kv_pb2.ForgetRequest(deletions=[deletion]))
+
+
+@pytest.fixture
+async def rig() -> Rig:
+    return Rig()
+
+
+async def test_a_deletion_is_carried_out_once_whoever_orders_it_and_how_often(rig: Rig) -> None:
+    working = asyncio.create_task(rig.write_back.run())
+    rig.store(KEY, "ours")
+    await rig.writer.until(1)
+    first = asyncio.create_task(rig.delete("d", tenants=["ours"]))
+    again = asyncio.create_task(rig.delete("d", tenants=["ours"]))
+    await asyncio.sleep(0)
+    rig.store(OTHER, "ours")  # it is younger: nobody waits for it, and it is not dropped
+    rig.writer.ends[0].set()
+    assert [(await one).blocks for one in (first, again)] == [3, 3]
+    assert [look.selection.tenants for look in rig.looks] == [{"ours"}]
+    await rig.writer.until(2)
+    assert ((await rig.delete("d", tenants=["ours"])).blocks, len(rig.looks), rig.dropped) == (0, 1, [])
+    working.cancel()
+    await asyncio.wait([working])
+
+
+async def test_what_waits_is_dropped_and_what_is_written_says_what_it_is_younger_than(rig: Rig) -> None:
+    working = asyncio.create_task(rig.write_back.run())
+    rig.store(KEY, "ours")
+    rig.store(OTHER, "ours")
+    await rig.writer.until(1)
+    deleting = asyncio.create_task(rig.delete("d", keys=OTHER))
+    assert (await deleting).blocks == 3  # it waits for no write of other KV
+    assert rig.dropped == [OTHER]
+    rig.store(OTHER, "ours")
+    rig.store(KEY, "theirs")
+    for number in range(2):
+        rig.writer.ends[number].set()
+        await rig.writer.until(number + 2)
+    assert rig.writer.puts == [(KEY, []), (OTHER, ["d"]), (KEY, [])]
+    working.cancel()
+    await asyncio.wait([working])
+
+
+async def test_a_wrong_deletion_changes_nothing(rig: Rig) -> None:
+    with pytest.raises(InvalidRequest, match="keys"):
+        await rig.delete("d", keys=b"short")
+    assert (rig.looks, len(rig.carried_out)) == ([], 0)

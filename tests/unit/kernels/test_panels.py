@@ -1,0 +1,123 @@
+"""Arranged matrices: products by the reference, a row alone and among others, rows given back, refusals."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import reference
+from kernels.choice import DTYPES
+from kernels.memory import LARGE_PAGE, Arena
+from kernels.native import build, library
+from kernels.native.library import Library
+from kernels.panels import Panels, arrange
+
+pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
+
+STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+OTHERS = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()][1:]
+
+
+def arranged(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> Panels:
+    made = arrange(weight, bias, gated=gated, arena=Arena())
+    assert made is not None
+    return made
+
+
+def expected(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
+    reference.linear(x, weight, bias, out)
+    if not gated:
+        return out
+    inner = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype)
+    reference.silu_mul(out, inner)
+    return inner
+
+
+def check(rows: int, inputs: int, columns: int, *, bias: bool, gated: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(rows + 100 * inputs + 10_000 * columns)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    outputs = 2 * columns if gated else columns
+    x, weight, added = draw(rows, inputs + 3)[:, :inputs], draw(outputs, inputs), draw(outputs) if bias else None
+    panels = arranged(weight, added, gated=gated)
+    want = expected(x, weight, added, gated=gated).double()
+    scale = float(want.abs().max()) if rows else 1.0
+    step = STEP[dtype]
+    torch.testing.assert_close(panels.product(x).double(), want, rtol=step, atol=step * max(1.0, scale))
+    if not gated:
+        assert torch.equal(panels.product(x, wide=True), panels.product(x).float())
+    for row in range(0, rows, 7):
+        assert torch.equal(panels.product(x[row : row + 1])[0], panels.product(x)[row])
+    index = torch.randperm(outputs, generator=generator)
+    assert torch.equal(panels.rows(index), weight[index])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 40),
+    st.integers(1, 80),
+    st.integers(1, 100),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+)
+def test_any_shape(rows: int, half: int, columns: int, bias: bool, gated: bool, dtype: torch.dtype) -> None:
+    check(rows, 2 * half, columns, bias=bias, gated=gated, dtype=dtype)
+
+
+@pytest.mark.parametrize("target", [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_instruction_sets(target: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Library(build.build(target))
+    monkeypatch.setattr(library, "loader", library.Loader(lambda: built.path))
+    for rows in range(1, 16):
+        for gated in (False, True):
+            check(rows, 66, 45, bias=gated, gated=gated, dtype=dtype)
+
+
+def test_many_rows_by_several_threads() -> None:
+    """Blocks of rows, and few panels for the threads: the same bits as row by row."""
+    x, weight = torch.randn(700, 64), torch.randn(40, 64)
+    panels = arranged(weight)
+    one = panels.product(x)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(panels.product(x), one)
+    finally:
+        torch.set_num_threads(1)
+    torch.testing.assert_close(one, x @ weight.t(), rtol=1e-5, atol=1e-4)
+
+
+def test_a_matrix_that_pairs_do_not_fit_stays_as_it_is() -> None:
+    native = library.get()
+    assert native is not None
+    odd = torch.randn(8, 7).bfloat16()
+    assert (arrange(odd, None, gated=False, arena=Arena()) is None) == native.has_bf16
+
+
+def test_plain_torch_has_no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KERNELS", "torch")
+    assert arrange(torch.randn(8, 8), None, gated=False, arena=Arena()) is None
+
+
+def test_wrong_arguments_are_named() -> None:
+    panels = arranged(torch.randn(8, 6))
+    for wrong in (torch.randn(6), torch.randn(2, 5), torch.randn(2, 6).double()):
+        with pytest.raises(ValueError, match=r"^x: must be \[M, 6\]"):
+            panels.product(wrong)
+    for row in (-1, 8):
+        with pytest.raises(IndexError, match=r"^index: "):
+            panels.rows(torch.tensor([0, row]))
+
+
+def test_pieces_of_memory_are_apart_and_begin_at_large_pages() -> None:
+    arena = Arena()
+    first, second, large = arena.take(100), arena.take(1), arena.take(33 << 20)
+    assert first.data_ptr() % LARGE_PAGE == large.data_ptr() % LARGE_PAGE == 0
+    assert second.data_ptr() - first.data_ptr() == 128
+    first.fill_(1), second.fill_(2), large.fill_(3)
+    assert (first.tolist(), second.tolist(), large.numel()) == ([1] * 100, [2], 33 << 20)

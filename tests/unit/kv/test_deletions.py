@@ -1,0 +1,27 @@
+"""Deletions are found by what they name."""
+
+from moonpool.kv.deletions import Deletions
+from moonpool.kv.selection import Selection
+
+A, B, N = b"a" * 32, b"b" * 32, b"n" * 32
+
+
+def test_those_that_concern_some_blocks_are_found() -> None:
+    deletions = Deletions()
+    deletions.add("key", Selection(keys=frozenset([A])))
+    deletions.add("tenant", Selection(tenants=frozenset(["ours"])))
+    deletions.add("namespace", Selection(namespaces=frozenset([N])))
+    assert deletions.concerning([A, B], "ours", N) == ["key", "namespace", "tenant"]
+    assert deletions.concerning([B], "theirs", bytes(32)) == []
+    assert (list(deletions), "key" in deletions, len(deletions)) == (["key", "tenant", "namespace"], True, 3)
+
+
+def test_one_that_is_forgotten_or_replaced_concerns_nothing() -> None:
+    deletions = Deletions()
+    deletions.add("d", Selection(keys=frozenset([A]), tenants=frozenset(["ours"])))
+    deletions.add("d", Selection(keys=frozenset([B])))
+    assert deletions.concerning([A], "ours", N) == []
+    assert deletions.concerning([B], "", N) == ["d"]
+    deletions.remove("d")
+    deletions.remove("d")
+    assert (deletions.concerning([B], "", N), len(deletions)) == ([], 0)

@@ -1,0 +1,219 @@
+"""The native step beside the torch stage, on fresh shapes and batches; what it leaves out, where it stops."""
+
+import os
+import random
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.choice import VARIABLE
+from kernels.native import library
+from moonpool.checkpoint import ModelConfig, load_config
+from moonpool.model import PackedBatch, load_stage
+from moonpool.model.create import create
+
+pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
+
+FAMILIES = ("tiny-llama", "tiny-llama3", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
+BLOCK, BLOCKS = 16, 160
+CHEAP = 4
+"""Seeds that are tried by default."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread_afterwards() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def kernels(mode: str) -> Iterator[None]:
+    """Run with the native kernels ("native" or "") or with torch's operators ("torch")."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = mode
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE) if before is None else os.environ.update({VARIABLE: before})
+
+
+class Checked:
+    """A stage of all layers that always runs with the same kernels."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, mode: str) -> None:
+        self.mode, self.config, self.dtype = mode, load_config(path), dtype
+        with kernels(mode):
+            self.stage = load_stage(path, self.config, dtype, 0, self.config.num_layers)
+
+    def run(self, work: "Work", prefixes: Tensor, **how: Any) -> tuple[int, Tensor, Tensor]:
+        """(layer that it came to, hidden states, pool) of a run after `prefixes` [layers, blocks, ...]."""
+        pool, batch = prefixes.to(self.dtype).clone(), work.batch
+        return *self.go_on(self.stage.embed(batch.token_ids), work, pool, 0, **how), pool
+
+    def go_on(self, hidden: Tensor, work: "Work", pool: Tensor, first: int, **how: Any) -> tuple[int, Tensor]:
+        """(layer that it came to, hidden states) of a run from layer `first` on."""
+        with kernels(self.mode):
+            return self.stage.run(hidden, work.batch, pool, first, self.config.num_layers, **how)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with kernels(self.mode):
+            return self.stage.logits(hidden)
+
+
+@dataclass
+class Work:
+    """Sequences over a pool."""
+
+    parts: list[tuple[bytes, int, list[int]]]
+
+    @property
+    def batch(self) -> PackedBatch:
+        return PackedBatch.build(self.parts, BLOCK)
+
+
+def draw(config: ModelConfig, chosen: random.Random, sequences: int, most: int) -> tuple[Work, Tensor]:
+    """Sequences with blocks in no order, and the KV of their prefixes; free slots hold NaN."""
+    free = chosen.sample(range(BLOCKS), BLOCKS)
+    shape = (config.num_layers, BLOCKS, config.num_kv_heads, 2, BLOCK, config.head_dim)
+    prefixes, parts = torch.full(shape, torch.nan), []
+    generator = torch.Generator().manual_seed(chosen.randrange(1 << 30))
+    for _ in range(sequences):
+        # Around the borders of blocks.
+        before, count = chosen.choice((0, 1, 15, 16, 17, chosen.randrange(40))), chosen.randint(1, most)
+        table = [free.pop() for _ in range(-(-(before + count) // BLOCK))]
+        for position in range(before):
+            block, slot = table[position // BLOCK], position % BLOCK
+            prefixes[:, block, :, :, slot] = torch.randn(shape[0], shape[2], 2, shape[5], generator=generator)
+        tokens = array("i", (chosen.randrange(config.vocab_size) for _ in range(count)))
+        parts.append((tokens.tobytes(), before, table))
+    return Work(parts), prefixes.bfloat16()  # exact in every type that is used
+
+
+def poison(checked: Checked) -> None:
+    """Leave NaN in the memory that the native step works in."""
+    config, batch = checked.config, Work([(bytes(4 * 300), 0, list(range(19)))]).batch
+    pool = torch.zeros(config.num_layers, 19, config.num_kv_heads, 2, BLOCK, config.head_dim, dtype=checked.dtype)
+    hidden = torch.full((300, config.hidden_size), torch.nan, dtype=checked.dtype)
+    checked.stage.run(hidden, batch, pool, 0, config.num_layers)
+
+
+def close(mine: Tensor, theirs: Tensor, exact: Tensor) -> None:
+    """Written where the torch stage writes, and not further from the exact numbers than it, by more than a little."""
+    assert torch.equal(torch.isnan(mine), torch.isnan(theirs))
+    there = ~torch.isnan(exact)
+    own, others = (float((it.double() - exact)[there].abs().mean()) for it in (mine, theirs))
+    assert own <= 1.25 * others + 2e-6 * float(exact[there].abs().mean())
+
+
+def shape_of(chosen: random.Random) -> dict[str, int]:
+    kv_heads = chosen.choice((1, 2, 3))
+    return {
+        "hidden_size": 2 * chosen.randrange(20, 70),
+        "intermediate_size": 2 * chosen.randrange(20, 110),
+        "num_hidden_layers": 2,
+        "num_attention_heads": kv_heads * chosen.choice((1, 2, 4, 7)),
+        "num_key_value_heads": kv_heads,
+        "head_dim": chosen.choice((16, 48, 64)),
+    }
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed < CHEAP else pytest.param(seed, marks=pytest.mark.slow) for seed in range(40)]
+)
+@torch.inference_mode()
+def test_the_torch_stage_on_fresh_shapes(seed: int, tmp_path: Path) -> None:
+    """Each seed has its own shape, batches of its own, and one of seed + 1 sequences."""
+    chosen = random.Random(seed)
+    name = FAMILIES[seed % len(FAMILIES)]
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed // 2 % 3]
+    path = create(name, tmp_path / "model", seed, "bfloat16", overrides=shape_of(chosen))
+    native, plain = Checked(path, dtype, "native"), Checked(path, dtype, "torch")
+    exact = Checked(path, torch.float32, "torch")
+    for sequences, most in ((seed + 1, 1), (3, 40), (2, 90)):
+        work, prefixes = draw(native.config, chosen, sequences, most)
+        torch.set_num_threads(chosen.randint(1, 2))
+        poison(native)
+        (_, mine, my_pool), (_, theirs, their_pool), (_, want, exact_pool) = (
+            checked.run(work, prefixes) for checked in (native, plain, exact)
+        )
+        close(mine, theirs, want.double())
+        close(my_pool, their_pool, exact_pool.double())
+        close(native.logits(mine), plain.logits(theirs), exact.logits(want).double())
+
+
+@pytest.mark.parametrize("mode", ["native", "torch"])
+@torch.inference_mode()
+def test_rows_that_nobody_wants_are_left_out_of_the_last_layer(mode: str, checkpoint: Callable[[str], Path]) -> None:
+    chosen = random.Random(5)
+    checked = Checked(checkpoint("tiny-qwen3"), torch.float32, mode)
+    work, prefixes = draw(checked.config, chosen, 6, 20)
+    batch = work.batch
+    counts = batch.query_start.diff().tolist()
+    _, whole, pool = checked.run(work, prefixes)
+    for tails in ([0] * 6, [1] * 6, counts, [counts[0], 1, 0, counts[3], 0, 1], [min(2, count) for count in counts]):
+        _, hidden, same_pool = checked.run(work, prefixes, tails=tails)
+        torch.testing.assert_close(same_pool, pool, rtol=0, atol=0, equal_nan=True)
+        ends = batch.query_start.tolist()[1:]
+        wanted = [row for end, tail in zip(ends, tails, strict=True) for row in range(end - tail, end)]
+        torch.testing.assert_close(hidden[wanted], whole[wanted], rtol=1e-5, atol=1e-5)
+
+
+class Words:
+    """A watch over two words: whether the step was given up, and the highest layer that may run."""
+
+    def __init__(self, aborted: int, open_: int) -> None:
+        self.words = array("q", (aborted, open_))
+        self.address = self.words.buffer_info()[0]
+
+    def stopped(self, layer: int) -> bool:
+        return bool(self.words[0]) or self.words[1] < layer
+
+
+@pytest.mark.parametrize("mode", ["native", "torch"])
+@torch.inference_mode()
+def test_a_step_stops_at_a_shut_gate_and_goes_on_from_there(mode: str, checkpoint: Callable[[str], Path]) -> None:
+    chosen = random.Random(6)
+    checked = Checked(checkpoint("tiny-llama"), torch.float32, mode)
+    work, prefixes = draw(checked.config, chosen, 3, 20)
+    _, whole, pool = checked.run(work, prefixes)
+    watch = Words(0, 1)
+    came, hidden, part = checked.run(work, prefixes, watch=watch)
+    assert came == 2
+    assert torch.equal(torch.isnan(part[2:]), torch.isnan(prefixes[2:]))
+    watch.words[1] = 3
+    came, hidden = checked.go_on(hidden, work, part, 2, watch=watch)
+    assert came == 4
+    assert torch.equal(hidden, whole)
+    torch.testing.assert_close(part, pool, rtol=0, atol=0, equal_nan=True)
+    watch.words[0] = 1
+    assert checked.go_on(hidden, work, part, 0, watch=watch)[0] == 0
+
+
+@torch.inference_mode()
+def test_layer_by_layer_and_by_any_threads_the_same_bits(checkpoint: Callable[[str], Path]) -> None:
+    chosen = random.Random(7)
+    checked = Checked(checkpoint("tiny-qwen2"), torch.bfloat16, "native")
+    work, prefixes = draw(checked.config, chosen, 5, 30)
+    _, whole, pool = checked.run(work, prefixes)
+    torch.set_num_threads(2)
+    again, batch = prefixes.clone(), work.batch
+    hidden = checked.stage.embed(batch.token_ids)
+    for layer in range(4):
+        hidden = checked.stage.layer(layer, hidden, batch, again[layer])
+    assert torch.equal(hidden, whole)
+    torch.testing.assert_close(again, pool, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_the_native_step_does_not_take_runs_in_torch(tmp_path: Path) -> None:
+    """Heads of 8 elements: told, and computed all the same."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 1}
+    checked = Checked(create("tiny-llama", tmp_path / "model", overrides=sizes), torch.float32, "")
+    work, prefixes = draw(checked.config, random.Random(8), 2, 3)
+    assert torch.isfinite(checked.run(work, prefixes)[1]).all()
