@@ -102,7 +102,7 @@ class KVStoreService(StoreListener):
             deletions=self._ledger.deletions,
         )
         ssd = self.store.tiers.ssd
-        self.writer = None if ssd is None else WriteBehind(self.store.writes, ssd, self._observer.committed)
+        self.writer = None if ssd is None else WriteBehind(self.store.writes.queue, ssd, self._observer.committed)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
         self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
@@ -186,9 +186,9 @@ class KVStoreService(StoreListener):
                 await asyncio.to_thread(self.store.tiers.ssd.close)
 
     async def _make_durable(self, writer: WriteBehind) -> None:
-        self.store.writes.retry()
-        if not await writer.drain(self.config.drain_s / 2) or self.store.writes.unsaved:
-            blocks = {*self.store.writes.queued, *self.store.writes.unsaved}
+        self.store.writes.queue.retry()
+        if not await writer.drain(self.config.drain_s / 2) or self.store.writes.queue.unsaved:
+            blocks = {*self.store.writes.queue.queued, *self.store.writes.queue.unsaved}
             log.warning("some blocks are not durable", blocks=len(blocks))
 
     async def finish(self) -> None:

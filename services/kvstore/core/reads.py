@@ -157,11 +157,17 @@ class Reads:
             Overloaded: leases keep so much DRAM that not even the first block can be had. The lease is closed then.
         """
         end = min(lease.blocks + PORTION_KEYS, len(lease.keys))
-        for key in lease.keys[lease.blocks : end]:
+        dram, keys = self.tiers.dram, lease.keys[lease.blocks : end]
+        held = [block for block in map(dram.get, keys) if block is not None]
+        held = held if lease.promote and len(held) < len(keys) else []  # what comes from SSD must not evict its chain
+        for block in held:
+            dram.hold(block)
+        for key in keys:
             source = self._source(key, lease)
             if source is None:
                 break
             lease.sources.append(source)
+        self.tiers.release(held)
         if lease.blocks == end < len(lease.keys):
             return True
         first = self.tiers.dram.get(lease.keys[0]) if lease.keys and not lease.sources else None

@@ -54,4 +54,4 @@ class BlockStore:
         assert len(set(self.tiers)) == len(list(self.tiers))
         if not self.reads.leases and not self.writes.sessions:
             assert not dram.reserved
-            assert self.writes.queued or dram.held_bytes == 0
+            assert self.writes.queue.queued or dram.held_bytes == 0

@@ -50,7 +50,7 @@ def _add_sessions(add: Add, store: BlockStore, streams: OpenStreams) -> None:
     add("put_sessions", lambda: len(writes.sessions), 0)
     add("get_sessions", lambda: reads.leases, 0)
     add("unfinished_blocks", lambda: len(writes.unfinished), 0)
-    add("pending_writes", lambda: len(writes.queued), 0)
+    add("pending_writes", lambda: len(writes.queue.queued), 0)
     add("dram_reserved_bytes", lambda: dram.reserved.total_bytes, 0)
     add("dram_held_bytes", lambda: dram.held_bytes, 0)
     add("dram_leased_bytes", lambda: reads.leased_bytes, 0)
@@ -74,8 +74,9 @@ def _add_dram(add: Add, store: BlockStore) -> None:
     add("dram_blocks", lambda: len(dram))
     _add_attributes(add, dram, "dram_{}", "capacity_bytes")
     _add_attributes(add, dram, "dram_{}_total", "evictions")
-    _add_attributes(add, writes, "{}_total", "blocks_put", "blocks_durable", "blocks_not_durable", "failed_batches")
-    add("blocks_unsaved", lambda: len(writes.unsaved))
+    _add_attributes(add, writes, "{}_total", "blocks_put")
+    _add_attributes(add, writes.queue, "{}_total", "blocks_durable", "blocks_not_durable", "failed_batches")
+    add("blocks_unsaved", lambda: len(writes.queue.unsaved))
     _add_attributes(
         add, store.reads, "{}_total", "dram_hits", "ssd_hits", "misses", "promotions", "bad_blocks", "damaged_blocks"
     )

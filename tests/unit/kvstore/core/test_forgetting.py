@@ -69,7 +69,7 @@ def test_nobody_finds_it_any_more_and_it_is_counted_once(tmp_path: Path, selecti
         assert driven.read(OURS) == []
         assert driven.store.tiers.match(OURS) == 0
         driven.flush()
-        assert not driven.store.writes.erasing
+        assert not driven.store.writes.queue.erasing
         assert on_disk(tmp_path, OURS) == []
         assert all_of(forget(driven.store, selection)) == Forgotten()
 
@@ -129,10 +129,10 @@ def test_a_crash_between_overwriting_and_the_index_leaves_a_miss(tmp_path: Path)
         all_of(forget(driven.store, EVERYTHING[0]))
         files.fail("transaction", OSError(5, "an error"), 1)
         driven.flush()
-        assert driven.store.writes.erasing  # it is not said to be done
+        assert driven.store.writes.queue.erasing  # it is not said to be done
         between = crash(live, tmp_path / "between")
         driven.flush()
-        assert not driven.store.writes.erasing
+        assert not driven.store.writes.queue.erasing
     with store(between, 4 * RECORD) as driven:
         assert driven.read(OURS) == []
         assert driven.removed == OURS[:1]
@@ -142,13 +142,13 @@ def test_a_crash_between_overwriting_and_the_index_leaves_a_miss(tmp_path: Path)
 def test_a_block_on_its_way_to_the_disk_does_not_get_there(tmp_path: Path, moment: str) -> None:
     with store(tmp_path, 4 * RECORD) as driven:
         session, writes = driven.put(OURS, "ours"), driven.store.writes
-        plan = writes.next_plan() if moment == "committing" else None
+        plan = writes.queue.next_plan() if moment == "committing" else None
         all_of(forget(driven.store, EVERYTHING[0]))
         assert session.closed
         if plan is not None:
-            assert writes.erasing
+            assert writes.queue.erasing
             tier_of(driven).commit(plan)
-            writes.plan_done(None)
+            writes.queue.plan_done(None)
         driven.flush()
         assert on_disk(tmp_path, OURS) == []
         assert driven.read(OURS) == []
@@ -160,12 +160,12 @@ def test_a_block_on_its_way_to_the_disk_does_not_get_there(tmp_path: Path, momen
 def test_a_block_that_comes_anew_while_the_deleted_one_is_written_becomes_durable(tmp_path: Path) -> None:
     with store(tmp_path, 4 * RECORD) as driven:
         driven.put(OURS[:1], "ours")
-        plan = driven.store.writes.next_plan()
+        plan = driven.store.writes.queue.next_plan()
         assert plan is not None
         all_of(forget(driven.store, EVERYTHING[0]))
         again = driven.put(OURS[:1], "ours")
         tier_of(driven).commit(plan)
-        driven.store.writes.plan_done(None)
+        driven.store.writes.queue.plan_done(None)
         assert driven.durable == []
         driven.flush()
         assert driven.durable == [tuple(OURS[:1])]
@@ -180,13 +180,13 @@ def test_a_block_that_is_carried_over_meanwhile_is_overwritten_at_its_new_place(
         driven.flush(keys_of(1, "more"))
         tier_of(driven).forget(THEIRS[:1])
         assert tier_of(driven).space.compact(0.9) == 1
-        plan = driven.store.writes.next_plan()
+        plan = driven.store.writes.queue.next_plan()
         assert plan is not None
         assert {append.key for append in plan.carry} >= set(OURS[:2])
         all_of(forget(driven.store, EVERYTHING[1]))
         tier_of(driven).commit(plan)
-        driven.store.writes.plan_done(None)
-        assert driven.store.writes.erasing
+        driven.store.writes.queue.plan_done(None)
+        assert driven.store.writes.queue.erasing
         driven.flush()
         assert on_disk(tmp_path, OURS) == []
 

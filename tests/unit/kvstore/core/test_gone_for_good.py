@@ -47,15 +47,15 @@ def damage(driven: Driven, key: BlockKey) -> None:
 def test_a_damaged_block_on_its_way_to_the_disk_makes_way_for_a_good_copy(tmp_path: Path, moment: str) -> None:
     with store(tmp_path, 4 * RECORD) as driven:
         told = told_of(driven.put(OURS[:2]))
-        plan = driven.store.writes.next_plan() if moment == "committing" else None
+        plan = driven.store.writes.queue.next_plan() if moment == "committing" else None
         damage(driven, OURS[0])
         driven.store.reads.suspect(OURS[0])
         assert (told, driven.removed) == (["gone"], OURS[:1])
         again = driven.put(OURS[:1])
-        assert driven.store.writes.queued >= {OURS[0]}  # it does not wait for the other's end
+        assert driven.store.writes.queue.queued >= {OURS[0]}  # it does not wait for the other's end
         if plan is not None:
             tier_of(driven).commit(plan)
-            driven.store.writes.plan_done(None)
+            driven.store.writes.queue.plan_done(None)
         driven.flush()
         driven.store.writes.close(again)
         driven.store.tiers.dram.drop(driven.store.tiers.dram[OURS[0]])
@@ -87,14 +87,14 @@ def test_a_record_that_cannot_be_overwritten_keeps_no_plan_from_its_end(tmp_path
         all_of(forget(driven.store, Selection(keys=frozenset(OURS))))
         files.fail("write", BROKEN, 1)
         session = driven.put(keys_of(1, "more"))
-        plan = driven.store.writes.next_plan()
+        plan = driven.store.writes.queue.next_plan()
         assert plan is not None
         tier_of(driven).commit(plan)
-        driven.store.writes.plan_done(None)
+        driven.store.writes.queue.plan_done(None)
         assert driven.durable == [tuple(OURS[:1]) + tuple(THEIRS), tuple(keys_of(1, "more"))]
-        assert driven.store.writes.erasing  # it is not said to be done
+        assert driven.store.writes.queue.erasing  # it is not said to be done
         driven.flush()
-        assert not driven.store.writes.erasing
+        assert not driven.store.writes.queue.erasing
         assert on_disk(tmp_path, OURS) == []
         driven.store.writes.close(session)
 
@@ -107,13 +107,13 @@ def test_a_segment_of_which_a_record_cannot_be_overwritten_is_written_anew(tmp_p
         all_of(forget(driven.store, Selection(keys=frozenset(OURS))))
         for _ in range(2):  # the second plan tries it again, and then the file goes
             files.fail("write", BROKEN, 1)
-            plan = driven.store.writes.next_plan()
+            plan = driven.store.writes.queue.next_plan()
             assert plan is not None
             tier_of(driven).commit(plan)
-            driven.store.writes.plan_done(None)
+            driven.store.writes.queue.plan_done(None)
         assert number not in tier_of(driven).catalogue.segments
         driven.flush()
-        assert not driven.store.writes.erasing
+        assert not driven.store.writes.queue.erasing
         assert on_disk(tmp_path, OURS) == []
         assert driven.read(THEIRS) == [data_of(key) for key in THEIRS]
 

@@ -259,14 +259,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def try_again(self) -> None:
-        self.store.writes.retry()
+        self.store.writes.queue.retry()
 
     @rule()
     def commit_fails(self) -> None:
-        plan = self.store.writes.next_plan()
+        plan = self.store.writes.queue.next_plan()
         if plan is not None:
             before = set(self.ssd.catalogue)
-            self.store.writes.plan_done(OSError(5, "Input/output error"))
+            self.store.writes.queue.plan_done(OSError(5, "Input/output error"))
             assert set(self.ssd.catalogue) <= before
 
     @precondition(lambda self: not self.leases)

@@ -127,7 +127,7 @@ def test_without_a_durable_tier_eviction_is_removal() -> None:
     assert driven.removed == [A]
     assert driven.stored == [A, B, C]
     assert driven.durable == []
-    assert len(driven.store.writes.queued) == 0
+    assert len(driven.store.writes.queue.queued) == 0
     driven.store.check_invariants()
 
 

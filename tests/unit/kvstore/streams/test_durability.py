@@ -78,8 +78,8 @@ async def test_a_writer_that_puts_again_after_an_error_hears_durable(tmp_path: P
     peer = Peer(driven, session_timeout_s=60)
     await peer.put(1, [A])
     await peer.answer("ack")
-    assert driven.store.writes.next_plan() is not None
-    driven.store.writes.plan_done(OSError(5, "Input/output error"))
+    assert driven.store.writes.queue.next_plan() is not None
+    driven.store.writes.queue.plan_done(OSError(5, "Input/output error"))
     await peer.messages.put(kvstore_pb2.PutRequest(open=put_open(2, [A])))
     opened = await peer.answer("opened")
     assert (opened.session, list(opened.present)) == (2, [0])
