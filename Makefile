@@ -8,7 +8,7 @@ MODEL  ?=
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run chat up down up-local down-local test-containers test test-all check lint format protos bench load clean
+.PHONY: help setup run chat up down up-local down-local test-containers test test-all test-gpu check lint format protos bench load clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -48,6 +48,9 @@ test: $(STAMP)  ## the tests that gate every change (minutes)
 
 test-all: $(STAMP)  ## all tests, one after the other: some measure
 	$(BIN)/python -m pytest
+
+test-gpu: $(STAMP)  ## the tests that need a GPU, which are skipped elsewhere
+	$(BIN)/python -m pytest -rs -m gpu
 
 lint: $(STAMP)  ## format, lint, strict types, layers, counts of the house
 	$(BIN)/ruff format --check .

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.frame import Absent, Progress, Row, paired, run
 from moonpool.checkpoint import Tokenizer, kv_layout, load_config
+from moonpool.engine.devices.opening import place_on
 from moonpool.engine.gates import Gates
 from moonpool.engine.masks import Masks
 from moonpool.engine.messages import StepDone
@@ -80,7 +81,16 @@ class Stage:
         model = load_stage(folder, config, torch.bfloat16, 0, config.num_layers)
         self._events: list[LayerDone | StepDone] = []
         [part] = self._pool.parts
-        self._runner = StageRunner(0, model, part, NoLinks(), Gates(), self._events.append, 1.0, self._masks)
+        self._runner = StageRunner(
+            0,
+            model,
+            place_on(None, part, lambda error: None),
+            NoLinks(),
+            Gates(),
+            self._events.append,
+            1.0,
+            self._masks,
+        )
         self._numbers = itertools.count(1)
         structured = SamplingParams(max_tokens=10_000, response_format="json_schema", grammar=json.dumps(SCHEMA))
         self._sampling = [SequenceSampling.of(replace(structured, seed=row), 1, self._ends) for row in range(BATCH)]

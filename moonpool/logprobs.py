@@ -13,6 +13,11 @@ MAX_LOGPROBS = 20
 """Most likely tokens that are told beside each token, at most."""
 
 
+def bytes_per_token(top: int | None) -> int:
+    """Memory of one token's, with so many most likely ones beside it; 0 where none are wanted."""
+    return 0 if top is None else 8 * (1 + top)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """One token's."""

@@ -11,7 +11,7 @@ from moonpool.engine.masks import CannotFollow
 from moonpool.logprobs import Logprobs
 from moonpool.model.batch import PackedBatch
 from moonpool.model.likely import logprobs, most_likely
-from moonpool.model.sampler import sample
+from moonpool.model.sampler import NOT_FINITE, NOTHING_LEFT, sample
 from moonpool.model.stage import StageModel
 from moonpool.sampling import SampleSpec
 from moonpool.sched.steps import Scored, Several, Step
@@ -65,8 +65,7 @@ def _sample(
     drawn = [(row, index, spec) for row, (index, spec) in enumerate(wanted) if not spec.best]
     for row, (index, spec) in enumerate(wanted):
         if spec.best:
-            tokens, scores = most_likely(logits[row], spec)
-            found.sampled[index], found.several[index] = tokens[0], Several(tuple(tokens), tuple(scores))
+            _most_likely(logits[row], index, spec, found)
     rows = logits if len(drawn) == len(wanted) else logits[[row for row, _, _ in drawn]]
     allowed = {}
     for at, (_, index, _) in enumerate(drawn):
@@ -75,15 +74,26 @@ def _sample(
                 allowed[at] = masks[index].result()
             except CannotFollow as error:
                 found.failed[index] = str(error)
-    chosen, told = sample(rows, [spec for _, _, spec in drawn], allowed)
+    chosen = sample(rows, [spec for _, _, spec in drawn], allowed)
     for at, (_, index, spec) in enumerate(drawn):
+        if index not in found.failed and at in chosen.failed:
+            found.failed[index] = chosen.failed[at]
         if index in found.failed:
             continue
-        found.sampled[index] = chosen[at][0]
+        found.sampled[index] = chosen.tokens[at][0]
         if spec.samples > 1:
-            found.several[index] = Several(tuple(chosen[at]))
-        if at in told:
-            found.logprobs[index] = told[at]
+            found.several[index] = Several(tuple(chosen.tokens[at]))
+        if at in chosen.logprobs:
+            found.logprobs[index] = chosen.logprobs[at]
+
+
+def _most_likely(logits: Tensor, index: int, spec: SampleSpec, found: Found) -> None:
+    """A beam's most likely tokens; a beam without any ends its search."""
+    tokens, scores = most_likely(logits, spec)
+    if tokens:
+        found.sampled[index], found.several[index] = tokens[0], Several(tuple(tokens), tuple(scores))
+    else:
+        found.failed[index] = NOTHING_LEFT if bool(torch.isfinite(logits).all()) else NOT_FINITE
 
 
 def _scores(model: StageModel, hidden: Tensor, scored: Scored) -> Logprobs:

@@ -5,7 +5,7 @@ emulated engine.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from moonpool.cost import Speeds
@@ -64,6 +64,15 @@ class Engine(Protocol):
 
         After that the step's gates may open though this sequence's prefix is not there. May precede `run`; late calls
         are ignored.
+        """
+
+    async def fetch(self, blocks: Sequence[int]) -> None:
+        """Returns when the pool has all KV of some blocks: what is part-filled may be on the engine's device alone.
+
+        Full blocks, and a prompt's last one after its last step, are there without it. No running step writes to them.
+
+        Raises:
+            Unavailable: The engine has failed.
         """
 
     def abort(self, step_id: int) -> None:

@@ -13,6 +13,7 @@ from moonpool.contracts import sampling_from_proto
 from moonpool.core.fair import check_priority
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_from_bytes
+from moonpool.logprobs import bytes_per_token
 from moonpool.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, check_beams, check_end_tokens
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.sched.steps import History
@@ -87,6 +88,8 @@ class IncomingRequest:
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
         bad_tokens = _bad_tokens(spec, len(ends), vocab_size)
+        if bad_tokens and params.response_format:
+            raise InvalidRequest("sequence.bad_tokens", "has no meaning with response_format, which says what may come")
         sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids, bad_tokens)
         rest = sampling, spec.transient, spec.priority, weight
         return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, *rest)
@@ -95,6 +98,11 @@ class IncomingRequest:
     def width(self) -> int:
         """Sequences that run together: answers, or beams."""
         return self.sampling.params.width
+
+    @property
+    def logprob_bytes(self) -> int:
+        """Memory of the log probabilities of each token of an answer."""
+        return bytes_per_token(self.sampling.params.logprobs)
 
     def history(self, token_ids: "array[int] | None" = None) -> History:
         """For engines that check what blocks hold; `token_ids` = the array that grows with the answer, if one does."""

@@ -3,7 +3,8 @@
 A *step* is one forward pass over a packed batch of sequences, run by all stages in the order in which steps were sent.
 `Step` goes to every stage; each stage answers `LayerDone` per layer (when asked for) and one `StepDone`; the last
 stage's `StepDone` carries the sampled tokens. `OpenGate`, `DropShare` and `AbortStep` may come at any time in between,
-even before the step has begun, and are ignored once it is done. Step ids grow from step to step.
+even before the step has begun, and are ignored once it is done. Step ids grow from step to step. `Fetch` is answered
+by one `Fetched` of each stage.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,9 @@ from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
 from moonpool.logprobs import Logprobs
 from moonpool.sched.steps import Several
+
+MAX_FETCHES = 64
+"""Fetches that are not answered yet, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class EngineSpec:
     threads: int = 0
     """Compute threads of each stage; 0 = this process's cores divided by the stages, at least one."""
     device: str = "cpu"
-    """Device of the stages; only "cpu" is built yet."""
+    """Device of the first stage, as `moonpool.engine.devices.names` has them; further stages are on the next ones."""
     deterministic: bool = False
     """Results of a sequence do not depend on what else is in a step."""
     max_tokens: int = 0
@@ -94,6 +98,25 @@ class AbortStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """The pool is to have all that the stage knows of some blocks.
+
+    Where steps compute elsewhere, part-filled ones are there alone. No step that has been sent writes to them.
+    """
+
+    number: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A stage's answer to `Fetch`."""
+
+    number: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
 class StageSpec:
     """First message to a worker: which stage of what it is."""
 
@@ -103,6 +126,14 @@ class StageSpec:
     layer_end: int
     rendezvous: str
     """Private folder in which the stages find each other; empty when there is one stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A stage has loaded so many of its layers; told layer by layer."""
+
+    layers: int
+    all_layers: int
 
 
 @dataclass(frozen=True, slots=True)

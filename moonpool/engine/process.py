@@ -7,6 +7,7 @@ exit when their channel closes, so a killed I/O process leaves none behind.
 
 import asyncio
 import contextlib
+import itertools
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,21 @@ from dataclasses import dataclass, field
 import moonpool.errors
 from moonpool.cost import Speeds
 from moonpool.engine.channel import AsyncChannel, ChannelClosed
-from moonpool.engine.messages import AbortStep, DropShare, EngineSpec, Failed, OpenGate, Ready, Shutdown, StepDone
+from moonpool.engine.devices.names import DeviceName
+from moonpool.engine.messages import (
+    MAX_FETCHES,
+    AbortStep,
+    DropShare,
+    EngineSpec,
+    Failed,
+    Fetch,
+    Fetched,
+    Loaded,
+    OpenGate,
+    Ready,
+    Shutdown,
+    StepDone,
+)
 from moonpool.errors import Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
@@ -23,6 +38,8 @@ from moonpool.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+OnLoading = Callable[[int, int, int], None]
+"""Is told a stage, how many layers it has loaded, and how many it will have."""
 _SHUTDOWN_S = 5.0
 _REAP_S = 2.0
 
@@ -59,6 +76,14 @@ class _Flight:
         return StepResult(sampled, aborted, start_ns, end_ns, *told)
 
 
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """A fetch that some stages have not answered."""
+
+    future: "asyncio.Future[None]"
+    missing: set[int]
+
+
 class ProcessEngine:
     """An `Engine` on one process per stage."""
 
@@ -71,6 +96,10 @@ class ProcessEngine:
         self._flights: dict[int, _Flight] = {}
         self._last_step_id: int | None = None
         self._closing = False
+        self._one_pool = DeviceName.parse(spec.device).kind == "cpu"
+        self._numbers = itertools.count(1)
+        self._fetches: dict[int, _Answer] = {}
+        self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
         self._readers: list[asyncio.Task[None]] = []
         self.speeds = Speeds()
 
@@ -134,11 +163,26 @@ class ProcessEngine:
         """See `Engine.abort`."""
         self._send(AbortStep(step_id))
 
-    def _send(self, message: Step | OpenGate | DropShare | AbortStep | Shutdown) -> None:
+    def _send(self, message: Step | OpenGate | DropShare | AbortStep | Fetch | Shutdown) -> None:
         if self._failed.done():
             return
         for worker in self._workers:
             worker.channel.send(message)
+
+    async def fetch(self, blocks: Sequence[int]) -> None:
+        """See `Engine.fetch`."""
+        if self._one_pool:
+            return
+        async with self._may_fetch:
+            if self._failed.done():
+                raise Unavailable(self._failed.result())
+            number = next(self._numbers)
+            answer = self._fetches[number] = _Answer(self._loop.create_future(), set(range(self.stages)))
+            self._send(Fetch(number, tuple(blocks)))
+            try:
+                await answer.future
+            finally:
+                del self._fetches[number]
 
     async def idle(self) -> None:
         """Waits until no step is in flight, those of cancelled callers included."""
@@ -146,8 +190,11 @@ class ProcessEngine:
 
     # --- answers of the stages -------------------------------------------------------------------------------------
 
-    async def ready(self) -> None:
+    async def ready(self, on_loading: OnLoading) -> None:
         """Waits until every stage has loaded.
+
+        Args:
+            on_loading: is told of each layer that a stage has loaded.
 
         Raises:
             MoonpoolError: What a stage could not do; Unavailable when one died.
@@ -155,13 +202,16 @@ class ProcessEngine:
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in self._workers:
-                    group.create_task(self._ready(worker))
+                    group.create_task(self._ready(worker, on_loading))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _ready(self, worker: Worker) -> None:
+    async def _ready(self, worker: Worker, on_loading: OnLoading) -> None:
         try:
             message = await worker.channel.receive()
+            while isinstance(message, Loaded):
+                on_loading(worker.stage, message.layers, message.all_layers)
+                message = await worker.channel.receive()
         except ChannelClosed:
             raise Unavailable(await self._death_of(worker)) from None
         if isinstance(message, Failed):
@@ -186,9 +236,12 @@ class ProcessEngine:
         except Exception as error:  # an unreadable message leaves the stages in an unknown state
             self._fail(f"{worker} sent an unreadable message: {type(error).__name__}: {error}")
 
-    def _handle(self, worker: Worker, message: LayerDone | StepDone | Failed) -> None:
+    def _handle(self, worker: Worker, message: LayerDone | StepDone | Fetched | Failed) -> None:
         if isinstance(message, Failed):
             self._fail(f"{worker} failed: {message.message}{self._others(worker)}")
+            return
+        if isinstance(message, Fetched):
+            self._fetched(message)
             return
         flight = self._flights.get(message.step_id)
         if flight is None:
@@ -202,6 +255,13 @@ class ProcessEngine:
                 flight.on_layer(message)
             except Exception as error:  # raised to the caller when the step is over
                 flight.error = error
+
+    def _fetched(self, message: Fetched) -> None:
+        answer = self._fetches.get(message.number)
+        if answer is not None:
+            answer.missing.discard(message.stage)
+            if not answer.missing and not answer.future.done():
+                answer.future.set_result(None)
 
     def _finish(self, step_id: int) -> None:
         flight = self._flights.pop(step_id)
@@ -224,6 +284,9 @@ class ProcessEngine:
             flight.deadline.cancel()
             flight.future.set_exception(Unavailable(reason))
         self._flights.clear()
+        for answer in self._fetches.values():
+            if not answer.future.done():
+                answer.future.set_exception(Unavailable(reason))
 
     async def _death_of(self, worker: Worker) -> str:
         """How a worker ended whose channel has closed."""

@@ -22,6 +22,7 @@ from moonpool.config import PeerAddresses
 from moonpool.core.draws import draw_bits
 from moonpool.cost import Speeds
 from moonpool.drive.config import CoreServiceConfig
+from moonpool.engine.devices.names import DeviceName
 from moonpool.engine.emulated.noise import Noise
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile, load_profile
 from moonpool.engine.incoming import IncomingRequest
@@ -29,6 +30,7 @@ from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import KVLayout
+from moonpool.streams.lanes.settings import LaneConfig
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 DEFAULT_KV_BYTES = 256 << 20
@@ -37,7 +39,7 @@ WRITE_BACK_SHARE = 4
 """Write-back holds this part of the pool at most, unless told otherwise."""
 
 
-class EngineConfig(CoreServiceConfig):
+class EngineConfig(CoreServiceConfig, LaneConfig):
     """Flags that prefill and decode share."""
 
     conductor: PeerAddresses = Field(
@@ -93,7 +95,11 @@ class EngineConfig(CoreServiceConfig):
         description="make a sequence's results independent of what else is in a step: fixed shapes and tiles, slower "
         "(docs/kernels.md)",
     )
-    device: Literal["cpu"] = Field("cpu", description="where the engine computes")
+    device: str = Field(
+        "cpu",
+        description="where the engine computes: cpu; cuda or cuda:NUMBER, a GPU (never run so far); staged or "
+        "staged:SEED, a CPU that orders its work as a GPU might, for tests. Further stages are on the next devices",
+    )
     max_tokens: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
     link_bytes_per_s: float = Field(
         0.0, ge=0.0, description="bytes of KV sent per second at most; 0 = unlimited, or the emulated profile's rate"
@@ -177,6 +183,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     for name in ("emulated_jitter", "emulated_speed_error", "emulated_slowdown"):
         if getattr(config, name):
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
+    DeviceName.parse(config.device)
     dtype = resolve_dtype(model, config.dtype)
     layout = kv_layout(model, dtype, config.block_tokens)
     longest = min(config.max_tokens or model.max_position_embeddings, model.max_position_embeddings)
@@ -221,6 +228,8 @@ def _emulated_setup(
         raise ConfigError("profile", f"emulated compute has its own, {profile.name}; leave it out")
     if config.dtype != "auto":
         raise ConfigError("dtype", f"emulated compute has none of its own; leave it 'auto', not {config.dtype!r}")
+    if config.device != "cpu":
+        raise ConfigError("device", f"emulated compute is on none; leave it out, not {config.device!r}")
     if config.deterministic:
         raise ConfigError("deterministic", "emulated compute is so always; leave it out")
     layout = profile.layout(config.block_tokens)

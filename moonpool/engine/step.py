@@ -1,44 +1,36 @@
-"""One stage's share of one step: layer by layer, behind gates, with events, and at the end what its tokens are."""
+"""One stage's share of one step: layer by layer, behind gates, with events, and at the end what its tokens are.
+
+Work is given to the device's computing lane, which does it at once on a plain CPU and later elsewhere. So nothing here
+looks at a tensor before the lane has come to it, and what follows from a layer is told by the stage's KV memory.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from moonpool.engine.choosing import Found, choose
+from moonpool.engine.devices.opening import Place
 from moonpool.engine.gates import Gates
 from moonpool.engine.masks import Masks
-from moonpool.engine.messages import StepDone
+from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import Links
-from moonpool.errors import Unsupported
-from moonpool.kv.pool import PoolPart
 from moonpool.model.batch import PackedBatch
-from moonpool.model.load import torch_dtype
 from moonpool.model.stage import StageModel
-from moonpool.sched.steps import LayerDone, Step, finished_blocks
+from moonpool.sched.steps import LayerDone, Step
 
 
-def pool_tensor(part: PoolPart) -> Tensor:
-    """A stage's pool as a tensor [layers, blocks, kv_heads, 2, block_tokens, head_dim] over the same memory.
+@dataclass(slots=True)
+class _Work:
+    """A step's tensors, which belong to the computing lane, and what comes of them."""
 
-    Raises:
-        Unsupported: KV is quantised (`scale_bytes` is not 0).
-    """
-    layout = part.layout
-    if layout.scale_bytes:
-        raise Unsupported("quantised KV cannot be computed with yet")
-    shape = (
-        part.layer_end - part.layer_begin,
-        part.blocks,
-        layout.kv_heads,
-        2,
-        layout.block_tokens,
-        layout.head_dim,
-    )
-    dtype = torch_dtype(layout.dtype)
-    return torch.frombuffer(part.map, dtype=dtype, count=part.nbytes // dtype.itemsize).view(shape)
+    batch: PackedBatch
+    hidden: Tensor  # [T, hidden]; on the first stage nothing before the embedding
+    found: Found = field(default_factory=Found)
 
 
 @dataclass(slots=True)
@@ -47,70 +39,130 @@ class StageRunner:
 
     stage: int
     model: StageModel
-    part: PoolPart
+    place: Place
     links: Links
     gates: Gates
-    emit: Callable[[LayerDone | StepDone], None]
+    emit: Callable[[LayerDone | StepDone | Fetched], None]
+    """Called by this thread, or another one."""
     gate_timeout_s: float
     masks: Masks | None = None
     """Of the last stage; None = answers have no format."""
-    kv: Tensor = field(init=False)  # [layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]
-    block_tokens: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.kv = pool_tensor(self.part)
-        self.block_tokens = self.part.layout.block_tokens
+    @property
+    def kv(self) -> Tensor:
+        """[layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]."""
+        return self.place.memory.kv
+
+    def close(self) -> None:
+        """Waits until everything sent has been received, and ends the stage's threads."""
+        self.links.flush()
+        self.place.close()
+        if self.masks is not None:
+            self.masks.close()
+
+    def fetch(self, order: Fetch) -> None:
+        """Lets the pool have all that is known of some blocks."""
+        self.place.memory.fetch(order.blocks, partial(self.emit, Fetched(order.number, self.stage)))
 
     @torch.inference_mode()
     def run(self, step: Step) -> None:
         """Runs one step to its end, done or aborted; emits its events, `StepDone` last."""
         start_ns = time.monotonic_ns()
-        for source, block in step.copies:
-            self.part.copy(source, block)
-        batch = PackedBatch.build([(s.token_ids, s.start, s.block_table) for s in step.sequences], self.block_tokens)
+        memory = self.place.memory
+        memory.begin(step)
         masks = self.masks.begin(step) if self.masks is not None else {}
-        hidden = self._input(step, batch)
-        if hidden is not None:
-            hidden = self._layers(step, hidden, batch)
+        work = self._received(step)
+        done = work is not None and self._layers(step, work)
+        if work is not None and done and self.model.is_last:
+            self.place.lane.run(partial(self._choose, step, work, masks))
+        self.place.lane.mark().wait()
         # Sent whatever has happened, so that the next stage knows.
-        self.links.send(step.step_id, hidden)
-        found = Found()
-        if hidden is not None and self.model.is_last:
-            found = choose(self.model, step, hidden, batch, self.gates.dropped(step.step_id), masks)
+        self.links.send(step.step_id, work.hidden.cpu() if work is not None and done else None)
         # Gates are done before the report: its receiver may open gates of the next step at once.
         self.gates.done(step.step_id)
-        times = start_ns, time.monotonic_ns()
+        found = work.found if work is not None and done else Found()
+        memory.over(partial(self._report, step, found, start_ns, aborted=not done), aborted=not done)
+
+    def _received(self, step: Step) -> _Work | None:
+        """The batch, with the hidden states of the stage before; None when that has aborted the step."""
+        parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
+        batch = PackedBatch.build(parts, self.kv.shape[4], self.place.torch_device)
+        if self.model.is_first:
+            work = _Work(batch, torch.empty(0))
+            self.place.lane.run(partial(self._embed, work))
+            return work
+        hidden = self.links.receive(step.step_id, batch.num_tokens)
+        if hidden is None:
+            return None
+        work = _Work(batch, hidden)
+        self.place.lane.run(partial(self._take_over, work))
+        return work
+
+    def _layers(self, step: Step, work: _Work) -> bool:
+        """Gives all layers of this stage to the lane; False when the step was aborted before the last."""
+        place, tails = self.place, self._tails(step)
+        for first, last in self._spans(step):
+            if step.gated and not self.gates.wait(step.step_id, first, self.gate_timeout_s):
+                return False
+            if self.gates.aborted(step.step_id):
+                return False
+            start_ns = time.monotonic_ns()
+            for layer in range(first, last):
+                place.memory.need(layer)
+            place.lane.run(partial(self._run_layers, first, last, tails, work))
+            for layer in range(first, last):
+                told = partial(self._layer_done, step.step_id, layer, start_ns) if step.layer_events else None
+                place.memory.leave(layer, told)
+        return True
+
+    def _spans(self, step: Step) -> list[tuple[int, int]]:
+        """Layers that are given to the lane at once: all, but where something is waited for or told between two."""
+        begin, end = self.model.layer_begin, self.model.layer_end
+        if step.gated or step.layer_events or self.place.device is not None:
+            return [(layer, layer + 1) for layer in range(begin, end)]
+        return [(begin, end)]
+
+    def _tails(self, step: Step) -> list[int] | None:
+        """Of each sequence, its last rows whose hidden states after the last layer are wanted; None = all rows."""
+        if not self.model.is_last:
+            return None
+        return [
+            len(it.token_ids) // 4 if it.scored is not None else int(it.sample is not None) for it in step.sequences
+        ]
+
+    # --- in the lane -----------------------------------------------------------------------------------------------
+
+    def _take_over(self, work: _Work) -> None:
+        work.hidden = work.hidden.to(self.place.torch_device)
+
+    def _embed(self, work: _Work) -> None:
+        work.hidden = self.model.embed(work.batch.token_ids)
+
+    def _run_layers(self, first: int, last: int, tails: list[int] | None, work: _Work) -> None:
+        wanted = tails if last == self.model.layer_end else None
+        _, work.hidden = self.model.run(work.hidden, work.batch, self.kv, first, last, tails=wanted)
+
+    def _choose(self, step: Step, work: _Work, masks: Mapping[int, Future[bytes]]) -> None:
+        dropped = self.gates.dropped(step.step_id)
+        work.found = choose(self.model, step, work.hidden, work.batch, dropped, masks)
+
+    # --- when it is done -------------------------------------------------------------------------------------------
+
+    def _layer_done(self, step_id: int, layer: int, start_ns: int) -> None:
+        self.emit(LayerDone(step_id, layer, start_ns, time.monotonic_ns()))
+
+    def _report(self, step: Step, found: Found, start_ns: int, *, aborted: bool) -> None:
         self.emit(
             StepDone(
                 step.step_id,
                 self.stage,
                 tuple(found.sampled),
-                hidden is None,
-                *times,
+                aborted,
+                start_ns,
+                time.monotonic_ns(),
                 several=found.several,
                 logprobs=found.logprobs,
                 scores=found.scores,
                 failed=found.failed,
             )
         )
-
-    def _input(self, step: Step, batch: PackedBatch) -> Tensor | None:
-        if self.model.is_first:
-            return self.model.embed(batch.token_ids)
-        return self.links.receive(step.step_id, batch.num_tokens)
-
-    def _layers(self, step: Step, hidden: Tensor, batch: PackedBatch) -> Tensor | None:
-        """All layers of this stage: hidden states [T, hidden], or None when the step was aborted before the last."""
-        finished = finished_blocks(step, self.block_tokens)
-        for layer in range(self.model.layer_begin, self.model.layer_end):
-            if step.gated and not self.gates.wait(step.step_id, layer, self.gate_timeout_s):
-                return None
-            if self.gates.aborted(step.step_id):
-                return None
-            start_ns = time.monotonic_ns()
-            hidden = self.model.layer(layer, hidden, batch, self.kv[layer - self.model.layer_begin])
-            for block, valid_tokens in finished:
-                self.part.seal(layer, block, valid_tokens)
-            if step.layer_events:
-                self.emit(LayerDone(step.step_id, layer, start_ns, time.monotonic_ns()))
-        return hidden

@@ -21,9 +21,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from moonpool.engine.channel import BlockingChannel, ChannelClosed
+from moonpool.engine.devices.names import DeviceName
 from moonpool.engine.gates import Gates
-from moonpool.engine.messages import AbortStep, DropShare, Failed, OpenGate, Ready, Shutdown, StageSpec
-from moonpool.errors import ConfigError, MoonpoolError
+from moonpool.engine.messages import (
+    MAX_FETCHES,
+    AbortStep,
+    DropShare,
+    Failed,
+    Fetch,
+    Loaded,
+    OpenGate,
+    Ready,
+    Shutdown,
+    StageSpec,
+)
+from moonpool.errors import MoonpoolError
 from moonpool.sched.steps import Step
 
 if TYPE_CHECKING:
@@ -37,8 +49,8 @@ class Receiver:
     """Reads the channel in a thread of its own, so that gates, aborts and the parent's death are heard at any time."""
 
     def __init__(self, channel: BlockingChannel, gates: Gates, stages: int, rendezvous: str) -> None:
-        # The parent never has more than `stages` steps in flight; one more place is for Shutdown.
-        self.orders: queue.Queue[Step | Shutdown] = queue.Queue(stages + 1)
+        # The parent never has more than `stages` steps in flight, and so many fetches; one more place is for Shutdown.
+        self.orders: queue.Queue[Step | Fetch | Shutdown] = queue.Queue(stages + MAX_FETCHES + 1)
         self._channel = channel
         self._gates = gates
         self._rendezvous = rendezvous
@@ -79,6 +91,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
 
     from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
+    from moonpool.engine.devices.opening import open_device, place_on
     from moonpool.engine.masks import Masks
     from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
     from moonpool.engine.step import StageRunner
@@ -88,13 +101,12 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     gc.freeze()  # what stays for ever is not looked at again
     gc.enable()
     engine = spec.engine
-    if engine.device != "cpu":
-        raise ConfigError("device", f"{engine.device!r} is not built yet; only 'cpu'")
     torch.set_num_threads(max(1, engine.threads))
     torch.set_num_interop_threads(1)
     path = Path(engine.checkpoint)
     dtype = torch_dtype(engine.dtype)
     config = load_config(path)
+    device = open_device(DeviceName.parse(engine.device).of_stage(spec.stage))
     part = PoolPart.attach(pool_fd, engine.layout, engine.blocks, spec.layer_begin, spec.layer_end)
     model = load_stage(
         path,
@@ -102,9 +114,11 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         dtype,
         spec.layer_begin,
         spec.layer_end,
-        engine.device,
+        "cpu" if device is None else device.torch_device,
         deterministic=engine.deterministic,
+        on_layer=lambda done, of: channel.send(Loaded(done, of)),
     )
+    place = place_on(device, part, lambda error: _end(channel, error))
     links: Links = NoLinks()
     if engine.stages > 1:
         links = GlooLinks(
@@ -118,7 +132,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     masks = None
     if model.is_last:
         masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids)
-    return StageRunner(spec.stage, model, part, links, gates, channel.send, engine.gate_timeout_s, masks)
+    return StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
 
 
 def serve(channel: BlockingChannel, pool_fd: int) -> None:
@@ -134,9 +148,12 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     while True:
         order = receiver.orders.get()  # no deadline: the receiver ends the process when the channel closes
         if isinstance(order, Shutdown):
-            runner.links.flush()
+            runner.close()
             return
-        runner.run(order)
+        if isinstance(order, Fetch):
+            runner.fetch(order)
+        else:
+            runner.run(order)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -149,16 +166,24 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--pool", type=int, required=True, help="descriptor of this stage's part of the KV pool")
     args = parser.parse_args(argv)
     channel = BlockingChannel(socket.socket(fileno=args.channel))
-    code = 0
     try:
         serve(channel, args.pool)
-    except ChannelClosed:
-        code = _ORPHANED
-    except MoonpoolError as error:
-        code = _report(channel, Failed(error.message, type(error).__name__, getattr(error, "field", "")))
     except Exception as error:
-        traceback.print_exc()
-        code = _report(channel, Failed(f"{type(error).__name__}: {error}"))
+        _end(channel, error)
+    _exit(0)
+
+
+def _end(channel: BlockingChannel, error: BaseException) -> NoReturn:
+    """Ends the process for an error of any of its threads."""
+    if isinstance(error, ChannelClosed):
+        _exit(_ORPHANED)
+    if isinstance(error, MoonpoolError):
+        _exit(_report(channel, Failed(error.message, type(error).__name__, getattr(error, "field", ""))))
+    traceback.print_exception(error)
+    _exit(_report(channel, Failed(f"{type(error).__name__}: {error}")))
+
+
+def _exit(code: int) -> NoReturn:
     sys.stderr.flush()
     # Not sys.exit: tearing down torch, gloo and a blocked thread takes long and can hang; the kernel frees it all.
     os._exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import tempfile
@@ -14,15 +15,17 @@ from moonpool.errors import ConfigError
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 
-_HASH_BYTES = 8
+_NUMBER_BYTES = 8
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
 
 
 @dataclass(slots=True)
 class PoolPart:
     """The share of one stage: `[layer_end - layer_begin, blocks, slice_bytes]`, mapped shared from a file descriptor.
 
-    Behind these `nbytes` lie the slices' hashes, `[layer_end - layer_begin, blocks]`, 8 bytes each. `map` supports the
-    buffer protocol. The part owns `fd`: it is closed with the part.
+    Behind these `nbytes` lie the slices' hashes, `[layer_end - layer_begin, blocks]`, 8 bytes each, and then how often
+    each slice came from elsewhere, alike. `map` supports the buffer protocol. The part owns `fd`: it is closed with the
+    part.
     """
 
     layout: KVLayout
@@ -34,6 +37,7 @@ class PoolPart:
     map: mmap.mmap
     view: memoryview = field(repr=False)
     hashes: memoryview = field(repr=False)
+    written: memoryview = field(repr=False)
     slice_bytes: int
 
     @classmethod
@@ -49,10 +53,10 @@ class PoolPart:
             raise ConfigError("pool", f"layers {layer_begin} to {layer_end} need {needed} bytes, the pool has {size}")
         mapped = mmap.mmap(fd, needed, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         view, nbytes = memoryview(mapped), slices * layout.slice_bytes
-        hashes = view[needed - slices * _HASH_BYTES :].cast("Q")
-        return cls(
-            layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, view[:nbytes], hashes, layout.slice_bytes
-        )
+        written = view[needed - slices * _NUMBER_BYTES :].cast("q")
+        hashes = view[needed - 2 * slices * _NUMBER_BYTES : needed - slices * _NUMBER_BYTES].cast("Q")
+        views = view[:nbytes], hashes, written
+        return cls(layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, *views, layout.slice_bytes)
 
     def slice(self, layer: int, block: int) -> memoryview:
         """The writable bytes of one layer (index in the model) of one block."""
@@ -69,6 +73,11 @@ class PoolPart:
     def set_hash(self, layer: int, block: int, value: int) -> None:
         """Keeps the hash that came with a slice."""
         self.hashes[(layer - self.layer_begin) * self.blocks + block] = value
+
+    def landed(self, layer: int, block: int, value: int) -> None:
+        """A slice came from elsewhere, all its bytes are here: keeps the hash that came with it, and counts it."""
+        self.set_hash(layer, block, value)
+        self.written[(layer - self.layer_begin) * self.blocks + block] += 1
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
         """Makes the hash of a slice that was computed here, with invalid token slots as zeros."""
@@ -91,6 +100,8 @@ class PoolPart:
         os.close(self.fd)
         self.fd = -1
         self.hashes.release()
+        with contextlib.suppress(BufferError):  # a device may look at it still
+            self.written.release()
         self.view.release()
         with contextlib.suppress(BufferError):
             self.map.close()
@@ -153,6 +164,20 @@ class KVPool:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
+    def shared(self) -> list[tuple[int, memoryview]]:
+        """The parts for other processes to read: descriptors, which stay the pool's, and the bytes as they lie here.
+
+        To be called when all engines have mapped the pool: from then on nobody can map it for writing or change its
+        size. Empty where that cannot be had.
+        """
+        try:
+            for part in self.parts:
+                seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+                fcntl.fcntl(part.fd, fcntl.F_ADD_SEALS, seals)
+        except (OSError, AttributeError):  # no memfd, or a kernel without such seals
+            return []
+        return [(part.fd, part.view) for part in self.parts]
+
     def slice(self, layer: int, block: int) -> memoryview:
         """The writable bytes of one layer of one block."""
         return self._by_layer[layer].slice(layer, block)
@@ -164,9 +189,12 @@ class KVPool:
 
     def write(self, layer: int, block: int, data: memoryview, value: int) -> None:
         """Takes one layer of one block that came from elsewhere, verified, and the hash that came with it."""
-        part = self._by_layer[layer]
-        part.slice(layer, block)[:] = data
-        part.set_hash(layer, block, value)
+        self.slice(layer, block)[:] = data
+        self.set_hash(layer, block, value)
+
+    def set_hash(self, layer: int, block: int, value: int) -> None:
+        """Keeps the hash that came with a slice which lies here already, and tells a device that the slice is new."""
+        self._by_layer[layer].landed(layer, block, value)
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
         """Makes the hash of a slice that was computed in this process."""
@@ -179,8 +207,8 @@ class KVPool:
 
 
 def _mapped_bytes(layout: KVLayout, slices: int) -> int:
-    """Memory of so many slices and their hashes; the hashes are aligned to their size."""
-    return -(-slices * layout.slice_bytes // _HASH_BYTES) * _HASH_BYTES + slices * _HASH_BYTES
+    """Memory of so many slices, their hashes and their counts, which are aligned to their size."""
+    return -(-slices * layout.slice_bytes // _NUMBER_BYTES) * _NUMBER_BYTES + 2 * slices * _NUMBER_BYTES
 
 
 def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> None:
@@ -196,7 +224,7 @@ def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> 
 def _shared_memory(nbytes: int) -> int:
     """A descriptor of `nbytes` of memory without a name: a memfd, else an unlinked temporary file."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("moonpool-kv", os.MFD_CLOEXEC)
+        fd = os.memfd_create("moonpool-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
         fd, name = tempfile.mkstemp(prefix="moonpool-kv-")
         Path(name).unlink()

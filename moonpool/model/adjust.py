@@ -23,7 +23,7 @@ def adjust(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, byte
     _bias(flat, vocab, specs)
     banned = _places([(row, _tokens(spec.banned)) for row, spec in enumerate(specs) if spec.banned], vocab)
     if banned is not None:
-        flat[banned] = -torch.inf
+        flat[banned.to(flat.device)] = -torch.inf
     _penalise(flat, vocab, [(row, spec) for row, spec in enumerate(specs) if spec.history and spec.params.penalised])
     for row, mask in masks.items():
         _mask(logits[row], mask)
@@ -31,7 +31,7 @@ def adjust(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, byte
 
 def _mask(row: Tensor, mask: bytes) -> None:
     allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(row), bitorder="little")
-    row.masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
+    row.masked_fill_(torch.from_numpy(allowed == 0).to(row.device), -torch.inf)
 
 
 def _tokens(tokens: Sequence[int]) -> Tensor:
@@ -47,7 +47,8 @@ def _bias(flat: Tensor, vocab: int, specs: Sequence[SampleSpec]) -> None:
     biased = [(row, spec.params.logit_bias) for row, spec in enumerate(specs) if spec.params.logit_bias]
     places = _places([(row, _tokens(list(bias))) for row, bias in biased], vocab)
     if places is not None:
-        flat[places] += torch.tensor([value for _, bias in biased for value in bias.values()], dtype=torch.float32)
+        values = torch.tensor([value for _, bias in biased for value in bias.values()], dtype=torch.float32)
+        flat[places.to(flat.device)] += values.to(flat.device)
 
 
 def _penalise(flat: Tensor, vocab: int, rows: Sequence[tuple[int, SampleSpec]]) -> None:
@@ -58,16 +59,16 @@ def _penalise(flat: Tensor, vocab: int, rows: Sequence[tuple[int, SampleSpec]]) 
     """
     histories = [(row, spec, _history(spec)) for row, spec in rows]
     outputs = [(row, spec, tokens[spec.prompt_tokens :]) for row, spec, tokens in histories]
-    repeated = _values(histories, vocab, lambda spec: spec.params.repetition_penalty, without=1.0)
+    repeated = _values(flat, histories, vocab, lambda spec: spec.params.repetition_penalty, without=1.0)
     if repeated is not None:
         places, factors = repeated
         values = flat[places]
         flat[places] = torch.where(values > 0, values / factors, values * factors)
-    frequent = _values(outputs, vocab, lambda spec: spec.params.frequency_penalty)
+    frequent = _values(flat, outputs, vocab, lambda spec: spec.params.frequency_penalty)
     if frequent is not None:
         places, penalties = frequent
         flat.index_put_((places,), -penalties, accumulate=True)
-    present = _values(outputs, vocab, lambda spec: spec.params.presence_penalty)
+    present = _values(flat, outputs, vocab, lambda spec: spec.params.presence_penalty)
     if present is not None:
         places, penalties = present
         flat[places] = flat[places] - penalties
@@ -78,15 +79,17 @@ def _history(spec: SampleSpec) -> Tensor:
 
 
 def _values(
+    flat: Tensor,
     found: Sequence[tuple[int, SampleSpec, Tensor]],
     vocab: int,
     of: Callable[[SampleSpec], float],
     without: float = 0.0,
 ) -> tuple[Tensor, Tensor] | None:
-    """Places of all occurrences of tokens, each with its row's penalty; None when no row has one."""
+    """Places in `flat` of all occurrences of tokens, each with its row's penalty; None when no row has one."""
     used = [(row, of(spec), tokens) for row, spec, tokens in found if of(spec) != without]
     places = _places([(row, tokens) for row, _, tokens in used], vocab)
     if places is None:
         return None
     lengths = torch.tensor([len(tokens) for _, _, tokens in used])
-    return places, torch.tensor([value for _, value, _ in used]).repeat_interleave(lengths)
+    values = torch.tensor([value for _, value, _ in used]).repeat_interleave(lengths)
+    return places.to(flat.device), values.to(flat.device)

@@ -30,22 +30,22 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[Seq
 
     Every row has a finite highest logit.
     """
-    vocab = logits.shape[1]
-    weights = _weights(logits, torch.tensor([it.temperature for it in params]))
+    vocab, device = logits.shape[1], logits.device
+    weights = _weights(logits, torch.tensor([it.temperature for it in params], device=device))
     top_k = {row: it.top_k for row, it in enumerate(params) if 0 < it.top_k < vocab}
     top_p = {row: it.top_p for row, it in enumerate(params) if it.top_p < 1}
     if top_k:
-        counts = torch.tensor(list(top_k.values()))
+        counts = torch.tensor(list(top_k.values()), device=device)
         _on_rows(weights, list(top_k), partial(_keep_top_k, counts=counts))
     if top_p:
-        shares = torch.tensor(list(top_p.values()), dtype=torch.float64)
+        shares = torch.tensor(list(top_p.values()), dtype=torch.float64, device=device)
         _on_rows(weights, list(top_p), partial(_keep_top_p, shares=shares))
     if any(it.min_p for it in params):
-        weights.masked_fill_(weights < torch.tensor([it.min_p for it in params])[:, None], 0)
+        weights.masked_fill_(weights < torch.tensor([it.min_p for it in params], device=device)[:, None], 0)
     sizes = [len(its) for its in numbers]
-    rows = torch.arange(len(params)).repeat_interleave(torch.tensor(sizes))
-    flat = torch.tensor([number for its in numbers for number in its], dtype=torch.float64)
-    return [tokens.tolist() for tokens in torch.split_with_sizes(_pick(weights, rows, flat), sizes)]
+    rows = torch.arange(len(params)).repeat_interleave(torch.tensor(sizes)).to(device)
+    flat = torch.tensor([number for its in numbers for number in its], dtype=torch.float64, device=device)
+    return [tokens.tolist() for tokens in torch.split_with_sizes(_pick(weights, rows, flat).cpu(), sizes)]
 
 
 def _weights(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def _keep_top_p(weights: Tensor, shares: Tensor) -> None:
     """Set all but the highest weights of each row, up to its share of their sum, to 0."""
     rows = weights.shape[0]
     buckets = weights.view(torch.int32) >> _SHIFT
-    places = (buckets + (torch.arange(rows, dtype=torch.int32) * _BUCKETS)[:, None]).view(-1)
+    places = (buckets + (torch.arange(rows, dtype=torch.int32, device=weights.device) * _BUCKETS)[:, None]).view(-1)
     masses = torch.bincount(places, weights.view(-1).double(), minlength=rows * _BUCKETS).view(rows, _BUCKETS)
     down_to = masses.flip(1).cumsum(1).flip(1)  # the sum of a bucket and those above it
     wanted = shares * down_to[:, 0]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moonpool.errors import Internal
 from moonpool.logprobs import Logprobs
 from moonpool.sampling import SampleSpec
 
@@ -54,14 +53,11 @@ def most_likely(logits: Tensor, spec: SampleSpec) -> tuple[list[int], list[float
     """Return the `spec.best` most likely tokens of one row [vocab] with their log probabilities, the best first.
 
     Equal ones in order of the token. Banned tokens are left out, and the others are not made likelier for that: so
-    `transformers` does it in beam search.
-
-    Raises:
-        Internal: the logits are not finite.
+    `transformers` does it in beam search. None where the logits are not finite, or all is banned.
     """
     log_probabilities = torch.log_softmax(logits, dim=-1)
     if not bool(torch.isfinite(log_probabilities.amax())):
-        raise Internal("the model computed logits that are not finite")
+        return [], []
     log_probabilities[list(spec.banned)] = -torch.inf
     values, tokens = (it[0] for it in top(log_probabilities[None], min(spec.best, logits.shape[0])))
     count = int(torch.isfinite(values).sum())
@@ -73,8 +69,8 @@ def logprobs(logits: Tensor, tokens: Sequence[Sequence[int]], count: int) -> lis
     """Return the log probabilities of each row's `tokens` by `logits` [R, vocab], and of its `count` most likely."""
     sizes = [len(its) for its in tokens]
     several = max(sizes, default=1) > 1
-    rows = torch.arange(len(tokens)).repeat_interleave(torch.tensor(sizes))
-    chosen = torch.tensor([token for its in tokens for token in its])
+    rows = torch.arange(len(tokens)).repeat_interleave(torch.tensor(sizes)).to(logits.device)
+    chosen = torch.tensor([token for its in tokens for token in its], device=logits.device)
     normalisers, values = logits.logsumexp(-1), logits[rows, chosen]
     ranks = ((logits[rows] if several else logits) > values[:, None]).sum(-1) + 1
     found = torch.split_with_sizes(values - normalisers[rows], sizes), torch.split_with_sizes(ranks, sizes)

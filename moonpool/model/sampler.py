@@ -11,14 +11,15 @@ rule).
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moonpool.errors import Internal
 from moonpool.logprobs import Logprobs
 from moonpool.model.adjust import adjust
 from moonpool.model.draw import draw
@@ -28,38 +29,48 @@ from moonpool.sampling import SampleSpec, stream_seed
 # Temperatures below this are greedy: dividing by them would overflow.
 _GREEDY_BELOW = 1e-5
 
+NOTHING_LEFT = "no token is left to choose: each is banned, or does not fit the format"
+NOT_FINITE = "the model computed logits that are not finite"
+
+
+class Sampled(NamedTuple):
+    """What was chosen of some rows."""
+
+    tokens: list[list[int]]
+    """Of each row one for each sample; none of a row that failed."""
+    logprobs: dict[int, Logprobs]
+    """By row, where they are wanted."""
+    failed: dict[int, str]
+    """By row, why no token would be right. Other rows do not notice."""
+
 
 @torch.inference_mode()
-def sample(
-    logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] = MappingProxyType({})
-) -> tuple[list[list[int]], dict[int, Logprobs]]:
+def sample(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] = MappingProxyType({})) -> Sampled:
     """Choose the tokens of each row of `logits` [R, vocab] float32 by the row's parameters: one for each sample.
 
     `logits` must be contiguous and are overwritten. `masks`: of rows that may not have all tokens, a bit for each token
     from the lowest bit of the first byte on.
-
-    Returns:
-        The tokens, and the log probabilities of rows that want them.
-
-    Raises:
-        Internal: a row's logits are not finite; no token would be right.
     """
     assert logits.dim() == 2
     assert logits.shape[0] == len(specs)
     assert logits.dtype == torch.float32
     if not specs:
-        return [], {}
+        return Sampled([], {}, {})
     told = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     untouched = logits[told]
     adjust(logits, specs, masks)
-    tokens = [[token] * spec.samples for token, spec in zip(_greedy(logits), specs, strict=True)]
-    drawn = [row for row, spec in enumerate(specs) if spec.params.temperature >= _GREEDY_BELOW]
+    greedy, failed = _greedy(logits)
+    tokens = [[] if row in failed else [greedy[row]] * spec.samples for row, spec in enumerate(specs)]
+    drawn = [row for row, spec in enumerate(specs) if spec.params.temperature >= _GREEDY_BELOW and row not in failed]
     if drawn:
         hot = logits if len(drawn) == len(specs) else logits[drawn]
         found = draw(hot, [specs[row].params for row in drawn], [_numbers(specs[row]) for row in drawn])
         for row, its in zip(drawn, found, strict=True):
             tokens[row] = its
-    return tokens, _logprobs(untouched, told, specs, tokens)
+    if failed:
+        untouched = untouched[[at for at, row in enumerate(told) if row not in failed]]
+        told = [row for row in told if row not in failed]
+    return Sampled(tokens, _logprobs(untouched, told, specs, tokens), failed)
 
 
 def _numbers(spec: SampleSpec) -> list[float]:
@@ -90,8 +101,8 @@ def uniform(seed: int, position: int) -> float:
     return (number >> 11) * 2.0**-53
 
 
-def _greedy(logits: Tensor) -> list[int]:
-    """Return the highest logit's index of every row, the lowest among equals.
+def _greedy(logits: Tensor) -> tuple[list[int], dict[int, str]]:
+    """Return the highest logit's index of every row, the lowest among equals, and rows without a right one.
 
     Torch's `argmax` is an order of magnitude slower than `amax`: the maximum of each run of 128 is found first.
     """
@@ -99,6 +110,11 @@ def _greedy(logits: Tensor) -> list[int]:
     width = 128 if vocab % 128 == 0 else 1
     runs = logits.view(rows, -1, width)
     highest, run = runs.amax(-1).max(-1)
-    if not bool(torch.isfinite(highest).all()):
-        raise Internal("the model computed logits that are not finite")
-    return (run * width + runs[torch.arange(rows), run].argmax(-1)).tolist()
+    chosen = run * width + runs[torch.arange(rows, device=logits.device), run].argmax(-1)
+    return chosen.tolist(), {} if bool(torch.isfinite(highest).all()) else _failed(highest.tolist())
+
+
+def _failed(highest: Sequence[float]) -> dict[int, str]:
+    """Rows whose highest logit is none to choose by, and why."""
+    bad = ((row, value) for row, value in enumerate(highest) if not math.isfinite(value))
+    return {row: NOTHING_LEFT if value == -math.inf else NOT_FINITE for row, value in bad}

@@ -1,10 +1,10 @@
 """Blocks on their way out of the pool and back: to and from kvstores, and DRAM for preempted sequences."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moonpool.core.kernel import Ended
-from moonpool.kv.pool import KVPool
+from moonpool.engine.handle import Engine
 from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
@@ -21,7 +21,7 @@ class Copies:
     """The core's I/O on blocks; each is answered by one `Ended`.
 
     Args:
-        pool: the blocks.
+        engine: has the blocks in its pool.
         write_back: writes to kvstores.
         open_reader: makes the client of the kvstore at an address.
         post: tells the core.
@@ -33,7 +33,7 @@ class Copies:
 
     def __init__(
         self,
-        pool: KVPool,
+        engine: Engine,
         write_back: WriteBack,
         open_reader: Callable[[str], StoreReader],
         post: Callable[[Ended[IoEnd]], None],
@@ -42,8 +42,9 @@ class Copies:
         self._clock = clock
         self._write_back = write_back
         self._post = post
-        self._space = SwapSpace(pool)
-        self.loads = Loads(pool, open_reader, post, clock)
+        self._engine = engine
+        self._space = SwapSpace(engine.pool)
+        self.loads = Loads(engine.pool, open_reader, post, clock)
         self._copying: set[asyncio.Task[None]] = set()
         self._copied_at = 0.0
         self.closed = False
@@ -66,7 +67,7 @@ class Copies:
         """Copies a sequence's blocks to DRAM or back, or forgets them."""
         match action:
             case SwapOut(io, number, blocks):
-                self._copy(io, lambda: self._space.save(number, blocks))
+                self._copy(io, lambda: self._space.save(number, blocks), fetch=blocks)
             case SwapIn(io, number, first, blocks):
                 self._copy(io, lambda: self._space.restore(number, first, blocks))
             case SwapDrop(number):
@@ -78,10 +79,14 @@ class Copies:
             await asyncio.wait(self._copying)
         await self.loads.quiet()
 
-    def _copy(self, io: int, work: Callable[[], None]) -> None:
+    def _copy(self, io: int, work: Callable[[], None], fetch: Sequence[int] = ()) -> None:
+        """Does a copy in a thread, when the pool has all of the blocks `fetch`."""
+
         async def copy() -> None:
             began, ok = self._clock(), True
             try:
+                if fetch:
+                    await self._engine.fetch(fetch)
                 await asyncio.to_thread(work)
             except Exception:  # a copy that is not made costs computing again
                 log.exception("swapping failed", io=io)

@@ -112,11 +112,10 @@ class DecodeShell:
         self.log = TokenLog(self._live, self._streams)
         self._order: Run | None = None
         self._wake = asyncio.Event()
-        self.copies = Copies(engine.pool, write_back, open_reader, self._post, clock)
+        self.copies = Copies(engine, write_back, open_reader, self._post, clock)
         self.empty = asyncio.Event()
         self.empty.set()
-        self.dead = ""
-        self.steps = 0
+        self.dead, self.steps = "", 0
 
     def __len__(self) -> int:
         return len(self._live.requests)
@@ -163,7 +162,7 @@ class DecodeShell:
         keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
         width, targets, beams = incoming.width, len(stores), rules_of(incoming.sampling.params)
         asked = keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s
-        kept = incoming.priority, incoming.tenant, incoming.transient
+        kept = incoming.priority, incoming.tenant, incoming.transient, incoming.logprob_bytes
         self._post(Reserve(number, *asked, beams, bool(secret), fence, *kept))
         self._driver.settle()
         answer = self._answers.pop(number)
@@ -172,7 +171,7 @@ class DecodeShell:
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
             )
         transfer = inbound(number, self._layout, tokens, answer.held)
-        live = LiveRequest(incoming, stores, transfer, self._clock(), secret)
+        live = LiveRequest(incoming, stores, transfer, self._clock(), secret, who)
         self._live.add(live)
         self.empty.clear()
         return live, answer.tbt_s
@@ -267,7 +266,7 @@ class DecodeShell:
 
     def cancel(self, subscriber: Subscriber, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
         """Cancels a request, unless another conductor has it now; returns the state in which it was."""
-        live = self.get(message.transfer_id, message.generation)
+        live = self.get(message.transfer_id, message.generation) or self._live.promised(message, subscriber)
         if live is None or live.request_id != message.request_id or live.subscriber not in (None, subscriber):
             return kv_pb2.CANCEL_OUTCOME_UNKNOWN
         before = live.transfer.state is TransferState.PROMISED

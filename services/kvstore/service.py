@@ -18,6 +18,8 @@ from moonpool.rpc.security import Security
 from moonpool.rpc.server import Service, serving
 from moonpool.rpc.tuning import raise_open_files_limit
 from moonpool.streams.credits import ByteCredits
+from moonpool.streams.lanes.listening import LaneServer
+from moonpool.streams.lanes.settings import LaneSettings
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
@@ -87,6 +89,7 @@ class KVStoreService(StoreListener):
         self.idle = asyncio.Event()  # no session is open
         self.idle.set()
         self.streams = OpenStreams()
+        self.lanes = LaneServer(LaneSettings.of(config), instance.incarnation)
         self.metrics = Metrics(config.service())
         self._closing = asyncio.Event()
         self._draining = False
@@ -109,6 +112,8 @@ class KVStoreService(StoreListener):
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
         self.gauges = gauges_of(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, rows)
+        for name, read, at_rest in self.lanes.gauges():
+            self.gauges.add(name, read, at_rest)
         self.metrics.watch(self.gauges)
         self.servicer = self._make_servicer(instance, ahead)
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
@@ -126,7 +131,7 @@ class KVStoreService(StoreListener):
         journal, closing, streams = self._journal, self._closing, self.streams
         deletions = Deletions(store, self._pins, self._ledger, self.writer, config.session_timeout_s)
         durable = self._pins, self._ledger, deletions
-        return KVStoreServicer(put, get, *durable, operations, journal, self.gauges, closing, streams)
+        return KVStoreServicer(put, get, *durable, operations, journal, self.gauges, closing, streams, self.lanes)
 
     @property
     def contract(self) -> Service:
@@ -161,7 +166,21 @@ class KVStoreService(StoreListener):
             waiting=len(self.rooms),
             cached_blocks=len(self.store.tiers.dram),
             draining=self._draining,
+            tiers=self._tiers(),
         )
+
+    def _tiers(self) -> list[conductor_pb2.TierLoad]:
+        dram, ssd = self.store.tiers.dram, self.store.tiers.ssd
+        tiers = [
+            conductor_pb2.TierLoad(
+                name="dram", blocks=len(dram), used_bytes=dram.block_bytes, capacity_bytes=dram.capacity_bytes
+            )
+        ]
+        if ssd is not None:
+            used, size = ssd.space.used_bytes, ssd.space.capacity_bytes
+            blocks = len(ssd.catalogue)
+            tiers.append(conductor_pb2.TierLoad(name="ssd", blocks=blocks, used_bytes=used, capacity_bytes=size))
+        return tiers
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -220,6 +239,7 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
         async with (
             service.running(),
             service.metrics.served(config.metrics_listen),
+            service.lanes.running(config),
             serving(config.listen, [service.contract], security=security) as server,
         ):
             instance.address = config.advertised(server.port)

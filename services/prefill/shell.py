@@ -128,7 +128,7 @@ class Shell:
     def _perform(self, action: actions.Action) -> None:
         match action:
             case actions.RunStep():
-                self._begin(action.io, partial(self._run_step, action, self._step(action)), _ABORTED)
+                self._start_step(action)
             case actions.OpenGate():
                 self._engine.open_gate(action.step, action.layer)
             case actions.DropShare():
@@ -258,6 +258,19 @@ class Shell:
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
+    def _start_step(self, order: actions.RunStep) -> None:
+        """Begins a step; one that cannot be made into a message ends its requests and nothing else."""
+        try:
+            step = self._step(order)
+        except Exception as error:
+            log.exception("a step could not be made", step=order.io)
+            for request in (self._requests[chunk.job] for chunk in order.chunks if chunk.job in self._requests):
+                request.error = Internal(f"the step could not be made: {error!r}")
+                self.post(events.Leave(request.number))
+            self.post(Ended(order.io, _ABORTED))
+            return
+        self._begin(order.io, partial(self._run_step, order, step), _ABORTED)
+
     def _step(self, order: actions.RunStep) -> Step:
         sequences = tuple(self._sequence(chunk) for chunk in order.chunks)
         return Step(order.io, sequences, order.gated, layer_events=True)
@@ -272,6 +285,7 @@ class Shell:
         if not result.aborted:
             for index, chunk in enumerate(order.chunks):
                 if (request := self._requests.get(chunk.job)) is not None:
+                    request.note_chunk(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9)
                     _take(request, chunk, index, result)
                     if request.error is not None:
                         self.post(events.Leave(request.number))
@@ -321,9 +335,16 @@ def _take(request: Request, chunk: actions.ChunkOrder, index: int, result: StepR
     if index in result.scores:
         request.scored(result.scores[index])
     if index in result.failed:
-        request.error = InvalidRequest("sequence.sampling.grammar", result.failed[index])
+        request.error = _failure(request, result.failed[index])
     if chunk.last and token is not None:
         request.sampled(result.several.get(index, Several((token,))), result.logprobs.get(index))
+
+
+def _failure(request: Request, why: str) -> MoonpoolError:
+    """Why there is no token for a request."""
+    if request.incoming.sampling.params.response_format:
+        return InvalidRequest("sequence.sampling.grammar", why)
+    return Internal(why)
 
 
 def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.PrefillResponse:
@@ -340,6 +361,9 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
         computed_tokens=told.computed_tokens,
         queue_s=told.queue_s,
         prefill_s=told.prefill_s,
+        loads=request.loads,
+        chunks=request.chunks,
+        lane=request.lane,
         misses=[
             prefill_pb2.StoreMiss(store=request.sources[miss.source].instance, block=miss.block) for miss in told.misses
         ],

@@ -27,10 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--storms", type=int, default=1, help="how many, one after the other")
     parser.add_argument("--clients", type=int, default=6, help="requests at once")
     parser.add_argument("--corrupt", type=float, default=0.05, help="share of damaged frames")
+    parser.add_argument("--lanes", default="local", help="the lane that KV takes: local, tcp or grpc")
+    parser.add_argument("--break-lanes", type=float, default=0.01, help="share of payloads that break their lane")
     parser.add_argument("--gap-s", type=float, default=2.0, help="mean seconds between faults")
     parser.add_argument("--kinds", default=",".join(FAULTS), help="faults, separated by commas")
     parser.add_argument("--targets", default="prefill,decode,kvstore,conductor", help="kinds of services that are hit")
     parser.add_argument("--engine", default="real", help="real or emulated:PROFILE")
+    parser.add_argument("--device", default="cpu", help="of real engines, for example staged:3")
     parser.add_argument("--prefill", type=int, default=2, help="prefill instances")
     parser.add_argument("--decode", type=int, default=2, help="decode instances")
     parser.add_argument("--kvstore", type=int, default=1, help="kvstores")
@@ -56,13 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 targets=args.targets.split(","),
                 clients=args.clients,
                 corrupt=args.corrupt,
+                lanes=args.lanes,
+                break_lanes=args.break_lanes,
                 gap_s=args.gap_s,
                 longest_prompt=args.longest_prompt,
                 longest_answer=args.longest_answer,
                 conductors=args.conductors,
             )
+            folder = (args.keep or Path(temporary)) / f"storm-{seed}"
             base = replace(
-                base_plan(model, (args.keep or Path(temporary)) / f"storm-{seed}", args.engine, blocks=args.blocks),
+                base_plan(model, folder, args.engine, blocks=args.blocks, device=args.device),
                 prefill=args.prefill,
                 decode=args.decode,
                 kvstore=args.kvstore,

@@ -19,9 +19,9 @@ def judge_of(model: Path, engine: str) -> Judge:
     return EmulatedJudge(config.vocab_size, config.eos_token_ids)
 
 
-def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256) -> StackPlan:
+def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256, device: str = "cpu") -> StackPlan:
     """Two instances of each kind of engine; pools and tiers are small, so that requests wait and blocks are evicted."""
-    pool = ["--blocks", str(blocks)]
+    pool = ["--blocks", str(blocks), "--device", device]
     return StackPlan(
         model=str(model),
         data_dir=folder,

@@ -83,7 +83,7 @@ class Reference:
         rows = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :]
         sampling = replace(SequenceSampling.of(how, len(prompt), ()), sample_index=index)
         specs = [sampling.at(array("i", [*prompt, *output[:position]])) for position in range(len(output))]
-        chosen, _ = sample(rows.contiguous(), [replace(spec, samples=1) for spec in specs])
+        chosen, *_ = sample(rows.contiguous(), [replace(spec, samples=1) for spec in specs])
         return [token for [token] in chosen]
 
     def assert_logprobs(self, context: Sequence[int], found: Sequence[TokenLogprobs], top: int) -> None:

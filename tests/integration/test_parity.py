@@ -21,9 +21,10 @@ from moonpool.model.create import create
 from moonpool.sampling import stream_seed
 from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
 from tests.integration.stack import CheckedStack
-from tests.integration.topologies import BF16, REST, SELECTED, Topology, missing
+from tests.integration.topologies import BF16, ON_GPU, REST, SELECTED, Topology, missing
 
 SEED = 20_26
+GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 BLOCK = 16
 TIMES_ERROR = 4.5
 """Largest gap in bfloat16, in root mean squares of the logits' error that `transformers` makes in bfloat16. Measured:
@@ -126,7 +127,11 @@ def tolerance_of(folder: Path, topology: Topology, reference: Reference) -> floa
 
 @pytest.fixture(
     scope="module",
-    params=[*SELECTED, *(pytest.param(topology, marks=pytest.mark.slow) for topology in REST)],
+    params=[
+        *SELECTED,
+        *(pytest.param(topology, marks=pytest.mark.slow) for topology in REST),
+        *(pytest.param(topology, marks=GPU) for topology in ON_GPU),
+    ],
     ids=str,
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -137,7 +142,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tolerance = tolerance_of(folder / "model", topology, reference)
     eos_prompt = sharp_prompt(reference, tolerance)
     end_with(folder / "model", reference.first_token(eos_prompt))
-    deterministic = ["--deterministic"] if topology.deterministic else []
+    lanes = ["--kv-lanes", topology.lane]
+    flags = ["--device", topology.device, *(["--deterministic"] if topology.deterministic else []), *lanes]
     plan = StackPlan(
         model=str(folder / "model"),
         data_dir=folder,
@@ -150,7 +156,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         block_tokens=BLOCK,
         kv_bytes=16 << 20,
         dram_bytes=16 << 20,
-        extra={"prefill": ["--step-tokens", "64", *deterministic], "decode": deterministic},
+        extra={"prefill": ["--step-tokens", "64", *flags], "decode": flags, "kvstore": lanes},
     )
     with CheckedStack(plan) as stack, Client(stack.address) as client:
         yield Served(topology, stack, client, reference, tolerance, eos_prompt)
@@ -158,6 +164,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_the_selection_covers_every_pair_of_values() -> None:
     assert missing(SELECTED) == set()
+    assert {topology.lane for topology in SELECTED} == {"local", "tcp", "grpc"}
     for topology in SELECTED:
         assert missing([other for other in SELECTED if other != topology]), f"{topology} adds nothing"
 
@@ -298,3 +305,14 @@ def test_work_is_spread(served: Served) -> None:
             break
         asyncio.run(served.gather(asked))
     assert served.prefills == {"prefill-0", "prefill-1"}
+
+
+def test_kv_took_its_lane_and_no_other(served: Served) -> None:
+    result = served.check(served.prompt(70, seed=950), max_tokens=3)
+    assert served.client.explain(result.request_id).lane == served.topology.lane
+    for kind in ("decode", "kvstore") if served.topology.store else ("decode",):
+        for lane in ("local", "tcp"):
+            opened = served.stack.gauge(kind, f"lanes_{lane}_opened")
+            assert (opened > 0) == (lane == served.topology.lane), (kind, lane, opened)
+        assert served.stack.gauge(kind, "lanes_refused") == 0
+    assert served.stack.gauge("prefill", "lane_failures") == 0

@@ -38,3 +38,15 @@ def test_a_storm_keeps_every_promise_and_really_happens(
     report = run_storm(plan, base, judge_of(checkpoint, engine), monkeypatch.setenv)
     assert report.failures == [], report.summary()
     assert report.shortfalls() == [], report.summary()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_storm_over_engines_in_a_hostile_order(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = StormPlan(seed=9, seconds=60.0)
+    base = base_plan(checkpoint, tmp_path, "real", device="staged:3")
+    report = run_storm(plan, base, judge_of(checkpoint, "real"), monkeypatch.setenv)
+    assert report.failures == [], report.summary()
+    assert report.shortfalls() == [], report.summary()

@@ -134,6 +134,9 @@ class EmulatedEngine:
         """Seconds that loading so many bytes takes on the emulated hardware; 0 = as long as it takes here."""
         return load_seconds(self._speeds, nbytes)
 
+    async def fetch(self, blocks: Sequence[int]) -> None:
+        """The pool has all KV."""
+
     @property
     def steps_held(self) -> int:
         """Steps whose gates or aborts are remembered: running ones and ones that have not begun."""

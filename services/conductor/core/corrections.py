@@ -96,7 +96,7 @@ class Corrections:
         if speeds != self._told:
             self._told, self._speeds = speeds, None
 
-    def company(self, busy: bool | None) -> Company:
+    def company(self, *, busy: bool | None) -> Company:
         """What is learnt of prompts that find other engines of the host busy, or idle; None = there are none."""
         return self._busy if busy else self._idle
 
@@ -114,7 +114,7 @@ class Corrections:
         waits_s, load_s, compute_s = (seconds / factor for seconds, factor in zip(foreseen, by, strict=True))
         alone_s = self._parts.seconds((load_s, compute_s))
         if busy is not None:
-            there_s = self.company(busy).alone(self._waiting.seconds((waits_s,)) + alone_s, there_s)
+            there_s = self.company(busy=busy).alone(self._waiting.seconds((waits_s,)) + alone_s, there_s)
         if waits_s > 0.0:
             self._waiting.observe((waits_s,), there_s, known_s=alone_s)
         else:

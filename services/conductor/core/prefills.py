@@ -221,7 +221,7 @@ class Prefills(Pool[Prefill]):
         factors = learnt.factors
         queue_s = (free_at - now) * factors[0] if free_at > now else 0.0
         busy = self._decodes.company(facts.host) if self._decodes is not None else None
-        company = learnt.company(busy)
+        company = learnt.company(busy=busy)
         if company.factor != 1.0:
             by = company.factor
             queue_s, load_s, prefill_s = queue_s * by, load_s * by, prefill_s * by

@@ -58,6 +58,8 @@ class Reserve:
     """Whose KV it is."""
     transient: bool = False
     """None of its blocks is to be kept: its KV was deleted while it was on its way."""
+    logprob_bytes: int = 0
+    """Bytes of the log probabilities that are kept with each token of its answer."""
 
 
 @dataclass(frozen=True, slots=True)

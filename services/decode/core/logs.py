@@ -61,9 +61,8 @@ class Logs:
 
     def ended(self, now: float, request: Request, out: list[Action]) -> None:
         """Keeps the answer of a sequence that has ended."""
-        [member] = request.members
-        answer = max(0, member.tokens - request.prompt_tokens)
-        self._keep(request.id, Log(now + self._ttl_s, LOG_BYTES + TOKEN_BYTES * answer, request.fence), out)
+        size = LOG_BYTES + TOKEN_BYTES * _answer(request) + _scores_bytes(request)
+        self._keep(request.id, Log(now + self._ttl_s, size, request.fence), out)
 
     @property
     def waiting(self) -> list[Request]:
@@ -71,9 +70,9 @@ class Logs:
         return [log.request for log in self._logs.values() if log.request is not None]
 
     def parked(self, now: float, request: Request, out: list[Action]) -> None:
-        """Keeps a sequence that could go on: its tokens (as they came, and as they are) and its keys."""
+        """Keeps a sequence that could go on: its tokens (as they came, and as they are), its scores and its keys."""
         [member] = request.members
-        size = LOG_BYTES + 2 * TOKEN_BYTES * member.tokens + KEY_BYTES * len(member.keys)
+        size = LOG_BYTES + 2 * TOKEN_BYTES * member.tokens + KEY_BYTES * len(member.keys) + _scores_bytes(request)
         self._keep(request.id, Log(now + self._ttl_s, size, request.fence, request), out)
 
     def read(self, number: int, fence: int) -> None:
@@ -115,3 +114,14 @@ class Logs:
     def digest(self) -> bytes:
         """Hash of all of it."""
         return digest_of(self._logs)
+
+
+def _answer(request: Request) -> int:
+    """Tokens of its answer."""
+    [member] = request.members
+    return max(0, member.tokens - request.prompt_tokens)
+
+
+def _scores_bytes(request: Request) -> int:
+    """Of the log probabilities of its answer."""
+    return request.logprob_bytes * _answer(request)

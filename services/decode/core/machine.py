@@ -159,7 +159,7 @@ class DecodeCore:
                 self._arrived(now, request, out)
             case Start() if not request.is_started:
                 self._start(request, event, out)
-            case Compute() if request.state is State.PROMISED and not request.is_started:
+            case Compute() if not request.is_started:
                 self._compute(request, event, out)
             case Stop():
                 self._end(request, event.why, out)
@@ -176,19 +176,21 @@ class DecodeCore:
         if event.stream not in self._streams:
             self._end(request, "the conductor's stream ended", out)
             return
-        request.stream, request.finishes = event.stream, (event.finish, *event.others)
-        request.opening = event.candidates
-        assert request.search or len(request.finishes) == request.width, "a first token for each sequence"
+        finishes = event.finish, *event.others
+        request.stream, request.finishes, request.opening = event.stream, finishes, event.candidates
+        assert request.search or len(finishes) == request.width, "a first token for each sequence"
         request.members[0].tokens += 1
         self._join(request, out)
 
     def _compute(self, request: Request, event: Compute, out: list[Action]) -> None:
-        if event.stream in self._streams and self.planner.compute(request):
+        nothing_came = request.state is State.PROMISED
+        if nothing_came and event.stream in self._streams and self.planner.compute(request):
             request.stream = event.stream
             self._leases.clear(request.id)
             out.append(Table(request.id, tuple(request.blocks)))
         else:
-            self._end(request, "the prompt cannot be computed here now", out)
+            began = "its KV has begun to come: the prompt is not computed here"
+            self._end(request, "the prompt cannot be computed here now" if nothing_came else began, out)
 
     def _join(self, request: Request, out: list[Action]) -> None:
         """Goes on when both the KV and the first token are there."""
@@ -216,16 +218,16 @@ class DecodeCore:
 
     def _expire(self, now: float, out: list[Action]) -> None:
         """Ends requests whose lease is over, but for those that only wait and whose conductor is there."""
-        open_conductors = set(self._streams.values())
+        conductors = set(self._streams.values())
         while (number := self._leases.pop_due(now)) is not None:
             request = self.requests[number]
             waits = request.state is State.PROMISED or (request.state is State.WHOLE and not request.is_started)
-            if waits and now < request.until and request.conductor in open_conductors:
+            if waits and now < request.until and request.conductor in conductors:
                 self._leases.set(number, min(now + self.config.lease_s, request.until))
             else:
                 waited = f"the promise was not taken up for {self.config.promise_s:g} s"
                 silent = f"no frame of the transfer came for {self.config.lease_s:g} s"
-                self._end(request, waited if waits and request.conductor in open_conductors else silent, out)
+                self._end(request, waited if waits and request.conductor in conductors else silent, out)
 
     def _stream(self, event: StreamOpened | StreamClosed, out: list[Action]) -> None:
         if isinstance(event, StreamOpened):
@@ -290,8 +292,7 @@ class DecodeCore:
     # --- steps and copies ------------------------------------------------------------------------------------------
 
     def _step_done(self, now: float, event: StepDone, out: list[Action]) -> None:
-        flight = self.planner.flight
-        if flight is None or flight.run.step != event.step:
+        if (flight := self.planner.flight) is None or flight.run.step != event.step:
             return  # of an engine that has died
         if event.aborted:
             self.planner.not_computed(flight, out)
@@ -322,8 +323,7 @@ class DecodeCore:
             self._leave(request, out)
 
     def _stepped(self, now: float, event: Stepped) -> None:
-        flight = self.planner.flight
-        if flight is not None and flight.run.step == event.step and event.steps:
+        if (flight := self.planner.flight) is not None and flight.run.step == event.step and event.steps:
             observe(self.tracker, now, flight, event)
             self.planner.advance(event.steps, over=False)
 

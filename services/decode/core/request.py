@@ -122,6 +122,8 @@ class Request:
     opening: Candidates = ()
     """What may follow the prompt, where beams are wanted."""
     preemptions: int = 0
+    logprob_bytes: int = 0
+    """Bytes of the log probabilities that are kept with each token of its answer."""
     prompt_here: bool = False
     """Its prompt is computed here: nobody else writes it to its kvstores."""
     recompute: bool = False
@@ -150,6 +152,7 @@ class Request:
             until,
             resumable=event.resumable,
             fence=event.fence,
+            logprob_bytes=event.logprob_bytes,
             search=Search(event.width, longest, event.beams) if event.beams is not None else None,
         )
 

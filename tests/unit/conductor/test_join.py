@@ -144,7 +144,7 @@ async def test_a_stream_that_times_out_after_its_process_has_joined_again_ends_n
 
 async def test_losing_a_prefill_does_not_end_what_decodes() -> None:
     p, d = prefill(after=[asyncio.Event()]), decode(hold_at=3)
-    async with stack(d, heartbeat_s=0.2) as s:
+    async with stack(d, heartbeat_s=0.5) as s:
         call = await s.call_join(await s.serve(p))
         assert await answer(call) == "welcome"
         stream = s.client.stream(token_ids=list(range(30, 50)), sampling=SamplingParams(max_tokens=6, temperature=0.0))

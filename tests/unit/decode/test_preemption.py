@@ -41,6 +41,7 @@ async def test_answers_are_the_same_in_a_pool_too_small_for_all(way: str, tmp_pa
         parking = it.service.core.parking
         assert parking.preemptions > 0
         assert (parking.swaps > 0) == (way in ("swap", "auto"))
+        assert len(it.engine.fetched) == parking.swaps, "what leaves the pool is all there"
         await it.rest()
         digest = it.service.core.digest()
         it.service.shell.close()

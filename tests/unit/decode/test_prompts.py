@@ -52,11 +52,17 @@ async def test_what_cannot_be_computed_here_fails() -> None:
         await conductor.compute("b", whole)
         several = await reserve(it, spec("c", tokens, max_tokens=4, n=2))
         await conductor.compute("c", several)
-        await conductor.until(lambda: len(conductor.failed) == 2)
+        asked = spec("d", tokens, max_tokens=4)
+        asked.sampling.prompt_logprobs = 1
+        scored = await reserve(it, asked)
+        await conductor.compute("d", scored)
+        await conductor.until(lambda: len(conductor.failed) == 3)
         assert conductor.failed == {
             "b": "the prompt cannot be computed here now",
             "c": "a prompt is computed here for one answer only, without beams",
+            "d": "a prompt whose log probabilities are wanted (sampling.prompt_logprobs) is not computed here",
         }
         await conductor.cancel("c", several)
-        await conductor.until(lambda: "c" in conductor.outcomes)
+        await conductor.cancel("d", scored)
+        await conductor.until(lambda: {"c", "d"} <= conductor.outcomes.keys())
         await it.rest()

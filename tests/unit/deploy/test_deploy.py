@@ -54,7 +54,9 @@ def test_files_are_right() -> None:
         ("target: engine", "target: heavy", "the container file has no target heavy"),
         ("bookworm}", "trixie}", "build argument BASE is python:3.11-slim-trixie"),
         ("PIP_NO_INDEX:", "PIP_NOINDEX:", "build argument PIP_NOINDEX is not declared"),
-        ('["kv:/var/lib/moonpool/kv"]', "[]", "which is no volume"),
+        ('["kv:/var/lib/moonpool/kv", ', "[", "which is no volume"),
+        ("KV_LANES_DIR: /var/lib/moonpool/lanes", "KV_LANES_DIR: ''", "in None, which no other container sees"),
+        ('  - "lanes:/var/lib/moonpool/lanes"', "", "which no other container sees"),
         ("kv:/var/lib/moonpool/kv", "kv:/var/lib/moonpool/store", "is not a folder of the image"),
         ("/opt/moonpool/model/tiny", "/opt/moonpool/model/small", "the image has no /opt/moonpool/model/small"),
         ("condition: service_healthy", "condition: service_started", "does not wait until its conductor is healthy"),
@@ -198,6 +200,37 @@ def test_scripts_parse() -> None:
         pytest.skip("no bash")
     for name in SCRIPTS:
         subprocess.run([bash, "-n", ROOT / name], check=True)
+
+
+DOCKER = """#!/bin/sh
+echo "$@ [$MOONPOOL_STACK_MODELS $MOONPOOL_MODEL]" >>"$CALLS"
+case "$*" in *" run "*) echo fetching; echo /hub/the.gguf;; esac
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(
+    ("model", "served"),
+    [
+        ("smollm2", " /hub/the.gguf"),
+        ("owner/name", " owner/name"),
+        ("{folder}/some", "{folder} /var/lib/moonpool/models/some"),
+        ("{folder}/one.gguf", "{folder} /var/lib/moonpool/models/one.gguf"),
+        ("", " "),
+    ],
+)
+def test_models_that_make_up_takes(model: str, served: str, tmp_path: Path) -> None:
+    """What the containers are told of a folder, a file, a hub id and a name; the name is fetched before they start."""
+    (tmp_path / "docker").write_text(DOCKER)
+    (tmp_path / "docker").chmod(0o755)
+    (tmp_path / "some").mkdir()
+    (tmp_path / "one.gguf").touch()
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    given["MODEL"] = model.format(folder=tmp_path)
+    subprocess.run(["bash", ROOT / "deploy" / "stack.sh", "up"], env=given, check=True, capture_output=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls.count(f"compose --project-name moonpool up -d [{served.format(folder=tmp_path)}]") == 1
+    assert sum(" run " in call for call in calls) == (model == "smollm2")
 
 
 def test_substitution() -> None:

@@ -64,7 +64,8 @@ def main() -> None:
     receiver.start()
     channel.send(Ready(0.0, 0))
     while not isinstance(order := receiver.orders.get(), Shutdown):
-        run(order, spec, gates, channel)
+        if isinstance(order, Step):
+            run(order, spec, gates, channel)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 from moonpool.engine.forgetting import Forgetting
 from moonpool.errors import InvalidRequest
 from moonpool.kv.deletions import Deletions
+from moonpool.kv.keys import BlockKey
 from moonpool.sched.forgetting import ForgetKV
 from moonpool.streams.credits import Traffic
 from moonpool.streams.store_writer import PutOutcome
@@ -16,7 +17,7 @@ from moonpool.streams.writeback import WriteBack, WriteBackLimits
 from moonpool.v1 import kv_pb2
 
 NAMESPACE = b"n" * 32
-KEY, OTHER = b"k" * 32, b"o" * 32
+KEY, OTHER = BlockKey(b"k" * 32), BlockKey(b"o" * 32)
 STORE = kv_pb2.Instance(id="kvstore-0", address="a")
 
 
@@ -68,18 +69,18 @@ class Rig:
             lambda keys, tenant: self.carried_out.concerning(keys, tenant, NAMESPACE),
         )
         self.forgetting = Forgetting(NAMESPACE, 10, self.write_back, self._carry_out, self.carried_out)
-        self.dropped: list[bytes] = []
+        self.dropped: list[BlockKey] = []
 
     def _carry_out(self, event: ForgetKV) -> int:
         self.looks.append(event)
         return 3
 
-    def store(self, key: bytes, tenant: str) -> None:
+    def store(self, key: BlockKey, tenant: str) -> None:
         def over(stored: bool) -> None:
             if not stored:
                 self.dropped.append(key)
 
-        self.write_back.submit(STORE, [key], [bytes(32)], tenant, [1], over)
+        self.write_back.submit(STORE, [key], [BlockKey(bytes(32))], tenant, [1], over)
 
     async def delete(self, name: str, **named: object) -> kv_pb2.ForgetResponse:
         deletion = kv_pb2.Deletion(id=name, selection=kv_pb2.Selection(**named))  # type: ignore[arg-type]

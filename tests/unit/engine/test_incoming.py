@@ -45,6 +45,10 @@ def test_unpacks() -> None:
     assert unpacked(most).sampling.bad_tokens == ((2, 3),) * (VOCABULARY - 2)
 
 
+FORMAT_AND_BANS = kv_pb2.SequenceSpec(
+    sampling=kv_pb2.Sampling(response_format="json_object"), bad_tokens=[kv_pb2.TokenRun(token_ids=[2])]
+)
+
 WRONG: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [
     ("request_id", lambda s: s.ClearField("request_id")),
     ("tenant", lambda s: setattr(s, "tenant", "t" * 257)),
@@ -67,6 +71,7 @@ WRONG: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [
     ("bad_tokens", lambda s: s.bad_tokens.add()),
     ("bad_tokens", lambda s: s.bad_tokens.add(token_ids=[VOCABULARY])),
     ("bad_tokens", lambda s: s.bad_tokens.add(token_ids=[1] * 300)),
+    ("bad_tokens", lambda s: s.MergeFrom(FORMAT_AND_BANS)),
     ("bad_tokens", lambda s: s.bad_tokens.extend([kv_pb2.TokenRun(token_ids=[2])] * (VOCABULARY - 1))),
 ]
 

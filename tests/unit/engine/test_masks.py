@@ -54,7 +54,7 @@ def generate(masks: Masks, params: SamplingParams, longest: int = LONGEST) -> li
         spec = sampling.at(tokens)
         logits = ANYTHING[len(tokens) % 16][None].clone()
         logits[0, END] += 4
-        [[token]], _ = sample(logits, [spec], begun(masks, spec))
+        [[token]], *_ = sample(logits, [spec], begun(masks, spec))
         tokens.append(token)
     return tokens[len(PROMPT) :].tolist()
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from moonpool.checkpoint import Tokenizer, kv_layout, load_config
+from moonpool.engine.devices.memory import pool_tensor
+from moonpool.engine.devices.opening import place_on
 from moonpool.engine.gates import Gates
 from moonpool.engine.masks import Masks
-from moonpool.engine.messages import StepDone
+from moonpool.engine.messages import Fetched, StepDone
 from moonpool.engine.pipeline import NoLinks
-from moonpool.engine.step import StageRunner, pool_tensor
+from moonpool.engine.step import StageRunner
 from moonpool.errors import Unsupported
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
@@ -51,7 +53,8 @@ class Stages:
 
     def __init__(self, path: Path, pool: KVPool) -> None:
         config = load_config(path)
-        self.events: list[LayerDone | StepDone] = []
+        self.events: list[LayerDone | StepDone | Fetched] = []
+        self.failures: list[BaseException] = []
         self.gates = [Gates() for _ in pool.parts]
         self.links = ListLinks()
         self.pool = pool
@@ -59,7 +62,8 @@ class Stages:
         for stage, part in enumerate(pool.parts):
             model = load_stage(path, config, torch.float32, part.layer_begin, part.layer_end)
             links = NoLinks() if len(pool.parts) == 1 else _End(self.links, last=model.is_last)
-            self.runners.append(StageRunner(stage, model, part, links, self.gates[stage], self.events.append, 0.05))
+            place = place_on(None, part, self.failures.append)
+            self.runners.append(StageRunner(stage, model, place, links, self.gates[stage], self.events.append, 0.05))
 
     def run(self, step: Step) -> list[StepDone]:
         for runner in self.runners:
@@ -158,6 +162,7 @@ def test_layers_are_reported_in_order_and_before_the_step(checkpoint: Path) -> N
         half = layers // 2
         assert names == [*range(half), "done 0", *range(half, layers), "done 1"]
         for event in two.events:
+            assert not isinstance(event, Fetched)
             assert 0 < event.start_ns <= event.end_ns
 
 
@@ -262,7 +267,9 @@ def test_an_answer_whose_format_cannot_be_followed_gets_nothing_and_others_get_t
         masks = two.runners[-1].masks = Masks(lambda: Tokenizer.load(tmp_path), 512, (1,))
         shares = (SequenceStep(ids(*PROMPT), 0, (4, 1, 6), how), SequenceStep(ids(*PROMPT), 0, (5, 2, 7), GREEDY))
         done = two.run(Step(1, shares))[-1]
-        masks.close()
+        two.runners[-1].close()
+        with pytest.raises(RuntimeError, match="shutdown"):
+            masks.begin(Step(2, shares))
         assert done.sampled[0] is None
         assert done.sampled[1] is not None
         assert list(done.failed) == [0]

@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -38,6 +38,8 @@ class ExactEngine:
         else:
             seconds = decode_step_seconds(TRUE, len(new), sum(s.start + 1 for s in step.sequences))
         return StepResult((), False, 0, round(seconds * 1e9))
+
+    async def fetch(self, blocks: Sequence[int]) -> None: ...
 
     def open_gate(self, step_id: int, layer: int) -> None: ...
 

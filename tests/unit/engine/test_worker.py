@@ -15,7 +15,7 @@ from moonpool.engine.handle import Engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process import ProcessEngine
 from moonpool.engine.start import start_engine
-from moonpool.errors import CheckpointError, Unavailable
+from moonpool.errors import CheckpointError, ConfigError, Unavailable
 from moonpool.model.batch import PackedBatch
 from moonpool.model.load import load_stage
 from moonpool.sampling import SampleSpec
@@ -27,7 +27,9 @@ BLOCKS = 16
 TOLD = Speeds(prefill_per_token_s=0.25)
 
 
-def spec(path: Path, *, stages: int, measure: bool = False, speeds: Speeds | None = None) -> EngineSpec:
+def spec(
+    path: Path, *, stages: int, measure: bool = False, speeds: Speeds | None = None, device: str = "cpu"
+) -> EngineSpec:
     layout = kv_layout(load_config(path), "float32", 16)
     return EngineSpec(
         str(path),
@@ -35,6 +37,7 @@ def spec(path: Path, *, stages: int, measure: bool = False, speeds: Speeds | Non
         layout,
         BLOCKS,
         stages=stages,
+        device=device,
         threads=1,
         gate_timeout_s=20,
         measure=measure,
@@ -82,13 +85,18 @@ async def generate(engine: Engine, first_step: int, tokens: list[int], table: tu
         step_id, sampled = step_id + 1, result.sampled[0]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-async def test_an_engine_of_processes(checkpoint: Path, stages: int) -> None:
+GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.mark.parametrize(
+    ("stages", "device"), [(1, "cpu"), (2, "cpu"), (2, "staged:3"), pytest.param(1, "cuda", marks=GPU)]
+)
+async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str) -> None:
     prompt = list(range(7, 47))
     expected = greedy(checkpoint, prompt, 6)
     layers = load_config(checkpoint).num_layers
     told = TOLD if stages == 2 else None
-    asked = spec(checkpoint, stages=stages, measure=True, speeds=told)
+    asked = spec(checkpoint, stages=stages, measure=True, speeds=told, device=device)
     async with start_engine(asked, start_timeout_s=90) as engine:
         assert isinstance(engine, ProcessEngine)
         assert told is None or engine.speeds == told
@@ -107,7 +115,7 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int) -> None:
         def load(layer: int) -> None:
             if layer < layers:
                 for source, block in ((9, 0), (2, 1)):
-                    engine.pool.slice(layer, block)[:] = saved[layer, source]
+                    engine.pool.write(layer, block, memoryview(saved[layer, source]), 0)
                 engine.open_gate(30, layer)
 
         load(0)
@@ -127,11 +135,26 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int) -> None:
         result = await engine.run(Step(32, gated.sequences))
         assert result.sampled == (expected[0],)
 
+        # What is part-filled gets into the pool when it is asked for.
+        await engine.fetch((3,))
+        assert any(engine.pool.slice(0, 3))
+
         os.kill(engine.pids[0], signal.SIGKILL)
         async with asyncio.timeout(10):
             await asyncio.shield(engine.failed)
         with pytest.raises(Unavailable):
             await engine.run(Step(33, gated.sequences))
+        if device != "cpu":
+            with pytest.raises(Unavailable):
+                await engine.fetch((3,))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+async def test_a_gpu_that_is_not_there_is_named(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="no CUDA device") as caught:
+        async with start_engine(spec(checkpoint, stages=1, device="cuda"), start_timeout_s=60):
+            pass
+    assert caught.value.field == "device"
 
 
 async def test_a_broken_checkpoint_is_named(checkpoint: Path, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ class FakeEngine:
         self.before_layer: Callable[[Step, int], Awaitable[None]] | None = None
         self.steps: list[Step] = []
         self.aborts: list[int] = []
+        self.fetched: list[tuple[int, ...]] = []
         self.drops: list[tuple[int, int]] = []
         self._gates: dict[int, int] = {}
         self._changed = asyncio.Condition()
@@ -196,6 +197,9 @@ class FakeEngine:
             data = self.pool.slice(layer, sequence.block_table[position // size])
             for _, _, start, end in slots(self.layout, position % size):
                 digest.update(data[start:end])
+
+    async def fetch(self, blocks: Sequence[int]) -> None:
+        self.fetched.append(tuple(blocks))
 
     def open_gate(self, step_id: int, layer: int) -> None:
         self._gates[step_id] = max(self._gates.get(step_id, -1), layer)

@@ -1,9 +1,10 @@
 """Deletions are found by what they name."""
 
 from moonpool.kv.deletions import Deletions
+from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
 
-A, B, N = b"a" * 32, b"b" * 32, b"n" * 32
+A, B, N = BlockKey(b"a" * 32), BlockKey(b"b" * 32), b"n" * 32
 
 
 def test_those_that_concern_some_blocks_are_found() -> None:

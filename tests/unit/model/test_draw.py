@@ -83,7 +83,7 @@ def test_draws_follow_the_distribution(feature: str) -> None:
     spec = SampleSpec(params, 4711, samples=PER_POSITION, history=history, prompt_tokens=PROMPT)
     counts: Counter[int] = Counter()
     for position in range(DRAWS // PER_POSITION):
-        [tokens], _ = sample(LOGITS.clone()[None], [replace(spec, position=position)])
+        [tokens], *_ = sample(LOGITS.clone()[None], [replace(spec, position=position)])
         counts.update(tokens)
     weights = weights_of(penalised(LOGITS, params), params).double()
     probabilities = (weights / weights.sum()).tolist()
@@ -95,7 +95,7 @@ def test_draws_follow_the_distribution(feature: str) -> None:
 
 def test_the_chi_square_test_can_fail() -> None:
     weights = weights_of(LOGITS, SamplingParams())
-    [tokens], _ = sample(LOGITS.clone()[None], [SampleSpec(SamplingParams(temperature=1.05), 1, samples=PER_POSITION)])
+    [tokens], *_ = sample(LOGITS.clone()[None], [SampleSpec(SamplingParams(temperature=1.05), 1, samples=PER_POSITION)])
     value, bound = chi_square(Counter(tokens), (weights / weights.sum()).tolist())
     assert value > bound
 

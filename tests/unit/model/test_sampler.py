@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonpool.errors import Internal
 from moonpool.model import sample
 from moonpool.model.likely import logprobs, most_likely
-from moonpool.model.sampler import uniform
+from moonpool.model.sampler import NOT_FINITE, NOTHING_LEFT, uniform
 from moonpool.sampling import SampleSpec, SamplingParams
 
 
@@ -37,7 +36,7 @@ LOGITS = torch.tensor([0.0, 3.0, 1.0, 3.0, -1.0])
 
 
 def one(logits: Tensor, how: SampleSpec) -> int:
-    [[token]], _ = sample(logits.clone()[None], [how])
+    [[token]], *_ = sample(logits.clone()[None], [how])
     return token
 
 
@@ -49,13 +48,25 @@ def drawn(logits: Tensor, how: SampleSpec, count: int = 400) -> Counter[int]:
 def test_greedy_is_the_lowest_of_equals() -> None:
     assert one(LOGITS, spec()) == 1
     assert sample(torch.zeros(2, 7), [spec(), spec(temperature=1e-9)])[0] == [[0], [0]]
-    assert sample(torch.empty(0, 7), []) == ([], {})
+    assert sample(torch.empty(0, 7), []) == ([], {}, {})
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_logits_that_are_not_finite_choose_nothing(bad: float) -> None:
-    with pytest.raises(Internal, match="not finite"):
-        one(torch.tensor([0.0, bad, 1.0]), spec())
+    logits = torch.tensor([[0.0, bad, 1.0], [0.0, 2.0, 1.0]])
+    tokens, told, failed = sample(logits, [spec(logprobs=1), spec(logprobs=1)])
+    assert tokens == [[], [1]], "the other row does not notice"
+    assert (list(told), failed) == ([1], {0: NOT_FINITE})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_any_token_left_fails_alone(temperature: float) -> None:
+    """What a mask leaves is banned."""
+    logits = torch.zeros(3, 256)
+    how = [spec(temperature), spec(temperature, banned=(3, 4), logprobs=0), spec(temperature, banned=(4,))]
+    tokens, told, failed = sample(logits, how, {1: bytes([0b11000]) + bytes(31), 2: bytes([0b11000]) + bytes(31)})
+    assert (len(tokens[0]), tokens[1], tokens[2]) == (1, [], [3])
+    assert (told, failed) == ({}, {1: NOTHING_LEFT})
 
 
 def test_bias_and_bans() -> None:
@@ -111,7 +122,7 @@ def test_rows_are_independent() -> None:
     logits = torch.randn(6, 50, generator=generator)
     specs = [spec(), spec(1.0), spec(temperature=1.0, top_k=5), spec(banned=(0,)), spec(), spec(min_p=0.5)]
     specs = [replace(how, position=row) for row, how in enumerate(specs)]
-    together, _ = sample(logits.clone(), specs)
+    together, *_ = sample(logits.clone(), specs)
     assert together == [[one(logits[row], how)] for row, how in enumerate(specs)]
     order = [3, 1, 5, 0, 4, 2]
     assert sample(logits[order].clone(), [specs[row] for row in order])[0] == [together[row] for row in order]
@@ -120,7 +131,7 @@ def test_rows_are_independent() -> None:
 @pytest.mark.parametrize("how", [{"temperature": 1.0}, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}, {}])
 def test_each_of_several_samples_is_that_of_its_seed(how: dict[str, Any]) -> None:
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(5))
-    [together], _ = sample(logits.clone(), [replace(spec(**how), seed=2**64 - 2, samples=5)])
+    [together], *_ = sample(logits.clone(), [replace(spec(**how), seed=2**64 - 2, samples=5)])
     seeds = [2**64 - 2, 2**64 - 1, 0, 1, 2]
     alone = [sample(logits.clone(), [replace(spec(**how), seed=seed)])[0] for seed in seeds]
     assert alone == [[[token]] for token in together]
@@ -141,15 +152,15 @@ def test_what_is_banned_is_not_among_the_most_likely_and_makes_no_other_likelier
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_the_most_likely_of_what_is_not_finite_are_none(bad: float) -> None:
-    with pytest.raises(Internal, match="not finite"):
-        most_likely(torch.tensor([0.0, bad]), SampleSpec(best=1))
+    assert most_likely(torch.tensor([0.0, bad]), SampleSpec(best=1)) == ([], [])
+    assert most_likely(torch.tensor([0.0, 1.0]), SampleSpec(best=1, banned=(0, 1))) == ([], [])
 
 
 def test_log_probabilities_are_those_before_everything_else() -> None:
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(3))
     plain = torch.log_softmax(logits, dim=-1)
     hot = spec(0.5, logprobs=3, logit_bias={7: 50.0}, top_k=1)
-    tokens, told = sample(logits.clone(), [hot, spec(1.0), replace(spec(1.0, logprobs=0), samples=2)])
+    tokens, told, _ = sample(logits.clone(), [hot, spec(1.0), replace(spec(1.0, logprobs=0), samples=2)])
     assert tokens[0] == [7]
     assert sorted(told) == [0, 2]
     [row] = told[0].of(tokens[0])

@@ -2,7 +2,8 @@
 
 import pytest
 
-from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, TransferFailed, Unavailable
+from moonpool.errors import Internal, InvalidRequest, MoonpoolError, StreamBroken, TransferFailed, Unavailable
+from moonpool.sched.sampling import SequenceSampling
 from moonpool.v1 import kv_pb2
 from tests.unit.fakes.engine import UNFOLLOWED
 from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
@@ -95,4 +96,20 @@ async def test_a_prompt_whose_answer_cannot_begin_in_its_format() -> None:
         with pytest.raises(InvalidRequest, match=rf"sequence\.sampling\.grammar: {UNFOLLOWED}"):
             await broken.to_the_end()
         await other.to_the_end()
+        await it.rest()
+
+
+async def test_a_step_that_cannot_be_made_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = prompt(BLOCK, 1)
+
+    def defect(*_: object) -> None:
+        raise ValueError("a defect")
+
+    async with prefilling() as it:
+        with monkeypatch.context() as patch:
+            patch.setattr(SequenceSampling, "at", defect)
+            story = await begin(it, spec("a", tokens, max_tokens=1))
+            with pytest.raises(Internal, match="the step could not be made: ValueError"):
+                await story.to_the_end()
+        await (await begin(it, spec("b", tokens, max_tokens=1))).to_the_end()
         await it.rest()

@@ -18,7 +18,7 @@ def world() -> World:
 def test_what_an_instance_tells_is_believed_first() -> None:
     learnt = Corrections(TOLD)
     assert learnt.speeds is TOLD
-    assert (learnt.company(None).overhead_s, learnt.factors) == (0.0, (1.0, 1.0, 1.0))
+    assert (learnt.company(busy=None).overhead_s, learnt.factors) == (0.0, (1.0, 1.0, 1.0))
     other = Speeds(prefill_per_token_s=2e-3)
     learnt.told(other)
     assert learnt.speeds is other
@@ -27,8 +27,8 @@ def test_what_an_instance_tells_is_believed_first() -> None:
 def test_overhead_is_learnt_apart() -> None:
     learnt = Corrections(TOLD)
     for _ in range(30):
-        learnt.company(None).observe_overhead(0.009)
-    assert learnt.company(None).overhead_s == pytest.approx(0.009, rel=0.05)
+        learnt.company(busy=None).observe_overhead(0.009)
+    assert learnt.company(busy=None).overhead_s == pytest.approx(0.009, rel=0.05)
     assert learnt.factors == (1.0, 1.0, 1.0)
 
 
@@ -103,11 +103,11 @@ def test_prompts_in_company_have_a_factor_and_an_overhead_of_their_own() -> None
         busy = number % 2 == 0
         foreseen = 0.0, 0.0, 0.05 + 0.01 * (number % 5)
         learnt.observe(foreseen, (1.0, 1.0, 1.0), foreseen[2] * (1.2 if busy else 0.8), busy=busy)
-        learnt.company(busy).observe_overhead(0.012 if busy else 0.004)
-    busy, idle = learnt.company(True), learnt.company(False)
-    assert learnt.factors[2] * busy.factor == pytest.approx(1.2, rel=0.05)
-    assert learnt.factors[2] * idle.factor == pytest.approx(0.8, rel=0.05)
-    assert (busy.overhead_s, idle.overhead_s) == pytest.approx((0.012, 0.004), rel=0.1)
+        learnt.company(busy=busy).observe_overhead(0.012 if busy else 0.004)
+    there, away = learnt.company(busy=True), learnt.company(busy=False)
+    assert learnt.factors[2] * there.factor == pytest.approx(1.2, rel=0.05)
+    assert learnt.factors[2] * away.factor == pytest.approx(0.8, rel=0.05)
+    assert (there.overhead_s, away.overhead_s) == pytest.approx((0.012, 0.004), rel=0.1)
 
 
 def test_an_engine_alone_on_its_host_has_no_company() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from moonpool.logprobs import bytes_per_token
 from services.decode.core.actions import Adopted, Fenced, Forget, Gone, Parked
 from services.decode.core.events import Stop, StreamOpened
 from services.decode.core.logs import KEY_BYTES, LOG_BYTES, TOKEN_BYTES
@@ -229,6 +230,25 @@ def test_bytes_are_bounded_and_the_oldest_go_first() -> None:
     assert set(world.logged) == {first, third}
     assert world.core.orphans.logs.bytes == 2 * size + 2 * TOKEN_BYTES
     assert world.core.due() == 30.0 == world.core.orphans.logs.due()
+
+
+def test_log_probabilities_count_with_the_tokens() -> None:
+    world = World(config(24, grace_s=0.0, log_ttl_s=30.0))
+    plain, scored = [
+        world.go(prompt(20, seed), 3, conductor="conductor", resumable=True, logprob_bytes=seed * bytes_per_token(20))
+        for seed in range(2)
+    ]
+    world.work()
+    logs = world.core.orphans.logs
+    kept = [log.bytes for number in (plain, scored) if (log := logs.get(number)) is not None]
+    assert kept == [LOG_BYTES + 3 * TOKEN_BYTES, LOG_BYTES + 3 * (TOKEN_BYTES + 168)]
+    parked = world.go(prompt(20, 2), LONG, conductor="conductor", resumable=True, logprob_bytes=8)
+    world.close(1)
+    world.tick(0.0)
+    world.step()
+    log = logs.get(parked)
+    assert log is not None
+    assert log.bytes == LOG_BYTES + 2 * TOKEN_BYTES * 22 + KEY_BYTES + 2 * 8
 
 
 def test_nothing_is_kept_within_no_bytes() -> None:

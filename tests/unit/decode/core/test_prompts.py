@@ -136,12 +136,18 @@ class TestRefused:
         world.compute(number, stream=7)
         assert world.failed == {number: REFUSED}
 
-    def test_nothing_once_kv_comes(self) -> None:
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_one_whose_kv_has_begun_to_come(self, whole: bool) -> None:
+        """Its conductor hears of it at once, not when the lease ends."""
         world = World(config(40))
         number = asked(world, BT)
-        world.post(Open(number))
-        assert world.compute(number) == []
-        assert world.core.requests[number].state is State.RECEIVING
+        if whole:
+            world.arrive(number)
+        else:
+            world.post(Open(number))
+        world.compute(number)
+        assert world.failed == {number: "its KV has begun to come: the prompt is not computed here"}
+        world.assert_at_rest()
 
 
 @pytest.mark.parametrize("way", Preemption)

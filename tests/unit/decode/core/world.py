@@ -124,6 +124,7 @@ class World:
         resumable: bool = False,
         priority: int = 0,
         tenant: str = "",
+        logprob_bytes: int = 0,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
         answers = (answer,) if isinstance(answer, int) else answer
@@ -133,10 +134,10 @@ class World:
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
         lengths = len(prompt), len(prompt), total_tokens
-        width = len(answers)
         self.asked[number] = Reserve(
-            number, keys, *lengths, slo, conductor, stores, width, starts_in_s, beams, resumable, 0, priority, tenant
-        )
+            number, keys, *lengths, slo, conductor, stores, len(answers), starts_in_s, beams, resumable,
+            priority=priority, tenant=tenant, logprob_bytes=logprob_bytes,
+        )  # fmt: skip
         self.post(self.asked[number])
         if number not in self.core.requests:
             for index in range(len(answers)):

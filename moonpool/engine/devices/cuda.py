@@ -1,0 +1,90 @@
+"""A GPU: lanes are streams, marks are events. It never ran; what it has in common with `staged` is proven there."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.devices.lanes import Mark
+from moonpool.errors import ConfigError
+
+RESERVE_BYTES = 1 << 30
+"""Left free beside KV, for a step's intermediate results."""
+
+
+class _Event:
+    """See `Mark`."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        """See `Mark.wait`."""
+        self.event.synchronize()
+
+
+class CudaLane:
+    """See `Lane`."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def run(self, work: Callable[[], None]) -> None:
+        """See `Lane.run`."""
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def mark(self) -> Mark:
+        """See `Lane.mark`."""
+        return _Event(self._stream)
+
+    def after(self, mark: Mark) -> None:
+        """See `Lane.after`."""
+        assert isinstance(mark, _Event)
+        self._stream.wait_event(mark.event)
+
+
+class CudaDevice:
+    """See `Device`.
+
+    Args:
+        number: of the GPU.
+
+    Raises:
+        ConfigError: there is no such GPU here.
+    """
+
+    def __init__(self, number: int) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("device", "no CUDA device can be used here")
+        if number >= torch.cuda.device_count():
+            raise ConfigError("device", f"there is no GPU {number}, only {torch.cuda.device_count()}")
+        self._device = torch.device("cuda", number)
+        torch.cuda.set_device(self._device)
+        compute, up, down = (torch.cuda.Stream(self._device) for _ in range(3))  # type: ignore[no-untyped-call]
+        # Weights and batches, which this thread brings, come in the order of the steps.
+        torch.cuda.set_stream(compute)
+        self.compute, self.up, self.down = CudaLane(compute), CudaLane(up), CudaLane(down)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """See `Device.torch_device`."""
+        return self._device
+
+    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See `Device.memory`."""
+        needed, (free, _) = torch.Size(shape).numel() * dtype.itemsize, torch.cuda.mem_get_info(self._device)
+        if needed + RESERVE_BYTES > free:
+            raise ConfigError("kv_bytes", f"{needed} bytes of KV do not fit the GPU: {free} are free")
+        found = torch.empty(shape, dtype=dtype, device=self._device)
+        torch.cuda.synchronize(self._device)
+        return found
+
+    def buffers(self, count: int, nbytes: int) -> Tensor:
+        """See `Device.buffers`."""
+        return torch.empty((count, nbytes), dtype=torch.uint8, pin_memory=True)
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        torch.cuda.synchronize(self._device)

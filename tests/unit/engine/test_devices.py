@@ -1,0 +1,368 @@
+"""Two tiers of KV on a device with a hostile order: tokens, pool and hashes are those of the plain CPU, whatever it is.
+
+`SEED=...` repeats one order.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from moonpool.checkpoint import kv_layout, load_config
+from moonpool.engine.devices.courier import Courier
+from moonpool.engine.devices.cuda import CudaDevice
+from moonpool.engine.devices.lanes import Device, Immediate
+from moonpool.engine.devices.memory import OnePool
+from moonpool.engine.devices.names import DeviceName
+from moonpool.engine.devices.opening import Place, open_device
+from moonpool.engine.devices.staged import StagedDevice
+from moonpool.engine.devices.tiers import TwoTiers
+from moonpool.engine.gates import Gates
+from moonpool.engine.messages import Fetch, Fetched, StepDone
+from moonpool.engine.pipeline import NoLinks
+from moonpool.engine.step import StageRunner
+from moonpool.errors import ConfigError
+from moonpool.kv.pool import KVPool
+from moonpool.model.load import load_stage
+from moonpool.model.stage import StageModel
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import LayerDone, SequenceStep, Step
+
+BLOCKS, SIZE = 12, 16
+FEW = [int(os.environ["SEED"])] if "SEED" in os.environ else list(range(6))
+GREEDY = SampleSpec()
+PROMPT = tuple(range(5, 45))
+OTHER = tuple(range(60, 85))
+
+
+Slices = list[tuple[bytes, int]]
+"""Of a block: each layer's bytes and hash."""
+
+
+@dataclass
+class Rig:
+    """One stage with all layers, and the pool as the I/O process sees it.
+
+    Attributes:
+        watched: blocks that are looked at whenever a layer is said to be done.
+        seen: what they held, by step and layer.
+        loading: blocks that come layer by layer, before the gates open.
+        aborting: steps are given up after their first layer.
+    """
+
+    model: StageModel
+    pool: KVPool
+    place: Place
+    gates: Gates = field(default_factory=Gates)
+    events: list[LayerDone | StepDone | Fetched] = field(default_factory=list)
+    watched: tuple[int, ...] = ()
+    seen: dict[tuple[int, int], list[bytes]] = field(default_factory=dict)
+    loading: dict[int, Slices] = field(default_factory=dict)
+    aborting: bool = False
+
+    def __post_init__(self) -> None:
+        self.runner = StageRunner(0, self.model, self.place, NoLinks(), self.gates, self._emit, 5.0)
+        self._next = 1
+
+    def _emit(self, event: LayerDone | StepDone | Fetched) -> None:
+        if isinstance(event, LayerDone):  # at this moment the slices may leave
+            self.seen[event.step_id, event.layer] = [bytes(self.pool.slice(event.layer, it)) for it in self.watched]
+            if self.aborting:
+                self.gates.abort(event.step_id)
+            self._open(event.step_id, event.layer + 1)
+        self.events.append(event)
+
+    def run(self, *sequences: SequenceStep, **how: object) -> StepDone:
+        """Runs a step and waits until it is said to be done."""
+        step = Step(self._next, sequences, **how)  # type: ignore[arg-type]
+        self._next += 1
+        if step.gated:
+            self._open(step.step_id, 0)
+        self.runner.run(step)
+        self.settle()
+        done = self.events[-1]
+        assert isinstance(done, StepDone)
+        return done
+
+    def _open(self, step_id: int, layer: int) -> None:
+        if layer < self.pool.layout.layers:
+            for block, slices in self.loading.items():
+                self.pool.write(layer, block, memoryview(slices[layer][0]), slices[layer][1])
+            self.gates.open(step_id, layer)
+
+    def settle(self) -> None:
+        """Until everything was emitted."""
+        over: list[int] = []
+        self.place.memory.fetch((), lambda: over.append(1))
+        while not over:
+            os.sched_yield()
+
+    def fetch(self, *blocks: int) -> None:
+        self.runner.fetch(Fetch(7, blocks))
+        self.settle()
+        assert self.events.pop() == Fetched(7, 0)
+
+    def slices(self, block: int) -> Slices:
+        return [(bytes(data), value) for data, value in (self.pool.read(it, block) for it in self._layers)]
+
+    def write(self, block: int, slices: Slices) -> None:
+        for layer, (data, value) in enumerate(slices):
+            self.pool.write(layer, block, memoryview(data), value)
+
+    @property
+    def _layers(self) -> range:
+        return range(self.pool.layout.layers)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> StageModel:
+    config = load_config(checkpoint)
+    return load_stage(checkpoint, config, torch.float32, 0, config.num_layers)
+
+
+def nothing_fails(error: BaseException) -> None:
+    raise AssertionError from error
+
+
+@contextmanager
+def rig(model: StageModel, device: Device | None, buffers: int = 3) -> Iterator[Rig]:
+    """On a plain CPU without a device."""
+    layout = kv_layout(model.config, "float32", SIZE)
+    pool = KVPool.create(layout, BLOCKS, [(0, layout.layers)])
+    [part] = pool.parts
+    place = Place(torch.device("cpu"), Immediate(), OnePool(part))
+    if device is not None:
+        memory = TwoTiers(part, device, nothing_fails, buffers)
+        place = Place(device.torch_device, device.compute, memory, device)
+    it = Rig(model, pool, place)
+    yield it
+    it.runner.close()
+    pool.close()
+
+
+def ids(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def part(tokens: Sequence[int], start: int, table: tuple[int, ...], *, sample: bool = True) -> SequenceStep:
+    return SequenceStep(ids(tokens[start:]), start, table, GREEDY if sample else None)
+
+
+Story = tuple[list[object], list[object]]
+
+
+def story(it: Rig) -> Story:
+    """What an instance does with its pool, and everything that can be seen of it: tokens, and KV with its hashes."""
+    found: list[object] = []
+    kv: list[object] = []
+    # A prompt in two chunks, layer by layer, beside another one.
+    it.watched = (4, 1)
+    it.run(part(PROMPT[:32], 0, (4, 1), sample=False), layer_events=True)
+    done = it.run(part(PROMPT, 32, (4, 1, 6)), part(OTHER, 0, (7, 2)), layer_events=True)
+    found.append(done.sampled)
+    kv += [dict(it.seen), [it.slices(block) for block in (4, 1, 7)]]
+    kv.append([value for _, value in it.slices(6)])  # behind its last token lies something
+    # Its blocks go elsewhere and come back into others, as a transfer's; its last one is part-filled.
+    for source, block in ((4, 9), (1, 3), (6, 5)):
+        it.write(block, it.slices(source))
+    tokens = list(PROMPT)
+    first = done.sampled[0]
+    assert first is not None
+    tokens.append(first)
+    for _ in range(3):
+        sampled = it.run(part(tokens, len(tokens) - 1, (9, 3, 5))).sampled[0]
+        assert sampled is not None
+        tokens.append(sampled)
+    found.append(list(tokens))
+    # Another shares its blocks and gets a copy of a part-filled one, which has just come, where a lost one had come.
+    it.fetch(5)
+    it.write(8, it.slices(5))
+    it.write(10, it.slices(4))
+    table, twin = (9, 3, 5), (9, 3, 10)
+    moved = [*tokens[:-1], 99]
+    shares = part(tokens, len(tokens) - 1, table), part(moved, len(moved) - 1, twin)
+    found.append(it.run(*shares, copies=((8, 10),)).sampled)
+    # It is swapped out and comes back into blocks that were others'.
+    it.fetch(*twin)
+    saved = [it.slices(block) for block in twin]
+    kv.append(saved[:2])
+    for block in twin:
+        it.write(block, [(bytes(len(data)), 0) for data, _ in it.slices(block)])
+    for slices, block in zip(saved, (4, 1, 6), strict=True):
+        it.write(block, slices)
+    while len(moved) <= 3 * SIZE:  # until its third block is full
+        sampled = it.run(part(moved, len(moved) - 1, (4, 1, 6))).sampled[0]
+        assert sampled is not None
+        moved.append(sampled)
+    found.append(moved)
+    kv.append(it.slices(6))
+    # A prefix comes layer by layer, behind gates; a wrong one is given up, and the next has its blocks.
+    wrong: Slices = [(bytes([layer + 1]) * len(data), 0) for layer, (data, _) in enumerate(saved[0])]
+    it.aborting, it.loading = True, {8: wrong, 0: wrong}
+    found.append(it.run(part(PROMPT, 32, (8, 0, 11)), gated=True, layer_events=True).aborted)
+    it.aborting, it.loading = False, dict(zip((8, 0), saved, strict=False))
+    found.append(it.run(part(PROMPT, 32, (8, 0, 11)), gated=True, layer_events=True).sampled)
+    return found, kv
+
+
+@pytest.fixture(scope="module")
+def expected(model: StageModel) -> Story:
+    with rig(model, None) as it:
+        return story(it)
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_a_hostile_order_changes_nothing(model: StageModel, expected: Story, seed: int) -> None:
+    with rig(model, StagedDevice(seed), buffers=1 + seed % 3) as it:
+        assert story(it) == expected
+    assert os.environ.get("TOKENS") in (None, repr(expected[0])), "other kernels chose others"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_hostile_orders_change_nothing(model: StageModel, expected: Story) -> None:
+    for seed in range(1000):
+        with rig(model, StagedDevice(seed), buffers=1 + seed % 3) as it:
+            assert story(it) == expected, f"SEED={seed}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_chooses_the_same_tokens(checkpoint: Path, expected: Story) -> None:
+    config = load_config(checkpoint)
+    device = CudaDevice(0)
+    model = load_stage(checkpoint, config, torch.float32, 0, config.num_layers, device.torch_device)
+    with rig(model, device) as it:
+        assert story(it)[0] == expected[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_kernels_of_gpus_in_a_hostile_order_choose_the_same_tokens(expected: Story) -> None:
+    """In Triton's interpreter, which has to be chosen before Triton is imported."""
+    name = f"{Path(__file__)}::test_a_hostile_order_changes_nothing"
+    environment = os.environ | {"MOONPOOL_KERNELS": "triton", "TRITON_INTERPRET": "1", "SEED": "0"}
+    environment["TOKENS"] = repr(expected[0])
+    command = [sys.executable, "-m", "pytest", "-q", "--timeout=500", "-p", "no:cacheprovider", name]
+    subprocess.run(command, env=environment, check=True)
+
+
+class Interrupted(Immediate):
+    """A lane during whose second work something else happens."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        self._happens = iter([lambda: None, happens])
+
+    def run(self, work: Callable[[], None]) -> None:
+        next(self._happens, lambda: None)()
+        super().run(work)
+
+
+class AtOnce:
+    """A device that does everything at once."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        self.torch_device = torch.device("cpu")
+        self.compute, self.up, self.down = Immediate(), Interrupted(happens), Immediate()
+
+    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def buffers(self, count: int, nbytes: int) -> torch.Tensor:
+        return torch.zeros(count, nbytes, dtype=torch.uint8)
+
+    def close(self) -> None: ...
+
+
+def test_what_is_written_while_it_is_brought_is_brought_once_more(model: StageModel) -> None:
+    """As of a prompt that nobody waits for any more, whose prefix still comes."""
+    with rig(model, None) as plain:
+        plain.run(part(PROMPT, 0, (4, 1, 6)))
+        right = [plain.slices(4), plain.slices(1)]
+    wrong: Slices = [(bytes(len(data)), 0) for data, _ in right[0]]
+
+    def held(it: Rig) -> bytes:
+        return it.runner.kv[0, 4].numpy().tobytes()
+
+    rigs: list[Rig] = []
+    with rig(model, AtOnce(lambda: rigs[0].write(4, right[0]))) as it:
+        rigs.append(it)
+        it.write(4, wrong)
+        it.write(1, right[1])
+        it.run(part(PROMPT, 32, (4, 1, 6)))
+        assert held(it) == wrong[0][0], "it was in its buffer"
+        it.run(part(PROMPT, 32, (4, 1, 6)))
+        assert held(it) == right[0][0][0]
+
+
+def test_a_courier_that_fails_says_so_and_does_nothing_more() -> None:
+    said: list[BaseException] = []
+    done: list[int] = []
+    courier, error = Courier(said.append), ValueError("no")
+
+    def fail() -> None:
+        raise error
+
+    errands = [courier.send(lambda: done.append(1)), courier.send(fail), courier.send(lambda: done.append(2))]
+    errands[0].over.wait()
+    for errand in errands[1:]:
+        with pytest.raises(ValueError, match="no"):
+            errand.wait()
+    courier.close()
+    assert (said, done) == ([error], [1])
+
+
+def test_what_a_lane_raises_is_raised_to_who_waits() -> None:
+    device = StagedDevice(1)
+    device.compute.run(lambda: dict[str, None]().pop("missing"))
+    with pytest.raises(KeyError):
+        device.compute.mark().wait()
+    device.close()
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_lanes_keep_their_own_order_and_what_marks_say(seed: int) -> None:
+    device, done = StagedDevice(seed), list[int]()
+    for number in range(4):
+        device.compute.run(partial(done.append, number))
+        device.up.after(device.compute.mark())
+        device.up.run(partial(done.append, 10 + number))
+    device.up.mark().wait()
+    assert [it for it in done if it < 10] == [0, 1, 2, 3]
+    assert [it for it in done if it >= 10] == [10, 11, 12, 13]
+    assert all(done.index(number) < done.index(10 + number) for number in range(4))
+    device.close()
+
+
+def test_lazy_work_is_not_done_before_somebody_waits() -> None:
+    """Which seeds are lazy in which lane is the device's own; some are, and some are not."""
+    early = set()
+    for seed in range(20):
+        device, done = StagedDevice(seed), list[int]()
+        device.up.run(partial(done.append, 1))
+        early.add(len(done))
+        device.up.mark().wait()
+        assert done == [1]
+        device.close()
+    assert early == {0, 1}
+
+
+def test_names() -> None:
+    assert DeviceName.parse("cpu") == DeviceName("cpu", 0)
+    assert DeviceName.parse("staged:7").of_stage(2) == DeviceName("staged", 9)
+    assert DeviceName.parse("cuda").of_stage(1) == DeviceName("cuda", 1)
+    assert open_device(DeviceName("cpu")) is None
+    for wrong in ("", "gpu", "cpu:1", "cuda:", "cuda:a", "cuda:-1", "staged:1:2"):
+        with pytest.raises(ConfigError) as caught:
+            DeviceName.parse(wrong)
+        assert caught.value.field == "device"
