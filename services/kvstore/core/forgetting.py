@@ -16,8 +16,8 @@ from moonpool.kv.selection import Selection, ttl_of
 from services.kvstore.core.store import BlockStore
 from services.kvstore.ssd.catalogue import Catalogue, Place, Wanted
 
-STEP_BLOCKS = 4096
-"""Blocks looked at in one step, a few milliseconds; one part of all blocks at least."""
+STEP_BLOCKS = 2048
+"""Most blocks deleted in one step, some 20 ms, and blocks looked at: about as many, but one part of all at least."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,14 +65,17 @@ def _sweep(
     dram, ssd = store.tiers.dram, store.tiers.ssd
     forgotten, looked_at = Forgotten(), 0
     for part in range(PARTS):
-        blocks = [block for block in dram.parts[part].values() if in_dram(block.info)]
-        places = [] if ssd is None else ssd.catalogue.places(part, on_ssd(ssd.catalogue))
-        looked_at += len(dram.parts[part]) + (0 if ssd is None else len(ssd.catalogue.parts[part]))
-        if blocks or places:
-            forgotten += _remove(store, blocks, places)
-        if looked_at >= step_blocks:
-            looked_at = 0
-            yield
+        more = True
+        while more:
+            blocks = [block for block in dram.parts[part].values() if in_dram(block.info)][:step_blocks]
+            places = [] if ssd is None else ssd.catalogue.places(part, on_ssd(ssd.catalogue))[:step_blocks]
+            looked_at += len(dram.parts[part]) + (0 if ssd is None else len(ssd.catalogue.parts[part]))
+            if blocks or places:
+                forgotten += _remove(store, blocks, places)
+            more = step_blocks in (len(blocks), len(places))  # then the part is looked at once more
+            if more or looked_at >= step_blocks:
+                looked_at = 0
+                yield
     store.tiers.listener.room()
     store.tiers.listener.work()
     return forgotten
