@@ -16,8 +16,8 @@ from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.server import serving
 from moonpool.rpc.wire import PayloadMessage
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.lanes.dialing import LaneDialer
-from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -48,8 +48,8 @@ class Rig:
     def writer(self, block_format: Any = FORMAT) -> StoreWriter:
         return StoreWriter(self.channels, self.address, self.hello(block_format), LAYOUT, lanes=self.dialer)
 
-    def reader(self, block_format: Any = FORMAT) -> StoreReader:
-        return StoreReader(self.channels, self.address, self.hello(block_format), LAYOUT, lanes=self.dialer)
+    def reader(self, block_format: Any = FORMAT) -> BlockReader:
+        return BlockReader(self.channels, self.address, self.hello(block_format), LAYOUT, lanes=self.dialer)
 
     @property
     def stub(self) -> Any:
