@@ -93,6 +93,7 @@ class JoinAgent:
         take_events: Callable[[], tuple[Iterable[bytes], Iterable[bytes]]],
         held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
+        on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
         on_role: RoleTaker = no_role,
         *,
         changed: asyncio.Event | None = None,
@@ -111,6 +112,7 @@ class JoinAgent:
                 both ways in between is listed at most once, as what it ended as.
             held: every key, for snapshots.
             on_drain: called when the conductor orders to drain (may be called more than once).
+            on_replicate: called when the conductor wants blocks to be copied here.
             on_role: called when the conductor orders to change the role.
             changed: set when load or keys have changed, where others than the agent's caller notice it.
             flush_s: distance of event messages, seconds.
@@ -124,6 +126,7 @@ class JoinAgent:
         self._take_events = take_events
         self._held = held
         self._on_drain = on_drain
+        self._on_replicate = on_replicate
         self._on_role = on_role
         self._flush_s = flush_s
         self._call_timeout_s = call_timeout_s
@@ -202,6 +205,8 @@ class JoinAgent:
             case "drain":
                 self._on_drain()
                 self.notify()
+            case "replicate":
+                self._on_replicate(answer.replicate)
             case "role":
                 self._on_role(answer.role.kind)
             case other:

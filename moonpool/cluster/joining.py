@@ -83,6 +83,7 @@ class Joining:
         take_events: Callable[[], Changes],
         held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
+        on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
         on_role: RoleTaker = no_role,
         *,
         bell: Bell | None = None,
@@ -93,7 +94,8 @@ class Joining:
         self._agents: list[JoinAgent] = []
         for number, address in enumerate(conductors):
             take = news.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
-            agent = JoinAgent(channels, address, hello, load, take, held, on_drain, on_role, changed=self._bell.add())
+            orders = on_drain, on_replicate, on_role
+            agent = JoinAgent(channels, address, hello, load, take, held, *orders, changed=self._bell.add())
             self._agents.append(agent)
 
     @property

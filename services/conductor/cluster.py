@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moonpool.errors import InvalidRequest, NotFound
-from moonpool.kv.keys import unpack_keys
+from moonpool.kv.keys import pack_keys, unpack_keys
 from moonpool.rpc.channels import Channels
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.core.changes import ChangeRole, RoleAsked
+from services.conductor.core.hot import Replicate
 from services.conductor.core.messages import Event, Joined, KeysChanged, Left, Reported, Resync
 from services.conductor.facts import instance_facts, kind_to_proto, load_facts
 from services.conductor.registry import ENGINES, Member, Registry, ServedModel
@@ -98,8 +99,11 @@ class Cluster:
             raise InvalidRequest("instance_id", f"{instance_id} is the last one of its kind")
         self._post(RoleAsked(instance_id))
 
-    def order(self, action: Resync | ChangeRole) -> None:
-        """Tells an instance to send a snapshot of its keys, or to change its role; nothing where it has left."""
+    def order(self, action: Resync | Replicate | ChangeRole) -> None:
+        """Tells an instance to send a snapshot of its keys, to copy hot blocks, or to change its role.
+
+        Without effect where it has left.
+        """
         tell = self._tell.get(action.instance)
         if tell is None:
             return
@@ -107,6 +111,12 @@ class Cluster:
             case Resync(instance):
                 log.warning("resync", instance=instance)
                 tell(conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder()))
+            case Replicate(instance, keys, source, tenant):
+                holder = self.find(source)
+                if holder is not None:
+                    log.info("copy ordered", instance=instance, source=source, blocks=len(keys))
+                    wanted = conductor_pb2.ReplicateOrder(keys=pack_keys(keys), source=holder, tenant=tenant)
+                    tell(conductor_pb2.JoinResponse(replicate=wanted))
             case ChangeRole(instance, _, kind):
                 log.info("change of role ordered", instance=instance, to=kind.value)
                 tell(conductor_pb2.JoinResponse(role=conductor_pb2.RoleOrder(kind=kind_to_proto(kind))))

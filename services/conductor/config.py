@@ -60,8 +60,20 @@ class ConductorConfig(CoreServiceConfig):
     balancing_threshold: float = Field(
         1.0,
         ge=0,
-        description="a prefix in a kvstore is considered when it is this many times longer than the prefill "
+        description="a prefix elsewhere is considered when it is this many times longer than the prefill "
         "instance's own (the paper's kvcache_balancing_threshold); it is used when loading is predicted cheaper",
+    )
+    peers: bool = Field(
+        True,
+        description="prefixes are loaded from the pools of other prefill and decode instances too, not only from "
+        "kvstores; docs/placement.md",
+    )
+    copy_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of an instance's link that copies of hot prefixes may take, out of it and into it; "
+        "0 = none are ordered, and prefixes spread by being loaded alone",
     )
     kvstore_replicas: int = Field(
         1,

@@ -9,6 +9,7 @@ from moonpool.telemetry.logs import get_logger
 from services.conductor.answer import Answer
 from services.conductor.calls import Calls
 from services.conductor.core.changes import ChangeRole
+from services.conductor.core.hot import Replicate
 from services.conductor.core.messages import (
     Action,
     Adopt,
@@ -52,7 +53,7 @@ class Desk:
         predictions: compares them with what is measured.
         recent: remembers what was answered.
         recording: of the requests, if there is one.
-        order: gives an instance an order.
+        order: tells an instance what to do with its keys, and which role to take.
         post: hands an event to the core.
     """
 
@@ -63,7 +64,7 @@ class Desk:
         predictions: Predictions,
         recent: Recent,
         recording: Recording | None,
-        order: Callable[[Resync | ChangeRole], None],
+        order: Callable[[Resync | Replicate | ChangeRole], None],
         post: Callable[[Event], None],
     ) -> None:
         self._calls = calls
@@ -148,7 +149,7 @@ class Desk:
                 self._calls.renew(action)
             case Undo():
                 self._calls.undo(action)
-            case Resync() | ChangeRole():
+            case Resync() | Replicate() | ChangeRole():
                 self._order(action)
             case Cancel(io):
                 self._calls.cancel(io)

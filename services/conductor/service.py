@@ -139,6 +139,8 @@ def _core(config: ConductorConfig) -> ConductorCore:
         config.policy_seed,
         config.decode_prompt_tokens,
         config.slow_factor,
+        config.peers,
+        config.copy_share,
     )
     return ConductorCore(limits, picture, config.role_limits)
 

@@ -74,6 +74,12 @@ class DecodeServicer:
         """Receives KV of many transfers from one prefill process."""
         await _ReceiveStream(self._instance).run(requests, context)
 
+    async def ReadKV(  # noqa: N802
+        self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: Context
+    ) -> None:
+        """Another instance reads blocks of the pool."""
+        await self._instance.reads.serve(requests, context)
+
     async def Steps(  # noqa: N802
         self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
     ) -> None:
@@ -211,7 +217,11 @@ def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: 
     vocab = instance.setup.vocab_size
     if instance.shell.dead:
         subscriber.failed(message.request_id, instance.shell.dead)
-    elif bad := [token for token in (message.first_token_id, *message.further_token_ids) if not 0 <= token < vocab]:
+    elif bad := [
+        token
+        for token in (message.first_token_id, *message.further_token_ids, *message.known_token_ids)
+        if not 0 <= token < vocab
+    ]:
         subscriber.failed(message.request_id, f"there is no token {bad[0]}")  # an engine must never meet one
     else:
         instance.shell.start(subscriber, message)

@@ -13,6 +13,7 @@ from simulator.cluster.engines import Engines
 from simulator.cluster.machines import Engine, Machines
 from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.prompts import Peers
+from simulator.cluster.reading import Readable
 from simulator.cluster.requests import Request, keys_of
 from simulator.cluster.seats import Told
 from simulator.cluster.store import Store
@@ -72,7 +73,11 @@ class Cluster:
         peers = Peers(
             partial(self._keys, name), partial(self._changed, name), self._open, self._heard, self._whole, self._give_up
         )
-        return PrefillInstance(self.world, self.network, self.config, name, self.stores, self.calls, peers, up=up)
+        stores = self.stores, self._readable
+        return PrefillInstance(self.world, self.network, self.config, name, *stores, self.calls, peers, up=up)
+
+    def _readable(self, name: str) -> Readable:
+        return self.stores[int(name[1:])] if name[0] == "s" else self._engines[name].pool
 
     def _decode(self, number: int, longest_run: int) -> DecodeInstance:
         name = f"d{number}"
@@ -163,6 +168,7 @@ class Cluster:
         if instance.up:
             instance.crash()
             instance.up = False
+            self._lose_source(name)
             for conductor in self.conductors:
                 conductor.members.silence(name)
             self.world.after(ps(DETECTION_S), self._lost, name)
@@ -173,7 +179,8 @@ class Cluster:
             conductor.lost(name)
 
     def _gone(self, instance: Engine) -> None:
-        """It has left, with nothing under way."""
+        """It has left, with nothing of its own under way."""
+        self._lose_source(instance.name)
         for conductor in self.conductors:
             conductor.members.silence(instance.name)
         self._lost(instance.name)
@@ -181,10 +188,13 @@ class Cluster:
     def _replace_store(self, store: Store) -> None:
         """By an empty one, of which the conductor hears at once."""
         store.begin_anew()
-        for prefill in self.prefills:
-            prefill.lose_store(store.name)
+        self._lose_source(store.name)
         for conductor in self.conductors:
             conductor.store_joins(store)
+
+    def _lose_source(self, name: str) -> None:
+        for prefill in self.prefills:
+            prefill.lose_source(name)
 
     def _crash_conductor(self, conductor: Conductor, down_s: float) -> None:
         if conductor.up:
@@ -221,6 +231,7 @@ class Cluster:
         elapsed = max(1, self.clients.ended_at)
         decode = [instance.use for instance in self.decodes]
         steps = max(1, sum(use.steps for use in decode))
+        pools = [it.pool for it in self.prefills] + [it.pool for it in self.decodes]
         return {
             "prefill_busy": sum(instance.use.busy for instance in self.prefills) / elapsed / len(self.prefills),
             "decode_busy": sum(use.busy for use in decode) / elapsed / len(decode),
@@ -228,5 +239,7 @@ class Cluster:
             "preempted": sum(instance.preempted for instance in self.decodes),
             "loaded_blocks": sum(store.read_blocks for store in self.stores),
             "loaded_from_disk_blocks": sum(store.disk_blocks for store in self.stores),
+            "loaded_from_peers_blocks": sum(pool.read_blocks for pool in pools),
+            "copied_blocks": sum(it.core.copies.copied_blocks for it in self.prefills),
             "virtual_s": elapsed / PS,
         }

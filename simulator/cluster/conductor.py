@@ -11,6 +11,7 @@ from moonpool.kv.keys import BlockKey
 from services.conductor.core.changes import ChangeRole
 from services.conductor.core.conductor import ConductorCore
 from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.hot import Replicate
 from services.conductor.core.messages import (
     Action,
     Adopt,
@@ -202,6 +203,8 @@ class Conductor:
                 self._fail(action)
             case Drop(request):
                 self._end(request, REFUSED)  # the late check alone sends clients away
+            case Replicate():
+                self.orders.replicate(action)
             case Resync(instance):
                 raise AssertionError(f"a message of {instance} is missing")
             case ChangeRole():
@@ -279,6 +282,8 @@ def _picture(config: ClusterConfig, number: int) -> Picture:
         seed=config.seed + number,
         rest_tokens=config.decode_prompt_tokens,
         slow_factor=config.slow_factor,
+        peers=config.peers,
+        copy_share=config.copy_share,
     )
 
 

@@ -13,6 +13,7 @@ from services.conductor.core.candidates import Policy
 from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.decodes import Answer, Decode, Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
+from services.conductor.core.hot import Hot
 from services.conductor.core.index import Applied, PrefixIndex
 from services.conductor.core.instances import Instance, instance_of
 from services.conductor.core.outlook import Forecasts
@@ -20,6 +21,7 @@ from services.conductor.core.plan import Plan
 from services.conductor.core.planning import Planning, Wanted
 from services.conductor.core.policies import DEFAULT, POLICIES
 from services.conductor.core.prefills import Prefill, Prefills
+from services.conductor.core.reads import Reads
 from services.conductor.core.stores import Store, Stores
 
 EXPECTED_ANSWER_TOKENS = 256
@@ -31,12 +33,14 @@ class Picture:
 
     Args:
         max_index_keys: KV blocks remembered at most.
-        balancing_threshold: a prefix in a kvstore is considered when it is so many times longer than the instance's.
+        balancing_threshold: a prefix elsewhere is considered when it is so many times longer than the instance's own.
         kvstore_replicas: stores that shall hold each chain.
         policy: how prefill instances are chosen.
         seed: of the policy's draws.
         rest_tokens: so many tokens of a prompt at most are computed at decode.
         slow_factor: an instance so many times slower than usual gets nothing new (`Vigil`); 0 = it is used as it is.
+        peers: prefixes are loaded from other engine instances too, not only from kvstores.
+        copy_share: of a link that copies of hot prefixes may take (`Hot`); 0 = there are none.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class Picture:
         seed: int = 0,
         rest_tokens: int = 0,
         slow_factor: float = 0.0,
+        peers: bool = False,
+        copy_share: float = 0.0,
     ) -> None:
         self.index = PrefixIndex(max_index_keys)
         self.shape: Shape | None = None
@@ -55,12 +61,15 @@ class Picture:
         self._slow_factor = slow_factor
         self._instances: dict[str, Instance] = {}
         self.decodes = Decodes()  # to be asked about
-        self._prefills = Prefills(policy, seed, self.decodes)
+        self.prefills = Prefills(policy, seed, self.decodes)
         self.forecasts = Forecasts(self.decodes, EXPECTED_ANSWER_TOKENS)
         self._stores = Stores(kvstore_replicas)
-        holders = self.index, self._prefills, self.decodes, self._stores if policy.stores else None
-        self._planning = Planning(*holders, balancing_threshold, rest_tokens)
-        self._claims: dict[int, list[Instance]] = {}
+        holders = self.index, self.prefills, self.decodes, self._stores if policy.stores else None
+        self.hot = Hot(copy_share if policy.stores else 0.0)
+        shared = peers and policy.stores
+        self._planning = Planning(*holders, balancing_threshold, rest_tokens, peers=shared, wishes=bool(self.hot))
+        self._reads = Reads()
+        self._claims: dict[int, list[Prefill | Decode]] = {}
         self._next_claim = 1
 
     # --- instances -------------------------------------------------------------------------------------------------
@@ -70,14 +79,9 @@ class Picture:
         return len(self._instances)
 
     @property
-    def prefills(self) -> Prefills:
-        """The prefill instances, to be asked about."""
-        return self._prefills
-
-    @property
     def ready(self) -> bool:
         """Whether at least one prefill and one decode instance take requests."""
-        return all(pool.mask & ~pool.draining for pool in (self._prefills, self.decodes))
+        return all(pool.mask & ~pool.draining for pool in (self.prefills, self.decodes))
 
     def incarnation(self, instance_id: str) -> int:
         """Which life of an instance is here; 0 = it is not here."""
@@ -86,13 +90,13 @@ class Picture:
 
     def only(self, suspects: Collection[str]) -> bool:
         """Whether all prefill instances, or all decode instances, are among the suspects."""
-        pools = [one.facts.id for one in self._prefills], [one.facts.id for one in self.decodes]
+        pools = [one.facts.id for one in self.prefills], [one.facts.id for one in self.decodes]
         return any(all(name in suspects for name in pool) for pool in pools)
 
     def relieved(self, instance_id: str) -> bool:
         """Whether an engine is to be rid of what it has: it is slow, or drains (decode), and another one takes it."""
         leaving = self.decodes.resting | self.decodes.draining
-        return self._prefills.relieved(instance_id) or self.decodes.relieved(instance_id, leaving)
+        return self.prefills.relieved(instance_id) or self.decodes.relieved(instance_id, leaving)
 
     def join(self, facts: InstanceFacts, now: float) -> None:
         """Takes an instance in, with a full pool of free blocks until it reports.
@@ -155,7 +159,7 @@ class Picture:
         if slot != instance.slot:
             match instance:
                 case Prefill():
-                    self._prefills.move(instance, slot)
+                    self.prefills.move(instance, slot)
                 case Decode():
                     self.decodes.move(instance, slot)
                 case Store():
@@ -168,7 +172,7 @@ class Picture:
 
     def first_token(self, plan: Plan, computed: int, there_s: float, overhead_s: float, now: float) -> None:
         """A prompt has its first token; it took `there_s` at its instance, `overhead_s` beside since it was placed."""
-        instance, demand = self._prefills.get(plan.prefill.id), plan.demand
+        instance, demand = self.prefills.get(plan.prefill.id), plan.demand
         if instance is None or self.shape is None:
             return
         size = self.shape.block_tokens
@@ -177,28 +181,42 @@ class Picture:
         if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
             instance.observe(plan.prefill, there_s)
         instance.computed(now)
-        self._prefills.rank(instance)
+        self.prefills.rank(instance)
 
     # --- claims ----------------------------------------------------------------------------------------------------
 
     def claim_prefill(
-        self, prefill: str, busy_s: float, now: float, source: str = "", place: Place | None = None
+        self,
+        prefill: str,
+        busy_s: float,
+        now: float,
+        source: str = "",
+        place: Place | None = None,
+        read_s: float = 0.0,
+        send_s: float = 0.0,
     ) -> int:
-        """Counts a prompt on an instance, and on the kvstore that it loads from, until `release`.
+        """Counts a prompt on an instance until `release`, and seconds on links: its source's, and its own.
 
         Returns:
             The claim's number. It is never used twice.
         """
         number, instances = self._new_claim()
-        instance, store = self._prefills.get(prefill), self._stores.get(source)
+        instance, read = self.prefills.get(prefill), self._instances.get(source)
         if instance is not None:
             instance.claim(number, busy_s, now, place)
-            self._prefills.chose(instance)
+            self.prefills.chose(instance)
             instances.append(instance)
-        if store is not None:
-            store.reads[number] = None
-            instances.append(store)
+            if send_s:
+                self._reads.send(number, instance.link, send_s, now)
+        if read is not None:
+            self._reads.claim(number, read.link, read_s, now)
         return number
+
+    def loaded(self, claim: int, source: str, blocks: int, seconds: float, now: float) -> None:
+        """Learns what the read of a claim took."""
+        instance, shape = self._instances.get(source), self.shape
+        if instance is not None and shape is not None:
+            self._reads.told(claim, instance.link, blocks * shape.block_tokens * shape.token_bytes, seconds, now)
 
     def claim_decode(self, instance_id: str, answer: Answer) -> int:
         """Counts an answer, or several together, on an instance until `release`; returns the claim's number."""
@@ -212,7 +230,7 @@ class Picture:
 
     def queue_s(self, choice: PrefillChoice, place: Place) -> float:
         """Predicted seconds that a prompt at this place waits at an instance, as it shares its time among tenants."""
-        return self._prefills.queue_s(choice, place)
+        return self.prefills.queue_s(choice, place)
 
     def known(self, claim: int, number: int = 0) -> None:
         """Notes that the instance has said that it has the request.
@@ -223,8 +241,6 @@ class Picture:
                 the next report includes it.
         """
         for instance in self._claims.get(claim, ()):
-            if isinstance(instance, Store):
-                continue
             instance.known(claim, number)
             if self._instances.get(instance.facts.id) is instance:
                 self._changed(instance)
@@ -241,15 +257,13 @@ class Picture:
 
         A claim that was released before is fine.
         """
+        self._reads.release(claim)
         for instance in self._claims.pop(claim, ()):
             match instance:
                 case Prefill():
                     instance.release(claim, now)
                 case Decode():
                     instance.release(claim)
-                case Store():
-                    del instance.reads[claim]
-                    continue
             if self._instances.get(instance.facts.id) is instance:
                 self._changed(instance)
 
@@ -261,7 +275,7 @@ class Picture:
     @property
     def prompts_in_flight(self) -> int:
         """Claims on prefill instances."""
-        return sum([len(instance.prompts) for instance in self._prefills])
+        return sum([len(instance.prompts) for instance in self.prefills])
 
     @property
     def answers_in_flight(self) -> int:
@@ -270,8 +284,8 @@ class Picture:
 
     @property
     def reads_in_flight(self) -> int:
-        """Claims on kvstores."""
-        return sum([len(instance.reads) for instance in self._stores])
+        """Claims on links: prefixes that are being loaded."""
+        return len(self._reads)
 
     @property
     def blocks_unreported(self) -> int:
@@ -321,7 +335,7 @@ class Picture:
         return self._planning.plan(Wanted(demand, shape, keys, prompt_key, now, suspects, at_decode))
 
     def _missing(self) -> str:
-        pools = (("prefill", self._prefills), ("decode", self.decodes))
+        pools = (("prefill", self.prefills), ("decode", self.decodes))
         return f" (missing: {', '.join(name for name, pool in pools if not pool.mask & ~pool.draining)})"
 
     # --- upkeep ----------------------------------------------------------------------------------------------------
@@ -330,7 +344,7 @@ class Picture:
         self._instances[instance.facts.id] = instance
         match instance:
             case Prefill():
-                self._prefills.add(instance)
+                self.prefills.add(instance)
             case Decode():
                 self.decodes.add(instance)
             case Store():
@@ -341,42 +355,42 @@ class Picture:
         del self._instances[instance.facts.id]
         match instance:
             case Prefill():
-                self._prefills.remove(instance)
+                self.prefills.remove(instance)
             case Decode():
                 self.decodes.remove(instance)
             case Store():
                 self._stores.remove(instance)
-        if not len(self._prefills) and not len(self.decodes):
+        if not len(self.prefills) and not len(self.decodes):
             self.shape = None
-            self._prefills.largest_blocks = self.decodes.largest_blocks = 0
+            self.prefills.largest_blocks = self.decodes.largest_blocks = 0
 
     def _changed(self, instance: Prefill | Decode) -> None:
         if isinstance(instance, Prefill):
-            self._prefills.changed(instance)
+            self.prefills.changed(instance)
         else:
             self.decodes.changed(instance)
 
-    def _new_claim(self) -> tuple[int, list[Instance]]:
+    def _new_claim(self) -> tuple[int, list[Prefill | Decode]]:
         number, self._next_claim = self._next_claim, self._next_claim + 1
         instances = self._claims[number] = []
         return number, instances
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        parts = (self.index, self._prefills, self.decodes, self._stores, self.forecasts)
+        parts = (self.index, self.prefills, self.decodes, self._stores, self.forecasts, self.hot)
         return digest_of(*parts, self.shape, sorted(self._claims), self._next_claim)
 
     def check_invariants(self) -> None:
         """Asserts that instances, pools, index and claims agree."""
-        for part in (self.index, self._prefills, self.decodes, self._stores, self.forecasts):
+        for part in (self.index, self.prefills, self.decodes, self._stores, self.forecasts, self._reads, self.hot):
             part.check_invariants()
-        pools: Iterator[Instance] = iter([*self._prefills, *self.decodes, *self._stores])
+        pools: Iterator[Instance] = iter([*self.prefills, *self.decodes, *self._stores])
         assert {instance.facts.id: instance for instance in pools} == self._instances
         for name, instance in self._instances.items():
             assert instance.slot == self.index.slot(name)
         for decode in self.decodes:
             decode.check_invariants()
-        held = [number for one in self._prefills for number in one.prompts]
+        held = [number for one in self.prefills for number in one.prompts]
         held += [number for one in self.decodes for number in one.answers]
         assert len(set(held)) == len(held)
         assert set(held) <= set(self._claims)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from moonpool.core.kernel import Ended, Tick
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.forgetting import ForgetKV
+from moonpool.sched.lending import LendBlocks, TakeBack
 
 Candidates = tuple[tuple[float, bool], ...]
 """What may follow one beam: of each token its log probability and whether the sequence ends with it; the best first."""
@@ -96,6 +97,10 @@ class Start:
     """The same for the further sequences of a group."""
     candidates: Candidates = ()
     """What may follow the prompt, where beams are wanted: there is no first token then."""
+    known: int = 0
+    """Tokens behind the first one that are known too; of one sequence."""
+    known_keys: tuple[BlockKey, ...] = ()
+    """Of the blocks that these fill, the last token left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +236,8 @@ Event = (
     | StepDone
     | Died
     | ForgetKV
+    | LendBlocks
+    | TakeBack
     | Ended[IoEnd]
     | Tick
 )

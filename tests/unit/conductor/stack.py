@@ -70,7 +70,9 @@ class Stack:
         """Let a member that is served join with an agent; returns the agent's task."""
         channels = await self.exit.enter_async_context(Channels())
         held = HeldKeys(1, lambda _: list(member.keys))
-        member.agent = JoinAgent(channels, self.address, hello, lambda: member.load, member.take_events, held)
+        tells = lambda: member.load, member.take_events, held
+        copied = member.orders.append
+        member.agent = JoinAgent(channels, self.address, hello, *tells, on_replicate=copied)
         stopping = asyncio.Event()
         task = asyncio.create_task(member.agent.run(stopping))
 
