@@ -2,14 +2,16 @@
 
 Two conductors, two prefill and two decode instances, a kvstore. In each round streams with contexts of all lengths
 decode; then one process gets SIGKILL or SIGSTOP. The figure is the longest wait for a token from that moment on: of
-the streams that a decode instance or a conductor had, and of all streams where it was a prefill instance, which none
-of them needs any more. Tokens are compared with an undisturbed run's (real engines compute in float32 with
-`--deterministic`) or with the emulated engine's rule; a wrong one ends the benchmark.
+the streams that a decode instance or a conductor had, and of all streams where it was a kvstore, a prefill instance or
+one stage of its pipeline (real engines, in a stack of their own), which none of them needs any more. Tokens are
+compared with an undisturbed run's (real engines compute in float32 with `--deterministic`) or with the emulated
+engine's rule; a wrong one ends the benchmark.
 """
 
 import argparse
 import asyncio
 import itertools
+import os
 import random
 import signal
 import statistics
@@ -27,11 +29,13 @@ from moonpool.engine.emulated.content import continuation
 
 CONTEXTS = (200, 4000)
 """Tokens of the shortest and the longest prompt."""
-VICTIMS = ("decode", "conductor", "prefill")
+VICTIMS = ("decode", "conductor", "prefill", "kvstore", "stage")
+NEEDLESS = ("prefill", "kvstore", "stage")
+"""Streams that decode do not need them."""
 FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 WANTED_S = {"killed": 0.5, "stopped": 1.5}
 UNTOUCHED_S = 0.1
-"""Wanted where a prefill instance is hit: its streams decode elsewhere, so that they need not wait at all."""
+"""Wanted where one is hit that streams do not need: they need not wait at all."""
 GROWTH = 1.5
 """Wanted at most of the median wait of the longer contexts over that of the shorter ones."""
 ORDINARY_TOKENS = (300, 4000)
@@ -44,11 +48,16 @@ class Kind:
 
     engine: str
     answer_tokens: int
+    stages: int = 1
 
     @property
     def name(self) -> str:
         """In figures."""
         return "bundled model" if self.engine == "real" else self.engine
+
+    def victims(self, wanted: Sequence[str]) -> list[str]:
+        """Which of these are hit: a stage where there are several, and nothing else there."""
+        return [victim for victim in wanted if (victim == "stage") == (self.stages > 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +86,17 @@ class World:
     def round(self, victim: str, fault: str) -> list[Wait]:
         """The waits of the streams that a fault concerns."""
         hit: list[str] = []
+        pids: list[int] = []
 
         def strike(streams: Sequence[Stream]) -> None:
             hit.append(_busiest(streams, victim))
-            self._stack.services[hit[0]].signal(FAULTS[fault])
+            own = self._stack.services[hit[0]].pid
+            pids.append(a_stage(own) if victim == "stage" else own)
+            os.kill(pids[0], FAULTS[fault])
 
         prompts = self._prompts()
         streams = asyncio.run(follow(self._stack.addresses, prompts, self._kind.answer_tokens, strike))
-        self._heal(hit[0], fault)
+        self._heal(hit[0], pids[0], fault)
         for stream, right in zip(streams, self._right(prompts), strict=True):
             _check(stream.tokens, right)
         concerned = [it for it in streams if victim != "decode" or it.decode == hit[0]]
@@ -104,12 +116,11 @@ class World:
         lengths = [round(least * ratio**number) for number in range(self._streams)]
         return [[self._random.randrange(*ORDINARY_TOKENS) for _ in range(length)] for length in lengths]
 
-    def _heal(self, name: str, fault: str) -> None:
-        service = self._stack.services[name]
+    def _heal(self, name: str, pid: int, fault: str) -> None:
         if fault == "stopped":
-            service.signal(signal.SIGCONT)
-        else:
-            service.wait(START_S)
+            os.kill(pid, signal.SIGCONT)
+        else:  # a stage takes its instance with it
+            self._stack.services[name].wait(START_S)
             self._stack.spawn_again(name).wait_ready(START_S)
         self._stack.wait_joined(START_S)
 
@@ -131,10 +142,16 @@ def _check(tokens: Sequence[int], right: Sequence[int]) -> None:
 
 def _busiest(streams: Sequence[Stream], victim: str) -> str:
     """The instance that most streams run on; clients ask the first conductor."""
-    if victim == "conductor":
-        return victim
+    if victim in ("conductor", "kvstore"):
+        return {"conductor": "conductor", "kvstore": "kvstore-0"}[victim]
     names = [stream.decode if victim == "decode" else stream.prefill for stream in streams]
     return statistics.mode(names)
+
+
+def a_stage(instance: int) -> int:
+    """The process of a stage of a prefill instance's pipeline."""
+    found = [path.read_text().split() for path in Path(f"/proc/{instance}/task").glob("*/children")]
+    return min(int(child) for part in found for child in part)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -174,6 +191,7 @@ def plan_of(kind: Kind, folder: Path) -> StackPlan:
         conductors=2,
         prefill=2,
         decode=2,
+        stages=kind.stages,
         engine=kind.engine,
         log_level="warning",
         extra=extra,
@@ -182,7 +200,9 @@ def plan_of(kind: Kind, folder: Path) -> StackPlan:
 
 def cases(kind: Kind, options: argparse.Namespace, progress: Progress) -> list[Row]:
     """The rows of one engine. Cases take turns, so that what else the machine does falls on all of them."""
-    chosen = [(victim, fault) for victim in options.only.split(",") for fault in FAULTS]
+    chosen = [(victim, fault) for victim in kind.victims(options.only.split(",")) for fault in FAULTS]
+    if not chosen:
+        return []
     found: dict[tuple[str, str], list[Wait]] = {case: [] for case in chosen}
     calm: list[Wait] = []
     with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(kind, Path(folder))) as stack:
@@ -199,7 +219,7 @@ def cases(kind: Kind, options: argparse.Namespace, progress: Progress) -> list[R
     rows = rows_of(f"{kind.name}, nothing happens", calm, UNTOUCHED_S)
     for (victim, fault), waits in found.items():
         name = f"{kind.name}, {victim} {fault}"
-        rows += rows_of(name, waits, UNTOUCHED_S if victim == "prefill" else WANTED_S[fault])
+        rows += rows_of(name, waits, UNTOUCHED_S if victim in NEEDLESS else WANTED_S[fault])
         if victim == "decode":
             rows.append(growth(name, waits))
     return rows
@@ -208,6 +228,7 @@ def cases(kind: Kind, options: argparse.Namespace, progress: Progress) -> list[R
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """All rows."""
     kinds = [Kind(engine, 500 if engine == "real" else 160) for engine in options.engines.split(",")]
+    kinds += [Kind(kind.engine, kind.answer_tokens, stages=2) for kind in kinds if kind.engine == "real"]
     return [row for kind in kinds for row in cases(kind, options, progress)]
 
 

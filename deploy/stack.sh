@@ -34,15 +34,23 @@ case "${1:-}" in
       echo "up: $why, so: local processes in the foreground (make up-local), until Ctrl-C"
       exec "${MAKE:-make}" --no-print-directory up-local
     fi
-    # MODEL=<folder or hub id>, as for make up-local.
+    # MODEL=<folder, GGUF file, hub id or smollm2>, as for make up-local.
     if [ -d "${MODEL:-}" ]; then
       folder=$(cd "$MODEL" && pwd -P)
       export MOONPOOL_STACK_MODELS=${folder%/*} MOONPOOL_MODEL=/var/lib/moonpool/models/${folder##*/}
+    elif [ -f "${MODEL:-}" ]; then
+      folder=$(cd "$(dirname "$MODEL")" && pwd -P)
+      export MOONPOOL_STACK_MODELS=$folder MOONPOOL_MODEL=/var/lib/moonpool/models/${MODEL##*/}
     elif [ -n "${MODEL:-}" ]; then
       export MOONPOOL_MODEL=$MODEL
     fi
     echo "up: containers (${compose[*]}); local processes instead: make up-local"
     "${compose[@]}" build
+    if [ "${MOONPOOL_MODEL:-}" = smollm2 ]; then
+      # A name of the command line's: fetched within the image, once, into the volume `hub` that all of them see.
+      MOONPOOL_MODEL=$("${compose[@]}" run --rm --no-deps -T -e XDG_CACHE_HOME=/var/lib/moonpool/hub \
+        -e PIP_INDEX_URL -e PIP_EXTRA_INDEX_URL -e PIP_TRUSTED_HOST conductor model fetch smollm2 | tail -n 1)
+    fi
     "${compose[@]}" up -d || not_ready
     # Asked inside, where the services' names mean something.
     "${compose[@]}" exec -T conductor \

@@ -49,14 +49,15 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, NDArray[Any]] | None = None,
     leave_out: Sequence[str] = (),
+    part_tensors: int = 0,
 ) -> Path:
-    """Write a folder's model and tokenizer as GGUF, matrices in type `kind`.
+    """Write a folder's model and tokenizer as GGUF, matrices in type `kind`; returns the file, or its first part.
 
     `metadata` adds or replaces integers, numbers and texts, `extra` adds tensors, `leave_out` names tensors that are
-    left out.
+    left out. With `part_tensors` it comes in parts of so many at most.
     """
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=part_tensors)
     _add_config(writer, config)
     _add_tokenizer(writer, folder, pre)
     for key, value in (metadata or {}).items():
@@ -70,7 +71,7 @@ def write_gguf(
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     finish(writer)
-    return file
+    return writer.format_shard_names(file)[0] if part_tensors else file
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:

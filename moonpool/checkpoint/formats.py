@@ -1,4 +1,4 @@
-"""The two forms of a checkpoint, a Hugging Face folder and one GGUF file: reads whichever a path names."""
+"""The two forms of a checkpoint, a Hugging Face folder and a GGUF file: reads whichever a path names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.checkpoint.folder import folder_config
 from moonpool.checkpoint.gguf_config import gguf_config
-from moonpool.checkpoint.gguf_file import is_gguf
+from moonpool.checkpoint.gguf_file import gguf_parts, is_gguf
 from moonpool.checkpoint.gguf_weights import gguf_index
 from moonpool.checkpoint.weights import TensorInfo, folder_index, folder_weights
 
@@ -28,7 +28,7 @@ def weight_files(path: Path | str) -> list[Path]:
     Raises:
         CheckpointError: there are none, one that the index names is missing, or only pickle files are there.
     """
-    return [Path(path)] if is_gguf(path) else folder_weights(Path(path))
+    return gguf_parts(Path(path)) if is_gguf(path) else folder_weights(Path(path))
 
 
 def tensor_index(path: Path | str) -> dict[str, TensorInfo]:

@@ -103,10 +103,6 @@ def _refuse(fields: Fields, name: str, head_dim: int, positions: int) -> None:
         raise UnsupportedModel(
             f"{name}.attention.sliding_window", f"attention to the last {window:g} tokens only is not supported"
         )
-    if fields.number("split.count", 0.0) > 1:
-        raise UnsupportedModel(
-            "split.count", "models in several files are not supported; join them (llama-gguf-split --merge)"
-        )
 
 
 def _kv_heads(fields: Fields, name: str, heads: int) -> int:

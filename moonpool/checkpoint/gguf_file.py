@@ -1,5 +1,7 @@
 """The header of a GGUF file: its metadata, and where each tensor lies. No tensor data is read.
 
+A large model may come in parts, `NAME-00001-of-00003.gguf` and so on: the first has the metadata and stands for all.
+
 Source: GGUF's specification, `docs/gguf.md` of ggml; versions 2 and 3, little-endian. Every process of a stack reads
 the header when it starts. The `gguf` package's reader makes arrays for each token and takes seconds for that (ADR 19).
 """
@@ -7,6 +9,7 @@ the header when it starts. The `gguf` package's reader makes arrays for each tok
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 from moonpool.errors import CheckpointError, UnsupportedModel
 
 SUFFIX = ".gguf"
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
@@ -60,16 +64,17 @@ TENSOR_TYPES = {
 
 
 class GgufTensor(NamedTuple):
-    """One tensor: its type, its shape with rows first, and the byte of the file at which its data begins."""
+    """One tensor: its type, its shape with rows first, the byte at which its data begins, and in which file."""
 
     type: TensorType
     shape: tuple[int, ...]
     begin: int
+    file: Path
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The header of the file `path`; names of metadata and tensors are the file's own."""
+    """The header of the file `path` and of its further parts; names of metadata and tensors are the file's own."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -77,17 +82,25 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Read the header of `path`.
+        """Read the header of `path`, and of its further parts if it has some.
 
         Raises:
-            CheckpointError: the file is missing, damaged, cut short or no GGUF file.
+            CheckpointError: a file is missing, damaged, cut short or no GGUF file, or not the first part.
             UnsupportedModel: a version, a byte order or a tensor's type that cannot be read.
         """
-        try:
-            with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _read(path, _Cursor(data))
-        except (OSError, ValueError, OverflowError, struct.error) as error:
-            raise CheckpointError(f"{path}: not a whole GGUF file: {error}") from None
+        first, *others = (_read_one(part) for part in gguf_parts(path))
+        tensors = dict(first.tensors)
+        for part in others:
+            for name, tensor in part.tensors.items():
+                if name in tensors:
+                    raise CheckpointError(f"{part.path}: tensor {name} is in {tensors[name].file.name} too")
+                tensors[name] = tensor
+        wanted, count = (first.metadata.get(f"split.{key}") for key in ("tensors.count", "count"))
+        if (count or 1) != 1 + len(others):
+            raise CheckpointError(f"{path}: is one of {count} parts, which its name does not say")
+        if others and wanted is not None and wanted != len(tensors):
+            raise CheckpointError(f"{path}: its parts have {len(tensors)} tensors, {wanted} are expected")
+        return cls(path, first.metadata, tensors)
 
     def floats(self, name: str) -> tuple[float, ...]:
         """Return the elements of the F32 tensor `name`.
@@ -99,7 +112,7 @@ class GgufFile:
         if tensor.type.name != "F32":
             raise CheckpointError(f"{self.path}: tensor {name} is stored as {tensor.type.name}, not F32")
         count = _product(tensor.shape)
-        with self.path.open("rb") as stream:
+        with tensor.file.open("rb") as stream:
             stream.seek(tensor.begin)
             return struct.unpack(f"<{count}f", stream.read(4 * count))
 
@@ -107,6 +120,39 @@ class GgufFile:
 def is_gguf(path: Path | str) -> bool:
     """Tell whether `path` names a GGUF file, by its ending."""
     return str(path).endswith(SUFFIX)
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """Return the files of the model that `path` is, or is the first part of.
+
+    Raises:
+        CheckpointError: it is another part, or one is missing.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    parts = [path.with_name(f"{match['stem']}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
+    if path != parts[0]:
+        raise CheckpointError(f"{path}: is part {int(match['number'])} of a model; name the first, {parts[0].name}")
+    for part in parts:
+        if not part.exists():
+            raise CheckpointError(f"{path}: its part {part.name} is missing")
+    return parts
+
+
+def gguf_name(path: Path) -> str:
+    """The name of a GGUF file without its ending, and without the number of its part."""
+    match = _PART.fullmatch(path.name)
+    return path.name.removesuffix(SUFFIX) if match is None else match["stem"]
+
+
+def _read_one(path: Path) -> GgufFile:
+    try:
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _read(path, _Cursor(data))
+    except (OSError, ValueError, OverflowError, struct.error) as error:
+        raise CheckpointError(f"{path}: not a whole GGUF file: {error}") from None
 
 
 class _Cursor:
@@ -177,7 +223,8 @@ def _read(path: Path, cursor: _Cursor) -> GgufFile:
     for name, shape, kind, offset in entries:
         if name in tensors:
             raise ValueError(f"tensor {name} is there twice")
-        tensors[name] = GgufTensor(_checked(name, shape, kind, data + offset, cursor.size), shape, data + offset)
+        begin = data + offset
+        tensors[name] = GgufTensor(_checked(name, shape, kind, begin, cursor.size), shape, begin, path)
     return GgufFile(path, metadata, tensors)
 
 

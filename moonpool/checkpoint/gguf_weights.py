@@ -46,7 +46,7 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
             continue
         ours, leaf = _translated(name)
         head_rows = paired if leaf in _PAIRED else 0
-        index[ours] = TensorInfo(path, tensor.type.name, tensor.shape, begin=tensor.begin, paired_rows=head_rows)
+        index[ours] = TensorInfo(tensor.file, tensor.type.name, tensor.shape, begin=tensor.begin, paired_rows=head_rows)
     return index
 
 

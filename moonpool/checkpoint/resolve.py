@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from moonpool.checkpoint.gguf_file import SUFFIX, is_gguf
+from moonpool.checkpoint.gguf_file import SUFFIX, gguf_name, is_gguf
 from moonpool.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 
 
 def model_name(model: str) -> str:
-    """The name under which a model is served: the folder's, the file's without its ending, the hub id's last part.
+    """The name under which a model is served: the folder's, the file's (`gguf_name`), the hub id's last part.
 
     Conductor and engines must say the same, so both ask here.
     """
@@ -20,15 +20,15 @@ def model_name(model: str) -> str:
     if path.is_dir():
         return path.resolve().name
     if is_gguf(path):
-        return path.name.removesuffix(SUFFIX)
+        return gguf_name(path)
     return model.partition("@")[0].rpartition("/")[2]
 
 
 def resolve(model: str) -> Path:
     """Return the checkpoint of `model`: a path to a folder or a GGUF file, or a hub id "owner/name[@revision]".
 
-    A folder without `config.json` that holds one GGUF file stands for that file. A hub id is looked up in the local
-    cache first; only what is missing is fetched, from `HF_ENDPOINT`, unless `HF_HUB_OFFLINE` forbids it.
+    A folder without `config.json` that holds one GGUF file, or all parts of one, stands for it. A hub id is looked up
+    in the local cache first; only what is missing is fetched, from `HF_ENDPOINT`, unless `HF_HUB_OFFLINE` forbids it.
 
     Raises:
         CheckpointError: there is no such folder, file or model, or it cannot be fetched.
@@ -52,6 +52,6 @@ def resolve(model: str) -> Path:
 def _in_folder(folder: Path) -> Path:
     """Return the folder, or its GGUF file where that is all it has."""
     files = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{SUFFIX}"))
-    if len(files) > 1:
+    if len({gguf_name(file) for file in files}) > 1:
         raise CheckpointError(f"{folder}: has {len(files)} {SUFFIX} files; name one, for example {files[0].name}")
     return files[0] if files else folder

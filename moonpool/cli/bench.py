@@ -19,7 +19,11 @@ def bench() -> None:
 @bench_app.command()
 def serve(
     address: Annotated[
-        str, typer.Option(help="A conductor, HOST:PORT; a gateway, http://HOST:PORT.", envvar="MOONPOOL_ADDRESS")
+        str,
+        typer.Option(
+            help="A conductor, HOST:PORT, or a gateway, http://HOST:PORT; several of a kind with commas between them.",
+            envvar="MOONPOOL_ADDRESS",
+        ),
     ] = CONDUCTOR,
     rate: Annotated[float, typer.Option(min=0.0, help="Requests per second, on average (Poisson).")] = 0.0,
     trace: Annotated[Path | None, typer.Option(help="Times and lengths of a trace, Mooncake's form.")] = None,
@@ -44,12 +48,14 @@ def serve(
     Times count from when a request was due, so a stalled server cannot hide its stall.
     Exit status: 0 when every request was answered or refused for overload, 1 when not.
     """
+    from moonpool.checkpoint import resolve
     from moonpool.cli.load.prompts import Shape
     from moonpool.cli.load.serve import Plan, run_serve
     from moonpool.cli.named import chosen_model
+    from moonpool.cli.options import addresses
 
     plan = Plan(
-        address=address, model=Path(chosen_model(model)), requests=requests, rate=rate, trace=trace,
+        addresses=addresses(address), model=resolve(chosen_model(model)), requests=requests, rate=rate, trace=trace,
         time_scale=time_scale, shape=Shape(prompt_tokens, shared_tokens, conversations, output_tokens), warmup=warmup,
         ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s, seed=seed, api_key=api_key,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from moonpool.cli.advice import advice
 from moonpool.cli.generate import figures
+from moonpool.cli.loading import loading_bars
 from moonpool.cli.options import addresses
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import Client, GenerateResult, Message, SamplingParams
@@ -101,10 +102,11 @@ def serving(address: str, model: str) -> Iterator[str]:
         yield address
         return
     print(f"starting a stack that serves {Path(model).name} ...", file=sys.stderr)
-    with (
-        tempfile.TemporaryDirectory(prefix="moonpool-chat-") as folder,
-        LocalStack(StackPlan(model=model, data_dir=Path(folder), block_tokens=BLOCK_TOKENS)) as stack,
-    ):
+    with contextlib.ExitStack() as running:
+        folder = running.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-chat-"))
+        plan = StackPlan(model=model, data_dir=Path(folder), block_tokens=BLOCK_TOKENS)
+        with loading_bars() as on_loading:
+            stack = running.enter_context(LocalStack(plan, on_loading=on_loading))
         yield stack.address
 
 

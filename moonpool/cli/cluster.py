@@ -8,7 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.client import Client
+from moonpool.client.phases import NAMES, Phase, phases
 from moonpool.client.types import Candidate, ClusterState, Explanation, InstanceInfo, Placement, QueueInfo
+
+TIMELINE = 40
+"""Characters of a line of time."""
 
 
 def run_state(client: Client, *, as_json: bool) -> None:
@@ -17,22 +21,23 @@ def run_state(client: Client, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(state)))
         return
-    typer.echo(_headline(state))
-    typer.echo(_queue(state.queue))
+    typer.echo(headline(state))
+    typer.echo(queue_line(state.queue))
     table = Table("instance", "kind", "address", "running", "waiting", "blocks used", "cached", "promised", "state")
     for column in table.columns[3:8]:
         column.justify = "right"
     for each in state.instances:
         used = each.total_blocks - each.free_blocks - each.cached_blocks
         share = f"{used:,} of {each.total_blocks:,}" if each.total_blocks else "-"
-        counts = (str(each.running), _waiting(each), share, f"{each.cached_blocks:,}", f"{each.promised_blocks:,}")
+        counts = (str(each.running), waiting(each), share, f"{each.cached_blocks:,}", f"{each.promised_blocks:,}")
         table.add_row(each.id, each.kind, each.address, *counts, "draining" if each.draining else "")
     Console().print(table)
     if len(state.queue.tenants) > 1:
         Console().print(_tenants(state.queue))
 
 
-def _queue(queue: QueueInfo) -> str:
+def queue_line(queue: QueueInfo) -> str:
+    """Who waits at the conductor."""
     size = f" ({queue.prompt_bytes:,} bytes)" if queue.for_limits else ""
     return f"wait at the conductor: {queue.for_limits} for their limits{size}, {queue.for_room} for room"
 
@@ -46,7 +51,8 @@ def _tenants(queue: QueueInfo) -> Table:
     return table
 
 
-def _headline(state: ClusterState) -> str:
+def headline(state: ClusterState) -> str:
+    """The conductor, and what is served."""
     if not state.model:
         return f"{state.conductor}: no engine has joined yet"
     emulated = f", compute emulated by {state.emulated}" if state.emulated else ""
@@ -57,7 +63,8 @@ def _headline(state: ClusterState) -> str:
     )
 
 
-def _waiting(instance: InstanceInfo) -> str:
+def waiting(instance: InstanceInfo) -> str:
+    """What waits at an instance."""
     queued = f" ({instance.queued_tokens:,} tokens)" if instance.queued_tokens else ""
     return f"{instance.waiting}{queued}"
 
@@ -70,7 +77,8 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
     """
     found = client.explain(request_id)
     if as_json:
-        typer.echo(json.dumps({"request_id": request_id, **dataclasses.asdict(found)}))
+        bars = [dataclasses.asdict(phase) for phase in phases(found)]
+        typer.echo(json.dumps({"request_id": request_id, **dataclasses.asdict(found), "phases": bars}))
         return
     typer.echo(f"policy {found.policy}")
     chosen = found.placement.prefill if found.placement is not None else ""
@@ -84,6 +92,22 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
         table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, remark)
     Console().print(table)
     typer.echo(_outcome(found))
+    if drawn := phases(found):
+        Console().print(_timeline(drawn))
+
+
+def _timeline(drawn: list[Phase]) -> Table:
+    """The phases on one line of time."""
+    end_s = max(phase.end_s for phase in drawn) or 1.0
+    table = Table("phase", "tokens", "from s", "for s", "")
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for phase in drawn:
+        begin, end = (round(TIMELINE * at / end_s) for at in (phase.begin_s, phase.end_s))
+        bar = " " * min(begin, TIMELINE - 1) + "█" * max(1, end - begin)
+        times = f"{phase.begin_s:.4f}", f"{phase.end_s - phase.begin_s:.4f}"
+        table.add_row(NAMES[phase.name], str(phase.tokens or ""), *times, bar)
+    return table
 
 
 def _ttft_s(candidate: Candidate) -> float:

@@ -1,6 +1,7 @@
 """`moonpool demo` (`make run`): starts a local stack, serves prompts that show KV reuse, and stops it."""
 
 import asyncio
+import contextlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.cli.check import wait_at_rest
+from moonpool.cli.loading import loading_bars
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, Client, GenerateResult, SamplingParams
 
@@ -43,8 +45,10 @@ def run_demo(model: str, max_tokens: int, instead: str) -> int:
         if instead:
             console.print(f"{instead}\nServing the bundled model in its place.", markup=False)
         console.print(f"Starting conductor, kvstore, prefill and decode with [bold]{Path(model).name}[/] ...")
-        stack = LocalStack(plan, on_ready=lambda service: console.print(f"  {service.id:<10} {service.address}"))
-        with stack:
+        with contextlib.ExitStack() as running:
+            with loading_bars(console) as on_loading:
+                told = lambda service: console.print(f"  {service.id:<10} {service.address}")  # noqa: E731
+                stack = running.enter_context(LocalStack(plan, on_ready=told, on_loading=on_loading))
             console.print(f"ready: {stack.address}")
             rows = _serve(stack.address, max_tokens, console)
             wait_at_rest(stack.address, timeout_s=20)

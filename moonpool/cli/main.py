@@ -40,7 +40,7 @@ def _service(kind: str, summary: str) -> None:
 _service("conductor", "Run one conductor.")
 _service("prefill", "Run one prefill instance.")
 _service("decode", "Run one decode instance.")
-_service("gateway", "Run one gateway: OpenAI's HTTP interface.")
+_service("gateway", "Run one gateway: the HTTP interfaces of OpenAI and Anthropic, Kimi's context caching, a page.")
 
 
 def _verbs(name: str, module: str, summary: str) -> None:
@@ -210,6 +210,21 @@ def state(
 
     with Client(addresses(address)) as client:
         run_state(client, as_json=as_json)
+
+
+@app.command()
+def top(
+    address: Address = "127.0.0.1:50051",
+    interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+) -> None:
+    """Show the cluster live: instances, queues, KV by tier, hit rate, TTFT and TPOT of the last minute; Ctrl-C ends."""
+    from moonpool.cli.top import run_top
+    from moonpool.client import Client
+
+    with Client(addresses(address)) as client:
+        run_top(client, interval_s=interval_s, once=once, as_json=as_json)
 
 
 @app.command()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moonpool.checkpoint import load_config
+from moonpool.checkpoint import load_config, resolve
 from moonpool.client import AsyncClient, SamplingParams
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
@@ -219,7 +219,7 @@ def run_replay(
         config = ClusterConfig(profile=load_profile(profile), slo=slo, block_tokens=source.block_tokens,
                                step_tokens=step_tokens)  # fmt: skip
         config = asyncio.run(served(address, config))
-    replay = Replay(wanted, source.block_tokens, time_scale, load_config(Path(model)).vocab_size, slo)
+    replay = Replay(wanted, source.block_tokens, time_scale, load_config(resolve(model)).vocab_size, slo)
     measured = asyncio.run(drive(address, replay))
     columns = {"measured": summary_of(measured[calibrate_on:], slo)}
     found = None

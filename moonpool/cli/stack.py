@@ -5,6 +5,7 @@
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ UNJOINED = ("conductor", "gateway")
 CONDUCTOR = "conductor"
 """The first conductor; further ones are conductor-1, conductor-2 and so on."""
 LOG_TAIL_LINES = 25
+_LOADING = re.compile(r"loading: (\d+) (\d+)/(\d+)")
 DRAIN_S = 8.0
 """Seconds that a service has to finish its requests."""
 
@@ -90,7 +92,18 @@ class StackPlan:
 class ServiceProcess:
     """One service as a child process. It dies with this process, so that a killed parent leaves no child."""
 
-    def __init__(self, kind: str, service_id: str, arguments: Sequence[str], log_path: Path) -> None:
+    def __init__(
+        self,
+        kind: str,
+        service_id: str,
+        arguments: Sequence[str],
+        log_path: Path,
+        on_loading: Callable[["ServiceProcess"], None] = lambda service: None,
+    ) -> None:
+        """Starts it; `on_loading` is called on a thread of its own whenever `loaded` has changed."""
+        self.loaded: dict[int, tuple[int, int]] = {}
+        """Layers that each stage of its engine has loaded, and how many it will have."""
+        self._on_loading = on_loading
         self.kind = kind
         self.id = service_id
         self.arguments = list(arguments)
@@ -123,11 +136,18 @@ class ServiceProcess:
         assert self._process.stdout is not None
         with self._process.stdout as stdout:
             for line in stdout:
-                text = line.decode(errors="replace").strip()
-                if text.startswith("ready: ") and not self.address:
-                    self.address = text.removeprefix("ready: ")
-                    self._ready.set()
+                self._take(line.decode(errors="replace").strip())
         self._ready.set()
+
+    def _take(self, text: str) -> None:
+        """A line of its standard output."""
+        if text.startswith("ready: ") and not self.address:
+            self.address = text.removeprefix("ready: ")
+            self._ready.set()
+        elif found := _LOADING.fullmatch(text):
+            stage, layers, of = map(int, found.groups())
+            self.loaded[stage] = (layers, of)
+            self._on_loading(self)
 
     def wait_ready(self, timeout_s: float) -> str:
         """Waits for the service's ready line.
@@ -185,13 +205,27 @@ class LocalStack:
     gateway's, "" for none.
     """
 
-    def __init__(self, plan: StackPlan, *, on_ready: Callable[[ServiceProcess], None] | None = None) -> None:
+    def __init__(
+        self,
+        plan: StackPlan,
+        *,
+        on_ready: Callable[[ServiceProcess], None] = lambda service: None,
+        on_loading: Callable[[ServiceProcess], None] = lambda service: None,
+    ) -> None:
+        """Makes a stack that is not started yet.
+
+        Args:
+            plan: what it consists of.
+            on_ready: is told of each service that has become ready, one after the other.
+            on_loading: is told of each service whose engine has loaded one more layer, on threads.
+        """
+        self._on_loading = on_loading
         self.plan = plan
         self.services: dict[str, ServiceProcess] = {}
         self.address = ""
         self.addresses: list[str] = []
         self.http_address = ""
-        self._on_ready = on_ready or (lambda service: None)
+        self._on_ready = on_ready
 
     def __enter__(self) -> Self:
         try:
@@ -273,7 +307,7 @@ class LocalStack:
     def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
         """Starts one service, in the place of any earlier one of that id; does not wait until it is ready."""
         log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
-        service = ServiceProcess(kind, service_id, arguments, log_path)
+        service = ServiceProcess(kind, service_id, arguments, log_path, self._on_loading)
         self.services[service_id] = service
         return service
 

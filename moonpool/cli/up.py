@@ -12,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from moonpool.cli.loading import loading_bars
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
 from moonpool.cli.supervisor import Supervisor
 from moonpool.engine.emulated.profile import emulated_profile
@@ -65,9 +66,10 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
     with _data_folder(data_dir) as folder:
         planned = plan(folder)
         ready, note = _emulated(planned)
-        stack = LocalStack(planned, on_ready=on_ready)
         state = state_file()
-        with stack:
+        with contextlib.ExitStack() as running:
+            with loading_bars() as on_loading:
+                stack = running.enter_context(LocalStack(planned, on_ready=on_ready, on_loading=on_loading))
             where = ",".join(stack.addresses)
             state.write_text(json.dumps({"pid": os.getpid(), "address": where, "data_dir": str(folder)}))
             ready |= {"http": stack.http_address}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -48,12 +48,14 @@ class AsyncTokenStream:
         timeout_s: float,
         connect_timeout_s: float,
         resume_timeout_s: float,
+        on_placed: Callable[[], None],
     ) -> None:
         self._conductors = conductors
         self._request = request
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._resume_timeout_s = resume_timeout_s
+        self._on_placed = on_placed
         self._collector = translate.Collector()
         self._search = Search(conductors, connect_timeout_s)
         self._call: Call | None = None
@@ -122,6 +124,8 @@ class AsyncTokenStream:
                             heard = True
                             self._search.found()
                         event = self._collector.take(message)
+                        if message.HasField("placed"):
+                            self._on_placed()
                         if event is not None:
                             yield event
                     self._collector.ended()
@@ -223,8 +227,13 @@ class AsyncClient:
         assert stream.result is not None, "a stream that ended has a result"
         return stream.result
 
-    def stream(self, **request: Unpack[GenerateArguments]) -> AsyncTokenStream:
+    def stream(
+        self, *, on_placed: Callable[[], None] = lambda: None, **request: Unpack[GenerateArguments]
+    ) -> AsyncTokenStream:
         """Like `generate`, token by token: iterate over what is returned. Its errors come from the iteration.
+
+        `on_placed` is called before any token, and again whenever the request was placed anew: the stream's
+        `request_id`, `prompt_tokens` and `placement` are known then.
 
         Raises:
             InvalidRequest: an argument cannot be sent; names the field.
@@ -236,6 +245,7 @@ class AsyncClient:
             self._timeout_s if timeout_s is None else timeout_s,
             self._connect_timeout_s,
             self._resume_timeout_s,
+            on_placed,
         )
 
     async def cluster_state(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> ClusterState:

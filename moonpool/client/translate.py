@@ -12,6 +12,7 @@ from moonpool.client.types import (
     Candidate,
     Choice,
     ClusterState,
+    EndedRequest,
     Explanation,
     FinishReason,
     GaugeValue,
@@ -20,8 +21,13 @@ from moonpool.client.types import (
     InstanceInfo,
     Message,
     Placement,
+    Quantiles,
     QueueInfo,
+    RecentInfo,
     TenantInfo,
+    TierInfo,
+    TimedTokens,
+    Timeline,
     Timing,
     TokenEvent,
     TokenLogprobs,
@@ -255,6 +261,7 @@ def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
         instances=tuple(map(_instance, message.instances)),
         emulated=message.model.emulated,
         queue=_queue(message.queue),
+        recent=_recent(message.recent),
     )
 
 
@@ -268,6 +275,22 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         refused=message.refused,
         policy=message.policy,
         waited_s=message.waited_s,
+        timeline=_timeline(message.timeline),
+    )
+
+
+def _timeline(message: conductor_pb2.Timeline) -> Timeline:
+    return Timeline(
+        tenant=message.tenant,
+        arrived_at=message.arrived_at,
+        usage=_copy(Usage, message.usage),
+        timing=_copy(Timing, message.timing),
+        local_tokens=message.local_tokens,
+        loads=tuple(_copy(TimedTokens, load) for load in message.loads),
+        chunks=tuple(_copy(TimedTokens, chunk) for chunk in message.chunks),
+        transfer_tail_s=message.transfer_tail_s,
+        sent_bytes=message.sent_bytes,
+        token_s=tuple(message.token_s),
     )
 
 
@@ -295,12 +318,27 @@ def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
         promised_blocks=load.promised_blocks,
         indexed_blocks=state.indexed_blocks,
         draining=load.draining,
+        tiers=tuple(_copy(TierInfo, tier) for tier in load.tiers),
     )
 
 
 def _queue(state: conductor_pb2.QueueState) -> QueueInfo:
     tenants = tuple(_copy(TenantInfo, tenant) for tenant in state.tenants)
     return QueueInfo(state.for_limits, state.for_room, state.prompt_bytes, tenants)
+
+
+def _recent(state: conductor_pb2.RecentState) -> RecentInfo:
+    return RecentInfo(
+        window_s=state.window_s,
+        requests=state.requests,
+        usage=_copy(Usage, state.usage),
+        ttft_s=_copy(Quantiles, state.ttft_s),
+        tpot_s=_copy(Quantiles, state.tpot_s),
+        last=tuple(
+            EndedRequest(it.request_id, it.tenant, _copy(Usage, it.usage), _copy(Timing, it.timing))
+            for it in state.last
+        ),
+    )
 
 
 def _message(message: Mapping[str, Any]) -> conductor_pb2.ChatMessage:

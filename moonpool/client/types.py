@@ -189,8 +189,18 @@ class GenerateResult:
 
 
 @dataclass(frozen=True, slots=True)
+class TierInfo:
+    """What a kvstore holds in a tier, "dram" or "ssd"."""
+
+    name: str
+    blocks: int
+    used_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceInfo:
-    """An instance as the conductor sees it."""
+    """An instance as the conductor sees it. `tiers` are a kvstore's."""
 
     id: str
     kind: str
@@ -205,6 +215,7 @@ class InstanceInfo:
     promised_blocks: int
     indexed_blocks: int
     draining: bool
+    tiers: tuple[TierInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +242,45 @@ class QueueInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantiles:
+    """A quantity of some requests: half of them have less than `p50`, one in a hundred has more than `p99`."""
+
+    p50: float = 0.0
+    p99: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request that was answered."""
+
+    request_id: str
+    tenant: str
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class RecentInfo:
+    """Requests that the conductor answered in the last `window_s` seconds.
+
+    Attributes:
+        window_s: a minute, or less if the conductor is younger.
+        requests: how many there were; at most 4,096 are counted.
+        usage: their tokens, together.
+        ttft_s: seconds to the first token.
+        tpot_s: mean seconds between tokens, of answers with more than one.
+        last: the last 32 at most, the newest first, also those from before.
+    """
+
+    window_s: float = 0.0
+    requests: int = 0
+    usage: Usage = Usage()
+    ttft_s: Quantiles = Quantiles()
+    tpot_s: Quantiles = Quantiles()
+    last: tuple[EndedRequest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterState:
     """The cluster as the conductor sees it. `model` is "" before the first engine has joined.
 
@@ -245,6 +295,7 @@ class ClusterState:
     instances: tuple[InstanceInfo, ...]
     emulated: str = ""
     queue: QueueInfo = QueueInfo()
+    recent: RecentInfo = RecentInfo()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +316,44 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedTokens:
+    """Tokens of a prompt whose KV came, and when: seconds since the prompt came to its prefill instance."""
+
+    tokens: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What a request has gone through, up to now or to its end.
+
+    Attributes:
+        tenant: whose it is.
+        arrived_at: when it came to the conductor, seconds since 1970.
+        usage: tokens so far.
+        timing: times so far; `e2e_s` is 0 while it runs.
+        local_tokens: prompt tokens that were in the prefill instance's pool.
+        loads: what it loaded from kvstores.
+        chunks: what it computed, step by step; at most the first 256 steps.
+        transfer_tail_s: from the first token until all KV was at decode; 0 = before it, or it did not go there.
+        sent_bytes: KV that went to decode.
+        token_s: when tokens came, seconds since the arrival; at most the first 512 times.
+    """
+
+    tenant: str = ""
+    arrived_at: float = 0.0
+    usage: Usage = Usage()
+    timing: Timing = Timing()
+    local_tokens: int = 0
+    loads: tuple[TimedTokens, ...] = ()
+    chunks: tuple[TimedTokens, ...] = ()
+    transfer_tail_s: float = 0.0
+    sent_bytes: int = 0
+    token_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """How a request was placed; `placement` is None when it was refused, and `refused` says why.
 
@@ -279,6 +368,7 @@ class Explanation:
     policy: str = ""
     waited_s: float = 0.0
     """Seconds that it waited at the conductor for a place."""
+    timeline: Timeline = Timeline()
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,8 @@ async def run_instance(
     async with contextlib.AsyncExitStack() as stack:
         security = Security.of(config)
         channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
-        engine = await stack.enter_async_context(start(setup.spec, start_timeout_s=config.start_timeout_s))
+        started = start(setup.spec, start_timeout_s=config.start_timeout_s, on_loading=context.loading)
+        engine = await stack.enter_async_context(started)
         bell = Bell()
         instance = context.instance(kind, config.id, "")
         link = Link(setup.link_rate)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from moonpool.engine.channel import AsyncChannel
 from moonpool.engine.handle import Engine
 from moonpool.engine.messages import EngineSpec, StageSpec
-from moonpool.engine.process import ProcessEngine, Worker
+from moonpool.engine.process import OnLoading, ProcessEngine, Worker
 from moonpool.engine.warmup import measure
 from moonpool.errors import DeadlineExceeded
 from moonpool.kv.pool import KVPool
@@ -61,7 +61,11 @@ def _spawn(command: Sequence[str], pool_fd: int, env: dict[str, str]) -> tuple[s
 
 @asynccontextmanager
 async def start_processes(
-    spec: EngineSpec, *, start_timeout_s: float, command: Sequence[str] = WORKER
+    spec: EngineSpec,
+    *,
+    start_timeout_s: float,
+    on_loading: OnLoading = lambda stage, layers, of: None,
+    command: Sequence[str] = WORKER,
 ) -> AsyncIterator[Engine]:
     """See `moonpool.engine.start.start_engine`; `command` starts a worker (tests put their own in its place)."""
     ranges = stage_ranges(spec.layout.layers, spec.stages)
@@ -90,7 +94,7 @@ async def start_processes(
             worker.channel.send(StageSpec(spec, worker.stage, begin, end, rendezvous))
         try:
             async with asyncio.timeout(start_timeout_s):
-                await engine.ready()
+                await engine.ready(on_loading)
                 engine.listen()
                 if rendezvous:
                     shutil.rmtree(rendezvous, ignore_errors=True)  # they have met

@@ -129,6 +129,14 @@ class StageSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """A stage has loaded so many of its layers; told layer by layer."""
+
+    layers: int
+    all_layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The stage has loaded its layers and is linked to its neighbours."""
 

@@ -24,6 +24,7 @@ from moonpool.engine.messages import (
     Failed,
     Fetch,
     Fetched,
+    Loaded,
     OpenGate,
     Ready,
     Shutdown,
@@ -37,6 +38,8 @@ from moonpool.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+OnLoading = Callable[[int, int, int], None]
+"""Is told a stage, how many layers it has loaded, and how many it will have."""
 _SHUTDOWN_S = 5.0
 _REAP_S = 2.0
 
@@ -187,8 +190,11 @@ class ProcessEngine:
 
     # --- answers of the stages -------------------------------------------------------------------------------------
 
-    async def ready(self) -> None:
+    async def ready(self, on_loading: OnLoading) -> None:
         """Waits until every stage has loaded.
+
+        Args:
+            on_loading: is told of each layer that a stage has loaded.
 
         Raises:
             MoonpoolError: What a stage could not do; Unavailable when one died.
@@ -196,13 +202,16 @@ class ProcessEngine:
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in self._workers:
-                    group.create_task(self._ready(worker))
+                    group.create_task(self._ready(worker, on_loading))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _ready(self, worker: Worker) -> None:
+    async def _ready(self, worker: Worker, on_loading: OnLoading) -> None:
         try:
             message = await worker.channel.receive()
+            while isinstance(message, Loaded):
+                on_loading(worker.stage, message.layers, message.all_layers)
+                message = await worker.channel.receive()
         except ChannelClosed:
             raise Unavailable(await self._death_of(worker)) from None
         if isinstance(message, Failed):

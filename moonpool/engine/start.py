@@ -6,10 +6,18 @@ from moonpool.engine.emulated.engine import start_emulated
 from moonpool.engine.handle import Engine
 from moonpool.engine.launch import start_processes
 from moonpool.engine.messages import EngineSpec
+from moonpool.engine.process import OnLoading
 
 
-def start_engine(spec: EngineSpec, *, start_timeout_s: float = 120.0) -> AbstractAsyncContextManager[Engine]:
+def start_engine(
+    spec: EngineSpec,
+    *,
+    start_timeout_s: float = 120.0,
+    on_loading: OnLoading = lambda stage, layers, of: None,
+) -> AbstractAsyncContextManager[Engine]:
     """Starts the engine's processes, or emulates them; leaving the context ends them and frees the pool.
+
+    `on_loading` is told of each layer that a stage has loaded.
 
     Raises:
         ConfigError: A value of `spec` is refused (stages, blocks, device, memory).
@@ -21,4 +29,4 @@ def start_engine(spec: EngineSpec, *, start_timeout_s: float = 120.0) -> Abstrac
         return start_emulated(
             spec.emulated, spec.layout, spec.blocks, stages=spec.stages, gate_timeout_s=spec.gate_timeout_s
         )
-    return start_processes(spec, start_timeout_s=start_timeout_s)
+    return start_processes(spec, start_timeout_s=start_timeout_s, on_loading=on_loading)

@@ -29,6 +29,7 @@ from moonpool.engine.messages import (
     DropShare,
     Failed,
     Fetch,
+    Loaded,
     OpenGate,
     Ready,
     Shutdown,
@@ -115,6 +116,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         spec.layer_end,
         "cpu" if device is None else device.torch_device,
         deterministic=engine.deterministic,
+        on_layer=lambda done, of: channel.send(Loaded(done, of)),
     )
     place = place_on(device, part, lambda error: _end(channel, error))
     links: Links = NoLinks()

@@ -5,7 +5,7 @@ Only safetensors and GGUF files are read: nothing is ever unpickled or executed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -46,10 +46,12 @@ def load_stage(
     device: torch.device | str = "cpu",
     *,
     deterministic: bool = False,
+    on_layer: Callable[[int, int], None] = lambda done, of: None,
 ) -> StageModel:
     """Load layers `layer_begin` up to `layer_end`, with the embedding on the first stage and norm and head on the last.
 
-    Weights stored in another supported type are converted to `dtype`. `deterministic`: see `StageModel`.
+    Weights stored in another supported type are converted to `dtype`. `deterministic`: see `StageModel`. `on_layer` is
+    told after each layer how many of how many are loaded.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names it; checked for all
@@ -80,7 +82,10 @@ def load_stage(
             head = Linear(embedding if isinstance(embedding, Tensor) and tied else reader.read([_HEAD]), arena=arena)
             if tied and head.panels is not None:
                 embedding = head.panels  # held once: the arrangement gives rows back
-        layers = [_read_layer(reader, config, index, arena) for index in range(layer_begin, layer_end)]
+        layers = []
+        for index in range(layer_begin, layer_end):
+            layers.append(_read_layer(reader, config, index, arena))
+            on_layer(len(layers), layer_end - layer_begin)
         return StageModel(
             config,
             layer_begin,

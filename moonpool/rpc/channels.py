@@ -34,6 +34,9 @@ _OPTIONS: list[tuple[str, Any]] = [
     *LARGE_MESSAGE_OPTIONS,
 ]
 
+OLD_S = 3600.0
+"""So long calls may go on over a connection whose certificates have changed since."""
+
 StreamOpener = Callable[..., "grpc.aio.StreamStreamCall[Any, Any]"]
 
 
@@ -93,14 +96,14 @@ def _checked(kwargs: dict[str, Any]) -> dict[str, Any]:
 class Channels:
     """One channel per address, shared by everyone in the process; closed together.
 
-    When certificates have changed, `get` gives new channels. Calls on the old ones go on until they change once more.
+    When certificates have changed, `get` gives new channels. Calls on the old ones may end, within `OLD_S` seconds.
     """
 
     def __init__(self, tls: Tls | None = None) -> None:
         self._tls = tls
         self._generation = 0
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._before: list[grpc.aio.Channel] = []
+        self._ending: dict[asyncio.Task[None], grpc.aio.Channel] = {}
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -132,10 +135,11 @@ class Channels:
         self._tls.renew()
         if self._generation != self._tls.generation:
             self._generation = self._tls.generation
-            for channel in self._before:
-                asyncio.ensure_future(channel.close())  # noqa: RUF006  # gRPC's own; it ends by itself
-            self._before = list(self._channels.values())
-            self._channels.clear()
+            old, self._channels = self._channels, {}
+            for channel in old.values():
+                ending = asyncio.ensure_future(channel.close(OLD_S))
+                self._ending[ending] = channel
+                ending.add_done_callback(self._ending.pop)
 
     async def probe(self, address: str, timeout_s: float) -> None:
         """As `probe`, secured as all channels are."""
@@ -153,8 +157,10 @@ class Channels:
         while self._channels:
             _, channel = self._channels.popitem()
             await channel.close()
-        while self._before:
-            await self._before.pop().close()
+        for task, channel in list(self._ending.items()):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await channel.close()
 
 
 async def probe(address: str, timeout_s: float, tls: Tls | None = None) -> None:

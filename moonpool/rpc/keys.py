@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.errors import ConfigError, Unauthenticated
-from moonpool.rpc.files import signature
+from moonpool.rpc.files import Watched
 from moonpool.telemetry.logs import get_logger
 
 MAX_TENANT_CHARS = 256
@@ -115,15 +117,15 @@ def _limits(number: int, text: str) -> Limits | None:
 class ApiKeys:
     """The keys of a file."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the file.
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Read the file; it is looked at again by `clock`.
 
         Raises:
             ConfigError: naming `api_keys`: it cannot be read or is wrong.
         """
         self._path = path
         try:
-            self._signature = signature(path)
+            self._watched = Watched([path], clock)
             self._file = self._read()
         except (OSError, ValueError) as error:
             raise ConfigError("api_keys", f"{path}: {error}") from error
@@ -153,10 +155,8 @@ class ApiKeys:
 
     def _renew(self) -> None:
         """Read the file again when it has changed; one that is wrong or gone leaves the keys as they were."""
-        now = signature(self._path)
-        if now == self._signature:
+        if not self._watched.changed():
             return
-        self._signature = now
         try:
             self._file = self._read()
             log.info("API keys read again", keys=len(self._file.tenants))

@@ -50,9 +50,16 @@ class ProcessContext:
         self._out = out
 
     def announce(self, address: str) -> None:
-        """Print `ready: HOST:PORT` on standard output, the only thing that ever goes there."""
+        """Print `ready: HOST:PORT` on standard output, the last thing that goes there."""
+        self._tell(f"ready: {address}")
+
+    def loading(self, stage: int, layers: int, of: int) -> None:
+        """Print `loading: STAGE LAYERS/OF` on standard output: how many layers a stage of the engine has loaded."""
+        self._tell(f"loading: {stage} {layers}/{of}")
+
+    def _tell(self, line: str) -> None:
         try:
-            print(f"ready: {address}", file=self._out, flush=True)
+            print(line, file=self._out, flush=True)
         except OSError:  # the reader has left, which is no reason to end; and what is buffered must not fail later
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._out.fileno())
@@ -83,9 +90,10 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
     """Run a service in this process until it ends; call it once, from the main thread.
 
     The first SIGTERM (or SIGINT) sets `ctx.stopping`; the same signal again ends the process at once. A `main` that is
-    not done `config.drain_s + after_drain_s` after the first is cancelled. Standard output carries the `ready:` line
-    alone: whatever else is printed goes to standard error. With MOONPOOL_DIE_WITH_PARENT the end of the parent
-    counts as a SIGTERM: "1", or the parent's process number, which makes a parent that has ended already known too.
+    not done `config.drain_s + after_drain_s` after the first is cancelled. Standard output carries the
+    `loading:` lines and the `ready:` line alone: whatever else is printed goes to standard error. With
+    MOONPOOL_DIE_WITH_PARENT the end of the parent counts as a SIGTERM: "1", or the parent's process number, which makes
+    a parent that has ended already known too.
 
     Returns:
         The exit code: 0 after an orderly end, 2 for a wrong setting or checkpoint, 3 when the cluster refuses this

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import ssl
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moonpool.errors import ConfigError, Mismatch, PermissionDenied, Unauthenticated
-from moonpool.rpc.files import signature
+from moonpool.rpc.files import Watched
 from moonpool.rpc.keys import ApiKeys
 from moonpool.telemetry.logs import get_logger
 
@@ -136,19 +137,22 @@ def require_role(role: str) -> None:
 class Gate:
     """Lets in who has a certificate that is not revoked, or an API key, and a role that may call the method."""
 
-    def __init__(self, revoked: Path | None = None, keys: ApiKeys | None = None) -> None:
+    def __init__(
+        self, revoked: Path | None = None, keys: ApiKeys | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Take what a peer may show.
 
         Args:
             revoked: file of revoked certificates: a line `sha256:HEX` each, the hash of the certificate's DER.
             keys: of clients that show no certificate; they are their tenants.
+            clock: by which the file is looked at again.
 
         Raises:
             ConfigError: naming `tls_revoked`: it cannot be read, or a line is wrong.
         """
         self._keys = keys
         self._path = revoked
-        self._signature = None if revoked is None else signature(revoked)
+        self._watched = Watched([] if revoked is None else [revoked], clock)
         self._revoked: frozenset[str] = frozenset() if revoked is None else self._read(revoked)
 
     def admit(self, method: str, context: Any) -> None:
@@ -186,10 +190,8 @@ class Gate:
 
     def _renew(self) -> None:
         """Reads the file again when it has changed. One that is wrong or gone leaves what was revoked as it was."""
-        now = None if self._path is None else signature(self._path)
-        if self._path is None or now == self._signature:
+        if self._path is None or not self._watched.changed():
             return
-        self._signature = now
         try:
             self._revoked = self._read(self._path)
         except ConfigError as error:

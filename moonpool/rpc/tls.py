@@ -6,7 +6,8 @@ Files are read again when they change: new connections use what they say now, th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import grpc
 
 from moonpool.config import ENV_PREFIX
 from moonpool.errors import ConfigError
-from moonpool.rpc.files import Signature, signature
+from moonpool.rpc.files import Watched
 from moonpool.telemetry.logs import get_logger
 
 NAME = "moonpool"
@@ -31,13 +32,20 @@ class Tls:
         generation: grows each time the files were read again.
     """
 
-    def __init__(self, ca: Path, cert: Path | None = None, key: Path | None = None) -> None:
+    def __init__(
+        self,
+        ca: Path,
+        cert: Path | None = None,
+        key: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Read the files, all PEM.
 
         Args:
             ca: certificates of the authorities that peers' certificates must come from.
             cert: own certificate, those between it and the authority behind it; None for a client that shows none.
             key: its private key.
+            clock: by which the files are looked at again.
 
         Raises:
             ConfigError: naming the file's setting: it cannot be read, or only one of certificate and key is given.
@@ -46,7 +54,7 @@ class Tls:
             raise ConfigError("tls_key" if key is None else "tls_cert", "certificate and key go together")
         self._paths = {"tls_ca": ca, "tls_cert": cert, "tls_key": key}
         self.generation = 0
-        self._signature = self._sign()
+        self._watched = Watched([path for path in self._paths.values() if path is not None], clock)
         self._files = self._read()
 
     @classmethod
@@ -93,11 +101,9 @@ class Tls:
         return grpc.ssl_server_certificate_configuration([pair], root_certificates=self._files["tls_ca"])
 
     def renew(self) -> None:
-        """Read the files again when they have changed; when one is gone, all stay as they were."""
-        now = self._sign()
-        if now == self._signature:
+        """Read the files again when they have changed (`Watched`); when one is gone, all stay as they were."""
+        if not self._watched.changed():
             return
-        self._signature = now
         try:
             self._files = self._read()
         except ConfigError as error:
@@ -105,9 +111,6 @@ class Tls:
             return
         self.generation += 1
         log.info("certificates read again", files=[str(path) for path in self._paths.values() if path])
-
-    def _sign(self) -> tuple[Signature | None, ...]:
-        return tuple(signature(path) for path in self._paths.values() if path is not None)
 
     def _read(self) -> dict[str, bytes]:
         found = {}

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from moonpool.v1 import kv_pb2 as _kv_pb2
+from moonpool.v1 import prefill_pb2 as _prefill_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -906,6 +907,40 @@ class JoinHello(_message.Message):
 Global___JoinHello: _TypeAlias = JoinHello  # noqa: Y015
 
 @_typing.final
+class TierLoad(_message.Message):
+    """What a kvstore holds in one of its tiers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"dram" or "ssd"."""
+    blocks: _builtins.int
+    """Blocks."""
+    used_bytes: _builtins.int
+    """Bytes in use."""
+    capacity_bytes: _builtins.int
+    """Bytes that there are."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        capacity_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "name", b"name", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierLoad: _TypeAlias = TierLoad  # noqa: Y015
+
+@_typing.final
 class LoadReport(_message.Message):
     """Load of an instance now."""
 
@@ -923,6 +958,7 @@ class LoadReport(_message.Message):
     DRAIN_S_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
     EXPECTED_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests running."""
     waiting: _builtins.int
@@ -949,6 +985,10 @@ class LoadReport(_message.Message):
     def speed(self) -> Global___SpeedReport:
         """Measured speeds."""
 
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierLoad]:
+        """What each tier holds (kvstore)."""
+
     def __init__(
         self,
         *,
@@ -964,10 +1004,11 @@ class LoadReport(_message.Message):
         drain_s: _builtins.float | None = ...,
         taken: _builtins.int = ...,
         expected_answer_tokens: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___TierLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "drain_s", b"drain_s", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "drain_s", b"drain_s", "draining", b"draining", "expected_answer_tokens", b"expected_answer_tokens", "free_blocks", b"free_blocks", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "taken", b"taken", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "drain_s", b"drain_s", "draining", b"draining", "expected_answer_tokens", b"expected_answer_tokens", "free_blocks", b"free_blocks", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "taken", b"taken", "tiers", b"tiers", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drain_s: _TypeAlias = _typing.Literal["drain_s"]  # noqa: Y015
     _WhichOneofArgType__drain_s: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s"]  # noqa: Y015
@@ -1208,6 +1249,74 @@ class CandidateExplanation(_message.Message):
 Global___CandidateExplanation: _TypeAlias = CandidateExplanation  # noqa: Y015
 
 @_typing.final
+class Timeline(_message.Message):
+    """What a request has gone through. Times are seconds since it came to the conductor, unless they say otherwise."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    ARRIVED_AT_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    LOCAL_TOKENS_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    TRANSFER_TAIL_S_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    TOKEN_S_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose request it is."""
+    arrived_at: _builtins.float
+    """When it came, seconds since 1970."""
+    local_tokens: _builtins.int
+    """Prompt tokens that were in the pool of the instance which computed the others."""
+    transfer_tail_s: _builtins.float
+    """From the first token until all KV was at decode; 0 = before it, or it did not go there."""
+    sent_bytes: _builtins.int
+    """Bytes of KV that went to decode."""
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """Tokens so far; `cached_tokens` is known with the first token."""
+
+    @_builtins.property
+    def timing(self) -> Global___Timing:
+        """Times so far; `e2e_s` is 0 while the request runs."""
+
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.TimedTokens]:
+        """What it loaded from kvstores; seconds since the prompt came there."""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.TimedTokens]:
+        """What it computed, step by step; seconds since the prompt came there."""
+
+    @_builtins.property
+    def token_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """When tokens of the answers came; at most the first 512 times."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        arrived_at: _builtins.float = ...,
+        usage: Global___Usage | None = ...,
+        timing: Global___Timing | None = ...,
+        local_tokens: _builtins.int = ...,
+        loads: _abc.Iterable[_prefill_pb2.TimedTokens] | None = ...,
+        chunks: _abc.Iterable[_prefill_pb2.TimedTokens] | None = ...,
+        transfer_tail_s: _builtins.float = ...,
+        sent_bytes: _builtins.int = ...,
+        token_s: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_at", b"arrived_at", "chunks", b"chunks", "loads", b"loads", "local_tokens", b"local_tokens", "sent_bytes", b"sent_bytes", "tenant", b"tenant", "timing", b"timing", "token_s", b"token_s", "transfer_tail_s", b"transfer_tail_s", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Timeline: _TypeAlias = Timeline  # noqa: Y015
+
+@_typing.final
 class ExplainResponse(_message.Message):
     """How a request was placed."""
 
@@ -1220,6 +1329,7 @@ class ExplainResponse(_message.Message):
     MEASURED_TPOT_S_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
+    TIMELINE_FIELD_NUMBER: _builtins.int
     measured_ttft_s: _builtins.float
     """Measured time to first token, seconds; 0 before it."""
     refused: _builtins.str
@@ -1238,6 +1348,10 @@ class ExplainResponse(_message.Message):
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateExplanation]:
         """All prefill candidates."""
 
+    @_builtins.property
+    def timeline(self) -> Global___Timeline:
+        """What it has gone through."""
+
     def __init__(
         self,
         *,
@@ -1248,10 +1362,11 @@ class ExplainResponse(_message.Message):
         measured_tpot_s: _builtins.float = ...,
         policy: _builtins.str = ...,
         waited_s: _builtins.float = ...,
+        timeline: Global___Timeline | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1383,6 +1498,120 @@ class QueueState(_message.Message):
 Global___QueueState: _TypeAlias = QueueState  # noqa: Y015
 
 @_typing.final
+class Quantiles(_message.Message):
+    """A quantity of some requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    P50_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    p50: _builtins.float
+    """Half of them have less."""
+    p99: _builtins.float
+    """One in a hundred has more."""
+    def __init__(
+        self,
+        *,
+        p50: _builtins.float = ...,
+        p99: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["p50", b"p50", "p99", b"p99"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quantiles: _TypeAlias = Quantiles  # noqa: Y015
+
+@_typing.final
+class EndedRequest(_message.Message):
+    """A request that has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Its id."""
+    tenant: _builtins.str
+    """Whose it was."""
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """Tokens counted."""
+
+    @_builtins.property
+    def timing(self) -> Global___Timing:
+        """Times measured."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        usage: Global___Usage | None = ...,
+        timing: Global___Timing | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tenant", b"tenant", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndedRequest: _TypeAlias = EndedRequest  # noqa: Y015
+
+@_typing.final
+class RecentState(_message.Message):
+    """Requests that were answered lately, here at this conductor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TTFT_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    window_s: _builtins.float
+    """In the last so many seconds, or fewer if the conductor is younger."""
+    requests: _builtins.int
+    """How many of them; at most 4,096 are remembered."""
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """Their tokens, together."""
+
+    @_builtins.property
+    def ttft_s(self) -> Global___Quantiles:
+        """Times to first token, seconds."""
+
+    @_builtins.property
+    def tpot_s(self) -> Global___Quantiles:
+        """Mean times between tokens, seconds, of answers with more than one token."""
+
+    @_builtins.property
+    def last(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedRequest]:
+        """The last of them, the newest first; at most 32, and also those from before."""
+
+    def __init__(
+        self,
+        *,
+        window_s: _builtins.float = ...,
+        requests: _builtins.int = ...,
+        usage: Global___Usage | None = ...,
+        ttft_s: Global___Quantiles | None = ...,
+        tpot_s: Global___Quantiles | None = ...,
+        last: _abc.Iterable[Global___EndedRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "requests", b"requests", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "usage", b"usage", "window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecentState: _TypeAlias = RecentState  # noqa: Y015
+
+@_typing.final
 class ClusterStateResponse(_message.Message):
     """The cluster's picture."""
 
@@ -1393,6 +1622,7 @@ class ClusterStateResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
+    RECENT_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """Requests can be served: at least one prefill and one decode instance."""
     @_builtins.property
@@ -1411,6 +1641,10 @@ class ClusterStateResponse(_message.Message):
     def queue(self) -> Global___QueueState:
         """Who waits at the conductor."""
 
+    @_builtins.property
+    def recent(self) -> Global___RecentState:
+        """Who was answered lately."""
+
     def __init__(
         self,
         *,
@@ -1419,10 +1653,11 @@ class ClusterStateResponse(_message.Message):
         model: Global___ModelInfo | None = ...,
         ready: _builtins.bool = ...,
         queue: Global___QueueState | None = ...,
+        recent: Global___RecentState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "model", b"model", "queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "model", b"model", "queue", b"queue", "recent", b"recent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "model", b"model", "queue", b"queue", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor", b"conductor", "instances", b"instances", "model", b"model", "queue", b"queue", "ready", b"ready", "recent", b"recent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -224,6 +224,36 @@ class StoreMiss(_message.Message):
 Global___StoreMiss: _TypeAlias = StoreMiss  # noqa: Y015
 
 @_typing.final
+class TimedTokens(_message.Message):
+    """Tokens of a prompt whose KV came, and when."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BEGIN_S_FIELD_NUMBER: _builtins.int
+    END_S_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Tokens."""
+    begin_s: _builtins.float
+    """Seconds since the prompt came to the instance."""
+    end_s: _builtins.float
+    """Seconds since the prompt came to the instance."""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        begin_s: _builtins.float = ...,
+        end_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_s", b"begin_s", "end_s", b"end_s", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimedTokens: _TypeAlias = TimedTokens  # noqa: Y015
+
+@_typing.final
 class FirstToken(_message.Message):
     """The prompt's KV is computed and the next token is sampled."""
 
@@ -240,6 +270,8 @@ class FirstToken(_message.Message):
     LOG_PROBABILITIES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     local_tokens: _builtins.int
@@ -274,6 +306,14 @@ class FirstToken(_message.Message):
     def prompt_logprobs(self) -> _kv_pb2.Logprobs:
         """Of the prompt's tokens but the first, where `Sampling.prompt_logprobs` wants them."""
 
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimedTokens]:
+        """What was loaded from kvstores."""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimedTokens]:
+        """What was computed, step by step; at most the first 256."""
+
     def __init__(
         self,
         *,
@@ -288,10 +328,12 @@ class FirstToken(_message.Message):
         log_probabilities: _abc.Iterable[_builtins.float] | None = ...,
         logprobs: _kv_pb2.Logprobs | None = ...,
         prompt_logprobs: _kv_pb2.Logprobs | None = ...,
+        loads: _abc.Iterable[Global___TimedTokens] | None = ...,
+        chunks: _abc.Iterable[Global___TimedTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -141,6 +141,7 @@ class Calls:
                 elif response.HasField("accepted"):
                     self._post(Accepted(order.io, response.accepted.number))
                 elif response.HasField("finished"):
+                    serving.delivered(response.finished)
                     self._post(Delivered(order.io))
         finally:
             call.cancel()
@@ -236,8 +237,11 @@ class Calls:
         self._steps.get(decode_proto(order.target)).open()
 
     def undo(self, order: Undo) -> None:
-        """Gives a promise back."""
-        self._steps.get(decode_proto(order.target)).cancel(order.sequence, target_proto(order.target))
+        """Gives a promise back, also one of which nothing came."""
+        target = decode_proto(order.target)
+        decode = target if target.address else self._find(target.id)
+        if decode is not None and decode.incarnation == target.incarnation:
+            self._steps.get(decode).cancel(order.sequence, target_proto(order.target))
 
     def _end_sequence(self, order: Start | Adopt, steps: StepsStream, result: Result, *, tell: bool) -> None:
         """A sequence is over; `tell` when decode does not know it."""

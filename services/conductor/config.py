@@ -97,7 +97,12 @@ class ConductorConfig(CoreServiceConfig):
         description="an engine that has become so many times slower than usual, by what it measures itself, gets "
         "nothing new and is rid of what it has, as long as another one is well; 0 = it is used as it is",
     )
-    retries: int = Field(3, ge=0, description="times a request is placed again after an instance or a transfer failed")
+    retries: int = Field(
+        3,
+        ge=0,
+        description="times a request is placed again after an instance or a transfer failed; where frames were "
+        "damaged also more often, within --recovery-s of the first",
+    )
     recovery_s: float = Field(
         15.0, ge=0, description="seconds a request whose instance failed waits for another one to appear"
     )

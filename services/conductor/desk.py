@@ -32,6 +32,7 @@ from services.conductor.core.messages import (
 )
 from services.conductor.explain import Decisions, placement
 from services.conductor.predictions import Predictions
+from services.conductor.recent import Recent
 from services.conductor.recording import Opened, Recording
 from services.conductor.request import Request
 from services.conductor.resume import Resume, secret_for
@@ -48,6 +49,7 @@ class Desk:
         calls: does what is to be done at instances.
         decisions: remembers placements.
         predictions: compares them with what is measured.
+        recent: remembers what was answered.
         recording: of the requests, if there is one.
         resync: orders a snapshot of an instance's keys.
         post: hands an event to the core.
@@ -58,6 +60,7 @@ class Desk:
         calls: Calls,
         decisions: Decisions,
         predictions: Predictions,
+        recent: Recent,
         recording: Recording | None,
         resync: Callable[[str], None],
         post: Callable[[Event], None],
@@ -65,6 +68,7 @@ class Desk:
         self._calls = calls
         self._decisions = decisions
         self._predictions = predictions
+        self._recent = recent
         self._recording = recording
         self._resync = resync
         self._post = post
@@ -94,7 +98,9 @@ class Desk:
             priority=request.priority,
             weight=request.weight,
         )
-        serving = Serving(ask, answer, self._first_token, list(request.prompt_keys), secret_for(request, resume))
+        serving = Serving(
+            ask, answer, self._first_token, self._delivered, list(request.prompt_keys), secret_for(request, resume)
+        )
         self._serving[ask.number] = serving
         if resume is not None:
             serving.placement.CopyFrom(resume.placement)
@@ -164,6 +170,10 @@ class Desk:
             case Drop():
                 serving.outgoing.end()
         del self._serving[action.request]
+        timeline = serving.timeline(over=True)
+        self._decisions.ended(serving.ask.id, timeline)
+        if isinstance(action, Complete):
+            self._recent.add(serving.ask.id, timeline)
         if self._recording is not None:
             self._recording.ended(action.request, serving.answer.tokens)
 
@@ -171,6 +181,11 @@ class Desk:
         self._decisions.first_token(serving.ask.id, serving.answer.ttft_s)
         if not serving.ask.beams:  # theirs come with the last ones
             self._predictions.first_token(serving)
+
+    def _delivered(self, serving: Serving) -> None:
+        """An answer that was short may have ended before."""
+        if serving.ask.number not in self._serving:
+            self._decisions.ended(serving.ask.id, serving.timeline(over=True))
 
     def _complete(self, finish: Finish, serving: Serving) -> None:
         serving.complete(finish)

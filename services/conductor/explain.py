@@ -60,6 +60,12 @@ class Decisions:
         if record is not None:
             record.measured_tpot_s = tpot_s
 
+    def ended(self, request_id: str, timeline: conductor_pb2.Timeline) -> None:
+        """Note what a request that is over has gone through."""
+        record = self._records.get(request_id)
+        if record is not None:
+            record.timeline.CopyFrom(timeline)
+
     def get(self, request_id: str) -> conductor_pb2.ExplainResponse:
         """Return a decision.
 

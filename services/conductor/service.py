@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -34,6 +35,7 @@ from services.conductor.keeping import ContextKeeper
 from services.conductor.ledger import Ledger
 from services.conductor.policy import load_policy
 from services.conductor.predictions import Predictions
+from services.conductor.recent import Recent
 from services.conductor.recording import Recording
 from services.conductor.servicer import ConductorServicer
 
@@ -64,12 +66,12 @@ async def conductor(
         stack.push_async_callback(cluster.steps.aclose)
         calls = Calls(channels, cluster.steps, cluster.find, driver.post, RESERVE_LIMIT * config.reserve_timeout_s)
         stack.push_async_callback(calls.aclose)
-        decisions = Decisions(config.explain_history, config.policy)
-        desk = Desk(calls, decisions, Predictions(metrics), recording, cluster.resync, driver.post)
+        decisions, recent = Decisions(config.explain_history, config.policy), Recent(time.monotonic)
+        desk = Desk(calls, decisions, Predictions(metrics), recent, recording, cluster.resync, driver.post)
         intake = Intake(checkpoint, cluster.registry, desk, tokenizing, config)
         forgetting, keeper = await _records(config, channels, cluster, desk, intake, core, stack)
         servicer = ConductorServicer(
-            config, cluster, core, desk, intake, decisions, keeper, forgetting, tokenizing, spans
+            config, cluster, core, desk, intake, decisions, recent, keeper, forgetting, tokenizing, spans
         )
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))

@@ -33,6 +33,7 @@ from services.conductor.join import JoinServer
 from services.conductor.keeping import ContextKeeper
 from services.conductor.outgoing import Outgoing
 from services.conductor.queue import queue_state
+from services.conductor.recent import Recent
 from services.conductor.request import weight_of
 from services.conductor.resume import Resume, read_resume
 from services.conductor.serving import Serving
@@ -65,6 +66,7 @@ class ConductorServicer:
         desk: Desk,
         intake: Intake,
         decisions: Decisions,
+        recent: Recent,
         keeper: ContextKeeper,
         forgetting: Forgetting,
         tokenizing: ThreadPoolExecutor,
@@ -79,6 +81,7 @@ class ConductorServicer:
         self._keeper = keeper
         self.forgetting = forgetting
         self._decisions = decisions
+        self._recent = recent
         self._tokenizing = tokenizing
         self._spans = spans
         self._joins = JoinServer(cluster, config.heartbeat_s, forgetting.admit)
@@ -113,24 +116,48 @@ class ConductorServicer:
         request_id = request.request_id or secrets.token_hex(8)
         if self._draining:
             raise Unavailable("this conductor is draining")
-        self._check_queue(request.tenant)
-        await self._take_over(request)
-        if request_id in self._running:
-            raise InvalidRequest("request_id", f"{request_id!r} is running already")
-        running = self._running[request_id] = _Running(request.tenant)
-        self._idle.clear()
+        running = await self._enter(request, request_id)
         try:
             with self._spans.span("generate", request=request_id, **_trace(context)):
-                await self._generate(request, request_id, arrived, context)
+                await self._generate(request, request_id, running, arrived, context)
             self._served += 1
         finally:
+            self._leave(request_id, running)
+
+    async def _enter(self, message: conductor_pb2.GenerateRequest, request_id: str) -> _Running:
+        """Gives a call its place among those that run. A request that its own client resumes keeps the one it has."""
+        earlier, running = self._running.get(request_id), _Running(message.tenant)
+        if earlier is None:
+            self._check_queue(message.tenant)
+        elif not self._resumes(message, earlier):
+            raise InvalidRequest("request_id", f"{request_id!r} is running already")
+        self._running[request_id] = running
+        self._idle.clear()
+        if earlier is not None and earlier.serving is not None:
+            try:
+                await self._take_over(earlier, earlier.serving)
+            except BaseException:
+                self._leave(request_id, running, earlier)
+                raise
+        return running
+
+    def _leave(self, request_id: str, running: _Running, earlier: _Running | None = None) -> None:
+        """A call has ended, or gives its place back to an earlier one that has not."""
+        running.over.set()
+        if self._running.get(request_id) is running:
             del self._running[request_id]
-            running.over.set()
-            if not self._running:
-                self._idle.set()
+            if earlier is not None and not earlier.over.is_set():
+                self._running[request_id] = earlier
+        if not self._running:
+            self._idle.set()
 
     async def _generate(
-        self, message: conductor_pb2.GenerateRequest, request_id: str, arrived: float, context: _GenerateContext
+        self,
+        message: conductor_pb2.GenerateRequest,
+        request_id: str,
+        running: _Running,
+        arrived: float,
+        context: _GenerateContext,
     ) -> None:
         deadline = arrived + min(self._config.request_timeout_s, context.time_remaining() or float("inf"))
         served, use = self._intake.served(), await self._keeper.use(message, deadline - time.monotonic())
@@ -145,7 +172,7 @@ class ConductorServicer:
                 await _tell_end(answer, resume, context)
                 return
         serving = self._desk.open(answer, deadline, resume)
-        self._running[request_id].serving = serving
+        running.serving = serving
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 async for response in serving.outgoing:
@@ -157,21 +184,24 @@ class ConductorServicer:
         finally:
             self._desk.gone(serving)
 
-    async def _take_over(self, message: conductor_pb2.GenerateRequest) -> None:
-        """Ends a request that its own client resumes: its connection was lost, and that was not seen here yet."""
-        running = self._running.get(message.request_id)
-        serving = running.serving if running is not None else None
-        if running is None or serving is None or not message.HasField("resume"):
-            return
+    @staticmethod
+    def _resumes(message: conductor_pb2.GenerateRequest, earlier: _Running) -> bool:
+        """Whether a request is resumed by its own client: its connection was lost, and that was not seen here yet."""
+        serving = earlier.serving
+        if serving is None or not message.HasField("resume"):
+            return False
         resume, before = message.resume, serving.ask.resumed
         same = secrets.compare_digest(resume.point.secret, serving.secret)
-        if same and resume.count > (before.fence if before is not None else 0):
-            self._desk.gone(serving)
-            try:
-                async with asyncio.timeout(TAKE_OVER_S):
-                    await running.over.wait()
-            except TimeoutError:
-                raise Unavailable("the request's earlier call has not ended yet") from None
+        return same and resume.count > (before.fence if before is not None else 0)
+
+    async def _take_over(self, earlier: _Running, serving: Serving) -> None:
+        """Ends the earlier call of a request that is resumed."""
+        self._desk.gone(serving)
+        try:
+            async with asyncio.timeout(TAKE_OVER_S):
+                await earlier.over.wait()
+        except TimeoutError:
+            raise Unavailable("the request's earlier call has not ended yet") from None
 
     def _tenants(self) -> Counter[str]:
         return Counter([running.tenant for running in self._running.values()])
@@ -193,8 +223,14 @@ class ConductorServicer:
         await self._joins.serve(requests, context)
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
-        """Return how a request was placed."""
-        return self._decisions.get(request.request_id)
+        """Return how a request was placed, and what it has gone through so far."""
+        found = self._decisions.get(request.request_id)
+        running = self._running.get(request.request_id)
+        if running is not None and running.serving is not None and not found.HasField("timeline"):
+            answer = conductor_pb2.ExplainResponse(timeline=running.serving.timeline(over=False))
+            answer.MergeFrom(found)
+            return answer
+        return found
 
     async def ClusterState(
         self, request: conductor_pb2.ClusterStateRequest, context: object
@@ -216,6 +252,7 @@ class ConductorServicer:
             model=registry.model,
             ready=registry.ready and not self._draining,
             queue=queue_state(self.core.requests, self._tenants(), self._weight_of),
+            recent=self._recent.state(),
         )
 
     async def CreateContext(

@@ -16,6 +16,9 @@ from services.conductor.outgoing import Outgoing
 from services.conductor.resume import resume_point
 from services.conductor.translate import FINISHES
 
+MAX_TIMES = 512
+"""Times of tokens that are kept for `Explain`."""
+
 
 @dataclass(slots=True)
 class Serving:
@@ -25,6 +28,7 @@ class Serving:
         ask: what the core knows of it.
         answer: the tokens and the text so far.
         first_seen: is told of the first token.
+    kv_delivered: is told when the KV has arrived at decode, maybe after the answer's end.
         outgoing: what its client is to be told.
         keys: of all full blocks of the prompt and the tokens at the last placement.
         secret: who knows it may resume the request; b"" = nobody.
@@ -34,11 +38,13 @@ class Serving:
         opening_logprobs: of the token with which decode begins, where one answer wants them.
         prompt_unscored: the client wants the prompt's log probabilities, and was not told them.
         transient: its KV was deleted meanwhile: engines keep nothing of it.
+    story: what it has gone through; usage and times are the answer's.
     """
 
     ask: Ask
     answer: Answer
     first_seen: Callable[["Serving"], None]
+    kv_delivered: Callable[["Serving"], None]
     keys: list[BlockKey]
     secret: bytes
     outgoing: Outgoing = field(default_factory=Outgoing)
@@ -49,11 +55,15 @@ class Serving:
     opening_logprobs: Logprobs | None = None
     transient: bool = False
     prompt_unscored: bool = field(init=False)
+    story: conductor_pb2.Timeline = field(default_factory=conductor_pb2.Timeline)
     _hashed: int = 0
     _spec: kv_pb2.SequenceSpec | None = None
+    _finished: conductor_pb2.Finished | None = None
 
     def __post_init__(self) -> None:
         self.prompt_unscored = self.answer.request.sampling.prompt_logprobs is not None
+        self.story.tenant = self.answer.request.tenant
+        self.story.arrived_at = time.time() - (time.monotonic() - self.answer.arrived)
 
     @property
     def reusable_keys(self) -> tuple[BlockKey, ...]:
@@ -109,6 +119,7 @@ class Serving:
             StreamBroken: they are not one for each answer, or were others before; or have no log probabilities.
         """
         answer = self.answer
+        self._computed(first)
         token_ids = [first.token_id, *first.further_token_ids]
         if answer.request.has_beams:
             if len(first.log_probabilities) != len(token_ids):
@@ -127,6 +138,29 @@ class Serving:
             self.tokens(choice, self._hashed, [token_id], kv_pb2.FINISH_REASON_UNSPECIFIED, logprobs=its)
         self.opening_logprobs = found if len(token_ids) == 1 else None
         return answer.finish
+
+    def _computed(self, first: prefill_pb2.FirstToken) -> None:
+        """Notes how the prompt was computed, the last time that it was."""
+        story = self.story
+        for field_name in ("loads", "chunks", "transfer_tail_s", "sent_bytes"):
+            story.ClearField(field_name)
+        story.local_tokens = first.local_tokens
+        story.loads.extend(first.loads)
+        story.chunks.extend(first.chunks)
+
+    def delivered(self, finished: prefill_pb2.PrefillFinished) -> None:
+        """The KV has arrived at decode."""
+        self.story.transfer_tail_s, self.story.sent_bytes = finished.transfer_tail_s, finished.sent_bytes
+        self.kv_delivered(self)
+
+    def timeline(self, *, over: bool) -> conductor_pb2.Timeline:
+        """What the request has gone through, up to now; `over`: to its end."""
+        now = self._finished or self.answer.finished(self.placement, time.monotonic())
+        story = conductor_pb2.Timeline(usage=now.usage, timing=now.timing)
+        story.MergeFrom(self.story)
+        if not over:
+            story.timing.e2e_s = 0.0
+        return story
 
     @property
     def opening_tokens(self) -> list[int]:
@@ -192,7 +226,10 @@ class Serving:
         known = answer.choices[choice].known(position, token_ids)
         answer.choices[choice].score = score
         new = logprobs.part(known) if logprobs is not None else None
-        self.outgoing.delta(answer.extend(choice, token_ids[known:], time.monotonic(), new))
+        now = time.monotonic()
+        if len(token_ids) > known and len(self.story.token_s) < MAX_TIMES:
+            self.story.token_s.append(now - answer.arrived)
+        self.outgoing.delta(answer.extend(choice, token_ids[known:], now, new))
         if reason:
             self.outgoing.delta(answer.choices[choice].end(reason))
         if not before and answer.tokens:
@@ -205,4 +242,5 @@ class Serving:
             self.outgoing.delta(delta)
         if not self.started:
             self.placement.decode = ""
-        self.outgoing.finished(self.answer.finished(self.placement, time.monotonic()))
+        self._finished = self.answer.finished(self.placement, time.monotonic())
+        self.outgoing.finished(self._finished)

@@ -15,7 +15,7 @@ from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core.actions import Ranked, Select
 from services.decode.core.events import Beams, Candidates
-from services.decode.subscriber import Subscriber
+from services.decode.subscriber import Subscriber, identity
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +163,7 @@ class LiveRequest:
         transfer: the KV that comes.
         heard_at: when the core was last told that its transfer lives.
         secret: who knows it may resume the request; b"" = nobody. One with several answers has none.
+        promised_to: the conductor that has asked for room; "" = it did not say.
         sequences: its answers.
         ending: the core lets it go: nothing is taken for it and nothing told any more.
         why: it ends early.
@@ -175,6 +176,7 @@ class LiveRequest:
     transfer: InboundTransfer
     heard_at: float
     secret: bytes = b""
+    promised_to: str = ""
     sequences: list[LiveSequence] = field(default_factory=list)
     beams: LiveBeams | None = None
     ending: bool = False
@@ -284,6 +286,15 @@ class LiveRequests:
         for sequence in live.sequences:
             del self.sequences[sequence.id]
         return live
+
+    def promised(self, message: decode_pb2.CancelSequence, subscriber: Subscriber) -> LiveRequest | None:
+        """The promise that a conductor means which does not know its transfer."""
+        who = identity(subscriber.conductor)
+        for live in self.requests.values() if not message.transfer_id else ():
+            waits = live.transfer.state is TransferState.PROMISED and not live.started
+            if live.request_id == message.request_id and live.promised_to == who and waits:
+                return live
+        return None
 
     def misfit(self, live: LiveRequest, message: decode_pb2.StartSequence, subscriber: Subscriber) -> str | None:
         """Why a request cannot begin by this message of a conductor; None when it can."""

@@ -8,7 +8,7 @@ import grpc.aio
 
 from moonpool.cluster.instances import check_instance
 from moonpool.engine.incoming import IncomingRequest
-from moonpool.errors import InvalidRequest, Unavailable
+from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.rpc.writing import write_each
 from moonpool.streams.outbox import STALL_S
@@ -40,6 +40,9 @@ class DecodeServicer:
         """Promises room, or refuses."""
         instance = self._instance
         instance.check_open()
+        left_s = context.time_remaining()
+        if left_s is not None and left_s <= 0:
+            raise DeadlineExceeded("nobody waits for this promise any more")
         stores = _stores(request)
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")

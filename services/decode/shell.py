@@ -171,7 +171,7 @@ class DecodeShell:
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
             )
         transfer = inbound(number, self._layout, tokens, answer.held)
-        live = LiveRequest(incoming, stores, transfer, self._clock(), secret)
+        live = LiveRequest(incoming, stores, transfer, self._clock(), secret, who)
         self._live.add(live)
         self.empty.clear()
         return live, answer.tbt_s
@@ -266,7 +266,7 @@ class DecodeShell:
 
     def cancel(self, subscriber: Subscriber, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
         """Cancels a request, unless another conductor has it now; returns the state in which it was."""
-        live = self.get(message.transfer_id, message.generation)
+        live = self.get(message.transfer_id, message.generation) or self._live.promised(message, subscriber)
         if live is None or live.request_id != message.request_id or live.subscriber not in (None, subscriber):
             return kv_pb2.CANCEL_OUTCOME_UNKNOWN
         before = live.transfer.state is TransferState.PROMISED

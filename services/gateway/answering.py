@@ -166,7 +166,7 @@ class Answering:
         async with self._tokens() as tokens:
             async for event in tokens:
                 watch.tokens()
-                form.score(event.logprobs, event.choice)
+                form.note(event)
                 self._job.spending.used(tokens.prompt_tokens, len(event.token_ids))
                 if not begun:
                     begun = True
@@ -182,11 +182,15 @@ class Answering:
         yield b"".join(form.closing(result))
 
     def _tokens(self) -> AsyncTokenStream | SeveralStreams:
-        streams = [self._client.stream(**arguments) for arguments in self._job.requests]
-        if len(streams) == 1:
-            return streams[0]
+        def placed() -> None:
+            """Prompts count when they are placed, whatever comes of them."""
+            self._job.spending.used(tokens.prompt_tokens, 0)
+
+        streams = [self._client.stream(on_placed=placed, **arguments) for arguments in self._job.requests]
         sampling = self._job.requests[0].get("sampling")
-        return SeveralStreams(streams, sampling.n if sampling is not None else 1)
+        each = sampling.n if sampling is not None else 1
+        tokens = streams[0] if len(streams) == 1 else SeveralStreams(streams, each)
+        return tokens
 
     def _begin(self, reply: Reply, tokens: AsyncTokenStream | SeveralStreams) -> None:
         reply.headers["x-request-id"] = tokens.request_id

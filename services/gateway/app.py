@@ -19,7 +19,9 @@ from services.gateway.errors import HttpError, Refusal, refusal
 from services.gateway.forms import compact
 from services.gateway.message_form import error_body
 from services.gateway.messages import COUNT_TOKENS, MESSAGES
+from services.gateway.page import FILES, PAGE, Page
 from services.gateway.responses import RESPONSES
+from services.gateway.watching import REQUESTS, STATE
 
 Endpoint = Callable[[Request], Awaitable[Response | Answering]]
 
@@ -39,6 +41,14 @@ def make_app(endpoints: Endpoints) -> Starlette:
         ("POST", "/tokenize", endpoints.tokenizing.tokenize),
         ("POST", "/detokenize", endpoints.tokenizing.detokenize),
     ]
+    page, watching = Page(), endpoints.watching
+    routes += [
+        ("GET", PAGE, page.index),
+        ("GET", FILES, page.file),
+        ("GET", STATE, watching.state),
+        ("GET", REQUESTS, watching.requests),
+        ("GET", REQUESTS + "/{name}", watching.request),
+    ]
     caching = endpoints.caching
     routes += [
         ("POST", CACHING, caching.create),
@@ -47,7 +57,7 @@ def make_app(endpoints: Endpoints) -> Starlette:
         ("GET", TAGS, caching.list_tags),
         ("GET", TAGS + "/{name}", caching.get_tag),
         ("DELETE", TAGS + "/{name}", caching.delete_tag),
-        ("GET", TAGS + "/{name}/content", caching.get),
+        ("GET", TAGS + "/{name}/content", caching.get_tagged),
         ("GET", CACHING + "/{name}", caching.get),
         ("PUT", CACHING + "/{name}", caching.update),
         ("DELETE", CACHING + "/{name}", caching.delete),

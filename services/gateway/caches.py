@@ -139,8 +139,11 @@ def page(
     chosen = [one for one in found if wanted.items() <= (one.get("metadata") or {}).items()]
     chosen = chosen if order == "desc" else chosen[::-1]
     names = [one[name] for one in chosen]
-    first = names.index(query["after"]) + 1 if query.get("after") in names else 0
-    last = names.index(query["before"]) if query.get("before") in names else len(names)
+    for cursor in ("after", "before"):
+        if query.get(cursor) and query[cursor] not in names:
+            raise InvalidRequest(cursor, f"is no {'tag' if name == 'tag' else 'cache'} of this list")
+    first = names.index(query["after"]) + 1 if query.get("after") else 0
+    last = names.index(query["before"]) if query.get("before") else len(names)
     return chosen[first:last][: int(limit)], ignored
 
 

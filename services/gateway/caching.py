@@ -178,8 +178,22 @@ class Caching:
 
     async def get_tag(self, request: Request) -> Response:
         """One tag."""
+        return json_response(tag_object(_id_of(request), await self._tagged(request)))
+
+    async def get_tagged(self, request: Request) -> Response:
+        """The cache that has a tag."""
+        return json_response(cache_object(await self._tagged(request)))
+
+    async def _tagged(self, request: Request) -> Context:
+        """The cache that has a tag.
+
+        Raises:
+            NotFound: none has it; a cache's id is no tag.
+        """
         context = await self._named(request)
-        return json_response(tag_object(_id_of(request), context))
+        if _id_of(request) not in context.tags:
+            raise NotFound(f"no context has the tag {_id_of(request)!r}")
+        return context
 
     async def delete_tag(self, request: Request) -> Response:
         """Takes a tag from its cache; also one that is not there."""

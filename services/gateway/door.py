@@ -10,6 +10,7 @@ from http import HTTPStatus
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moonpool.errors import PermissionDenied
 from moonpool.rpc.keys import ApiKeys
 from services.gateway.budgets import Budgets, Spending
 from services.gateway.config import GatewayConfig
@@ -45,6 +46,28 @@ class Door:
             Unauthenticated: there is no such key.
         """
         return "" if self._keys is None else self._keys.tenant(_key(request))
+
+    def sight(self, request: Request) -> Callable[[str], bool]:
+        """What tells whether a request may see what is a tenant's: an operator's sees all, another one its own.
+
+        Raises:
+            Unauthenticated: there is no such key.
+        """
+        own = self.tenant(request)
+        return lambda tenant: self._is_operator(own) or tenant == own
+
+    def operator(self, request: Request) -> None:
+        """Let an operator's request pass; without keys everybody is one.
+
+        Raises:
+            Unauthenticated: there is no such key.
+            PermissionDenied: it is another tenant's.
+        """
+        if not self._is_operator(self.tenant(request)):
+            raise PermissionDenied("this key's tenant is not among the gateway's --operator-tenants")
+
+    def _is_operator(self, tenant: str) -> bool:
+        return self._keys is None or tenant in self._config.operator_tenants
 
     async def read(self, request: Request, cls: type[BodyT]) -> tuple[Caller, BodyT, dict[str, str]]:
         """The caller, the checked body, and the answer's warning about fields that were ignored.

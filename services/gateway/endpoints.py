@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypedDict
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.requests import Request
@@ -22,7 +21,7 @@ from services.gateway.cluster import Cluster
 from services.gateway.config import GatewayConfig
 from services.gateway.door import Caller, Door, json_response
 from services.gateway.fields import AnsweredBody, CompletionBody, GenerationBody
-from services.gateway.forms import ChatForm, CompletionForm, Form, compact
+from services.gateway.forms import ChatForm, CompletionForm, Form, Shape, compact
 from services.gateway.measuring import Meter
 from services.gateway.message_form import MessageForm
 from services.gateway.messages import MessagesBody
@@ -32,6 +31,7 @@ from services.gateway.scores import Scores
 from services.gateway.text import Texts
 from services.gateway.tokenizing import Tokenizing
 from services.gateway.tools import Reading, Tools
+from services.gateway.watching import Watching
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` of plain completions; a chat's answer may fill the model's length."""
@@ -63,6 +63,8 @@ class Endpoints:
         """Caches, and chats that use them."""
         self.tokenizing = Tokenizing(self._door, self._cluster, texts)
         """Those that only tokenise."""
+        self.watching = Watching(self._door, self._cluster, client)
+        """Those that show the cluster and its requests."""
 
     async def health(self, request: Request) -> Response:
         """200 when requests can be served, else 503."""
@@ -101,7 +103,12 @@ class Endpoints:
             arguments["token_ids"] = body.prompt_token_ids
         cached = await self.caching.apply(request, caller.tenant, body, arguments)
         offer = self._offer(body, arguments, state, cached.tools)
-        form = ChatForm(state.model, self._scores(body, state), offer, **_shape(body))
+        scores, shape = self._scores(body, state), _shape(body)
+        if body.return_token_ids:
+            if "context" in arguments:
+                raise InvalidRequest("return_token_ids", "is not for a chat that begins with a cache")
+            shape = replace(shape, prompt_ids=[await self._prompt_ids(arguments, state)])
+        form = ChatForm(state.model, scores, shape, offer)
         headers = ignored | cached.headers
         return self._answering(request, caller, body, [arguments], form, state, headers, cached.told)
 
@@ -111,7 +118,10 @@ class Endpoints:
         state = await self._cluster.state()
         arguments = self._arguments(body, caller, COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens)
         requests = [arguments | _prompt(prompt) for prompt in body.prompts()]
-        form = CompletionForm(state.model, self._scores(body, state), **_shape(body))
+        scores, shape = self._scores(body, state), _shape(body)
+        if body.return_token_ids:
+            shape = replace(shape, prompt_ids=[await self._prompt_ids(one, state) for one in requests])
+        form = CompletionForm(state.model, scores, shape)
         return self._answering(request, caller, body, requests, form, state, ignored)
 
     async def messages(self, request: Request) -> Answering:
@@ -133,16 +143,33 @@ class Endpoints:
         longest = state.max_tokens if body.max_output_tokens is None else body.max_output_tokens
         arguments = self._arguments(body, caller, longest)
         arguments["messages"] = body.turns()
-        form = ResponseForm(state.model, self._offer(body, arguments, state), body.told())
+        form = ResponseForm(
+            state.model, self._offer(body, arguments, state), body.told(), self._scores(body, state).chat
+        )
         return self._answering(request, caller, body, [arguments], form, state, ignored)
 
-    def _scores(self, body: GenerationBody, state: ClusterState) -> Scores:
+    async def _prompt_ids(self, arguments: GenerateArguments, state: ClusterState) -> Sequence[int]:
+        """Tokens of a request's prompt, as the conductor makes them.
+
+        Raises:
+            Mismatch: this gateway has another model's tokenizer.
+            InvalidRequest: the prompt is too long, or the chat template refuses it.
+        """
+        if (token_ids := arguments.get("token_ids")) is not None:
+            return token_ids
+        self._texts.check_model(state.model)
+        if (prompt := arguments.get("prompt")) is not None:
+            return await self._texts.encode(prompt, state.max_tokens, special=True)
+        turns, tools = arguments.get("messages") or (), arguments.get("tools") or ()
+        return await self._texts.encode_chat(turns, tools, state.max_tokens, special=False, answer=True)
+
+    def _scores(self, body: AnsweredBody, state: ClusterState) -> Scores:
         """What spells log probabilities, if some are asked for.
 
         Raises:
             Mismatch: this gateway has another model's tokenizer.
         """
-        if body.scored() is not None or body.prompt_logprobs is not None:
+        if body.wants_scores():
             self._texts.check_model(state.model)
         return Scores(lambda token: self._texts.decode_now([token], skip_special=False))
 
@@ -207,15 +234,8 @@ class Endpoints:
         }
 
 
-class _Shape(TypedDict):
-    stream: bool
-    include_usage: bool
-    choices: int
-
-
-def _shape(body: GenerationBody) -> _Shape:
-    """What an answer's form depends on."""
-    return {"stream": bool(body.stream), "include_usage": body.include_usage(), "choices": body.n or 1}
+def _shape(body: GenerationBody) -> Shape:
+    return Shape(bool(body.stream), body.include_usage(), body.n or 1)
 
 
 def _prompt(prompt: str | list[int]) -> GenerateArguments:

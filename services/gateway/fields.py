@@ -39,7 +39,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
     "documents": (None, []),
-    "return_token_ids": (None, False),
     "return_tokens_as_token_ids": (None, False),
 }
 """Fields of OpenAI and vLLM that are not built, with the values that ask for nothing."""
@@ -136,6 +135,14 @@ class AnsweredBody(Body):
         """
         return None
 
+    def scored(self) -> int | None:
+        """Likely tokens that are told beside each token of the answer; None = no log probabilities."""
+        return None
+
+    def wants_scores(self) -> bool:
+        """Whether log probabilities are told, of the answer or of the prompt."""
+        return self.scored() is not None
+
     def sampling(self, max_tokens: int) -> SamplingParams:
         """How tokens are chosen, at most `max_tokens` of them. Values are checked by the conductor.
 
@@ -173,6 +180,7 @@ class GenerationBody(AnsweredBody):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     n: int | None = None
+    return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
 
     def parts(self) -> Iterator[tuple[str, Body]]:
@@ -186,9 +194,8 @@ class GenerationBody(AnsweredBody):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs", "is not for stream: true")
 
-    def scored(self) -> int | None:
-        """Likely tokens that are told beside each token of the answer; None = no log probabilities."""
-        raise NotImplementedError
+    def wants_scores(self) -> bool:
+        return super().wants_scores() or self.prompt_logprobs is not None
 
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""

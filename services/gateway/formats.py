@@ -47,6 +47,17 @@ def responses_format(field: Mapping[str, Any]) -> Format:
     return _typed("text.format", field, "schema", field)
 
 
+def messages_format(field: Mapping[str, Any]) -> Format:
+    """The format of a message: `output_config.format`, always a schema.
+
+    Raises:
+        InvalidRequest: names what is wrong.
+    """
+    if field.get("type") != "json_schema":
+        raise InvalidRequest("output_config.format.type", f"must be json_schema, not {field.get('type')!r}")
+    return _typed("output_config.format", field, "schema", field)
+
+
 def _openai(field: Mapping[str, Any]) -> Format:
     return _typed("response_format", field, "json_schema.schema", field.get("json_schema"))
 

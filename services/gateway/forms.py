@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from pydantic_core import to_json
 
-from moonpool.client import GenerateResult, TokenLogprobs, Usage
+from moonpool.client import GenerateResult, TokenEvent, TokenLogprobs, Usage
 from services.gateway.errors import Refusal
 from services.gateway.scores import Scores
 from services.gateway.tools import Call, Piece, Reading
@@ -36,8 +37,8 @@ class Form(Protocol):
         """The event of a piece of text of one of the request's answers."""
         ...
 
-    def score(self, logprobs: Sequence[TokenLogprobs], choice: int) -> None:
-        """Log probabilities of the tokens of the next piece; only of a request that wants them."""
+    def note(self, event: TokenEvent) -> None:
+        """Tokens of the next piece have come."""
         ...
 
     def closing(self, result: GenerateResult) -> Iterator[bytes]:
@@ -73,6 +74,23 @@ def usage(counted: Usage) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an answer's form depends on.
+
+    Attributes:
+        stream: it is sent as it grows.
+        include_usage: a stream ends with the usage.
+        choices: answers to each prompt.
+        prompt_ids: tokens of each prompt, where they and the answers' tokens are wanted.
+    """
+
+    stream: bool
+    include_usage: bool
+    choices: int
+    prompt_ids: Sequence[Sequence[int]] | None = None
+
+
 class OpenAIForm:
     """What chat and plain completions have in common."""
 
@@ -83,17 +101,14 @@ class OpenAIForm:
     nothing: ClassVar[dict[str, Any]]
     """A choice without text."""
 
-    def __init__(self, model: str, scores: Scores, *, stream: bool, include_usage: bool, choices: int) -> None:
-        """Take the model's name as answers have it, whether a stream ends with the usage, and how many answers come.
-
-        `scores` spells log probabilities, if there are any.
-        """
+    def __init__(self, model: str, scores: Scores, shape: Shape) -> None:
+        """Take the model's name as answers have it; `scores` spells log probabilities, if there are any."""
         self._model = model
+        self._shape = shape
+        self._ids: defaultdict[int, list[int]] = defaultdict(list)  # not told yet, by choice
         self._scores = scores
         self._scored: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)  # not told yet, by choice
-        self._choices = choices
-        self._kind = self.kinds[stream]
-        self._include_usage = include_usage
+        self._kind = self.kinds[shape.stream]
         self._head: dict[str, Any] = {}
         self._around = b"", b""  # what is the same in each chunk, before its choice and behind it
 
@@ -105,7 +120,7 @@ class OpenAIForm:
             "model": self._model,
             "system_fingerprint": "emulated" if emulated else None,
         }
-        usage_member = b',"usage":null' if self._include_usage else b""
+        usage_member = b',"usage":null' if self._shape.include_usage else b""
         self._around = b"data: " + compact(self._head)[:-1] + b',"choices":[', b"]" + usage_member + b"}\n\n"
 
     def opening(self) -> Iterator[bytes]:
@@ -120,7 +135,7 @@ class OpenAIForm:
     def closing(self, result: GenerateResult) -> Iterator[bytes]:
         for index, choice in enumerate(result.choices):
             yield self.rest(index) + self._chunk(self.nothing, index, self.reason(choice.finish_reason, index))
-        if self._include_usage:
+        if self._shape.include_usage:
             yield event({**self._head, "choices": [], "usage": usage(result.usage)})
         yield DONE
 
@@ -131,14 +146,31 @@ class OpenAIForm:
                 **self.filled(choice.text, index),
                 "logprobs": self.logprobs(choice.logprobs, index) if choice.logprobs else None,
                 "finish_reason": self.reason(choice.finish_reason, index),
+                **self._tokens(choice.token_ids),
             }
             for index, choice in enumerate(result.choices)
         ]
         whole = {**self._head, "choices": choices, "usage": usage(result.usage)}
+        if self._shape.prompt_ids is not None:
+            whole = self.with_prompt_ids(whole, self._shape.prompt_ids)
         return self.with_prompt(whole, self._scores.prompt(result.prompt_logprobs)) if result.prompt_logprobs else whole
 
-    def score(self, logprobs: Sequence[TokenLogprobs], choice: int) -> None:
-        self._scored[choice] += logprobs
+    def note(self, event: TokenEvent) -> None:
+        self._scored[event.choice] += event.logprobs
+        if self._shape.prompt_ids is not None:
+            self._ids[event.choice] += event.token_ids
+
+    def _tokens(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """VLLM's field, where it is wanted."""
+        return {} if self._shape.prompt_ids is None else {"token_ids": list(token_ids)}
+
+    def with_prompt_ids(self, answer: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The answer, or a stream's first chunk, with the tokens of its prompts, where vLLM has them."""
+        raise NotImplementedError
+
+    def _first(self, filled: dict[str, Any]) -> dict[str, Any]:
+        """A chunk as an object."""
+        return {**self._head, "choices": [filled], **({"usage": None} if self._shape.include_usage else {})}
 
     def logprobs(self, found: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
         """The form of log probabilities of an answer's next tokens."""
@@ -166,6 +198,7 @@ class OpenAIForm:
         found = self._scored.pop(index, None) if scored else None
         logprobs = self.logprobs(found, index) if found else None
         filled = {"index": index, **choice, "logprobs": logprobs, "finish_reason": finish_reason}
+        filled |= self._tokens(self._ids.pop(index, ()) if scored else ())
         before, behind = self._around
         return before + compact(filled) + behind
 
@@ -177,11 +210,9 @@ class ChatForm(OpenAIForm):
     kinds = ("chat.completion", "chat.completion.chunk")
     nothing: ClassVar[dict[str, Any]] = {"delta": {}}
 
-    def __init__(
-        self, model: str, scores: Scores, reading: Reading, *, stream: bool, include_usage: bool, choices: int
-    ) -> None:
+    def __init__(self, model: str, scores: Scores, shape: Shape, reading: Reading) -> None:
         """As the others; `reading` finds the calls in the answers."""
-        super().__init__(model, scores, stream=stream, include_usage=include_usage, choices=choices)
+        super().__init__(model, scores, shape)
         self._reading = reading
 
     def logprobs(self, found: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
@@ -189,6 +220,9 @@ class ChatForm(OpenAIForm):
 
     def with_prompt(self, whole: dict[str, Any], scores: list[dict[str, Any] | None]) -> dict[str, Any]:
         return {**whole, "prompt_logprobs": scores}
+
+    def with_prompt_ids(self, answer: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        return {**answer, "prompt_token_ids": list(prompts[0])}
 
     def begin(self, request_id: str, *, emulated: bool) -> None:
         super().begin(request_id, emulated=emulated)
@@ -203,8 +237,12 @@ class ChatForm(OpenAIForm):
         return {"message": {"role": "assistant", "content": said or None, "tool_calls": calls}}
 
     def opening(self) -> Iterator[bytes]:
-        for index in range(self._choices):
-            yield self._chunk({"delta": {"role": "assistant", "content": ""}}, index, scored=False)
+        start: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}}
+        if (prompts := self._shape.prompt_ids) is not None:
+            filled = {"index": 0, **start, "logprobs": None, "finish_reason": None, "token_ids": []}
+            yield event(self.with_prompt_ids(self._first(filled), prompts))
+        for index in range(int(prompts is not None), self._shape.choices):
+            yield self._chunk(start, index, scored=False)
 
     def piece(self, text: str, choice: int) -> bytes:
         return self._chunks(self._reading.push(text, choice), choice)
@@ -225,9 +263,12 @@ def called(call: Call) -> dict[str, Any]:
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
-    if isinstance(piece, str):
-        return {"content": piece}
-    return {"tool_calls": [{"index": piece.number, **called(piece)}]}
+    match piece:
+        case str():
+            return {"content": piece}
+        case Call():
+            return {"tool_calls": [{"index": piece.number, **called(piece)}]}
+    return {"tool_calls": [{"index": piece.number, "function": {"arguments": piece.arguments}}]}
 
 
 class CompletionForm(OpenAIForm):
@@ -237,8 +278,8 @@ class CompletionForm(OpenAIForm):
     kinds = ("text_completion", "text_completion")
     nothing: ClassVar[dict[str, Any]] = {"text": ""}
 
-    def __init__(self, model: str, scores: Scores, *, stream: bool, include_usage: bool, choices: int) -> None:
-        super().__init__(model, scores, stream=stream, include_usage=include_usage, choices=choices)
+    def __init__(self, model: str, scores: Scores, shape: Shape) -> None:
+        super().__init__(model, scores, shape)
         self._chars: defaultdict[int, int] = defaultdict(int)  # of the tokens that were told, by choice
 
     def logprobs(self, found: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
@@ -248,6 +289,18 @@ class CompletionForm(OpenAIForm):
 
     def with_prompt(self, whole: dict[str, Any], scores: list[dict[str, Any] | None]) -> dict[str, Any]:
         return {**whole, "choices": [{**choice, "prompt_logprobs": scores} for choice in whole["choices"]]}
+
+    def with_prompt_ids(self, answer: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        each = self._shape.choices
+        choices = [{**it, "prompt_token_ids": list(prompts[it["index"] // each])} for it in answer["choices"]]
+        return {**answer, "choices": choices}
+
+    def opening(self) -> Iterator[bytes]:
+        """Nothing, but for a client that wants the tokens of its prompts."""
+        prompts = self._shape.prompt_ids
+        for index in range(0 if prompts is None else len(prompts) * self._shape.choices):
+            filled = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
+            yield event(self.with_prompt_ids(self._first(filled), prompts or ()))
 
     def filled(self, text: str, choice: int) -> dict[str, Any]:
         return {"text": text}

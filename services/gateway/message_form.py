@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from moonpool.client import GenerateResult, TokenLogprobs, Usage
+from moonpool.client import GenerateResult, TokenEvent, Usage
 from services.gateway.errors import Refusal
 from services.gateway.forms import compact
-from services.gateway.tools import Piece, Reading
+from services.gateway.tools import Call, CallPart, Piece, Reading
 
 _ERRORS = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -38,7 +38,7 @@ class MessageForm:
         self._decode = decode
         self._head: dict[str, Any] = {}
         self._blocks = 0  # of the stream, that have begun
-        self._in_text = False  # the last of them is a text that goes on
+        self._open = ""  # what the last of them is that goes on: "text" or "call"
 
     def begin(self, request_id: str, *, emulated: bool) -> None:
         self._reading.begin(request_id)
@@ -58,12 +58,12 @@ class MessageForm:
     def piece(self, text: str, choice: int) -> bytes:
         return b"".join(map(self._block, self._reading.push(text, choice)))
 
-    def score(self, logprobs: Sequence[TokenLogprobs], choice: int) -> None:
-        """This form has no place for them, and no field of its bodies asks for them."""
+    def note(self, event: TokenEvent) -> None:
+        """This form has no place for log probabilities and tokens, and no field of its bodies asks for them."""
 
     def closing(self, result: GenerateResult) -> Iterator[bytes]:
         yield from map(self._block, self._reading.end(0))
-        yield self._stop_text()
+        yield self._stop()
         yield _event("message_delta", {"delta": self._end(result), "usage": usage(result.usage)})
         yield _event("message_stop", {})
 
@@ -74,34 +74,32 @@ class MessageForm:
         return error_body(refused)
 
     def _block(self, piece: Piece) -> bytes:
-        """The events of a piece: a text goes on with the next one, a call is a block of its own."""
-        if isinstance(piece, str):
-            return self._start_text() + self._delta({"type": "text_delta", "text": piece})
-        before = self._stop_text()
-        start = self._start({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
-        delta = self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
-        return before + start + delta + self._stop()
+        """The events of a piece: a text goes on with the next one, a call with its next part."""
+        match piece:
+            case str():
+                before = b"" if self._open == "text" else self._start("text", {"type": "text", "text": ""})
+                return before + self._delta({"type": "text_delta", "text": piece})
+            case CallPart():
+                return self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
+        start = self._start("call", {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+        whole = {"type": "input_json_delta", "partial_json": piece.arguments}
+        return start + (self._delta(whole) if piece.arguments else b"")
 
-    def _start_text(self) -> bytes:
-        if self._in_text:
-            return b""
-        self._in_text = True
-        return self._start({"type": "text", "text": ""})
-
-    def _stop_text(self) -> bytes:
-        if not self._in_text:
-            return b""
-        self._in_text = False
-        return self._stop()
-
-    def _start(self, block: dict[str, Any]) -> bytes:
+    def _start(self, kind: str, block: dict[str, Any]) -> bytes:
+        """A block begins; the one before it ends."""
+        before = self._stop()
+        self._open = kind
         self._blocks += 1
-        return _event("content_block_start", {"index": self._blocks - 1, "content_block": block})
+        return before + _event("content_block_start", {"index": self._blocks - 1, "content_block": block})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", {"index": self._blocks - 1, "delta": delta})
 
     def _stop(self) -> bytes:
+        """The block that goes on, if any, ends."""
+        if not self._open:
+            return b""
+        self._open = ""
         return _event("content_block_stop", {"index": self._blocks - 1})
 
     def _end(self, result: GenerateResult) -> dict[str, str | None]:
@@ -119,7 +117,7 @@ class MessageForm:
         return found[min(found)] if found else None
 
 
-def _filled(piece: Piece) -> dict[str, Any]:
+def _filled(piece: str | Call) -> dict[str, Any]:
     if isinstance(piece, str):
         return {"type": "text", "text": piece}
     return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": json.loads(piece.arguments)}

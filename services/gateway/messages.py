@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from moonpool.client import Message, SamplingParams
 from moonpool.errors import InvalidRequest
 from services.gateway.fields import AnsweredBody, Body
+from services.gateway.formats import messages_format
 from services.gateway.tools import Tools, checked, definition
 from services.gateway.turns import ContentPart, joined, text_of, tool_call
 
@@ -20,7 +21,6 @@ _WITHOUT = {
     "mcp_servers": (None, []),
     "container": (None,),
     "context_management": (None,),
-    "output_config": (None, {}),
     "output_format": (None,),
 }
 """Fields that are not built, with the values that ask for nothing."""
@@ -91,6 +91,14 @@ class MessagesChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
+class OutputConfig(Body):
+    """What an answer is to be."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"effort": (None,)}
+
+    format: dict[str, Any] | None = None
+
+
 class MessagesPrompt(Body):
     """What a conversation and its count have in common. A system's text is a turn before the others."""
 
@@ -153,9 +161,17 @@ class MessagesBody(MessagesPrompt, AnsweredBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    output_config: OutputConfig | None = None
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        yield from super().parts()
+        if self.output_config is not None:
+            yield "output_config", self.output_config
 
     def sampling(self, max_tokens: int) -> SamplingParams:
         given: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        if self.output_config is not None and self.output_config.format is not None:
+            given["response_format"], given["grammar"] = messages_format(self.output_config.format)
         return SamplingParams(max_tokens=max_tokens, stop=self.stop_sequences or (), **given)
 
 

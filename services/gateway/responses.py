@@ -13,6 +13,8 @@ from services.gateway.tools import Tools, checked
 from services.gateway.turns import ContentPart, Function, forced_call, joined, tool_call
 
 RESPONSES = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
+"""The one thing of `include` that there is."""
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -93,13 +95,11 @@ class ResponsesBody(AnsweredBody):
         "background": (None, False),
         "context_management": (None, []),
         "conversation": (None,),
-        "include": (None, []),
         "max_tool_calls": (None,),
         "previous_response_id": (None,),
         "prompt": (None,),
         "reasoning": (None, {}),
         "store": (None, False),
-        "top_logprobs": (None, 0),
         "truncation": (None, "disabled"),
     }
 
@@ -110,6 +110,8 @@ class ResponsesBody(AnsweredBody):
     top_p: float | None = None
     metadata: dict[str, str] | None = None
     text: TextField | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -121,6 +123,16 @@ class ResponsesBody(AnsweredBody):
         if isinstance(self.input, list):
             yield from ((f"input.{index}", item) for index, item in enumerate(self.input))
         yield from ((f"tools.{index}", tool) for index, tool in enumerate(self.tools or ()))
+
+    def check(self) -> None:
+        for index, wanted in enumerate(self.include or ()):
+            if wanted != LOGPROBS:
+                raise InvalidRequest(f"include.{index}", f"only {LOGPROBS} is supported")
+        if self.scored() is not None and self.tools:
+            raise InvalidRequest("tools", "do not go with log probabilities, which are those of a text")
+
+    def scored(self) -> int | None:
+        return (self.top_logprobs or 0) if self.top_logprobs or LOGPROBS in (self.include or ()) else None
 
     def turns(self) -> list[Message]:
         """The conversation as the SDK takes it.
@@ -144,7 +156,7 @@ class ResponsesBody(AnsweredBody):
     def sampling(self, max_tokens: int) -> SamplingParams:
         given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
         given["response_format"], given["grammar"] = responses_format(self._format())
-        return SamplingParams(max_tokens=max_tokens, **given)
+        return SamplingParams(max_tokens=max_tokens, logprobs=self.scored(), **given)
 
     def _format(self) -> dict[str, Any]:
         return (self.text.format if self.text is not None else None) or {"type": "text"}
@@ -167,6 +179,7 @@ class ResponsesBody(AnsweredBody):
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "text": {"format": self._format()},
+            "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
             "background": False,
         }

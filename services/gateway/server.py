@@ -16,6 +16,7 @@ from moonpool.config import parse_address
 from moonpool.errors import ConfigError
 from services.gateway.config import GatewayConfig
 from services.gateway.connections import Connection, HttpConfig
+from services.gateway.https import Https
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 15
@@ -54,11 +55,12 @@ async def http_serving(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[tup
     On leaving, no new connections are taken, and answers in progress get a share of `drain_s` to end.
 
     Raises:
-        ConfigError: `listen` cannot be bound.
+        ConfigError: `listen` cannot be bound, or the certificate cannot be used.
     """
+    https = Https(config.https_cert, config.https_key) if config.https_cert and config.https_key else None
     listening = _bind(config.listen)
     port: int = listening.getsockname()[1]
-    server = Server(_http_config(app, config))
+    server = Server(_http_config(app, config, https))
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve([listening]))
         await server.up.wait()
@@ -71,12 +73,13 @@ async def http_serving(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[tup
             sweeping.cancel()
 
 
-def _http_config(app: ASGIApp, config: GatewayConfig) -> HttpConfig:
+def _http_config(app: ASGIApp, config: GatewayConfig, https: Https | None) -> HttpConfig:
     settings = HttpConfig(
         app, http=Connection, ws="none", lifespan="off", log_config=None, log_level="error",
         access_log=False, proxy_headers=False,
         server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(config.drain_s * DRAIN_MARGIN),
+        ssl_context_factory=None if https is None else lambda *_: https.context,
     )  # fmt: skip
     settings.max_connections = config.max_connections
     return settings

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.errors import InvalidRequest
-from services.gateway.calls import DEFAULT_IDS, FAMILIES, CallFinder, ForcedCalls, FoundCall
+from services.gateway.calls import DEFAULT_IDS, FAMILIES, CallFinder, ForcedCalls
+from services.gateway.objects import FoundCall
+from services.gateway.telling import Arguments, CallBegins, Found
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -67,7 +69,15 @@ class Call:
     arguments: str
 
 
-Piece = str | Call
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """Further characters of the arguments of a call that has begun, by its number."""
+
+    number: int
+    arguments: str
+
+
+Piece = str | Call | CallPart
 """A part of an answer: text or a call."""
 
 
@@ -100,7 +110,10 @@ def checked(definitions: Sequence[Mapping[str, Any]], forced: str | None, *, sev
 
 
 class Reading:
-    """The pieces of a request's answers, as they come: calls too, where the request has tools."""
+    """The pieces of a request's answers, as they come: calls too, where the request has tools.
+
+    In a stream (`push`, `end`) a call comes as its beginning, with all its arguments or none, and parts of these.
+    """
 
     def __init__(self, tools: Tools | None, family: str) -> None:
         """`family` is one of `FAMILIES`; any when there are no tools."""
@@ -109,7 +122,8 @@ class Reading:
         self._request_id = ""
         self._ids = self._family.ids if self._family is not None else DEFAULT_IDS
         self._finders: dict[int, CallFinder | ForcedCalls] = {}
-        self._calls: dict[int, int] = {}
+        self._calls: dict[int, int] = {}  # how many have begun, by choice
+        self._dropped: dict[int, bool] = {}  # the last that has begun is one too many
 
     def begin(self, request_id: str) -> None:
         """Take the request's id, from which ids of calls are made."""
@@ -123,42 +137,58 @@ class Reading:
         """The pieces that a text of an answer makes certain."""
         if self._tools is None:
             return [text] if text else []
-        return list(self._numbered(self._finder(choice).push(text), choice))
+        return list(self._numbered(self._finder(self._tools, choice).push(text), choice))
 
     def end(self, choice: int) -> list[Piece]:
         """The last pieces of an answer."""
-        return [] if self._tools is None else list(self._numbered(self._finder(choice).end(), choice))
+        if self._tools is None:
+            return []
+        return list(self._numbered(self._finder(self._tools, choice).end(), choice))
 
-    def whole(self, text: str, choice: int) -> list[Piece]:
-        """The pieces of a whole answer; texts that follow one another are one."""
-        pieces: list[Piece] = []
+    def whole(self, text: str, choice: int) -> list[str | Call]:
+        """The pieces of a whole answer; texts that follow one another are one, and calls are whole."""
+        if self._tools is not None:
+            self._finders[choice] = self._new_finder(self._tools, piecewise=False)
+        pieces: list[str | Call] = []
         for piece in [*self.push(text, choice), *self.end(choice)]:
+            assert not isinstance(piece, CallPart), "calls are whole"
             if pieces and isinstance(piece, str) and isinstance(pieces[-1], str):
                 pieces[-1] += piece
             else:
                 pieces.append(piece)
         return pieces
 
-    def _finder(self, choice: int) -> CallFinder | ForcedCalls:
+    def _finder(self, tools: Tools, choice: int) -> CallFinder | ForcedCalls:
         if choice not in self._finders:
-            self._finders[choice] = self._new_finder()
+            self._finders[choice] = self._new_finder(tools, piecewise=True)
         return self._finders[choice]
 
-    def _new_finder(self) -> CallFinder | ForcedCalls:
-        assert self._tools is not None
-        if self._tools.forced is not None:
-            return ForcedCalls(self._tools.forced, self._tools.names)
+    def _new_finder(self, tools: Tools, *, piecewise: bool) -> CallFinder | ForcedCalls:
+        if tools.forced is not None:
+            return ForcedCalls(tools.forced, tools.names, piecewise=piecewise)
         assert self._family is not None
-        return CallFinder(self._family, self._tools.names)
+        return CallFinder(self._family, tools.names, piecewise=piecewise)
 
-    def _numbered(self, found: Sequence[str | FoundCall], choice: int) -> Iterator[Piece]:
+    def _numbered(self, found: Sequence[Found], choice: int) -> Iterator[Piece]:
         for piece in found:
-            number = self._calls.get(choice, 0)
-            if isinstance(piece, str):
-                yield piece
-            elif not number or (self._tools is not None and self._tools.several):
-                self._calls[choice] = number + 1
-                yield Call(number, self._id(choice, number), piece.name, piece.arguments)
+            match piece:
+                case str():
+                    yield piece
+                case FoundCall(name, arguments):
+                    yield from self._begin(choice, name, arguments)
+                case CallBegins(name):
+                    yield from self._begin(choice, name, "")
+                case Arguments(text):
+                    if not self._dropped.get(choice):
+                        yield CallPart(self._calls[choice] - 1, text)
+
+    def _begin(self, choice: int, name: str, arguments: str) -> Iterator[Call]:
+        """The next call, unless it is one too many."""
+        number = self._calls.get(choice, 0)
+        self._dropped[choice] = bool(number) and self._tools is not None and not self._tools.several
+        if not self._dropped[choice]:
+            self._calls[choice] = number + 1
+            yield Call(number, self._id(choice, number), name, arguments)
 
     def _id(self, choice: int, number: int) -> str:
         return self._ids.format(hashlib.sha256(f"{self._request_id}/{choice}/{number}".encode()).hexdigest())

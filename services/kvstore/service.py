@@ -156,7 +156,21 @@ class KVStoreService(StoreListener):
             waiting=len(self.rooms),
             cached_blocks=len(self.store.tiers.dram),
             draining=self._draining,
+            tiers=self._tiers(),
         )
+
+    def _tiers(self) -> list[conductor_pb2.TierLoad]:
+        dram, ssd = self.store.tiers.dram, self.store.tiers.ssd
+        tiers = [
+            conductor_pb2.TierLoad(
+                name="dram", blocks=len(dram), used_bytes=dram.block_bytes, capacity_bytes=dram.capacity_bytes
+            )
+        ]
+        if ssd is not None:
+            used, size = ssd.space.used_bytes, ssd.space.capacity_bytes
+            blocks = len(ssd.catalogue)
+            tiers.append(conductor_pb2.TierLoad(name="ssd", blocks=blocks, used_bytes=used, capacity_bytes=size))
+        return tiers
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -127,7 +127,7 @@ class PrefillInstance:
             queued_tokens=self.core.queued_tokens,
             free_blocks=state.manager.num_free,
             cached_blocks=state.manager.num_cached,
-            speed=speeds_to_proto(state.tracker.speeds),
+            speed=speeds_to_proto(self.core.speeds(time.monotonic())),
             draining=self.core.draining,
             drain_s=self.core.drain_seconds(time.monotonic()),
             taken=self.core.taken,

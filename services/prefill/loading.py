@@ -121,7 +121,9 @@ class Loading:
                 await pace.over()
             finally:
                 pace.close()
-            return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=time.monotonic() - began)
+            ended = time.monotonic()
+            request.note_load(loaded * self._layout.block_tokens, began, ended)
+            return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=ended - began)
         except PrefixLost as lost:
             log.info("prefix lost while loading", store=store.id, request=request.request_id, reason=str(lost))
             return LoadEnded(0, lost.blocks)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Sequence
 
 from moonpool.cluster.instances import check_instance
@@ -14,6 +15,8 @@ from services.prefill.core.events import Arrive, Copy, Source
 
 MAX_EVENTS = 8
 MAX_STORES = 16
+MAX_CHUNKS = 256
+"""Steps whose times are told."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -33,6 +36,7 @@ class Request:
         logprobs: of these tokens, where they are wanted.
         scores: of the prompt's tokens but the first, where they are wanted.
         error: why its I/O has failed, if it has.
+        loads, chunks: tokens that were loaded, and computed step by step, with their times.
     """
 
     number: int
@@ -46,6 +50,9 @@ class Request:
     logprobs: Logprobs | None = None
     scores: Logprobs = dataclasses.field(default_factory=Logprobs)
     error: MoonpoolError | None = None
+    loads: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
+    chunks: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
+    _came: float = dataclasses.field(default_factory=time.monotonic)
     _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
         default_factory=lambda: asyncio.Queue(MAX_EVENTS)
     )
@@ -111,6 +118,18 @@ class Request:
     def scored(self, found: Logprobs) -> None:
         """Log probabilities of the prompt's next tokens are known; chunks come in order."""
         self.scores.extend(found)
+
+    def note_load(self, tokens: int, began: float, ended: float) -> None:
+        """Tokens were loaded, between two times of `time.monotonic()`."""
+        self.loads.append(self._timed(tokens, began, ended))
+
+    def note_chunk(self, tokens: int, began: float, ended: float) -> None:
+        """A step has computed tokens, between two times of `time.monotonic()`."""
+        if len(self.chunks) < MAX_CHUNKS:
+            self.chunks.append(self._timed(tokens, began, ended))
+
+    def _timed(self, tokens: int, began: float, ended: float) -> prefill_pb2.TimedTokens:
+        return prefill_pb2.TimedTokens(tokens=tokens, begin_s=began - self._came, end_s=ended - self._came)
 
     def report(self, event: prefill_pb2.PrefillResponse) -> None:
         """Queues an event for the conductor."""

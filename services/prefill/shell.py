@@ -285,6 +285,7 @@ class Shell:
         if not result.aborted:
             for index, chunk in enumerate(order.chunks):
                 if (request := self._requests.get(chunk.job)) is not None:
+                    request.note_chunk(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9)
                     _take(request, chunk, index, result)
                     if request.error is not None:
                         self.post(events.Leave(request.number))
@@ -360,6 +361,8 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
         computed_tokens=told.computed_tokens,
         queue_s=told.queue_s,
         prefill_s=told.prefill_s,
+        loads=request.loads,
+        chunks=request.chunks,
         misses=[
             prefill_pb2.StoreMiss(store=request.sources[miss.source].instance, block=miss.block) for miss in told.misses
         ],

@@ -1,11 +1,13 @@
 """A gateway in front of a running stack, used by OpenAI's own client and over plain sockets."""
 
+import asyncio
 import http.client
 import json
 import math
 import shutil
 import socket
 import subprocess
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from moonpool.cli.up import curl_line
 from moonpool.client import Client, Message, SamplingParams
 from tests.integration.conftest import BLOCK, tokens, wait_busy
 from tests.integration.reference import LOGPROB_TOLERANCE, Reference
+from tests.integration.schemas import SCHEMAS, Schema
 from tests.integration.stack import CheckedStack
 
 TURNS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "the tide of a moon pool " * 8}]
@@ -212,12 +215,33 @@ def test_load_through_both_doors(stack: CheckedStack, address: str, capsys: pyte
     """`moonpool bench serve` at the conductor and at the gateway: every request is answered and timed."""
     shape = Shape(prompt_tokens=40, shared_tokens=16, conversations=2, output_tokens=5)
     for target in (stack.address, f"http://{address}"):
-        plan = Plan(target, Path(stack.plan.model), 6, 100.0, None, 1.0, shape, 1, math.inf, math.inf, 3)
+        plan = Plan([target], Path(stack.plan.model), 6, 100.0, None, 1.0, shape, 1, math.inf, math.inf, 3)
         assert run_serve(plan, as_json=True, out=None, picture_file=None) == 0
         summary = json.loads(capsys.readouterr().out)["summary"]
         assert (summary["requests"], summary["errors"]) == (5, {})
         assert summary["goodput_per_s"] == summary["requests_per_s"] > 0
         assert summary["ttft_s"]["p50"] <= summary["e2e_s"]["p50"]
+
+
+def test_where_the_time_went(stack: CheckedStack, address: str, client: openai.OpenAI) -> None:
+    """What the page shows of a request: measured steps of the prompt, and times of tokens; and of the cluster."""
+    prompt = tokens(100, "page")
+    raw = client.completions.with_raw_response.create(model=MODEL, prompt=prompt, max_tokens=6, temperature=0)
+    name = raw.headers["x-request-id"]
+    found = get(address, f"/moonpool/requests/{name}")
+    line, usage = found["timeline"], raw.parse().usage
+    assert usage is not None
+    assert line["usage"]["completion_tokens"] == usage.completion_tokens
+    assert [chunk["tokens"] for chunk in line["chunks"]] == [64, 36]  # --step-tokens
+    assert line["timing"]["ttft_s"] <= line["timing"]["e2e_s"]
+    names = [it["name"] for it in found["phases"] if it["name"] != "stream"]  # which may be told later
+    assert names == ["place", "queue", "chunk", "chunk", "steps"]
+    begins = [it["begin_s"] for it in found["phases"] if it["name"] in names]
+    assert begins == sorted(begins)
+    with Client(stack.address) as sdk:  # a gateway may know what was a second ago
+        assert sdk.cluster_state().recent.last[0].request_id == name
+    (store,) = [it for it in get(address, "/moonpool/state")["instances"] if it["kind"] == "kvstore"]
+    assert [tier["name"] for tier in store["tiers"]] == ["dram", "ssd"]
 
 
 def test_pasted_command(address: str) -> None:
@@ -279,6 +303,13 @@ def post(address: str, path: str, body: object) -> dict[str, Any]:
         connection.close()
 
 
+def get(address: str, path: str) -> dict[str, Any]:
+    """The answer of a GET that succeeds."""
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answered:
+        found: dict[str, Any] = json.load(answered)
+    return found
+
+
 def test_log_probabilities_of_plain_completions(client: openai.OpenAI, reference: Reference) -> None:
     prompt, how = tokens(30, "scores over http"), {"max_tokens": 6, "temperature": 0, "logprobs": 2}
     whole = client.completions.create(model=MODEL, prompt=prompt, extra_body={**how, "prompt_logprobs": 1})
@@ -320,6 +351,28 @@ def test_a_chat_that_follows_a_schema(client: openai.OpenAI, stack: CheckedStack
         how = SamplingParams(max_tokens=200, seed=7, n=2, response_format="json_schema", grammar=json.dumps(SCHEMA))
         same = sdk.generate(messages=[{"role": "user", "content": "an object, please"}], sampling=how)
     assert [choice.text for choice in same.choices] == [choice.message.content for choice in whole.choices]
+
+
+async def test_answers_follow_schemas_of_every_kind(aio: openai.AsyncOpenAI) -> None:
+    """What another hand's validator says of fifty answers, all asked for at once."""
+
+    async def answered(name: str, schema: Schema) -> str:
+        """What is wrong with the answer; "" = nothing."""
+        whole = await aio.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": name}],
+            max_tokens=400,
+            seed=7,
+            response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": dict(schema)}},
+        )
+        validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+        text = whole.choices[0].message.content or ""
+        errors = [error.message for error in validator.iter_errors(json.loads(text))]
+        return f"{name}: {text}: {errors}" if errors else ""
+
+    assert len(SCHEMAS) == 50
+    wrong = await asyncio.gather(*(answered(name, schema) for name, schema in SCHEMAS))
+    assert [text for text in wrong if text] == []
 
 
 def test_a_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI) -> None:

@@ -20,7 +20,7 @@ from moonpool.cli.load.frame import (
 )
 from moonpool.cli.load.picture import picture
 from moonpool.cli.load.prompts import Prompts, Shape
-from moonpool.cli.load.targets import conductor, gateway
+from moonpool.cli.load.targets import conductor, gateways
 from moonpool.errors import ConfigError
 from simulator.traces.mooncake import BLOCK_TOKENS, Trace
 
@@ -32,8 +32,9 @@ class Plan:
     """What is sent, and where to.
 
     Attributes:
-        address: HOST:PORT of a conductor, or http://HOST:PORT of a gateway.
-        model: folder of the model that is served; its vocabulary makes the prompts.
+        addresses: HOST:PORT of conductors, of which the next one is asked when one is lost, or http://HOST:PORT of
+            gateways, which are asked in turn.
+        model: folder or file of the model that is served; its vocabulary makes the prompts.
         requests: how many; of a trace its first ones, 0 = all.
         rate: requests per second, Poisson; 0 with a trace.
         trace: file with times and lengths; None = conversations at a rate.
@@ -45,7 +46,7 @@ class Plan:
         api_key: for a gateway that asks for one.
     """
 
-    address: str
+    addresses: Sequence[str]
     model: Path
     requests: int
     rate: float
@@ -90,9 +91,9 @@ async def drive(plan: Plan) -> list[Outcome]:
 
 
 def _target(plan: Plan, prompts: Prompts) -> contextlib.AbstractAsyncContextManager[Send]:
-    if "://" in plan.address:
-        return gateway(plan.address, prompts, plan.ttft_slo_s, plan.api_key)
-    return conductor(plan.address, prompts, plan.ttft_slo_s)
+    if any("://" in address for address in plan.addresses):
+        return gateways(plan.addresses, prompts, plan.ttft_slo_s, plan.api_key)
+    return conductor(plan.addresses, prompts, plan.ttft_slo_s)
 
 
 def report(plan: Plan, summary: Summary) -> dict[str, object]:
@@ -134,7 +135,10 @@ def run_serve(plan: Plan, *, as_json: bool, out: Path | None, picture_file: Path
     outcomes = asyncio.run(drive(plan))
     summary = summarize(outcomes, warmup=plan.warmup, ttft_slo_s=plan.ttft_slo_s, tpot_slo_s=plan.tpot_slo_s)
     result = json.dumps(report(plan, summary), indent=2)
-    for path, text in ((out, result + "\n"), (picture_file, picture(f"{plan.address} under load", outcomes))):
+    for path, text in (
+        (out, result + "\n"),
+        (picture_file, picture(f"{', '.join(plan.addresses)} under load", outcomes)),
+    ):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")

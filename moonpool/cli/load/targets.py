@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from urllib.parse import urlsplit
 
 from moonpool.cli.load.frame import Outcome, Send
@@ -18,10 +18,10 @@ ERROR_BYTES = 1 << 16
 
 
 @contextlib.asynccontextmanager
-async def conductor(address: str, prompts: Prompts, ttft_slo_s: float) -> AsyncIterator[Send]:
+async def conductor(addresses: Sequence[str], prompts: Prompts, ttft_slo_s: float) -> AsyncIterator[Send]:
     """Requests through the SDK; one that is predicted to miss the TTFT limit is refused."""
     slo = Slo(ttft_s=ttft_slo_s if math.isfinite(ttft_slo_s) else None)
-    async with AsyncClient(address) as client:
+    async with AsyncClient(addresses) as client:
 
         async def send(index: int, outcome: Outcome, clock: Callable[[], float]) -> None:
             sampling = SamplingParams(max_tokens=prompts.output_tokens(index), temperature=0.0, ignore_eos=True)
@@ -32,16 +32,17 @@ async def conductor(address: str, prompts: Prompts, ttft_slo_s: float) -> AsyncI
 
 
 @contextlib.asynccontextmanager
-async def gateway(url: str, prompts: Prompts, ttft_slo_s: float, api_key: str) -> AsyncIterator[Send]:
-    """Requests over HTTP, each on a connection of its own. Tokens count when their text comes.
+async def gateways(urls: Sequence[str], prompts: Prompts, ttft_slo_s: float, api_key: str) -> AsyncIterator[Send]:
+    """Requests over HTTP, each on a connection of its own, to each in turn. Tokens count when their text comes.
 
     Raises:
-        ConfigError: naming `address`: it is no http URL.
+        ConfigError: naming `address`: one is no http URL.
     """
-    host, port, path = _parts(url)
+    places = [_parts(url) for url in urls]
     limits = {"slo": {"ttft_s": ttft_slo_s}} if math.isfinite(ttft_slo_s) else {}
 
     async def send(index: int, outcome: Outcome, clock: Callable[[], float]) -> None:
+        host, port, path = places[index % len(places)]
         body = {
             "prompt": prompts.tokens(index).tolist(),
             "max_tokens": prompts.output_tokens(index),

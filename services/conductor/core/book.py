@@ -36,7 +36,7 @@ class Book:
         """Takes a request in."""
         assert ask.number not in self.requests, f"request {ask.number} is there already"
         request = self.requests[ask.number] = Request(ask, keys)
-        self.crowd.came(ask.place, ask.arrived)
+        self.crowd.came(ask.place)
         if ask.resumed is not None:
             request.tokens, request.recovering = ask.resumed.tokens, True
         self._timers.set(("deadline", ask.number), ask.deadline)
@@ -47,7 +47,7 @@ class Book:
         self._legs.end(request, now, out, complete=finish is not Finish.CANCELLED, known=known)
         if finish is Finish.STOP:
             self._lengths.ended(request.ask.number, request.tokens)
-        self._remove(request)
+        self._remove(now, request)
         out.append(Complete(request.ask.number, finish))
 
     def fail(
@@ -62,19 +62,19 @@ class Book:
     ) -> None:
         """The client gets an error; `refused` when no place was found, `candidates` being what was considered."""
         self._legs.end(request, now, out)
-        self._remove(request)
+        self._remove(now, request)
         out.append(Fail(request.ask.number, failure, refused, candidates))
 
     def drop(self, now: float, request: Request, out: list[Action]) -> None:
         """The client is gone."""
         self._legs.end(request, now, out)
-        self._remove(request)
+        self._remove(now, request)
         out.append(Drop(request.ask.number))
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, now: float, request: Request) -> None:
         number = request.ask.number
         del self.requests[number]
-        self.crowd.left(request.ask.tenant)
+        self.crowd.left(request.ask.tenant, now)
         self.memberless.pop(number, None)
         self._rooms.remove(number)
         self._line.remove(number)

@@ -16,6 +16,7 @@ def check_requests(book: Book, legs: Legs, rooms: RoomQueue, line: Line, timers:
     line.check_invariants()
     book.crowd.check_invariants(Counter([it.ask.tenant for it in book.requests.values()]))
     legs.check_places(book.requests.values())
+    legs.calls.check_invariants()
     reserves = [hold.request for _, hold in legs.calls if hold.call is Call.RESERVE]
     for number, request in book.requests.items():
         assert number == request.ask.number

@@ -121,8 +121,8 @@ class PrefillModel:
         return PrefillCost(0.0, own_s, compute_s / stages, local_blocks, "")
 
     def _work(self, blocks: int, step_tokens: int) -> PrefillWork:
-        """What is to be computed behind so many leading blocks. The last token always is: its logits are wanted."""
-        prefix = min(blocks * self._shape.block_tokens, self._tokens - 1)
+        """What is to be computed behind so many leading blocks."""
+        prefix = self._shape.reused_tokens(self._tokens, blocks)
         new = self._tokens - prefix
         work = self._works[blocks, step_tokens] = PrefillWork(
             steps_of(new, step_tokens), new, attention_pairs(new, prefix), prefix

@@ -23,8 +23,14 @@ class Kind(Enum):
 FINAL = (Kind.INVALID, Kind.UNSUPPORTED)
 """Another placement meets the same failure."""
 
+DAMAGED = (Kind.TRANSFER, Kind.FRAME)
+"""What was sent has not come whole: chance, unless it goes on. It says little of the instances."""
+
 INNER = (Kind.TRANSFER, Kind.STREAM, Kind.FRAME, Kind.MISMATCH)
 """Failures between instances; a client is told that its request could not be served."""
+
+UNANSWERED = (Kind.UNAVAILABLE, Kind.DEADLINE, Kind.STREAM, Kind.INTERNAL)
+"""Whoever was asked may have done it all the same."""
 
 NO_DECODE_ROOM = "no_decode_room"
 """Reason of a refusal because no decode instance has room."""

@@ -13,9 +13,9 @@ from moonpool.core.timers import Timers
 from services.conductor.core.admission import Gate
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.decodes import Answer
-from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.failures import UNANSWERED, Failure, Kind
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
-from services.conductor.core.messages import Action, Prefill, Promised, Renew, Reserve, Start, Undo
+from services.conductor.core.messages import Action, Prefill, Promised, Renew, Reserve, Result, Start, Target, Undo
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
 
@@ -36,6 +36,10 @@ class Call(Enum):
     ADOPT = 4
 
 
+FOLLOWING = (Call.SEQUENCE, Call.ADOPT)
+"""By which a sequence is followed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hold:
     """What a call belongs to and holds: `claim` in the picture, 0 for none; `instance` is who is called."""
@@ -48,11 +52,48 @@ class Hold:
     claim: int = 0
 
 
+class Calls(Outstanding[Hold]):
+    """All calls; those that follow sequences are found by the instance where these are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._followed: dict[str, dict[int, Hold]] = {}
+
+    def begin(self, holds: Hold) -> int:
+        """See `Outstanding.begin`."""
+        io = super().begin(holds)
+        if holds.call in FOLLOWING:
+            self._followed.setdefault(holds.instance, {})[io] = holds
+        return io
+
+    def end(self, io: int) -> Hold:
+        """See `Outstanding.end`."""
+        holds = super().end(io)
+        if holds.call in FOLLOWING:
+            there = self._followed[holds.instance]
+            del there[io]
+            if not there:
+                del self._followed[holds.instance]
+        return holds
+
+    def followed(self, instance: str) -> list[tuple[int, Hold]]:
+        """Calls that follow sequences at an instance, first begun first."""
+        return list(self._followed.get(instance, {}).items())
+
+    def check_invariants(self) -> None:
+        """Asserts that the calls are found where they are."""
+        following = [(io, hold) for io, hold in self if hold.call in FOLLOWING]
+        assert sorted(following, key=lambda it: it[0]) == sorted(
+            [it for there in self._followed.values() for it in there.items()], key=lambda it: it[0]
+        )
+        assert all(hold.instance == name for name, there in self._followed.items() for hold in there.values())
+
+
 class Legs:
     """Carries out attempts: starts calls, and gives back what they hold. What to do next is for `Requests`."""
 
     def __init__(self, picture: Picture, timers: Timers[tuple[str, int]], reserve_timeout_s: float, gate: Gate) -> None:
-        self.calls: Outstanding[Hold] = Outstanding()
+        self.calls = Calls()
         self._picture = picture
         self._timers = timers
         self._reserve_timeout_s = reserve_timeout_s
@@ -127,7 +168,7 @@ class Legs:
         return bool(waited)
 
     def reserved(
-        self, request: Request | None, io: int, hold: Hold, promised: Promised | None, now: float, out: list[Action]
+        self, request: Request | None, io: int, hold: Hold, result: Result, now: float, out: list[Action]
     ) -> bool:
         """A `Reserve` has ended. Returns whether the attempt has its promise by it; any other promise is undone."""
         attempt = request.attempt if request is not None else None
@@ -135,9 +176,12 @@ class Legs:
         if attempt is not None:
             attempt.late = [late for late in attempt.late if late != io]
             attempt.asked = 0 if attempt.asked == io else attempt.asked
-        if promised is None:
+        if not isinstance(result, Promised):
             self._picture.release(hold.claim, now)
+            if isinstance(result, Failure) and result.kind in UNANSWERED:
+                out.append(Undo(hold.sequence, Target(hold.instance, hold.incarnation, "", 0, 0, 0)))
             return False
+        promised = result
         if attempt is None or not waits or promised.target.incarnation != hold.incarnation:
             out.append(Undo(hold.sequence, promised.target))
             self._picture.release(hold.claim, now)

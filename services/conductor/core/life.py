@@ -103,7 +103,7 @@ class Request:
         phase: what is waited for.
         tokens: length of the answer so far; 0 when there are several, which begin again at each placement.
         attempts: placements so far; the next one's number.
-        failures: attempts that failed.
+        failures: attempts that failed, the first of them at `failing_since`.
         suspects: instances that failed it.
         attempt: the present one; None while it waits.
         adopted: the call that follows a sequence without an attempt: another conductor had it, or it is being moved;
@@ -124,6 +124,7 @@ class Request:
     tokens: int = 0
     attempts: int = 0
     failures: int = 0
+    failing_since: float = 0.0
     suspects: list[str] = field(default_factory=list)
     attempt: Attempt | None = None
     adopted: int = 0

@@ -6,6 +6,7 @@ limits may pass others.
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 from moonpool.core.digest import digest_of
 from moonpool.core.fair import FairQueue, Place, Shares
@@ -24,16 +25,14 @@ TIMER = ("line", 0)
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request in the line: bytes of its prompt, what it is predicted to cost, and when it looks again."""
+    """A request in the line, and bytes of its prompt."""
 
     place: Place
     nbytes: int
-    cost: float
-    again_at: float
 
 
 class Line:
-    """The line, bounded in number and bytes.
+    """The line, bounded in number and bytes. What it costs does not grow with those who wait, but for their tenants.
 
     Args:
         shares: of the tenants.
@@ -48,6 +47,8 @@ class Line:
         self._most = most
         self._most_bytes = most_bytes
         self._waiting: dict[int, Waiting] = {}
+        self._again: Timers[int] = Timers()  # when each looks again
+        self._held: dict[str, int] = {}  # bytes, by tenant
         self._looked_at = 0.0
         self.nbytes = 0
         """Of all prompts."""
@@ -71,8 +72,9 @@ class Line:
         """
         again_at = now + min(max(retry_s, PAUSE_S), MAX_PAUSE_S)
         self._queue.add(place, cost)
-        self._waiting[place.number] = Waiting(place, nbytes, cost, again_at)
-        self.nbytes += nbytes
+        self._waiting[place.number] = Waiting(place, nbytes)
+        self._again.set(place.number, again_at)
+        self._hold(place.tenant, nbytes)
         pushed = []
         while len(self) > self._most or self.nbytes > self._most_bytes:
             pushed.append(self._queue.last_of(self._largest()))
@@ -85,43 +87,56 @@ class Line:
         waiting = self._waiting.pop(number, None)
         if waiting is not None:
             self._queue.remove(number)
-            self.nbytes -= waiting.nbytes
+            self._again.clear(number)
+            self._hold(waiting.place.tenant, -waiting.nbytes)
             self._wake()
 
     def looking(self, now: float) -> list[int]:
-        """Those who look for a place now."""
+        """Those who look for a place now: the first of all, and who has waited for longest since he was to look."""
         self._looked_at = now
-        found: list[int] = []
-        for number in self._queue:
-            if len(found) < FIRST or self._waiting[number].again_at <= now:
-                found.append(number)
-            if len(found) == MOST:
-                break
+        found = list(islice(self._queue, FIRST))
+        for number in found:
+            self._again.clear(number)
+        while len(found) < MOST and (due := self._again.pop_due(now)) is not None:
+            found.append(due)
+        for number in found:  # whoever finds a place leaves the line
+            self._again.set(number, now + MAX_PAUSE_S)
         self._wake()
         return found
 
+    def _hold(self, tenant: str, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._held[tenant] = self._held.get(tenant, 0) + nbytes
+        if not self._held[tenant]:
+            del self._held[tenant]
+
     def _largest(self) -> str:
         """The tenant that has most in the line for its weight; of equal ones the last in the alphabet."""
-        held: dict[str, float] = {}
-        for it in self._waiting.values():
-            held[it.place.tenant] = held.get(it.place.tenant, 0.0) + it.nbytes / it.place.weight
-        return max(held, key=lambda tenant: (held[tenant], tenant))
+        return max(self._held, key=lambda tenant: (self._held[tenant] / self._weight(tenant), tenant))
+
+    def _weight(self, tenant: str) -> float:
+        return self._waiting[self._queue.last_of(tenant)].place.weight
 
     def _wake(self) -> None:
-        if self._waiting:
-            first = min(it.again_at for it in self._waiting.values())
-            self._timers.set(TIMER, max(first, self._looked_at + PAUSE_S))
-        else:
+        first = self._again.next()
+        if first is None:
             self._timers.clear(TIMER)
+        else:
+            self._timers.set(TIMER, max(first, self._looked_at + PAUSE_S))
 
     def check_invariants(self) -> None:
         """Asserts that sums, order and timer are those of who waits."""
         self._queue.check_invariants()
         assert sorted(self._queue) == sorted(self._waiting)
         assert self.nbytes == sum(it.nbytes for it in self._waiting.values()) <= self._most_bytes
+        held: dict[str, int] = {}
+        for it in self._waiting.values():
+            held[it.place.tenant] = held.get(it.place.tenant, 0) + it.nbytes
+        assert self._held == held
+        assert len(self._again) == len(self._waiting)
         assert len(self) <= self._most
         assert (self._timers.at(TIMER) is not None) == bool(self._waiting)
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self._waiting, self._queue, self._looked_at, self.nbytes)
+        return digest_of(self._waiting, self._again, self._queue, self._looked_at, self.nbytes)

@@ -321,7 +321,11 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Undo:
-    """Tell decode that the promise, not started yet, is not wanted."""
+    """Tell decode that the promise, not started yet, is not wanted.
+
+    Where the answer to `Reserve` was lost, nothing is known of it but its name: the target has no transfer, and no
+    address. There may be none.
+    """
 
     sequence: str
     target: Target

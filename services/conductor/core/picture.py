@@ -167,7 +167,7 @@ class Picture:
         if instance is None or self.shape is None:
             return
         size = self.shape.block_tokens
-        foreseen = demand.prompt_tokens - min(plan.prefill.used_blocks * size, demand.prompt_tokens - 1)
+        foreseen = demand.prompt_tokens - self.shape.reused_tokens(demand.prompt_tokens, plan.prefill.used_blocks)
         instance.learnt.company(busy=plan.prefill.company).observe_overhead(overhead_s)
         if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
             instance.observe(plan.prefill, there_s)

@@ -11,7 +11,7 @@ from services.conductor.core.admission import Admission, Gate
 from services.conductor.core.book import Book
 from services.conductor.core.cost import DecodeChoice, Need, expected_blocks, step_load_s
 from services.conductor.core.crowd import left_free
-from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
+from services.conductor.core.failures import DAMAGED, NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.legs import Hold, Legs
 from services.conductor.core.life import Attempt, Phase, Request
 from services.conductor.core.line import Line
@@ -214,6 +214,17 @@ class Placing:
         """An instance has joined: those for whom one was missing look for a place again."""
         for number in sorted(self._book.memberless):
             self.place(now, self._book.requests[number], out)
+
+    def is_given_up(self, now: float, request: Request, failure: Failure) -> bool:
+        """Whether the attempt that has just failed was the last one.
+
+        `retries` more follow the first that failed. Where what was sent was damaged, as many as there are pauses for
+        within `recovery_s` of the first.
+        """
+        if request.failures == 1:
+            request.failing_since = now
+        chance = failure.kind in DAMAGED and now - request.failing_since < self._limits.recovery_s
+        return request.failures > self._limits.retries and not chance
 
     def anew(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
         """Places a request again after its attempt has failed: at once if it is the first and others can take over."""

@@ -8,7 +8,7 @@ once. docs/adr/0018-failover.md has the rules.
 
 from collections.abc import Iterator, Mapping
 
-from services.conductor.core.legs import Call, Legs
+from services.conductor.core.legs import Legs
 from services.conductor.core.life import DecodeLeg, PrefillLeg, Request
 from services.conductor.core.picture import Picture
 
@@ -46,9 +46,9 @@ class Relief:
 
     def _running(self, instance: str, requests: Mapping[int, Request]) -> Iterator[Request]:
         """Requests whose sequence, that their client hears, is at an instance."""
-        for _, hold in self._legs.calls:
+        for _, hold in self._legs.calls.followed(instance):
             request = requests.get(hold.request)
-            if request is None or hold.instance != instance or hold.call not in (Call.SEQUENCE, Call.ADOPT):
+            if request is None:
                 continue
             attempt = request.attempt
             mine = attempt is not None and attempt.sequence == hold.sequence and attempt.decode is DecodeLeg.STREAMING

@@ -48,7 +48,6 @@ class Requests:
 
     def __init__(self, limits: Limits, picture: Picture) -> None:
         self.picture = picture
-        self._limits = limits
         self._timers: Timers[tuple[str, int]] = Timers()
         self._shares = Shares()
         self.rooms = RoomQueue(self._shares)
@@ -215,9 +214,8 @@ class Requests:
         self, now: float, io: int, hold: Hold, request: Request | None, result: Result, out: list[Action]
     ) -> None:
         self._timers.clear(("reserve", io))
-        promised = result if isinstance(result, Promised) else None
-        got = self._legs.reserved(request, io, hold, promised, now, out)
-        if promised is not None:
+        got = self._legs.reserved(request, io, hold, result, now, out)
+        if isinstance(result, Promised):
             self.rooms.promised(hold.instance)
         if request is None:
             return
@@ -276,7 +274,7 @@ class Requests:
         request.recovering = True
         if failure.kind in FINAL:
             self._book.fail(now, request, failure, out)
-        elif request.failures > self._limits.retries:
+        elif self._placing.is_given_up(now, request, failure):
             self._book.fail(now, request, given_up(failure, request.failures), out)
         else:
             self._placing.anew(now, request, failure, out)

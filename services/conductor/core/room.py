@@ -12,6 +12,9 @@ from services.conductor.core.cost import Need
 from services.conductor.core.crowd import left_free
 
 HOLD_AFTER_S = 5.0
+LOOKS = 64
+"""So many at most that do not fit are looked at for one report. Of those before them one after the other gets an
+instance that is held free, so nobody behind them waits for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Waiter:
 
 
 class RoomQueue:
-    """The waiting requests. Its cost per report is at most one look at each."""
+    """The waiting requests. A report costs at most `LOOKS` looks, and one for each that it wakes."""
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
@@ -98,6 +101,7 @@ class RoomQueue:
         Where room that seemed to be there was refused, and nothing has changed since, one at a time finds out.
         """
         found: list[int] = []
+        looks = LOOKS
         most = 1 if self._refused.get(decode) == room else len(self._waiters)
         for number in self._queue:
             if len(found) >= most:
@@ -108,7 +112,9 @@ class RoomQueue:
             if blocks + left <= room and waiter.need.longest <= total and self.free_to(decode, waiter.place):
                 found.append(number)
                 room -= blocks
-            elif self._holds_now(waiter, decode, total, now):
+                continue
+            looks -= 1
+            if self._holds_now(waiter, decode, total, now) or not looks:
                 break
         return found
 

@@ -26,7 +26,7 @@ from services.prefill.core.events import (
 )
 from services.prefill.core.invariants import check
 from services.prefill.core.loads import Loads
-from services.prefill.core.predict import queue_seconds
+from services.prefill.core.predict import queue_seconds, speeds_now
 from services.prefill.core.queue import start_next
 from services.prefill.core.sends import Sends
 from services.prefill.core.state import (
@@ -144,6 +144,10 @@ class PrefillCore:
             now: seconds; None = as at the last event.
         """
         return queue_seconds(self.state, self.state.now if now is None else now)
+
+    def speeds(self, now: float) -> Speeds:
+        """The engine's speeds, as far as is known now."""
+        return speeds_now(self.state, now)
 
     def started(self, job: int) -> bool:
         """Whether a job has blocks, or had them."""

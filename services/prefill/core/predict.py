@@ -1,7 +1,10 @@
-"""Predicted seconds of what is queued. Pure."""
+"""Predicted seconds of what is queued, and speeds that a step tells while it runs. Pure."""
 
-from moonpool.cost import prefill_seconds
+from moonpool.cost import Speeds, prefill_seconds
 from services.prefill.core.state import Job, State, StepFlight
+
+OVERDUE = 2.0
+"""A step that takes so many times longer than expected tells of itself before it is over."""
 
 
 def queue_seconds(state: State, now: float) -> float:
@@ -22,15 +25,35 @@ def queue_seconds(state: State, now: float) -> float:
     return max(0.0, work - _done_seconds(state, now)) / settings.stages
 
 
+def speeds_now(state: State, now: float) -> Speeds:
+    """The engine's speeds, as far as is known now: a step of which nothing is heard tells before it is over."""
+    speeds, front = state.tracker.speeds, _front(state)
+    if front is None or front.gated:
+        return speeds
+    expected_s = _step_seconds(state, front)
+    late = (now - max(front.began_at, front.moved_at)) / expected_s if expected_s else 1.0
+    return speeds.slowed_prefill(late) if late > OVERDUE else speeds
+
+
 def _done_seconds(state: State, now: float) -> float:
     """Of the step that is being computed, as far as its prediction holds; 0 in a pipeline, where steps overlap."""
-    front = next((flight for _, flight in state.ios if isinstance(flight, StepFlight)), None)
+    front = _front(state)
     if front is None or state.settings.stages > 1:
         return 0.0
+    return min(now - front.began_at, _step_seconds(state, front))
+
+
+def _front(state: State) -> StepFlight | None:
+    """The step that the engine computes, or the first of those in its pipeline."""
+    return next((flight for _, flight in state.ios if isinstance(flight, StepFlight)), None)
+
+
+def _step_seconds(state: State, flight: StepFlight) -> float:
+    """Predicted seconds of a step."""
     speeds = state.tracker.speeds
-    chunks = [(share.end - share.start, share.start, share.first) for share in front.shares]
+    chunks = [(share.end - share.start, share.start, share.first) for share in flight.shares]
     whole_s = sum([prefill_seconds(speeds, new, start, steps=0, begins=first) for new, start, first in chunks])
-    return min(now - front.began_at, speeds.prefill_base_s + whole_s)
+    return speeds.prefill_base_s + whole_s
 
 
 def _done_tokens(job: Job) -> int:

@@ -1,5 +1,6 @@
 """`moonpool bench serve` against a gateway in front of a conductor in memory."""
 
+import contextlib
 import json
 import math
 import socket
@@ -18,11 +19,11 @@ from moonpool.rpc.keys import hashed
 from tests.unit.gateway.fakes import ready
 from tests.unit.gateway.test_server import serving
 
-PLAN = Plan("", model_dir(), 4, 1000.0, None, 1.0, Shape(20, 8, 2, 3), 0, math.inf, math.inf, 5)
+PLAN = Plan((), model_dir(), 4, 1000.0, None, 1.0, Shape(20, 8, 2, 3), 0, math.inf, math.inf, 5)
 
 
 def at(port: int, plan: Plan = PLAN) -> Plan:
-    return replace(plan, address=f"http://127.0.0.1:{port}")
+    return replace(plan, addresses=[f"http://127.0.0.1:{port}"])
 
 
 async def test_requests() -> None:
@@ -39,6 +40,24 @@ async def test_requests() -> None:
     sampling = fake.requests[0].sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.ignore_eos) == (3, 0.0, True)
     assert fake.requests[0].slo.ttft_s == 9.0
+
+
+async def test_several_gateways_are_asked_in_turn() -> None:
+    one, two = ready(FakeConductor()), ready(FakeConductor())
+    async with serving(one.async_client()) as (_, first), serving(two.async_client()) as (_, second):
+        plan = replace(PLAN, addresses=[f"http://127.0.0.1:{first}", f"http://127.0.0.1:{second}"])
+        assert {outcome.error for outcome in await drive(plan)} == {""}
+    assert (len(one.requests), len(two.requests)) == (2, 2)
+
+
+async def test_several_conductors() -> None:
+    """The next one is asked when one cannot be reached."""
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        free = [one.getsockname()[1] for one in taken]
+    plan = replace(PLAN, requests=1, addresses=[f"127.0.0.1:{port}" for port in free])
+    (outcome,) = await drive(plan)
+    assert outcome.error == "NotConnected"
 
 
 async def test_a_trace(tmp_path: Path) -> None:
@@ -105,10 +124,10 @@ def test_flags_that_do_not_fit(changes: dict[str, object], field: str) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("address", ["https://x:1", "ftp://x", "http://x:port", "http://"])
+@pytest.mark.parametrize("address", ["http://x:1,x:2", "https://x:1", "ftp://x", "http://x:port", "http://"])
 async def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        await drive(replace(PLAN, address=address))
+        await drive(replace(PLAN, addresses=address.split(",")))
     assert caught.value.field == "address"
 
 

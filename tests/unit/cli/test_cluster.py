@@ -127,6 +127,26 @@ def test_both_print_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["instances"][0]["promised_blocks"] == 4
 
 
+def test_explain_draws_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = explained()
+    line = fake.explanations["r1"].timeline
+    line.timing.CopyFrom(pb.Timing(ttft_s=0.5, queue_s=0.25, prefill_s=0.25, e2e_s=1.0))
+    line.chunks.add(tokens=16, begin_s=0.25, end_s=0.5)
+    line.usage.completion_tokens = 4
+    with fake.client() as client:
+        run_explain(client, "r1", as_json=False)
+        lines = capsys.readouterr().out.splitlines()
+        run_explain(client, "r1", as_json=True)
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines[-5:-1]]
+    assert rows == [
+        ["is tokenised and placed, and room is promised", "", "0.0000", "0.0000", "█"],
+        ["waits at the prefill instance", "", "0.0000", "0.2500", "█" * 10],
+        ["a step computes a part of the prompt", "16", "0.2500", "0.2500", "█" * 10],
+        ["decode generates the answer", "4", "0.5000", "0.5000", "█" * 20],
+    ]
+    assert [it["name"] for it in json.loads(capsys.readouterr().out)["phases"]] == ["place", "queue", "chunk", "steps"]
+
+
 def test_an_unknown_request_is_an_error() -> None:
     with explained().client() as client, pytest.raises(NotFound, match="r9"):
         run_explain(client, "r9", as_json=False)

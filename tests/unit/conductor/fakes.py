@@ -108,6 +108,8 @@ class ScriptedPrefill(FakeMember):
     cached_tokens: int = 0
     misses: list[prefill_pb2.StoreMiss] = field(default_factory=list)  # told with every first token
     silent: bool = False  # about log probabilities
+    chunks: list[prefill_pb2.TimedTokens] = field(default_factory=list)  # told with every first token
+    sent_bytes: int = 0  # told at the end
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
@@ -131,10 +133,11 @@ class ScriptedPrefill(FakeMember):
                 local_tokens=self.cached_tokens,
                 computed_tokens=length - self.cached_tokens,
                 misses=self.misses,
+                chunks=self.chunks,
             )
             yield prefill_pb2.PrefillResponse(first_token=first)
             await _meet(self.after)
-            yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished())
+            yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished(sent_bytes=self.sent_bytes))
         finally:
             self.running -= 1
             self.note()

@@ -10,7 +10,7 @@ import pytest
 from moonpool.client import SamplingParams
 from moonpool.client.transport import GrpcTransport
 from moonpool.contracts import sampling_to_proto
-from moonpool.errors import InvalidRequest, Unavailable
+from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
@@ -166,6 +166,24 @@ async def test_at_the_same_conductor_the_earlier_call_ends() -> None:
         assert lost.tokens + again.tokens == expected(len(PROMPT), 8)
         await lost.read()
         assert lost.finished is None
+        await s.rest()
+
+
+async def test_a_request_that_is_resumed_keeps_its_place_among_those_that_run() -> None:
+    """A full conductor neither refuses it nor lets another one have its place meanwhile."""
+    d = decode(hold_at=5)
+    async with stack(prefill(), d, max_queue=1) as s, asyncio.timeout(WAIT_S):
+        first = Call(s, request())
+        await first.read(3)
+        again = Call(s, first.resume(request()))
+        await again.read(1)
+        with pytest.raises(MoonpoolError, match="as many as this conductor takes"):
+            await Call(s, request(request_id="other")).read()
+        with pytest.raises(InvalidRequest, match="running already"):  # it has resumed so often already
+            await Call(s, first.resume(request())).read()
+        d.go.set()
+        await again.read()
+        assert first.tokens + again.tokens == expected(len(PROMPT), 8)
         await s.rest()
 
 

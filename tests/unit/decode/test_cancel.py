@@ -49,6 +49,24 @@ async def test_cancel_unknown() -> None:
         await conductor.until(lambda: "b" in conductor.failed)
 
 
+async def test_a_promise_of_which_its_conductor_did_not_hear_is_given_back_by_its_name() -> None:
+    """Other conductors', and what was started, are not meant."""
+    nothing = kv_pb2.TransferTarget()
+    async with decoding() as it, conducting(it) as conductor:
+        ours, other = kv_pb2.Instance(id="conductor"), kv_pb2.Instance(id="another")
+        await reserve(it, spec("a", prompt(2 * BLOCK)), conductor=ours)
+        theirs = await reserve(it, spec("b", prompt(2 * BLOCK)), conductor=other)
+        begun = await reserve(it, spec("c", prompt(20)), conductor=ours)
+        await transfer(it, begun, prompt(20))
+        for name in "abc":
+            await conductor.cancel(name, nothing)
+        await conductor.until(lambda: len(conductor.outcomes) == 3)
+        before, unknown = kv_pb2.CANCEL_OUTCOME_BEFORE_START, kv_pb2.CANCEL_OUTCOME_UNKNOWN
+        assert conductor.outcomes == {"a": before, "b": unknown, "c": unknown}
+        await conductor.cancel("b", theirs)
+        await conductor.cancel("c", begun)
+
+
 async def test_conductor_leaves() -> None:
     """Its stream ends: its sequences end, those of another conductor go on."""
     tokens = prompt(20)

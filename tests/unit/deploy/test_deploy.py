@@ -200,6 +200,37 @@ def test_scripts_parse() -> None:
         subprocess.run([bash, "-n", ROOT / name], check=True)
 
 
+DOCKER = """#!/bin/sh
+echo "$@ [$MOONPOOL_STACK_MODELS $MOONPOOL_MODEL]" >>"$CALLS"
+case "$*" in *" run "*) echo fetching; echo /hub/the.gguf;; esac
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(
+    ("model", "served"),
+    [
+        ("smollm2", " /hub/the.gguf"),
+        ("owner/name", " owner/name"),
+        ("{folder}/some", "{folder} /var/lib/moonpool/models/some"),
+        ("{folder}/one.gguf", "{folder} /var/lib/moonpool/models/one.gguf"),
+        ("", " "),
+    ],
+)
+def test_models_that_make_up_takes(model: str, served: str, tmp_path: Path) -> None:
+    """What the containers are told of a folder, a file, a hub id and a name; the name is fetched before they start."""
+    (tmp_path / "docker").write_text(DOCKER)
+    (tmp_path / "docker").chmod(0o755)
+    (tmp_path / "some").mkdir()
+    (tmp_path / "one.gguf").touch()
+    given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    given["MODEL"] = model.format(folder=tmp_path)
+    subprocess.run(["bash", ROOT / "deploy" / "stack.sh", "up"], env=given, check=True, capture_output=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls.count(f"compose --project-name moonpool up -d [{served.format(folder=tmp_path)}]") == 1
+    assert sum(" run " in call for call in calls) == (model == "smollm2")
+
+
 def test_substitution() -> None:
     """As compose does it: empty counts as unset."""
     assert substituted("${A:-x}/${B}/${C:-}", {"A": "", "B": "b"}) == "x/b/"

@@ -13,6 +13,7 @@ from moonpool.engine.emulated import profile as profile_module
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.instance import EngineConfig, InstanceContext, engine_setup, run_instance
 from moonpool.engine.messages import EngineSpec
+from moonpool.engine.process import OnLoading
 from moonpool.errors import ConfigError, Unavailable
 from moonpool.errors import Mismatch as MismatchError
 from moonpool.rpc.channels import Channels, probe
@@ -128,7 +129,8 @@ async def living(folder: Path, **settings: Any) -> AsyncIterator[Life]:
     life = Life()
 
     @asynccontextmanager
-    async def start(spec: EngineSpec, *, start_timeout_s: float) -> AsyncIterator[FakeEngine]:
+    async def start(spec: EngineSpec, *, start_timeout_s: float, on_loading: OnLoading) -> AsyncIterator[FakeEngine]:
+        on_loading(0, 1, 2)
         life.engine = FakeEngine(spec.blocks, layout=spec.layout)
         yield life.engine
         life.engine.pool.close()
@@ -154,7 +156,7 @@ async def test_joins_serves_and_drains(folder: Path) -> None:
         hello, service = life.conductor.hello, life.service
         assert hello is not None
         assert service is not None
-        assert life.out.getvalue() == f"ready: {hello.instance.address}\n"
+        assert life.out.getvalue() == f"loading: 0 1/2\nready: {hello.instance.address}\n"
         assert (hello.instance.id, hello.instance.incarnation) == ("x-0", life.context.incarnation)
         assert (hello.total_blocks, hello.model.name) == (4, "small-model")
         await probe(hello.instance.address, WAIT_S)

@@ -23,6 +23,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.endpoints import Endpoints
 from services.gateway.measuring import Meter
 from services.gateway.text import Texts
+from tests.unit.clocks import hurried
 
 MODEL = "tiny"
 MODEL_TOKENS = 100
@@ -48,7 +49,7 @@ def make_gateway(
 ) -> Starlette:
     """The application as the service builds it."""
     metrics = Metrics("gateway")
-    keys = ApiKeys(config.api_keys) if config.api_keys else None
+    keys = ApiKeys(config.api_keys, hurried()) if config.api_keys else None
     meter = Meter(metrics, time.monotonic)
     texts = Texts(MODEL, tokenizer, threads, config.tool_parser)
     return make_app(Endpoints(config, client, texts, keys, meter, metrics.registry, started_at=7))

@@ -149,10 +149,11 @@ async def test_tokens_of_answers(stream: bool, tmp_path: Path) -> None:
                 assert answered.json()["error"]["type"] == "tokens"
 
 
-async def test_a_client_that_leaves_has_used_its_tokens(tmp_path: Path) -> None:
-    """What came until then counts, the prompt with it."""
+@pytest.mark.parametrize("events", [1, 3])
+async def test_a_client_that_leaves_has_used_its_tokens(events: int, tmp_path: Path) -> None:
+    """What came until then counts; the prompt too, whether there was a first token or not."""
     path = write(tmp_path / "keys", line("a", "tpm=60", "ann"), 1)
-    holding = Holding(answer([1, 2, 3], prompt_tokens=60)[:3])
+    holding = Holding(answer([1, 2, 3], prompt_tokens=60)[:events])
     asked = scope(CHAT, authorization="Bearer a")
     with ThreadPoolExecutor(1) as threads:
         app = make_gateway(AsyncClient(transport=holding), settings(api_keys=path), threads, tokenizer())

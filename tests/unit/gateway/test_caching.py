@@ -86,6 +86,9 @@ async def test_caches_are_listed_page_by_page_changed_and_deleted() -> None:
         assert await listed(gateway, "") == ["cache-3", "cache-2", "cache-1"]
         assert await listed(gateway, "order=asc&limit=2") == ["cache-1", "cache-2"]
         assert await listed(gateway, "after=cache-3&before=cache-1") == ["cache-2"]
+        for cursor in ("after", "before"):
+            refused = await gateway.http.get(f"{CACHE}?{cursor}=cache-9")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, cursor)
         assert await listed(gateway, "metadata[n]=1") == ["cache-3", "cache-1"]
         for wrong in ("limit=0", "limit=x", "order=up"):
             assert (await gateway.http.get(f"{CACHE}?{wrong}")).json()["error"]["param"] == wrong.partition("=")[0]
@@ -114,6 +117,11 @@ async def test_tags_name_caches() -> None:
         tags = (await gateway.http.get(f"{CACHE}/refs/tags?limit=1")).json()["data"]
         assert tags == [told]
         assert (await gateway.http.get(f"{CACHE}/refs/tags/a/content")).json()["id"] == "cache-1"
+        for path in ("cache-1", "cache-1/content"):  # an id is no tag
+            refused = await gateway.http.get(f"{CACHE}/refs/tags/{path}")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
+        refused = await gateway.http.get(f"{CACHE}/refs/tags?after=cache-1")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
         fake.answers["UpdateContextRequest"] = NotFound("there is no context 'a'")
         gone = await gateway.http.delete(f"{CACHE}/refs/tags/a")
         assert gone.json() == {"deleted": True, "object": "cache_object.tag.deleted", "tag": "a"}

@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from services.gateway.calls import FAMILIES, CallFinder, FoundCall, family_of
+from services.gateway.calls import FAMILIES, CallFinder, ForcedCalls, family_of
+from services.gateway.objects import FoundCall
+from services.gateway.telling import Arguments, CallBegins, Found
 
 NAMES = ("weather", "add")
 WEATHER = FoundCall("weather", '{"city": "Paris"}')
@@ -76,6 +78,7 @@ def found(family: str, pieces: list[str]) -> list[str | FoundCall]:
     parts = [part for piece in pieces for part in finder.push(piece)] + finder.end()
     joined: list[str | FoundCall] = []
     for part in parts:
+        assert isinstance(part, str | FoundCall)
         if joined and isinstance(part, str) and isinstance(joined[-1], str):
             joined[-1] += part
         else:
@@ -125,3 +128,74 @@ def test_many_broken_calls_take_linear_time() -> None:
 )
 def test_family(template: str, family: str) -> None:
     assert family_of(template) == family
+
+
+def told(finder: CallFinder | ForcedCalls, text: str, size: int) -> list[str | FoundCall]:
+    """What is told piece by piece of a text that comes in pieces of a size, put together as a client does it."""
+    parts: list[Found] = [part for at in range(0, len(text), size) for part in finder.push(text[at : at + size])]
+    joined: list[str | FoundCall] = []
+    for part in [*parts, *finder.end()]:
+        last = joined[-1] if joined else None
+        match part:
+            case CallBegins(name):
+                joined.append(FoundCall(name, ""))
+            case Arguments(more):
+                assert isinstance(last, FoundCall), "a call has begun"
+                joined[-1] = FoundCall(last.name, last.arguments + more)
+            case str() if isinstance(last, str):
+                joined[-1] = last + part
+            case _:
+                joined.append(part)
+    return joined
+
+
+WHOLE = [case for case in CASES if case[2] is not None or "<tool_call>{" not in case[1]]
+"""Cases in which no call begins that is none."""
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), WHOLE, ids=range(len(WHOLE)))
+def test_calls_in_pieces(family: str, text: str, expected: list[str | FoundCall] | None) -> None:
+    """The same calls are told in pieces, and what is none, or not offered, is text here too."""
+    if expected is None and "unknown" in text:
+        return  # behind a call that was told already
+    for size in (1, 3, 7, 1000):
+        finder = CallFinder(FAMILIES[family], NAMES, piecewise=True)
+        assert told(finder, text, size) == ([text] if expected is None and text else expected or [])
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    """The name first, as soon as the arguments begin; then each piece of them, and nothing of what is around."""
+    finder = CallFinder(FAMILIES["hermes"], NAMES, piecewise=True)
+    assert finder.push('Look.<tool_call>\n{"name": "weather", "argu') == ["Look."]
+    assert finder.push('ments": ') == []
+    assert finder.push('{"ci') == [CallBegins("weather"), Arguments('{"ci')]
+    assert finder.push('ty": "Pa}') == [Arguments('ty": "Pa}')]
+    assert finder.push('ris"}}\n</tool_call>\nDone') == [Arguments('ris"}'), "Done"]
+
+
+def test_a_call_that_breaks_off_has_begun() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Pa'
+    assert told(CallFinder(FAMILIES["hermes"], NAMES, piecewise=True), text, 4) == [
+        FoundCall("weather", '{"city": "Pa')
+    ]
+
+
+def test_what_is_not_offered_is_text_in_pieces_too() -> None:
+    text = '<tool_call>{"name": "unknown", "arguments": {"a": {}}}</tool_call>'
+    assert told(CallFinder(FAMILIES["hermes"], NAMES, piecewise=True), text, 4) == [text]
+
+
+def test_a_list_of_calls_in_pieces() -> None:
+    """One of another form behind the first one is told when it is whole; what is none is text."""
+    first, second = '{"name": "weather", "arguments": {"city": "Paris"}}', f'{{"arguments": {ADD_TEXT}, "name": "add"}}'
+    text = f'[{first}, {second}, {{"x": 1}}]'
+    for size in (1, 5):
+        assert told(ForcedCalls("", NAMES, piecewise=True), text, size) == [WEATHER, ADD, '{"x": 1}']
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_forced_arguments_in_pieces(size: int) -> None:
+    """All of the answer is arguments; where it is cut, so are they."""
+    for text in ('{"city": "Paris"}', '{"city": "Pa'):
+        assert told(ForcedCalls("weather", NAMES, piecewise=True), " " + text, size) == [FoundCall("weather", text)]
+    assert told(ForcedCalls("weather", NAMES, piecewise=True), "  ", size) == ["  "]

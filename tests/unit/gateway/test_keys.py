@@ -8,6 +8,7 @@ import pytest
 from moonpool.client.testing import FakeConductor
 from moonpool.errors import ConfigError, Unauthenticated
 from moonpool.rpc.keys import ApiKeys, KeyFile, Limits, hashed, parse_keys
+from tests.unit.clocks import hurried
 
 from .fakes import answering
 
@@ -73,7 +74,7 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_changes_are_read(tmp_path: Path) -> None:
     """A new file counts at once; one that is wrong or gone leaves the keys as they were."""
     path = write(tmp_path / "keys", ANN, 1)
-    keys = ApiKeys(path)
+    keys = ApiKeys(path, hurried())
     assert keys.tenant("ann-key") == "ann"
     write(path, BOB, 2)
     assert keys.tenant("bob-key") == "bob & co"

@@ -186,3 +186,21 @@ async def test_emulated_answers_say_so() -> None:
     messages[0].placed.placement.emulated = messages[-1].finished.placement.emulated = True
     async with answering(FakeConductor(lambda _: messages)) as gateway:
         assert (await post(gateway)).json()["emulated"] is True
+
+
+async def test_answers_that_follow_a_schema(gateway: Answers) -> None:
+    """`output_config.format`, Anthropic's structured outputs."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    body = {"model": "tiny", "max_tokens": 5, "messages": TURNS}
+    formatted = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    assert (await gateway.http.post("/v1/messages", json={**body, **formatted})).status_code == 200
+    assert gateway.asked.sampling.response_format == "json_schema"
+    assert json.loads(gateway.asked.sampling.grammar) == schema
+    for wrong, says in (
+        ({"format": {"type": "json_object"}}, "output_config.format.type"),
+        ({"format": {"type": "json_schema"}}, "output_config.format.schema"),
+        ({"effort": "low"}, "effort"),
+    ):
+        refused = await gateway.http.post("/v1/messages", json={**body, "output_config": wrong})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith(says)

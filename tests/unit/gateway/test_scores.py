@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import openai
 import pytest
 
 from moonpool.client.testing import FakeConductor, answer
@@ -115,3 +116,42 @@ async def test_what_is_refused(path: str, body: dict[str, Any], param: str) -> N
         assert answered.status_code == 400
         assert answered.json()["error"]["param"].startswith(param)
         assert gateway.fake.requests == []
+
+
+async def test_responses() -> None:
+    """OpenAI's newer form: in the text's part, and in a stream beside its pieces."""
+    ask: dict[str, Any] = {
+        "model": "tiny",
+        "input": "hi",
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    }
+    async with answering(conductor()) as gateway:
+        client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http)
+        whole = await client.responses.create(**ask)
+        assert gateway.asked.sampling.logprobs == TOP
+        async with client.responses.stream(**ask) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+    for response in (whole.to_dict(), streamed.to_dict()):
+        output: Any = response["output"]
+        (part,) = output[0]["content"]
+        assert part["type"] == "output_text"
+        assert [it["logprob"] for it in part["logprobs"]] == [-1.0, -2.0]
+        assert [it["logprob"] for it in part["logprobs"][0]["top_logprobs"]] == [-0.25, -0.5]
+    told = [it.logprob for event in events if event.type == "response.output_text.delta" for it in event.logprobs]
+    assert told == [-1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ({"include": ["file_search_call.results"]}, "include.0"),
+        ({"top_logprobs": 2, "tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"top_logprobs": True}, "top_logprobs"),
+    ],
+)
+async def test_responses_refuse_by_name(body: dict[str, Any], names: str) -> None:
+    async with answering(conductor()) as gateway:
+        refused = await gateway.http.post("/v1/responses", json={"input": "hi", **body})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, names)

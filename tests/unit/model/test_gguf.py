@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from benchmarks.peers.gguf_files import write_gguf
-from moonpool.checkpoint import Tokenizer, inspect_checkpoint, load_config, resolve, weights_fingerprint
+from moonpool.checkpoint import Tokenizer, inspect_checkpoint, load_config, model_name, resolve, weights_fingerprint
+from moonpool.checkpoint.formats import tensor_index, weight_files
 from moonpool.checkpoint.gguf_file import TENSOR_TYPES
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.model import load_stage
@@ -146,7 +147,6 @@ def test_every_readable_type_is_the_packages() -> None:
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type"),
         ({"llama.attention.sliding_window": 32}, "llama.attention.sliding_window"),
         ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count"),
-        ({"split.count": 3}, "split.count"),
     ],
 )
 def test_what_is_not_supported_is_named(
@@ -190,3 +190,29 @@ def test_a_folder_with_one_file_stands_for_it(folders: Callable[[str], Path], tm
         resolve(str(tmp_path))
     with pytest.raises(CheckpointError, match=r"no such folder and no such \.gguf file"):
         resolve("nowhere.gguf")
+
+
+def test_parts_are_one_model(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """As the package splits them: the same tensors, and logits; the folder stands for its parts."""
+    folder = folders("qwen2")
+    whole = write_gguf("qwen2", folder, tmp_path / "whole.gguf")
+    (tmp_path / "parts").mkdir()
+    first = write_gguf("qwen2", folder, tmp_path / "parts" / "big.gguf", part_tensors=7)
+    files = sorted((tmp_path / "parts").iterdir())
+    assert first == files[0]
+    assert first.name == f"big-00001-of-{len(files):05}.gguf"
+    assert len(files) > 2
+    assert weight_files(first) == files
+    assert tensor_index(first).keys() == tensor_index(whole).keys()
+    assert {info.file for info in tensor_index(first).values()} == set(files)
+    assert (resolve(str(tmp_path / "parts")), model_name(str(first))) == (first, "big")
+    assert torch.equal(our_logits(first, range(20)), our_logits(whole, range(20)))
+
+    with pytest.raises(CheckpointError, match=r"is part 2 of a model; name the first, big-00001-of"):
+        tensor_index(files[1])
+    files[1].rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"big-00002-of-0000\d\.gguf is missing"):
+        tensor_index(first)
+    first.rename(tmp_path / "alone.gguf")
+    with pytest.raises(CheckpointError, match="is one of 4 parts, which its name does not say"):
+        tensor_index(tmp_path / "alone.gguf")

@@ -36,3 +36,17 @@ def test_a_step_that_runs_is_partly_done() -> None:
     assert it.core.drain_seconds() == pytest.approx(both_s)
     assert it.core.drain_seconds(it.now + 0.5 * one_s) == pytest.approx(both_s - 0.5 * one_s)
     assert it.core.drain_seconds(it.now + 100.0) == pytest.approx(both_s - one_s), "it is overdue, not done"
+
+
+def test_a_step_of_which_nothing_is_heard_tells_before_it_is_over() -> None:
+    """An engine that hangs goes on reporting through its process."""
+    it = World(staged(1, blocks=1000, step_tokens=4 * BT), TOLD)
+    it.arrive(2 * BT)
+    one_s = prefill_seconds(TOLD, 2 * BT, 0)
+    assert it.core.speeds(it.now + 2.0 * one_s) == TOLD
+    told = it.core.speeds(it.now + 100.0 * one_s)
+    assert prefill_seconds(told, 2048, 0) == pytest.approx(100.0 * prefill_seconds(TOLD, 2048, 0))
+    assert told.decode_base_s == TOLD.decode_base_s
+    it.now += one_s
+    it.run_step(min(it.steps))
+    assert it.core.speeds(it.now + 100.0) == it.core.state.tracker.speeds, "nothing runs: nothing is overdue"

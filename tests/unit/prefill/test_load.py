@@ -26,6 +26,10 @@ async def test_loads_from_the_store(tmp_path: Path) -> None:
         first = await (await begin(it, sequence, target=target, source=source(place, 4))).to_the_end()
         assert first.token_id == next_token(tokens)
         assert (first.local_tokens, first.loaded_tokens, first.computed_tokens) == (0, 4 * BLOCK, 3)
+        (load,), (chunk,) = first.loads, first.chunks
+        assert (load.tokens, chunk.tokens) == (4 * BLOCK, 3)
+        assert 0 <= load.begin_s <= load.end_s
+        assert 0 <= chunk.begin_s <= chunk.end_s
         assert_arrived(decode, tokens)
         await it.rest()
         assert set(it.service.manager.keys()) == set(block_keys(ROOT, tokens, BLOCK))

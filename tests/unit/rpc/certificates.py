@@ -4,6 +4,7 @@ from pathlib import Path
 
 from moonpool.cli.certs import Authority
 from moonpool.rpc.tls import Tls
+from tests.unit.clocks import hurried
 
 
 def issue(folder: Path, role: str, name: str = "", days: int = 1) -> Path:
@@ -12,5 +13,5 @@ def issue(folder: Path, role: str, name: str = "", days: int = 1) -> Path:
 
 
 def tls(folder: Path, role: str, name: str = "") -> Tls:
-    """What a process of this role has."""
-    return Tls(folder / "ca.pem", issue(folder, role, name), folder / f"{name or role}.key")
+    """What a process of this role has, which looks at its files each time."""
+    return Tls(folder / "ca.pem", issue(folder, role, name), folder / f"{name or role}.key", clock=hurried())

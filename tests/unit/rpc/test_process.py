@@ -175,8 +175,9 @@ def test_the_same_signal_twice_leaves_at_once() -> None:
 def test_context() -> None:
     out = io.StringIO()
     ctx = ProcessContext("decode-0", Recorder("decode-0", None), out)
+    ctx.loading(0, 3, 30)
     ctx.announce("127.0.0.1:5")
-    assert out.getvalue() == "ready: 127.0.0.1:5\n"
+    assert out.getvalue() == "loading: 0 3/30\nready: 127.0.0.1:5\n"
     assert 0 < ctx.incarnation < 1 << 63
     assert ctx.incarnation != ProcessContext("decode-0", ctx.spans, out).incarnation
     told = ctx.instance(kv_pb2.INSTANCE_KIND_DECODE, "", "h:1")

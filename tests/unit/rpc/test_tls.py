@@ -11,6 +11,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from moonpool.errors import ConfigError, MoonpoolError, PermissionDenied, Unauthenticated, Unavailable
 from moonpool.rpc.channels import Channels, probe
 from moonpool.rpc.errors import from_rpc_error
+from moonpool.rpc.files import LOOK_S, Watched
 from moonpool.rpc.keys import ApiKeys, hashed
 from moonpool.rpc.roles import ALLOWED, Gate, caller, fingerprint, parse_revoked, require_role, tenant_of
 from moonpool.rpc.security import Security
@@ -18,6 +19,7 @@ from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.rpc.tls import Tls
 from moonpool.v1 import conductor_pb2, decode_pb2, decode_pb2_grpc, kv_pb2, kvstore_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
+from tests.unit.clocks import hurried
 
 from .certificates import issue, tls
 
@@ -42,6 +44,10 @@ class Decode:
         decode = kv_pb2.Instance(id=f"{who.role} {who.name}")
         return decode_pb2.ReserveResponse(target=kv_pb2.TransferTarget(decode=decode))
 
+    async def Steps(self, requests: AsyncIterator[object], context: object) -> AsyncIterator[decode_pb2.StepsResponse]:
+        async for _ in requests:
+            yield decode_pb2.StepsResponse()
+
 
 class Conductor:
     """Answers with the tenant of the call."""
@@ -56,7 +62,7 @@ class Conductor:
 @asynccontextmanager
 async def secured(folder: Path, **gate: object) -> AsyncIterator[RunningServer]:
     """A decode instance's server, and a port for clients without certificates."""
-    security = Security(tls(folder, "decode"), Gate(**gate), "127.0.0.1:0")  # type: ignore[arg-type]
+    security = Security(tls(folder, "decode"), Gate(**gate, clock=hurried()), "127.0.0.1:0")  # type: ignore[arg-type]
     services: list[Service] = [(CONTRACTS[2], Decode()), (CONTRACTS[0], Conductor())]
     async with serving("127.0.0.1:0", services, grace_s=0, security=security) as running:
         yield running
@@ -143,6 +149,37 @@ async def test_certificates_change_without_a_restart(tmp_path: Path) -> None:
             (tmp_path / "conductor.pem").write_text("damaged")
             assert await reserve(server, channels) == "conductor conductor"
             assert mine.generation == 1
+
+
+async def test_streams_outlive_every_change_of_certificates(tmp_path: Path) -> None:
+    async with secured(tmp_path) as server, Channels(tls(tmp_path, "conductor")) as channels:
+        stub = decode_pb2_grpc.DecodeServiceStub(channels.get(server.address))
+        steps: grpc.aio.StreamStreamCall[decode_pb2.StepsRequest, decode_pb2.StepsResponse] = stub.Steps(
+            timeout=DEADLINE_S
+        )
+        for _ in range(3):
+            await steps.write(decode_pb2.StepsRequest())
+            assert await steps.read() == decode_pb2.StepsResponse()
+            before = channels.get(server.address)
+            issue(tmp_path, "conductor")
+            assert await reserve(server, channels) == "conductor conductor"
+            assert channels.get(server.address) is not before
+        await steps.write(decode_pb2.StepsRequest())
+        assert await steps.read() == decode_pb2.StepsResponse()
+
+
+def test_files_are_looked_at_now_and_then_only(tmp_path: Path) -> None:
+    path, now = tmp_path / "file", [0.0]
+    watched = Watched([path], lambda: now[0])
+    path.write_text("here")
+    assert not watched.changed()
+    now[0] += LOOK_S
+    assert [watched.changed(), watched.changed()] == [True, False]
+    now[0] += LOOK_S
+    assert not watched.changed()
+    path.unlink()
+    now[0] += LOOK_S
+    assert watched.changed()
 
 
 async def test_a_key_is_a_tenant_and_calls_nothing_internal(tmp_path: Path) -> None:

@@ -34,10 +34,12 @@ class TestPrefill:
         world.report("prefill-1", drain_s=33.0)
         assert world.plan(64, keys=KEYS[:4]).prefill.id == "prefill-0"
 
-    def test_the_last_token_is_always_computed(self) -> None:
+    @pytest.mark.parametrize(("tokens", "computed"), [(63, 15), (64, 16), (65, 1)])
+    def test_the_last_token_is_always_computed_and_its_block_with_it(self, tokens: int, computed: int) -> None:
+        """A full block is not written again."""
         world = prefills("prefill-0")
         world.events("prefill-0", KEYS[:4])
-        assert world.plan(64, keys=KEYS[:4]).prefill.prefill_s == 1.0
+        assert world.plan(tokens, keys=KEYS[: tokens // 16]).prefill.prefill_s == computed
 
     def test_a_stored_prefix_is_loaded_where_that_is_cheaper(self) -> None:
         world = prefills("prefill-0")

@@ -20,7 +20,7 @@ from services.conductor.core.messages import (
 )
 from services.conductor.core.request import WORD_S
 
-from .world import BLOCK, GONE, LEASE_S, LIMITS, World
+from .world import BLOCK, GONE, LEASE_S, LIMITS, NO_ROOM, World
 
 BIG, SMALL = 40 * BLOCK, BLOCK
 
@@ -214,6 +214,18 @@ def test_a_promise_of_an_instance_that_was_lost_meanwhile_is_not_used() -> None:
     assert [it.decode for it in world.open(Reserve)] == ["decode-1"]
 
 
+def test_a_promise_whose_answer_is_lost_is_given_back_by_its_name() -> None:
+    world = World()
+    world.arrive()
+    lost = world.one(Reserve)
+    world.end(lost, GONE)
+    [undo] = world.all(Undo)
+    assert (undo.sequence, undo.target.decode, undo.target.transfer_id) == (lost.sequence, lost.decode, 0)
+    world.end(world.open(Reserve)[0], NO_ROOM)
+    assert world.all(Undo) == [undo], "who refuses has promised nothing"
+    world.finish_all()
+
+
 def test_at_most_two_reserves_of_a_request_are_out_at_once() -> None:
     world = World(decodes=5)
     world.arrive()
@@ -249,6 +261,26 @@ def test_after_the_last_retry_the_failure_is_told() -> None:
     assert end.failure.kind is Kind.UNAVAILABLE
     assert end.failure.message.startswith("given up after 4 placements")
     assert number in world.ends
+    world.finish_all()
+
+
+def test_damaged_transfers_are_tried_again_until_they_are_no_chance() -> None:
+    """Few of many frames are damaged: that all attempts meet one is possible, and grows unlikely."""
+    world, damaged = World(), Failure(Kind.TRANSFER, "a frame came damaged")
+    world.arrive()
+    attempts = 0
+    while not world.ends:
+        world.promise(world.one(Reserve))
+        world.end(world.one(Prefill), damaged)
+        attempts += 1
+        for _ in range(40):
+            for request in list(world.rehashes):
+                world.rehash(request)
+            if world.open(Reserve) or world.ends:
+                break
+            world.sleep(0.1)
+    assert LIMITS.retries + 1 < attempts < 12
+    assert LIMITS.recovery_s <= world.now < 2 * LIMITS.recovery_s
     world.finish_all()
 
 

@@ -1,0 +1,62 @@
+// Calls to this gateway. The key stays in this tab's session storage, and goes nowhere else.
+
+const KEY = "moonpool-key";
+
+export const key = () => sessionStorage.getItem(KEY) ?? "";
+
+export function setKey(value) {
+  if (value) sessionStorage.setItem(KEY, value);
+  else sessionStorage.removeItem(KEY);
+}
+
+/** An answer that is no success; the message is the gateway's own. */
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function call(path, options = {}) {
+  const headers = key() ? { authorization: `Bearer ${key()}` } : {};
+  if (options.body) headers["content-type"] = "application/json";
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused(0, "the gateway cannot be reached");
+  }
+  if (answer.ok) return answer;
+  const told = await answer.json().catch(() => null);
+  const hint = answer.status === 401 ? " Give a key above." : "";
+  throw new Refused(answer.status, (told?.error?.message ?? `HTTP ${answer.status}`) + hint);
+}
+
+export const get = async (path) => (await call(path)).json();
+
+export const post = async (path, body) => (await call(path, { method: "POST", body: JSON.stringify(body) })).json();
+
+/** Begins a streamed answer; returns the request's id and its events, the JSON of each. */
+export async function stream(path, body, signal) {
+  const answer = await call(path, { method: "POST", body: JSON.stringify(body), signal });
+  return { id: answer.headers.get("x-request-id") ?? "", events: events(answer.body) };
+}
+
+async function* events(body) {
+  let rest = "";
+  const decoder = new TextDecoder();
+  const reader = body.getReader();
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const lines = (rest + decoder.decode(value, { stream: true })).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
+      const event = JSON.parse(line.slice(6));
+      if (event.error) throw new Refused(0, event.error.message);
+      yield event;
+    }
+  }
+}

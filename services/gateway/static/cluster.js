@@ -1,0 +1,98 @@
+// The cluster's map: figures of the last minute, and every instance with what it holds.
+
+import { get } from "./api.js";
+import { bar, byId, bytes, count, el, percent, seconds, svg } from "./dom.js";
+
+const EVERY_MS = 1000;
+const KEPT = 120; // points of a curve
+const curves = { ttft: [], tpot: [], hits: [] };
+let timer = null;
+
+export function show() {
+  look();
+}
+
+export function hide() {
+  clearTimeout(timer);
+  timer = null;
+}
+
+async function look() {
+  clearTimeout(timer);
+  try {
+    if (!document.hidden) draw(await get("/moonpool/state"));
+    byId("cluster-problem").hidden = true;
+  } catch (error) {
+    byId("cluster-problem").textContent = error.message;
+    byId("cluster-problem").hidden = false;
+  }
+  if (!byId("cluster").hidden) timer = setTimeout(look, EVERY_MS);
+}
+
+function draw(state) {
+  byId("figures").replaceChildren(...figures(state));
+  const kinds = ["prefill", "decode", "kvstore"];
+  const groups = kinds.map((kind) => [kind, state.instances.filter((each) => each.kind === kind)]);
+  byId("map").replaceChildren(...groups.filter(([, found]) => found.length).flatMap(([kind, found]) => [
+    el("h2", {}, kind),
+    el("div", { class: "kind" }, found.map(instance)),
+  ]));
+}
+
+function figures({ recent, queue, conductor, emulated, ready }) {
+  const { usage, window_s: window } = recent;
+  const hits = usage.prompt_tokens ? usage.cached_tokens / usage.prompt_tokens : 0;
+  const points = { ttft: recent.ttft_s.p50, tpot: recent.tpot_s.p50, hits };
+  for (const [name, value] of Object.entries(points)) curves[name] = [...curves[name], value].slice(-KEPT);
+  const rate = (value) => (window ? (value / window).toFixed(1) : "0");
+  const waiting = queue.for_limits + queue.for_room;
+  return [
+    figure("TTFT, half are below", seconds(recent.ttft_s.p50), `p99 ${seconds(recent.ttft_s.p99)}`, curves.ttft),
+    figure("TPOT, half are below", seconds(recent.tpot_s.p50), `p99 ${seconds(recent.tpot_s.p99)}`, curves.tpot),
+    figure("Prompt tokens from the cache", percent(usage.cached_tokens, usage.prompt_tokens),
+      `${count(usage.cached_tokens)} of ${count(usage.prompt_tokens)}`, curves.hits),
+    figure("Answered per second", rate(recent.requests), `${rate(usage.completion_tokens)} tokens`),
+    figure("Waiting at the conductor", count(waiting), `${queue.for_limits} for limits, ${queue.for_room} for room`),
+    figure("Conductor", ready ? "ready" : "not ready", emulated ? `${conductor}, emulated: ${emulated}` : conductor),
+  ];
+}
+
+function figure(name, value, more, points = null) {
+  const text = el("dl", {}, el("dt", {}, name), el("dd", {}, value, " ", el("small", {}, more)));
+  return el("div", { class: "figure" }, text, points && curve(points));
+}
+
+function curve(points) {
+  const top = Math.max(...points) || 1;
+  const line = points.map((value, at) => `${(100 * at) / (KEPT - 1)},${29 - (27 * value) / top}`).join(" ");
+  const frame = { viewBox: "0 0 100 30", preserveAspectRatio: "none", "aria-hidden": "true" };
+  const look = { points: line, fill: "none", stroke: "currentColor", "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" };
+  return svg("svg", frame, svg("polyline", look));
+}
+
+function instance(each) {
+  const busy = `${count(each.running)} running, ${count(each.waiting)} waiting`;
+  const queued = each.queued_tokens ? `, ${count(each.queued_tokens)} tokens queued` : "";
+  const title = el("h3", {}, each.id, " ", el("small", {}, each.draining ? `${each.address}, draining` : each.address));
+  return el("article", { class: "instance" }, title, el("p", { class: "note" }, busy + queued),
+    each.tiers.length ? each.tiers.map(tier) : each.total_blocks ? pool(each) : null);
+}
+
+function pool(each) {
+  const { total_blocks: total, free_blocks: free, cached_blocks: cached, promised_blocks: promised } = each;
+  const used = Math.max(0, total - free - cached);
+  const parts = [["used", used / total], ["kept", cached / total], ["promised", Math.min(promised, free) / total]];
+  const label = `KV pool: ${count(used)} blocks in use, ${count(cached)} kept for reuse, ${count(promised)} promised, of ${count(total)}`;
+  return [bar(parts, label), el("p", { class: "note" },
+    entry("used", `${count(used)} in use`), entry("kept", `${count(cached)} kept`),
+    promised ? entry("promised", `${count(promised)} promised`) : null, `of ${count(total)} blocks`)];
+}
+
+function tier({ name, blocks, used_bytes: used, capacity_bytes: size }) {
+  const label = `${name.toUpperCase()}: ${count(blocks)} blocks, ${bytes(used)} of ${bytes(size)}`;
+  return [bar([["kept", size ? used / size : 0]], label), el("p", { class: "note" }, label)];
+}
+
+function entry(kind, text) {
+  return el("span", {}, el("span", { class: `key fill-${kind}` }), `${text}, `);
+}

@@ -1,0 +1,92 @@
+// Where a request's time went, and the requests that were answered lately.
+
+import { get } from "./api.js";
+import { bar, byId, bytes, count, el, seconds, svg, table } from "./dom.js";
+
+export function start() {
+  byId("find").addEventListener("submit", (event) => {
+    event.preventDefault();
+    const name = byId("name").value.trim();
+    if (name) location.hash = `requests/${encodeURIComponent(name)}`;
+  });
+}
+
+export async function show(name) {
+  byId("name").value = name || byId("name").value;
+  problem("");
+  try {
+    byId("lately").replaceChildren(lately((await get("/moonpool/requests")).requests));
+    if (name) byId("story").replaceChildren(...story(await get(`/moonpool/requests/${encodeURIComponent(name)}`)));
+  } catch (error) {
+    problem(error.message);
+    byId("story").replaceChildren();
+  }
+}
+
+function problem(text) {
+  byId("request-problem").textContent = text;
+  byId("request-problem").hidden = !text;
+}
+
+function lately(requests) {
+  if (!requests.length) return el("p", { class: "hint" }, "None yet.");
+  const rows = requests.map(({ request_id: id, tenant, usage, timing }) => [
+    el("a", { href: `#requests/${encodeURIComponent(id)}` }, id), tenant || "–",
+    usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, seconds(timing.ttft_s), seconds(timing.e2e_s),
+  ]);
+  return table("The newest first", ["request", "tenant", "prompt", "cached", "answer", "TTFT", "end"], rows);
+}
+
+function story(found) {
+  const { timeline, phases, placement, refused } = found;
+  const { usage, timing } = timeline;
+  if (!placement) return [el("p", {}, `Refused: ${refused}`), candidates(found)];
+  const where = placement.prefill === placement.decode
+    ? `on ${placement.decode} alone` : `on ${placement.prefill}, then ${placement.decode || "nowhere: one token was all"}`;
+  const source = placement.kvstore ? `, prefix from ${placement.kvstore}` : "";
+  const sent = timeline.sent_bytes ? ` ${bytes(timeline.sent_bytes)} of KV went to decode.` : "";
+  const came = timeline.arrived_at ? new Date(1000 * timeline.arrived_at).toLocaleTimeString() : "";
+  return [
+    el("h2", {}, `Request ${found.request_id}`),
+    el("p", {}, `Came at ${came}, placed ${where}${source}. ${count(usage.prompt_tokens)} prompt tokens, ` +
+      `${count(usage.cached_tokens)} of them from the cache; ${count(usage.completion_tokens)} tokens of answer. ` +
+      `TTFT ${seconds(timing.ttft_s)} (predicted ${seconds(placement.predicted_ttft_s)}), ` +
+      `TPOT ${seconds(timing.tpot_s)} (predicted ${seconds(placement.predicted_tbt_s)}), ` +
+      `end ${seconds(timing.e2e_s)}.${sent}`),
+    timing.e2e_s ? null : el("p", { class: "hint" }, "It still runs."),
+    phases.length ? chart(found) : null,
+    candidates(found),
+  ].filter((part) => part !== null);
+}
+
+/** A row per phase, all on one line of time. */
+function chart({ phases, names, timeline }) {
+  const end = Math.max(...phases.map((phase) => phase.end_s)) || 1;
+  const rows = phases.map((phase) => {
+    const [begin, took] = [phase.begin_s / end, (phase.end_s - phase.begin_s) / end];
+    const label = `${names[phase.name]}: from ${seconds(phase.begin_s)} for ${seconds(phase.end_s - phase.begin_s)}`;
+    const drawn = bar([["nothing", begin], [phase.name, Math.max(took, 0.003)]], label);
+    drawn.querySelector(".fill-nothing").setAttribute("fill", "none");
+    if (phase.name === "steps") drawn.append(...timeline.token_s.map((at) => tick(at / end)));
+    return [names[phase.name], phase.tokens ? phase.tokens : "", seconds(phase.begin_s),
+      seconds(phase.end_s - phase.begin_s), drawn];
+  });
+  return el("div", { class: "phases" },
+    table("Phases: tokens, when each began since the request came, and how long it took", ["phase", "tokens", "from", "for", ""], rows));
+}
+
+function tick(share) {
+  return svg("line", { class: "tick", x1: 100 * share, x2: 100 * share, y1: 0, y2: 10 });
+}
+
+function candidates({ candidates: found, placement, policy }) {
+  if (!found.length) return el("p", { class: "hint" }, "Nothing was weighed for its prefill.");
+  const total = (one) => one.queue_s + one.load_s + one.prefill_s + one.overhead_s;
+  const rows = found.map((one) => [
+    one.instance, one.local_blocks, one.used_blocks,
+    ...(one.excluded ? ["–", "–", "–", "–"] : [one.queue_s, one.load_s, one.prefill_s, total(one)].map(seconds)),
+    one.excluded || (one.instance === placement?.prefill ? "chosen" : ""),
+  ]);
+  const heads = ["instance", "own blocks", "used blocks", "queue", "load", "compute", "TTFT", ""];
+  return el("div", {}, el("h2", {}, "Where its prefill could have run"), table(`Predicted; policy ${policy}`, heads, rows));
+}

@@ -1,0 +1,82 @@
+"""`moonpool top`: figures for scripts, and the picture, of what a conductor says."""
+
+import json
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from moonpool.cli.top import BAR, bar, figures, picture, run_top
+from moonpool.client.testing import FakeConductor
+from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
+
+TIERS = (("dram", 0, 100), ("ssd", 1, 4))
+
+
+def cluster() -> FakeConductor:
+    fake = FakeConductor()
+    state = fake.state
+    state.ready, state.model.name, state.model.max_tokens = True, "tiny", 4096
+    pool = pb.LoadReport(running=3, waiting=2, queued_tokens=1500, free_blocks=25)
+    tiers = [
+        pb.TierLoad(name="dram", used_bytes=0, capacity_bytes=100),
+        pb.TierLoad(name="ssd", used_bytes=1, capacity_bytes=4),
+    ]
+    for name, kind, load, blocks in (
+        ("decode-0", kv_pb2.INSTANCE_KIND_DECODE, pool, 100),
+        ("kvstore-0", kv_pb2.INSTANCE_KIND_KVSTORE, pb.LoadReport(tiers=tiers, draining=True), 0),
+    ):
+        state.instances.add(instance=kv_pb2.Instance(id=name, kind=kind), load=load, total_blocks=blocks)
+    recent = state.recent
+    recent.window_s, recent.requests = 50.0, 10
+    recent.usage.CopyFrom(pb.Usage(prompt_tokens=200, cached_tokens=50, completion_tokens=100))
+    recent.ttft_s.CopyFrom(pb.Quantiles(p50=0.25, p99=0.5))
+    timing = pb.Timing(ttft_s=0.25, tpot_s=0.0125)
+    recent.last.add(request_id="r1", tenant="ann", usage=pb.Usage(prompt_tokens=20), timing=timing)
+    return fake
+
+
+def test_figures_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    with cluster().client() as client:
+        run_top(client, interval_s=1.0, once=True, as_json=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert (found["hit_rate"], found["requests_per_s"], found["tokens_per_s"]) == (0.25, 0.2, 2.0)
+    assert found["recent"]["ttft_s"] == {"p50": 0.25, "p99": 0.5}
+    assert [tier["name"] for tier in found["instances"][1]["tiers"]] == ["dram", "ssd"]
+
+
+def test_nothing_was_answered() -> None:
+    with FakeConductor().client() as client:
+        assert figures(client.cluster_state())["hit_rate"] is None
+
+
+def test_picture() -> None:
+    out = StringIO()
+    with cluster().client() as client:
+        Console(file=out, width=160).print(picture(client.cluster_state()))
+    lines = out.getvalue().splitlines()
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert lines[0].endswith("ready, serves tiny (4,096 tokens, blocks of 0)")
+    assert lines[2] == (
+        "last 50 s: 10 answered, TTFT p50 250 ms, p99 500 ms, TPOT -, 25% of prompt tokens from the cache, 2.0 tokens/s"
+    )
+    assert rows == [
+        ["decode-0", "3", "2 (1,500 tokens)", bar(75, 100), "pool 75% of 100 blocks"],
+        ["kvstore-0 (draining)", "0", "0", bar(0, 100), "dram 0% of 100 bytes"],
+        ["", "", "", bar(1, 4), "ssd 25% of 4 bytes"],
+        ["r1", "ann", "20", "0", "0", "250", "12.5"],
+    ]
+
+
+@pytest.mark.parametrize(("used", "total", "filled"), [(0, 100, 0), (1, 100_000, 1), (50, 100, BAR // 2), (9, 9, BAR)])
+def test_bar(used: int, total: int, filled: int) -> None:
+    assert bar(used, total) == "█" * filled + "░" * (BAR - filled)
+
+
+def test_output_that_is_no_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    with cluster().client() as client:
+        run_top(client, interval_s=1.0, once=True, as_json=False)
+    assert "decode-0" in capsys.readouterr().out

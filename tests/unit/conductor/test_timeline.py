@@ -1,0 +1,109 @@
+"""What a request has gone through, as `Explain` tells it; and what the cluster's state tells of those that ended."""
+
+import asyncio
+
+import pytest
+
+from moonpool.client import NotFound, SamplingParams
+from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import prefill_pb2
+from services.conductor.recent import REMEMBERED, TOLD, Recent, quantiles
+
+from .fakes import decode, prefill
+from .stack import WAIT_S, stack
+
+PROMPT = list(range(30, 70))
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+CHUNK = prefill_pb2.TimedTokens(tokens=24, begin_s=0.25, end_s=0.5)
+
+
+async def test_timeline_of_a_request_that_ended() -> None:
+    p, d = prefill(cached_tokens=16, chunks=[CHUNK]), decode()
+    async with stack(p, d) as s:
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r", tenant="ann")
+        line = (await s.client.explain("r")).timeline
+        assert (line.tenant, line.usage, line.timing) == ("ann", result.usage, result.timing)
+        assert line.local_tokens == 16
+        assert [(it.tokens, it.begin_s, it.end_s) for it in line.chunks] == [(24, 0.25, 0.5)]
+        assert line.arrived_at > 0
+        assert 1 <= len(line.token_s) <= 8
+        assert list(line.token_s) == sorted(line.token_s)
+
+        (ended,) = (await s.client.cluster_state()).recent.last
+        assert (ended.request_id, ended.tenant, ended.usage) == ("r", "ann", result.usage)
+
+
+async def test_timeline_while_it_runs() -> None:
+    """The prompt's part is known with the first token; there is no end yet, and nobody was answered."""
+    after = asyncio.Event()
+    p, d = prefill(after=[after], chunks=[CHUNK]), decode(hold_at=2)
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        stream = s.client.stream(token_ids=PROMPT, sampling=GREEDY, request_id="r", tenant="ann")
+        events = aiter(stream)
+        await anext(events)
+        line = (await s.client.explain("r")).timeline
+        assert (line.tenant, line.timing.e2e_s, len(line.chunks)) == ("ann", 0.0, 1)
+        assert line.timing.ttft_s > 0
+        assert (await s.client.cluster_state()).recent.requests == 0
+        after.set()
+        d.go.set()
+        async for _ in events:
+            pass
+        assert stream.result is not None
+        assert (await s.client.explain("r")).timeline.timing == stream.result.timing
+
+
+async def test_kv_that_arrives_behind_the_answer() -> None:
+    """Prefill tells of its transfer when a short answer has ended already."""
+    after = asyncio.Event()
+    p, d = prefill(after=[after], chunks=[CHUNK], sent_bytes=4096), decode()
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r")
+        assert (await s.client.explain("r")).timeline.sent_bytes == 0
+        after.set()
+        await s.rest()
+        assert (await s.client.explain("r")).timeline.sent_bytes == 4096
+
+
+async def test_a_request_that_is_not_known() -> None:
+    async with stack(prefill(), decode()) as s:
+        with pytest.raises(NotFound, match="'r'"):
+            await s.client.explain("r")
+
+
+def ended(ttft_s: float, tpot_s: float, prompt: int = 10, cached: int = 4) -> pb.Timeline:
+    usage = pb.Usage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=2)
+    return pb.Timeline(tenant="ann", usage=usage, timing=pb.Timing(ttft_s=ttft_s, tpot_s=tpot_s))
+
+
+def test_only_the_last_minute_counts() -> None:
+    now = 100.0
+    recent = Recent(lambda: now)
+    assert recent.state() == pb.RecentState(usage=pb.Usage(), ttft_s=pb.Quantiles(), tpot_s=pb.Quantiles())
+    recent.add("old", ended(9.0, 9.0))
+    now = 130.0
+    recent.add("one", ended(0.5, 0.0))
+    recent.add("two", ended(0.7, 0.1))
+    assert recent.state().requests == 3
+    now = 161.0
+    state = recent.state()
+    assert (state.window_s, state.requests) == (60.0, 2)
+    assert (state.usage.prompt_tokens, state.usage.cached_tokens, state.usage.completion_tokens) == (20, 8, 4)
+    assert (state.ttft_s.p50, state.ttft_s.p99) == (0.7, 0.7)
+    assert (state.tpot_s.p50, state.tpot_s.p99) == (0.1, 0.1)  # an answer of one token has none
+    assert [it.request_id for it in state.last] == ["two", "one", "old"]
+
+
+def test_memory_is_bounded() -> None:
+    recent = Recent(lambda: 1.0)
+    for number in range(REMEMBERED + 10):
+        recent.add(str(number), ended(0.1, 0.1))
+    state = recent.state()
+    assert state.requests == REMEMBERED
+    assert [it.request_id for it in state.last] == [str(REMEMBERED + 9 - back) for back in range(TOLD)]
+
+
+def test_quantiles() -> None:
+    found = quantiles([float(value) for value in range(100, 0, -1)])
+    assert (found.p50, found.p99) == (51.0, 100.0)
+    assert quantiles([]) == pb.Quantiles()
