@@ -30,6 +30,7 @@ from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import KVLayout
+from moonpool.streams.lanes.settings import LaneConfig
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 DEFAULT_KV_BYTES = 256 << 20
@@ -38,7 +39,7 @@ WRITE_BACK_SHARE = 4
 """Write-back holds this part of the pool at most, unless told otherwise."""
 
 
-class EngineConfig(CoreServiceConfig):
+class EngineConfig(CoreServiceConfig, LaneConfig):
     """Flags that prefill and decode share."""
 
     conductor: PeerAddresses = Field(

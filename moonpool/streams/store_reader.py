@@ -13,6 +13,7 @@ from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.streams.credits import Traffic
+from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.ledger import SliceLedger
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
 from moonpool.streams.once import Once
@@ -154,6 +155,7 @@ class StoreReader:
         *,
         window_bytes: int = READ_WINDOW_BYTES,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        lanes: LaneDialer | None = None,
     ) -> None:
         """Connects when the first read begins.
 
@@ -164,6 +166,7 @@ class StoreReader:
             layout: Arrangement of that KV.
             window_bytes: Payload bytes the store may be ahead.
             connect_timeout_s: Longest wait for the store's welcome.
+            lanes: Opens lanes beside gRPC; None to stay on gRPC.
         """
         self._layout = layout
         self._ids = count(1)
@@ -178,6 +181,8 @@ class StoreReader:
             )(),
             kvstore_pb2.GetRequest(hello=hello),
             _get_session,
+            kvstore_pb2.GetResponse,
+            lanes=lanes,
             window_bytes=window_bytes,
             credit=lambda credit: kvstore_pb2.GetRequest(credit=credit),
             connect_timeout_s=connect_timeout_s,
@@ -187,6 +192,11 @@ class StoreReader:
     def sessions(self) -> int:
         """Number of reads under way."""
         return self._stream.sessions
+
+    @property
+    def lane(self) -> str:
+        """How messages travel: the name of a lane, or "grpc"; "" without a connection."""
+        return self._stream.lane
 
     @property
     def traffic(self) -> Traffic:

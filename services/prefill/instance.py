@@ -164,6 +164,7 @@ class PrefillInstance:
                 ("write_back_present_blocks", lambda: self.write_back.blocks_present, None),
                 ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
                 ("steps", lambda: core.steps.done, None),
+                *self._context.dialer.gauges(),
                 *self._context.engine_gauges(),
                 *process_entries(),
             ]
@@ -175,15 +176,24 @@ class PrefillInstance:
     def _open_sender(self, address: str) -> TransferSender:
         it = self._context
         return TransferSender(
-            it.channels, address, it.hello(), self.layout, it.link, connect_timeout_s=CONNECT_TIMEOUT_S
+            it.channels,
+            address,
+            it.hello(),
+            self.layout,
+            it.link,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            lanes=it.dialer,
         )
 
     def _open_reader(self, address: str) -> StoreReader:
         it = self._context
-        return StoreReader(it.channels, address, it.hello(), self.layout, connect_timeout_s=CONNECT_TIMEOUT_S)
+        return StoreReader(
+            it.channels, address, it.hello(), self.layout, connect_timeout_s=CONNECT_TIMEOUT_S, lanes=it.dialer
+        )
 
     def _open_writer(self, address: str) -> StoreWriter:
-        return StoreWriter(self._context.channels, address, self._context.hello(), self.layout, self._context.link)
+        it = self._context
+        return StoreWriter(it.channels, address, it.hello(), self.layout, it.link, lanes=it.dialer)
 
 
 def _settings(context: InstanceContext, config: PrefillConfig) -> Settings:
