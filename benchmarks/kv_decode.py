@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from benchmarks.kv_shape import LAYOUT, NAMESPACE, VOCAB_SIZE
 from moonpool.cost import Speeds
-from moonpool.engine.instance import EngineSetup, InstanceContext
+from moonpool.engine.instance import EngineSetup, InstanceContext, lanes_of
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import Unavailable
 from moonpool.kv.pool import KVPool
@@ -59,10 +59,10 @@ async def serve(context: ProcessContext, config: DecodeConfig) -> None:
     )
     instance = context.instance(kv_pb2.INSTANCE_KIND_DECODE, config.id, "")
     async with Channels() as channels:
-        decode = DecodeInstance(
-            InstanceContext(setup, engine, channels, Link(), instance, context.spans, lambda: None), config
-        )
-        async with serving(config.listen, [contract(decode)]) as server:
+        dialer, lanes = lanes_of(config, engine, instance)
+        shared = InstanceContext(setup, engine, channels, Link(), instance, context.spans, lambda: None, dialer, lanes)
+        decode = DecodeInstance(shared, config)
+        async with lanes.running(config), serving(config.listen, [contract(decode)]) as server:
             instance.address = config.advertised(server.port)
             running = asyncio.ensure_future(decode.run())
             context.announce(instance.address)

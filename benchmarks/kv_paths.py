@@ -1,7 +1,7 @@
-"""KV over the real paths to another process: `ReceiveKV` into a decode's pool, `Put` into a kvstore.
+"""KV over the real paths to another process: `ReceiveKV` into a decode's pool, `Put` into a kvstore, `Get` out of it.
 
-Each path sends what it is told to and returns when the receiver has confirmed all of it, several sessions at once as
-the services have them.
+Each path moves what it is told to and returns when the receiver has all of it, several sessions at once as the services
+have them.
 """
 
 import asyncio
@@ -13,8 +13,13 @@ import grpc.aio
 from benchmarks import kv_shape
 from benchmarks.kv_shape import BLOCKS, LAYOUT, TRANSFER_BYTES
 from moonpool.kv.frames import Slice
+from moonpool.kv.keys import BlockKey
 from moonpool.kv.pool import KVPool
 from moonpool.rpc.channels import Channels
+from moonpool.streams.block_reader import BlockReader
+from moonpool.streams.lanes.dialing import LaneDialer
+from moonpool.streams.lanes.regions import Shared
+from moonpool.streams.lanes.settings import GRPC, KINDS, LaneConfig, LaneSettings
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer_client import OutboundTransfer, TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
@@ -28,8 +33,13 @@ AT_ONCE = 2
 class Path(Protocol):
     """One way for KV to another process."""
 
+    @property
+    def lane(self) -> str:
+        """The lane that is used; "" before anything has been moved."""
+        ...
+
     async def send(self, nbytes: int) -> None:
-        """Sends at least so many bytes; returns when the receiver has confirmed them."""
+        """Moves at least so many bytes; returns when the receiver has confirmed them."""
         ...
 
     async def aclose(self) -> None:
@@ -47,6 +57,16 @@ def filled_pool() -> KVPool:
     return pool
 
 
+def dialers(pool: KVPool) -> dict[str, LaneDialer]:
+    """A client's end of each lane; peers may read the pool."""
+
+    def dialer(name: str) -> LaneDialer:
+        settings = LaneSettings.of(LaneConfig(kv_lanes=name))
+        return LaneDialer(settings, lambda: [Shared(fd, data) for fd, data in pool.shared()])
+
+    return {name: dialer(name) for name in (GRPC, *KINDS)}
+
+
 class _Sessions:
     """Runs whole transfers, some at once, until enough bytes have gone."""
 
@@ -61,7 +81,7 @@ class _Sessions:
             for _ in range(AT_ONCE):
                 group.create_task(sender())
 
-    async def session(self) -> None:
+    async def session(self) -> object:
         raise NotImplementedError
 
 
@@ -70,10 +90,16 @@ class DecodePath(_Sessions):
 
     _seeds = itertools.count(1)
 
-    def __init__(self, channels: Channels, address: str, pool: KVPool, frame_bytes: int) -> None:
+    def __init__(self, channels: Channels, address: str, pool: KVPool, frame_bytes: int, dialer: LaneDialer) -> None:
         self._stub = DecodeServiceStub(channels.get(address))
         self._sender = TransferSender(
-            channels, address, kv_shape.hello("bench"), LAYOUT, frame_bytes=frame_bytes, send_timeout_s=TIMEOUT_S
+            channels,
+            address,
+            kv_shape.hello("bench"),
+            LAYOUT,
+            frame_bytes=frame_bytes,
+            send_timeout_s=TIMEOUT_S,
+            lanes=dialer,
         )
         self._pool = pool
         self._steps: grpc.aio.StreamStreamCall[decode_pb2.StepsRequest, decode_pb2.StepsResponse] | None = None
@@ -81,6 +107,10 @@ class DecodePath(_Sessions):
         self._under_way: list[OutboundTransfer] = []
         self._sent_bytes = 0
         self.layer_sent = asyncio.Event()
+
+    @property
+    def lane(self) -> str:
+        return self._sender.lane
 
     @property
     def sent_bytes(self) -> int:
@@ -136,18 +166,64 @@ class PutPath(_Sessions):
 
     _seeds = itertools.count(1)
 
-    def __init__(self, channels: Channels, address: str, pool: KVPool, frame_bytes: int) -> None:
-        self._writer = StoreWriter(channels, address, kv_shape.hello("bench"), LAYOUT, frame_bytes=frame_bytes)
+    def __init__(
+        self, channels: Channels, address: str, pool: KVPool, frame_bytes: int, dialer: LaneDialer | None = None
+    ) -> None:
+        self._writer = StoreWriter(
+            channels, address, kv_shape.hello("bench"), LAYOUT, frame_bytes=frame_bytes, lanes=dialer
+        )
         self._pool = pool
 
-    async def session(self) -> None:
-        """One put."""
+    @property
+    def lane(self) -> str:
+        return self._writer.lane
+
+    async def session(self) -> list[BlockKey]:
+        """One put; the blocks' keys."""
         keys = kv_shape.keys(kv_shape.tokens(-next(self._seeds)))
         parents = [kv_shape.ROOT, *keys[:-1]]
         outcome = await self._writer.put(keys, parents, "", self._pool.read, timeout_s=TIMEOUT_S)
         if outcome.stored != BLOCKS:
             raise RuntimeError(f"the store took {outcome.stored} of {BLOCKS} blocks")
+        return keys
 
     async def aclose(self) -> None:
         """Ends the stream."""
         await self._writer.aclose()
+
+
+class GetPath(_Sessions):
+    """An engine's side of loads: reads of blocks that the store has in DRAM, into a pool of the engine."""
+
+    def __init__(self, channels: Channels, address: str, pool: KVPool, dialer: LaneDialer) -> None:
+        self._put = PutPath(channels, address, pool, 1 << 20, dialer)
+        self._reader = BlockReader(channels, address, kv_shape.hello("bench"), LAYOUT, lanes=dialer)
+        self._keys: list[BlockKey] = []
+        self._into = KVPool.create(LAYOUT, BLOCKS, [(0, LAYOUT.layers)])
+
+    @property
+    def lane(self) -> str:
+        return self._reader.lane
+
+    async def send(self, nbytes: int) -> None:
+        if not self._keys:
+            self._keys = await self._put.session()
+        await super().send(nbytes)
+
+    async def session(self) -> None:
+        """One read."""
+
+        def take(layer: int, index: int, data: memoryview, value: int) -> None:
+            self._into.write(layer, index, data, value)
+
+        blocks = await self._reader.read(
+            self._keys, layers=range(LAYOUT.layers), on_slice=take, on_layer=lambda _: None, timeout_s=TIMEOUT_S
+        )
+        if blocks != BLOCKS:
+            raise RuntimeError(f"the store had {blocks} of {BLOCKS} blocks")
+
+    async def aclose(self) -> None:
+        """Ends the streams."""
+        await self._put.aclose()
+        await self._reader.aclose()
+        self._into.close()

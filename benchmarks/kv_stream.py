@@ -1,11 +1,11 @@
-"""KV frames between two processes over the real `ReceiveKV` and `Put`, beside raw TCP and copies in memory.
+"""KV frames between two processes over the real `ReceiveKV`, `Put` and `Get`, on each lane, beside raw TCP and copies.
 
-`python -m benchmarks.kv_stream [--json]`. The senders are the real clients (`TransferSender`, `StoreWriter`), the far
-ends the real services' halves: decode's receiver with its pool, seats and ledger but no engine, and a kvstore. Each
-measured pair is ours, then raw TCP in blocking writes of the frame's size, one after the other. "The same KV" is sent
-from the same pool and read into as much memory as decode's pool has; "one buffer" is sent again and again, from cache
-to cache. Also measured: that memory does not grow while many gigabytes pass, and how far a sender gets ahead of a
-reader that has stopped.
+`python -m benchmarks.kv_stream [--json]`. The near ends are the real clients (`TransferSender`, `StoreWriter`,
+`BlockReader`), the far ends the real services' halves: decode's receiver with its pool, seats and ledger but no engine,
+and a kvstore. Each measured pair is ours, then raw TCP in blocking writes of the frame's size, one after the other.
+"The same KV" is sent from the same pool and read into as much memory as decode's pool has; "one buffer" is sent again
+and again, from cache to cache. Also measured: that memory does not grow while many gigabytes pass, and how far a sender
+gets ahead of a reader that has stopped.
 """
 
 import argparse
@@ -20,23 +20,30 @@ from dataclasses import dataclass
 import uvloop
 
 from benchmarks.frame import Progress, Row, Skipped, bounded, paired, run
-from benchmarks.kv_paths import DecodePath, Path, PutPath, filled_pool
+from benchmarks.kv_paths import DecodePath, GetPath, Path, PutPath, dialers, filled_pool
 from benchmarks.kv_shape import BLOCKS, TRANSFER_BYTES
 from benchmarks.limits import MEMORY_BYTES, copy_bytes_per_s, tcp_seconds
 from benchmarks.processes import Child, child, own_cpu_s, own_resident_bytes
 from moonpool.kv.pool import KVPool
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
+from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.receiving import WINDOW_BYTES
 
 FRAMES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TARGET_FRAME = 1 << 20
-TARGET = 0.5
+TARGETS = {"grpc": 0.5, "tcp": 0.75, "local": 1.0}
+"""By lane: share of raw TCP's speed with frames of TARGET_FRAME."""
+LOCAL_GB_PER_S = 3.0
+KINDS = ("ReceiveKV", "Put", "Get")
+SWEPT = {("ReceiveKV", "grpc"), ("Put", "grpc")}
+"""Measured at every frame size."""
 GROWTH_LIMIT_MB = 64.0
 """Growth that does not count: buffers that were not needed before."""
 STILL_S = 1.0
 """A sender that makes no progress for so long has been stopped by its credits."""
 STORE_BYTES = 512 << 20
+LANES = ("--kv-lanes", "local,tcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +64,17 @@ class Bench:
     store: Child
     raw: Child
     nbytes: int
+    dialers: dict[str, LaneDialer]
     window_bytes: int = WINDOW_BYTES
 
-    def path(self, kind: str, frame_bytes: int) -> tuple[Path, Child]:
-        """A way to a far end, and the process there."""
+    def path(self, kind: str, lane: str, frame_bytes: int) -> tuple[Path, Child]:
+        """A way to a far end, and the process there. The store chooses the frames of `Get`."""
+        channels, dialer = self.channels, self.dialers[lane]
         if kind == "ReceiveKV":
-            return DecodePath(self.channels, self.decode.address, self.pool, frame_bytes), self.decode
-        return PutPath(self.channels, self.store.address, self.pool, frame_bytes), self.store
+            return DecodePath(channels, self.decode.address, self.pool, frame_bytes, dialer), self.decode
+        if kind == "Get":
+            return GetPath(channels, self.store.address, self.pool, dialer), self.store
+        return PutPath(channels, self.store.address, self.pool, frame_bytes, dialer), self.store
 
     async def ours(self, path: Path, far: Child) -> Sample:
         """One stretch over one of our ways."""
@@ -92,8 +103,18 @@ class Bench:
 @contextlib.asynccontextmanager
 async def bench(nbytes: int) -> AsyncIterator[Bench]:
     """Starts the far ends."""
-    decode = ("--conductor", "127.0.0.1:1", "--model", "none", "--blocks", str(4 * BLOCKS), "--log-level", "warning")
-    store = ("--dram-bytes", str(STORE_BYTES), "--log-level", "warning")
+    decode = (
+        "--conductor",
+        "127.0.0.1:1",
+        "--model",
+        "none",
+        "--blocks",
+        str(4 * BLOCKS),
+        "--log-level",
+        "warning",
+        *LANES,
+    )
+    store = ("--dram-bytes", str(STORE_BYTES), "--log-level", "warning", *LANES)
     pool = filled_pool()
     with (
         child("benchmarks.kv_decode", *decode) as decode_child,
@@ -101,13 +122,13 @@ async def bench(nbytes: int) -> AsyncIterator[Bench]:
         child("benchmarks.limits") as raw_child,
     ):
         async with Channels() as channels:
-            yield Bench(pool, channels, decode_child, store_child, raw_child, nbytes)
+            yield Bench(pool, channels, decode_child, store_child, raw_child, nbytes, dialers(pool))
     pool.close()
 
 
-async def speed_rows(it: Bench, kind: str, frame_bytes: int, runs: int, progress: Progress) -> list[Row]:
-    """Bytes per second and processor seconds per byte at one frame size."""
-    path, far = it.path(kind, frame_bytes)
+async def speed_rows(it: Bench, kind: str, lane: str, frame_bytes: int, runs: int, progress: Progress) -> list[Row]:
+    """Bytes per second and processor seconds per byte on one lane at one frame size."""
+    path, far = it.path(kind, lane, frame_bytes)
     await path.send(2 * STORE_BYTES)  # every page at the far end has been touched
     ours, raw, hot, copies = [], [], [], []
     for _ in range(runs):
@@ -115,27 +136,35 @@ async def speed_rows(it: Bench, kind: str, frame_bytes: int, runs: int, progress
         raw.append(it.tcp(frame_bytes))
         hot.append(it.tcp(frame_bytes, one_buffer=True))
         copies.append(Sample(it.copy(frame_bytes), 0.0))
+    if path.lane != lane:
+        raise RuntimeError(f"{kind} went over {path.lane}, not {lane}")
     await path.aclose()
-    name = f"{kind}, frames of {frame_bytes >> 10} KiB"
+    name = f"{kind} over {lane}, frames of {frame_bytes >> 10} KiB"
 
     def speeds(limit: list[Sample], limit_name: str, target: float | None = None) -> Row:
         pairs = [(own.bytes_per_s / 1e9, other.bytes_per_s / 1e9) for own, other in zip(ours, limit, strict=True)]
         return paired(name, "GB/s", pairs, limit_name, target=target)
 
-    row = speeds(raw, "raw TCP, the same KV", TARGET if frame_bytes == TARGET_FRAME else None)
+    row = speeds(raw, "raw TCP, the same KV", TARGETS[lane] if frame_bytes == TARGET_FRAME else None)
     progress(f"{name}: {row.value:.2f} GB/s, {row.ratio:.2f} of raw TCP")
     costs = [(own.cpu_s_per_byte * 1e9, other.cpu_s_per_byte * 1e9) for own, other in zip(ours, raw, strict=True)]
+    least = [
+        paired(
+            f"{name}, least", "GB/s", [(own.bytes_per_s / 1e9, LOCAL_GB_PER_S) for own in ours], "wanted", target=1.0
+        )
+    ]
     return [
         row,
+        *(least if lane == "local" else []),
         speeds(hot, "raw TCP, one buffer"),
         speeds(copies, "copy in memory"),
         paired(f"{name}, processors", "s/GB", costs, "raw TCP, the same KV", less_is_better=True),
     ]
 
 
-async def growth_rows(it: Bench, kind: str, total_bytes: int, progress: Progress) -> list[Row]:
+async def growth_rows(it: Bench, kind: str, lane: str, total_bytes: int, progress: Progress) -> list[Row]:
     """Growth of resident memory on both sides while many bytes pass."""
-    path, far = it.path(kind, TARGET_FRAME)
+    path, far = it.path(kind, lane, TARGET_FRAME)
     await path.send(TRANSFER_BYTES)
     ours, theirs = own_resident_bytes(), far.resident_bytes()
     sent, grown = 0, [0.0]
@@ -145,15 +174,21 @@ async def growth_rows(it: Bench, kind: str, total_bytes: int, progress: Progress
         sent += step
         grown.append((own_resident_bytes() - ours + far.resident_bytes() - theirs) / 1e6)
     await path.aclose()
-    progress(f"{kind}: memory after {sent / 1e9:.1f} GB: {grown[-1]:+.0f} MB")
+    progress(f"{kind} over {lane}: memory after {sent / 1e9:.1f} GB: {grown[-1]:+.0f} MB")
     return [
-        bounded(f"{kind}, growth of memory over {sent / 1e9:.0f} GB", "MB", [max(grown)], "allowed", GROWTH_LIMIT_MB)
+        bounded(
+            f"{kind} over {lane}, growth of memory over {sent / 1e9:.0f} GB",
+            "MB",
+            [max(grown)],
+            "allowed",
+            GROWTH_LIMIT_MB,
+        )
     ]
 
 
 async def slow_reader_row(it: Bench, progress: Progress) -> Row:
     """How far a sender gets ahead of a reader that stops in the middle of a transfer, and goes on later."""
-    path = DecodePath(it.channels, it.decode.address, it.pool, TARGET_FRAME)
+    path = DecodePath(it.channels, it.decode.address, it.pool, TARGET_FRAME, it.dialers["grpc"])
     await path.session()
     path.layer_sent.clear()
     work = asyncio.ensure_future(path.session())
@@ -176,12 +211,14 @@ async def slow_reader_row(it: Bench, progress: Progress) -> Row:
 async def _measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     rows: list[Row] = []
     async with bench(int(options.gigabytes * 1e9)) as it:
-        for kind in ("ReceiveKV", "Put"):
-            for frame_bytes in FRAMES:
-                rows += await speed_rows(it, kind, frame_bytes, options.runs, progress)
+        for kind in KINDS:
+            for lane in options.lanes.split(","):
+                for frame_bytes in FRAMES if (kind, lane) in SWEPT else (TARGET_FRAME,):
+                    rows += await speed_rows(it, kind, lane, frame_bytes, options.runs, progress)
         rows.append(await slow_reader_row(it, progress))
-        for kind in ("ReceiveKV", "Put"):
-            rows += await growth_rows(it, kind, int(options.growth_gigabytes * 1e9), progress)
+        for kind in KINDS:
+            for lane in options.lanes.split(","):
+                rows += await growth_rows(it, kind, lane, int(options.growth_gigabytes * 1e9), progress)
     return rows
 
 
@@ -198,6 +235,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
 def flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
     parser.add_argument("--gigabytes", type=float, default=0.5, help="of each measured stretch (default 0.5)")
+    parser.add_argument("--lanes", default=",".join(TARGETS), help="which, with commas between them (default all)")
     parser.add_argument(
         "--growth-gigabytes", type=float, default=20.0, help="that pass while memory is watched (default 20)"
     )

@@ -43,6 +43,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_arrange": (_pointer(Panels), _P, _I),
     "mp_rows": (_pointer(Panels), _P, _L, _P, _I),
     "mp_product": (_pointer(Panels), _P, _L, _L, _P, _I, _I),
+    "mp_lend": (_P, _I, _I),
     "mp_threads_used": (_I,),
     "mp_read": (_P, _L, _I),
     "mp_exp": (_P, _L, _L, _I, _I),
@@ -198,6 +199,13 @@ class Library:
     def exponentials(self, numbers: Tensor, times: int) -> None:
         """Replace each row of `numbers` [threads, n] float32 by exponentials, `times` times: a benchmark's ceiling."""
         self._c.mp_exp(numbers.data_ptr(), numbers.shape[1], times, 0, numbers.shape[0])
+
+    def lend(self, page: int, count: int, own: int) -> None:
+        """Use from now on as many threads as a page at this address says, of `count` slots, of which `own` is ours.
+
+        See `moonpool.engine.cores`. The page stays mapped as long as the process runs.
+        """
+        self._c.mp_lend(page, count, own)
 
     def threads_used(self, threads: int) -> int:
         """Return how many threads of `threads` come to work on one job at the same time, for tests."""

@@ -115,6 +115,7 @@ int team_most() {
 
 void run_team(void (*work)(void*), void* job, int threads) {
     if (threads > team_most()) threads = team_most();
+    threads = lent_cores(threads);
     // One caller at a time has the team; another, or a region inside a region, does its work alone.
     if (threads <= 1 || team.busy.exchange(true)) return work(job);
     team.work = work, team.job = job;

@@ -7,3 +7,7 @@
 void run_team(void (*work)(void*), void* job, int threads);
 // Processors that this process may run on; no team is larger.
 int team_most();
+// From now on a team has as many threads as `lent_cores` says; see there.
+extern "C" int mp_lend(void* slots, int count, int own);
+// Of `threads` those that this process may use now, at least one.
+int lent_cores(int threads);

@@ -123,7 +123,7 @@ def _outcome(found: Explanation) -> str:
     waited = f", after {found.waited_s:.4f} s without a place" if found.waited_s else ""
     return "\n".join(
         (
-            _where(placement) + waited,
+            _where(placement) + waited + (f", KV over the lane {found.lane}" if found.lane else ""),
             f"TTFT: predicted {placement.predicted_ttft_s:.4f} s, measured {_measured(found.measured_ttft_s)}",
             f"TPOT: predicted {_measured(placement.predicted_tbt_s)}, measured {_measured(found.measured_tpot_s)}",
         )

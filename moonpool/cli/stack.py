@@ -48,7 +48,7 @@ class StackPlan:
         http_port: the gateway's port; 0 = any free one, None = no gateway.
         engine: "real", or "emulated:PROFILE" to emulate the compute of prefill and decode.
         time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
-        threads: compute threads of each engine process; 0 = an equal share of the cores, at least one.
+        threads: compute threads of each engine process at most; 0 = all cores, which engines lend each other.
         block_tokens: tokens per KV block.
         kv_bytes: bytes of KV pool of each engine instance; 0 = the instance's default (`EngineConfig.kv_bytes`).
         dram_bytes: bytes of each kvstore's DRAM tier.
@@ -80,13 +80,6 @@ class StackPlan:
     spans_dir: Path | None = None
     tls: Tls | None = None
     extra: dict[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-
-    def engine_threads(self) -> int:
-        """Compute threads of each engine process."""
-        if self.threads:
-            return self.threads
-        engines = self.prefill * self.stages + self.decode
-        return max(1, (os.cpu_count() or 1) // engines)
 
 
 class ServiceProcess:
@@ -369,7 +362,7 @@ class LocalStack:
             arguments += ["--dram-bytes", str(plan.dram_bytes), "--ssd-bytes", str(plan.ssd_bytes)]
         else:
             arguments += ["--model", plan.model, "--dtype", plan.dtype, "--block-tokens", str(plan.block_tokens)]
-            arguments += ["--kv-bytes", str(plan.kv_bytes), "--threads", str(plan.engine_threads())]
+            arguments += ["--kv-bytes", str(plan.kv_bytes), "--threads", str(plan.threads)]
             arguments += ["--engine", plan.engine, "--time-scale", f"{plan.time_scale:g}"]
         if kind == "prefill":
             arguments += ["--stages", str(plan.stages)]

@@ -276,6 +276,7 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         policy=message.policy,
         waited_s=message.waited_s,
         timeline=_timeline(message.timeline),
+        lane=message.lane,
     )
 
 

@@ -371,6 +371,8 @@ class Explanation:
     waited_s: float = 0.0
     """Seconds that it waited at the conductor for a place."""
     timeline: Timeline = Timeline()
+    lane: str = ""
+    """The lane on which the prompt's KV went to decode; empty before the first token, and where none went."""
 
 
 @dataclass(frozen=True, slots=True)

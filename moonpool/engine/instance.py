@@ -19,6 +19,10 @@ from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.security import Security
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.sched.block_manager import BlockManager
+from moonpool.streams.lanes.dialing import LaneDialer
+from moonpool.streams.lanes.listening import LaneServer
+from moonpool.streams.lanes.regions import Shared
+from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
 from moonpool.streams.link import Link
 from moonpool.telemetry.gauges import Entry, Gauges
 from moonpool.telemetry.logs import get_logger
@@ -47,6 +51,8 @@ class InstanceContext:
         instance: this instance; its address is filled in once the server listens.
         spans: where spans are recorded.
         notify: call it when keys or load have changed, so that the conductor is told soon.
+        dialer: opens lanes to other instances.
+        lanes: offers lanes to them.
     """
 
     setup: EngineSetup
@@ -56,6 +62,8 @@ class InstanceContext:
     instance: kv_pb2.Instance
     spans: Recorder
     notify: Callable[[], None]
+    dialer: LaneDialer
+    lanes: LaneServer
 
     def hello(self) -> kv_pb2.StreamHello:
         """First message of the KV streams that this instance opens."""
@@ -135,10 +143,14 @@ async def run_instance(
         bell = Bell()
         instance = context.instance(kind, config.id, "")
         link = Link(setup.link_rate)
-        service, contract = build(InstanceContext(setup, engine, channels, link, instance, context.spans, bell.ring))
+        dialer, lanes = lanes_of(config, engine, instance)
+        shared = InstanceContext(setup, engine, channels, link, instance, context.spans, bell.ring, dialer, lanes)
+        service, contract = build(shared)
         metrics = Metrics(config.service())
         metrics.watch(service.gauges())
         await stack.enter_async_context(metrics.served(config.metrics_listen))
+        if decode:
+            await stack.enter_async_context(lanes.running(config))
         server = await stack.enter_async_context(serving(config.listen, [contract], security=security))
         instance.address = config.advertised(server.port)
         agent = Joining(
@@ -161,6 +173,20 @@ async def run_instance(
         )
         lifecycle = _Lifecycle(service, agent, engine, server, config.drain_s)
         await lifecycle.run(context.stopping, lambda: context.announce(instance.address))
+
+
+def lanes_of(config: LaneConfig, engine: Engine, instance: kv_pb2.Instance) -> tuple[LaneDialer, LaneServer]:
+    """Both ends of an instance's lanes; peers may read its pool.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+    """
+    settings = LaneSettings.of(config)
+
+    def shared() -> list[Shared]:
+        return [Shared(fd, data) for fd, data in engine.pool.shared()]
+
+    return LaneDialer(settings, shared), LaneServer(settings, instance.incarnation)
 
 
 def _events(manager: BlockManager) -> tuple[list[bytes], list[bytes]]:

@@ -69,7 +69,8 @@ async def start_processes(
 ) -> AsyncIterator[Engine]:
     """See `moonpool.engine.start.start_engine`; `command` starts a worker (tests put their own in its place)."""
     ranges = stage_ranges(spec.layout.layers, spec.stages)
-    threads = spec.threads or max(1, len(os.sched_getaffinity(0)) // spec.stages)
+    cores = len(os.sched_getaffinity(0))
+    threads = spec.threads or (cores if spec.core_page else max(1, cores // spec.stages))
     spec = replace(spec, threads=threads)
     async with AsyncExitStack() as stack:
         pool = KVPool.create(spec.layout, spec.blocks, ranges)

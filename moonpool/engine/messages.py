@@ -35,7 +35,11 @@ class EngineSpec:
     stages: int = 1
     """Engine processes; each runs consecutive layers."""
     threads: int = 0
-    """Compute threads of each stage; 0 = this process's cores divided by the stages, at least one."""
+    """Compute threads of each stage at most; 0 = all cores where they are lent, else an equal part for each stage."""
+    core_page: str = ""
+    """File by which the engines of this host lend each other cores; "" = they do not."""
+    core_share: int = 1
+    """Of the cores, relative to the shares of the others, while all compute."""
     device: str = "cpu"
     """Device of the first stage, as `moonpool.engine.devices.names` has them; further stages are on the next ones."""
     deterministic: bool = False

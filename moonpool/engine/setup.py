@@ -22,6 +22,7 @@ from moonpool.config import PeerAddresses
 from moonpool.core.draws import draw_bits
 from moonpool.cost import Speeds
 from moonpool.drive.config import CoreServiceConfig
+from moonpool.engine.cores import default_page
 from moonpool.engine.devices.names import DeviceName
 from moonpool.engine.emulated.noise import Noise
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile, load_profile
@@ -30,6 +31,7 @@ from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import KVLayout
+from moonpool.streams.lanes.settings import LaneConfig
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 DEFAULT_KV_BYTES = 256 << 20
@@ -38,7 +40,7 @@ WRITE_BACK_SHARE = 4
 """Write-back holds this part of the pool at most, unless told otherwise."""
 
 
-class EngineConfig(CoreServiceConfig):
+class EngineConfig(CoreServiceConfig, LaneConfig):
     """Flags that prefill and decode share."""
 
     conductor: PeerAddresses = Field(
@@ -88,7 +90,21 @@ class EngineConfig(CoreServiceConfig):
         description="bytes of the KV pool; 0 = 256 MiB, or what emulated hardware holds beside its weights",
     )
     blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-bytes hold")
-    threads: int = Field(0, ge=0, description="compute threads of each engine process; 0 = all cores shared out")
+    threads: int = Field(
+        0,
+        ge=0,
+        description="compute threads of each engine process at most; 0 = all cores where they are lent, else an equal "
+        "part for each stage",
+    )
+    core_share: int = Field(
+        1,
+        ge=0,
+        description="of the cores, relative to the shares of this host's other engines, while they compute too; one "
+        "that computes alone has all; 0 = cores are not lent",
+    )
+    core_page: str = Field(
+        "", description="file that the engines of this host map to lend each other cores; empty = one in memory"
+    )
     deterministic: bool = Field(
         False,
         description="make a sequence's results independent of what else is in a step: fixed shapes and tiles, slower "
@@ -193,6 +209,8 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         blocks=_blocks(config, layout, DEFAULT_KV_BYTES),
         stages=stages,
         threads=config.threads,
+        core_page=(config.core_page or str(default_page())) if config.core_share else "",
+        core_share=config.core_share,
         device=config.device,
         deterministic=config.deterministic,
         max_tokens=longest,

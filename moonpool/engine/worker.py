@@ -5,6 +5,7 @@ has started, so that the process ends with its parent even while importing.
 """
 
 import argparse
+import contextlib
 import gc
 import os
 import queue
@@ -16,7 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,6 +29,7 @@ from moonpool.engine.messages import (
     MAX_FETCHES,
     AbortStep,
     DropShare,
+    EngineSpec,
     Failed,
     Fetch,
     Loaded,
@@ -135,6 +138,34 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     return StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
 
 
+def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextManager[None]]:
+    """What each step runs in: as many cores as are ours while it does (`moonpool.engine.cores`).
+
+    Native kernels look at that themselves, before each of their regions. Torch's threads are set per step.
+
+    Raises:
+        ConfigError: the page cannot be used.
+    """
+    import torch
+
+    from kernels.native import library
+    from moonpool.engine.cores import SLOTS, Cores
+
+    if not engine.core_page:
+        return contextlib.nullcontext
+    cores = Cores.claim(Path(engine.core_page), engine.core_share)
+    kernels = library.get() if native else None
+    if kernels is not None:
+        kernels.lend(cores.address, SLOTS, cores.own)
+        return cores.computing
+
+    def split() -> AbstractContextManager[None]:
+        torch.set_num_threads(min(max(1, engine.threads), cores.fixed_split()))
+        return contextlib.nullcontext()
+
+    return split
+
+
 def serve(channel: BlockingChannel, pool_fd: int) -> None:
     """Loads, then runs steps until told to shut down."""
     spec: StageSpec = channel.receive()
@@ -143,6 +174,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     receiver.start()
     begin = time.monotonic()
     runner = load(spec, pool_fd, gates, channel)
+    turn = turns(spec.engine, native=runner.model.native)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     channel.send(Ready(time.monotonic() - begin, peak_bytes))
     while True:
@@ -153,7 +185,8 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
         if isinstance(order, Fetch):
             runner.fetch(order)
         else:
-            runner.run(order)
+            with turn():
+                runner.run(order)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -223,6 +223,27 @@ class FrameOpener:
             at += size
 
 
+def whole_runs(header: kv_pb2.FrameHeader, nbytes: int, layout: KVLayout) -> list[tuple[Run, list[int]]] | None:
+    """What a frame with so many bytes of payload brings, if all of it is whole slices: runs and their slices' hashes.
+
+    None where `FrameOpener.open` must look at it: some slices come in pieces, or something is wrong.
+    """
+    runs, hashes = list(map(_run_of, header.runs)), list(header.slice_hashes)
+    heads = all((run.head_begin, run.head_end) == (0, layout.kv_heads) for run in runs)
+    if not heads or len(hashes) > MAX_FRAME_SLICES or sum(run.block_count for run in runs) != len(hashes):
+        return None
+    if _checksum(header.session, header.generation, runs, hashes) != header.checksum:
+        return None
+    if (
+        not runs
+        or len(hashes) * layout.slice_bytes != nbytes
+        or not all(0 <= run.layer < layout.layers for run in runs)
+    ):
+        return None
+    ends = itertools.accumulate((run.block_count for run in runs), initial=0)
+    return [(run, hashes[begin : begin + run.block_count]) for run, begin in zip(runs, ends, strict=False)]
+
+
 def run_bytes(run: Run, layout: KVLayout) -> int:
     """Payload bytes of a run.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import tempfile
@@ -15,6 +16,7 @@ from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 
 _NUMBER_BYTES = 8
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
 
 
 @dataclass(slots=True)
@@ -162,6 +164,20 @@ class KVPool:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
+    def shared(self) -> list[tuple[int, memoryview]]:
+        """The parts for other processes to read: descriptors, which stay the pool's, and the bytes as they lie here.
+
+        To be called when all engines have mapped the pool: from then on nobody can map it for writing or change its
+        size. Empty where that cannot be had.
+        """
+        try:
+            for part in self.parts:
+                seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+                fcntl.fcntl(part.fd, fcntl.F_ADD_SEALS, seals)
+        except (OSError, AttributeError):  # no memfd, or a kernel without such seals
+            return []
+        return [(part.fd, part.view) for part in self.parts]
+
     def slice(self, layer: int, block: int) -> memoryview:
         """The writable bytes of one layer of one block."""
         return self._by_layer[layer].slice(layer, block)
@@ -208,7 +224,7 @@ def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> 
 def _shared_memory(nbytes: int) -> int:
     """A descriptor of `nbytes` of memory without a name: a memfd, else an unlinked temporary file."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("moonpool-kv", os.MFD_CLOEXEC)
+        fd = os.memfd_create("moonpool-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
         fd, name = tempfile.mkstemp(prefix="moonpool-kv-")
         Path(name).unlink()

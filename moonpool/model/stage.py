@@ -81,6 +81,11 @@ class StageModel:
         return self.layer_end == self.config.num_layers
 
     @property
+    def native(self) -> bool:
+        """Whether layers run in one native call."""
+        return self._native is not None
+
+    @property
     def weight_bytes(self) -> int:
         """Memory of all weights, bytes; a tied output head counts beside the embedding where both are held."""
         parts = [self.embedding if isinstance(self.embedding, Tensor) else None, self.final_norm, self.head]

@@ -17,6 +17,7 @@ from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.streams.credits import Traffic
+from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.ledger import SliceLedger
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
 from moonpool.streams.once import Once
@@ -176,6 +177,7 @@ class BlockReader:
         *,
         window_bytes: int = READ_WINDOW_BYTES,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        lanes: LaneDialer | None = None,
     ) -> None:
         """Connects when the first read begins.
 
@@ -187,6 +189,7 @@ class BlockReader:
             method: How its kind is read.
             window_bytes: Payload bytes the source may be ahead.
             connect_timeout_s: Longest wait for the source's welcome.
+            lanes: Opens lanes beside gRPC; None to stay on gRPC.
         """
         self._layout = layout
         self._asked = method.asked
@@ -202,6 +205,8 @@ class BlockReader:
             )(),
             method.asked(hello=hello),
             _get_session,
+            method.answer,
+            lanes=lanes,
             window_bytes=window_bytes,
             credit=lambda credit: method.asked(credit=credit),
             connect_timeout_s=connect_timeout_s,
@@ -211,6 +216,11 @@ class BlockReader:
     def sessions(self) -> int:
         """Number of reads under way."""
         return self._stream.sessions
+
+    @property
+    def lane(self) -> str:
+        """How messages travel: the name of a lane, or "grpc"; "" without a connection."""
+        return self._stream.lane
 
     @property
     def traffic(self) -> Traffic:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from moonpool.errors import Mismatch, MoonpoolError, StreamBroken
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.wire import PayloadMessage
+from moonpool.streams.lanes.lane import Lane
 from moonpool.streams.outbox import MAX_MESSAGES, STALL_S, Outbox
 from moonpool.telemetry.logs import get_logger
 
@@ -23,6 +24,8 @@ Res = TypeVar("Res", bound=Message)
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 CONNECT_TIMEOUT_S = 5.0
+LANE_GRACE_S = 0.2
+"""When a lane ends, its call is given so long to tell why, before the lane alone counts as broken."""
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -30,11 +33,16 @@ _NO_PAYLOAD = memoryview(b"")
 class ClientStream(Generic[Req, Res]):
     """One call. Subclasses say what messages mean. However it ends, it is broken then, and everything on it has failed.
 
+    After `use_lane` messages go over the lane and come from there; the call stays open beside it.
+
     Attributes:
         name: Who is at the other end and what for; begins error messages.
         outbox: Messages on their way to the peer.
         error: What broke the stream.
         heard_at: When the last message came, on the event loop's clock.
+        lane: What is used beside the call.
+        ending: The lane has ended, so that the stream is about to break.
+        lane_error: What broke the lane, when the call had no other reason to end.
     """
 
     def __init__(
@@ -63,6 +71,9 @@ class ClientStream(Generic[Req, Res]):
         self.outbox = Outbox(max_messages=max_messages)
         self.error: Exception | None = None
         self.heard_at = 0.0
+        self.lane: Lane[Res] | None = None
+        self.ending = False
+        self.lane_error: Exception | None = None
         self._connect = connect
         self._hello = hello
         self._connect_timeout_s = connect_timeout_s
@@ -92,8 +103,16 @@ class ClientStream(Generic[Req, Res]):
         self.outbox.post(self._hello)
         self._tasks = [
             self._spawn(self._guard(lambda: self._read(call))),
-            self._spawn(self._guard(lambda: self.outbox.drain(call.write, stall_s=self._stall_s))),
+            self._spawn(self._guard(lambda: self.outbox.drain(self._write, stall_s=self._stall_s))),
         ]
+
+    def use_lane(self, lane: Lane[Res]) -> None:
+        """Sends and receives over a lane from now on, which the stream owns. Only the hello may have been sent."""
+        self.lane = lane
+        self.outbox.hold(self.break_)
+        self._tasks.append(self._spawn(self._guard(lambda: self._read_lane(lane))))
+        if self.error is not None:
+            lane.close(self.error)
 
     def ready(self) -> None:
         """The welcome has come; to be called by `on_message`."""
@@ -121,6 +140,10 @@ class ClientStream(Generic[Req, Res]):
         assert self.error is not None
         raise self.error
 
+    async def gone(self) -> None:
+        """Waits until the stream breaks."""
+        await self._broken.wait()
+
     def break_(self, error: Exception) -> None:
         """Ends the call with `error`. Only the first time counts."""
         if self.error is not None:
@@ -130,6 +153,8 @@ class ClientStream(Generic[Req, Res]):
         self.on_broken(error)
         self._ready.set()
         self._broken.set()
+        if self.lane is not None:
+            self.lane.close(error)
         if self._call is not None:
             self._call.cancel()
         current = asyncio.current_task()
@@ -174,3 +199,32 @@ class ClientStream(Generic[Req, Res]):
                 self.on_message(cast("Res", received.message), received.payload)
             else:
                 self.on_message(cast("Res", received), _NO_PAYLOAD)
+
+    async def _write(self, message: Any) -> None:
+        lane = self.lane
+        if lane is None:
+            assert self._call is not None, "nothing is written before the call has begun"
+            await self._call.write(message)
+            return
+        try:
+            await lane.write(message)
+        except MoonpoolError as error:
+            await self._lane_ended(error)
+
+    async def _read_lane(self, lane: Lane[Res]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                message, payload = await lane.read()
+            except MoonpoolError as error:
+                await self._lane_ended(error)
+            self.heard_at = loop.time()
+            assert isinstance(payload, memoryview), "payloads come with their messages"
+            self.on_message(message, payload)
+            del message, payload  # else their memory stays while the next payload is copied into other, colder memory
+
+    async def _lane_ended(self, error: Exception) -> NoReturn:
+        self.ending = True
+        await asyncio.sleep(LANE_GRACE_S)  # the call may end too and say more; then this task is cancelled
+        self.lane_error = error
+        raise StreamBroken(f"its lane ended: {error}") from error

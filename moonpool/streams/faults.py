@@ -14,14 +14,13 @@ import os
 import random
 from collections.abc import Iterable, Iterator, Mapping
 
-from moonpool.errors import ConfigError
 from moonpool.kv.frames import FRAME_BYTES, Slice, pack_frames
 from moonpool.kv.layout import KVLayout
+from moonpool.streams.lanes.faults import seed_from, share_from
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 
 CORRUPT_FRAMES = "MOONPOOL_FAULT_CORRUPT_FRAMES"
-SEED = "MOONPOOL_FAULT_SEED"
 HEADER_SHARE = 0.3
 """Share of the damage that is done to headers; the rest is done to payloads."""
 
@@ -85,18 +84,8 @@ def corruptor_from(environment: Mapping[str, str]) -> Corruptor | None:
     Raises:
         ConfigError: A variable cannot be understood.
     """
-    share = _number(environment, CORRUPT_FRAMES, float)
-    if not 0.0 <= share <= 1.0:
-        raise ConfigError(CORRUPT_FRAMES, f"must be in [0, 1], is {share:g}")
-    return Corruptor(share, int(_number(environment, SEED, int))) if share else None
-
-
-def _number(environment: Mapping[str, str], name: str, kind: type[int] | type[float]) -> float:
-    text = environment.get(name, "") or "0"
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(name, f"must be a number, is {text!r}") from None
+    share = share_from(environment, CORRUPT_FRAMES)
+    return Corruptor(share, seed_from(environment)) if share else None
 
 
 corruptor = corruptor_from(os.environ)

@@ -47,6 +47,22 @@ class SliceLedger:
         Raises:
             FrameError: Something in it has come before, is held, or is not expected.
         """
+        mask = self._expected(run)
+        whole = run.head_end - run.head_begin == len(self._heads)
+        if whole and not self._parts:
+            self._have[run.layer] |= mask
+            self._missing -= run.block_count
+            return
+        self._accept_heads(run, run.first_block + run.block_count)
+
+    def check(self, run: Run) -> None:
+        """As `accept` of a run of all heads, but records nothing."""
+        self._expected(run)
+        if any((run.layer, run.first_block + at) in self._parts for at in range(run.block_count)):
+            raise FrameError(f"{run}: a part of it has come before")
+
+    def _expected(self, run: Run) -> int:
+        """The run's blocks as a bit mask; raises FrameError unless none of them has come whole."""
         end = run.first_block + run.block_count
         if (
             run.layer not in self._have
@@ -59,12 +75,7 @@ class SliceLedger:
         mask = ((1 << run.block_count) - 1) << run.first_block
         if self._have[run.layer] & mask:
             raise FrameError(f"{run}: has come before")
-        whole = run.head_end - run.head_begin == len(self._heads)
-        if whole and not self._parts:
-            self._have[run.layer] |= mask
-            self._missing -= run.block_count
-            return
-        self._accept_heads(run, end)
+        return mask
 
     def layer_complete(self, layer: int) -> bool:
         """All blocks of the layer have come or are held."""

@@ -16,6 +16,8 @@ import grpc.aio
 from moonpool.errors import StreamBroken, TransferFailed
 from moonpool.streams.calling import CONNECT_TIMEOUT_S, Req, Res
 from moonpool.streams.credits import ByteCredits, Traffic
+from moonpool.streams.lanes.dialing import LaneDialer
+from moonpool.streams.lanes.settings import GRPC
 from moonpool.streams.link import TO_DECODE, Link
 from moonpool.streams.mux_connection import Connection, MuxSession, SessionHandler, StreamSpec
 from moonpool.streams.outbox import STALL_S
@@ -37,7 +39,9 @@ class MuxStream(Generic[Req, Res]):
         connect: Callable[[], grpc.aio.StreamStreamCall[Any, Any]],
         hello: Req,
         session_of: Callable[[Res], Hashable],
+        answers: type[Res],
         *,
+        lanes: LaneDialer | None = None,
         link: Link | None = None,
         priority: int = TO_DECODE,
         window_bytes: int = 0,
@@ -60,6 +64,8 @@ class MuxStream(Generic[Req, Res]):
             connect_timeout_s,
             stall_s,
             silence_s,
+            lanes,
+            answers,
         )
         self._connection: Connection[Req, Res] | None = None
         self._attempt: asyncio.Task[Connection[Req, Res]] | None = None
@@ -85,6 +91,13 @@ class MuxStream(Generic[Req, Res]):
     def connected(self) -> bool:
         """The stream stands, as far as this side knows."""
         return self._connection is not None and self._connection.error is None
+
+    @property
+    def lane(self) -> str:
+        """How the standing connection carries messages: a lane's name, or "grpc"; "" without a connection."""
+        if self._connection is None or not self.connected:
+            return ""
+        return GRPC if self._connection.lane is None else self._connection.lane.name
 
     @property
     def credits(self) -> ByteCredits | None:
@@ -147,8 +160,11 @@ class MuxStream(Generic[Req, Res]):
     async def _connected(self) -> Connection[Req, Res]:
         if self._closed:
             raise StreamBroken(f"{self.spec.name}: closed")
-        if self._connection is not None and self._connection.error is None:
-            return self._connection
+        standing = self._connection
+        if standing is not None and standing.ending:
+            await standing.gone()
+        if standing is not None and standing.error is None and not standing.outgrown:
+            return standing
         if self._attempt is None or self._attempt.done():
             self._attempt = self._spawn(self._attempt_once())
         attempt = self._attempt
@@ -170,5 +186,7 @@ class MuxStream(Generic[Req, Res]):
         except BaseException as error:
             connection.break_(error if isinstance(error, Exception) else StreamBroken(f"{self.spec.name}: given up"))
             raise
+        if self._connection is not None:
+            self._connection.break_(StreamBroken(f"{self.spec.name}: replaced"))
         self._connection = connection
         return connection

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -14,12 +15,17 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import grpc.aio
 from google.protobuf.message import Message
 
-from moonpool.errors import StreamBroken, TransferFailed
+from moonpool.errors import MoonpoolError, StreamBroken, TransferFailed
 from moonpool.rpc.wire import Payload, payload_bytes
 from moonpool.streams.calling import ClientStream, Req, Res, Spawn
 from moonpool.streams.credits import ByteCredits, CreditReturn, Traffic
+from moonpool.streams.lanes.dialing import LaneDialer
+from moonpool.streams.lanes.settings import lane_name
 from moonpool.streams.link import Link
+from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
+
+log = get_logger(__name__)
 
 ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
 
@@ -43,6 +49,8 @@ class StreamSpec(Generic[Req, Res]):
         connect_timeout_s: Longest time from the start of the call to the peer's welcome.
         stall_s: Longest time one write may take before the stream counts as broken.
         silence_s: The peer is suspect when nothing was heard of it for so long while something was expected.
+        lanes: Opens the lanes that the peer offers; None to stay on gRPC.
+        answers: Class of the peer's messages, for lanes.
     """
 
     name: str
@@ -56,6 +64,8 @@ class StreamSpec(Generic[Req, Res]):
     connect_timeout_s: float
     stall_s: float
     silence_s: float
+    lanes: LaneDialer | None
+    answers: type[Res]
 
 
 class SessionHandler(Protocol[ResIn]):
@@ -94,7 +104,8 @@ class MuxSession(Generic[Req, Res]):
     async def send(self, message: Req, payload: Payload, *, timeout_s: float) -> None:
         """Sends a frame: waits for credits, for the link, for room, and queues its bytes.
 
-        When it returns or raises, nothing refers to the payload's memory any more. A send that raises used no credits.
+        When it returns or raises, nothing refers to the payload's memory any more. A send that raises used no credits,
+        unless it was cancelled while a lane was sending.
 
         Args:
             message: The message around the frame's header.
@@ -113,10 +124,11 @@ class MuxSession(Generic[Req, Res]):
         try:
             await connection.link_slot(size, timeout_s)
             self.check()
-            await connection.outbox.put(message, payload, timeout_s=timeout_s)
         except BaseException:
             connection.credits.grant(size)
             raise
+        unsent = functools.partial(connection.credits.grant, size)
+        await connection.outbox.put(message, payload, timeout_s=timeout_s, unsent=unsent)
 
     def take_credit(self) -> int:
         """Bytes to be handed back to the peer with the message that is sent next, which must say so."""
@@ -160,7 +172,7 @@ class Connection(ClientStream[Req, Res]):
         super().__init__(
             spec.name,
             spec.connect,
-            spec.hello,
+            _hello(spec),
             connect_timeout_s=spec.connect_timeout_s,
             stall_s=spec.stall_s,
             spawn=spawn,
@@ -171,11 +183,39 @@ class Connection(ClientStream[Req, Res]):
         self._spec = spec
         self._returns = CreditReturn(spec.window_bytes)
         self._lingering: asyncio.TimerHandle | None = None
+        self._passed_over = False
 
     async def start(self) -> None:
-        """Starts the call and shakes hands."""
+        """Starts the call, shakes hands, and opens the lane that the peer offers."""
         await super().start()
+        await self._open_lane()
         self._give_back(self._spec.window_bytes)
+
+    @property
+    def outgrown(self) -> bool:
+        """It did without a lane that could be tried again by now, and is not in use."""
+        spec, welcome = self._spec, self.welcome
+        if not self._passed_over or self.sessions or welcome is None or spec.lanes is None:
+            return False
+        return asyncio.get_running_loop().time() >= spec.lanes.retry_at(welcome.receiver.incarnation)
+
+    async def _open_lane(self) -> None:
+        spec, welcome = self._spec, self.welcome
+        assert welcome is not None, "the handshake is over"
+        if spec.lanes is None or not welcome.HasField("lane"):
+            return
+        incarnation = welcome.receiver.incarnation
+        self._passed_over = asyncio.get_running_loop().time() < spec.lanes.retry_at(incarnation)
+        if self._passed_over:
+            return
+        try:
+            lane = await spec.lanes.dial(welcome.lane, incarnation, spec.answers, spec.window_bytes, self.outbox.post)
+        except (MoonpoolError, OSError, TimeoutError) as error:
+            self._passed_over = True
+            spec.lanes.failed(spec.name, lane_name(welcome.lane.kind), incarnation, error)
+            return
+        log.info("lane opened", stream=spec.name, lane=lane.name)
+        self.use_lane(lane)
 
     @property
     def traffic(self) -> Traffic:
@@ -234,6 +274,9 @@ class Connection(ClientStream[Req, Res]):
 
     def on_broken(self, error: Exception) -> None:
         """Fails every session."""
+        spec, welcome = self._spec, self.welcome
+        if self.lane_error is not None and self.lane is not None and spec.lanes is not None and welcome is not None:
+            spec.lanes.failed(spec.name, self.lane.name, welcome.receiver.incarnation, self.lane_error)
         self.credits.close(error)
         if self._lingering is not None:
             self._lingering.cancel()
@@ -249,3 +292,13 @@ class Connection(ClientStream[Req, Res]):
     def _give_back(self, nbytes: int) -> None:
         if nbytes and self._spec.credit is not None:
             self.outbox.post(self._spec.credit(kv_pb2.Credit(bytes=nbytes)))
+
+
+def _hello(spec: StreamSpec[Req, Res]) -> Req:
+    """The hello with the lanes that this side can use now."""
+    if spec.lanes is None:
+        return spec.hello
+    message: Any = type(spec.hello)()
+    message.CopyFrom(spec.hello)
+    spec.lanes.fill(message.hello)
+    return cast("Req", message)

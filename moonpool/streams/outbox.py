@@ -1,8 +1,9 @@
 """Orders what many tasks send on one gRPC stream.
 
 A gRPC stream takes one write at a time, and cancelling a task within a write cancels the whole call. So tasks only
-queue here, and one task writes. Payloads are encoded when they are queued: after `put` nothing refers to the memory
-of the caller, who may free its blocks at once even when cancelled.
+queue here, and one task writes. After `put` nothing refers to the memory of the caller, who may free its blocks at once
+even when cancelled. On gRPC payloads are encoded when they are queued; on a lane (moonpool/streams/lanes) they are
+*held*: they stay where they are, and `put` waits until the lane is done with them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from moonpool.errors import StreamBroken
+from moonpool.errors import StreamBroken, TransferFailed
 from moonpool.rpc.codec import has_payload
 from moonpool.rpc.wire import Payload, PayloadMessage, payload_bytes, serialize
-from moonpool.rpc.writing import write_each
+from moonpool.rpc.writing import CANCEL_GRACE_S, write_each
 from moonpool.streams.credits import ByteCredits, CreditReturn
+from moonpool.streams.lanes.held import Held
 
 ROOM_BYTES = 4 << 20
 AHEAD_BYTES = 256 << 10
@@ -31,14 +33,15 @@ class Outbox:
     """Bounded queue of messages for one stream, written in order by `drain`.
 
     What `drain` hands to the stream's write is what our serialisers take (moonpool/rpc/codec.py): messages of classes
-    without a payload as they are, others encoded.
+    without a payload as they are, others encoded; after `hold` also `Held`.
     """
 
     def __init__(self, *, room_bytes: int = ROOM_BYTES, max_messages: int = MAX_MESSAGES) -> None:
         self._room = ByteCredits(room_bytes)
         self._freed = CreditReturn(room_bytes)  # in batches, so that a sender is not woken for every small frame
         self._max_messages = max_messages
-        self._queue: deque[tuple[Message | bytes, int]] = deque()
+        self._queue: deque[tuple[Message | bytes | Held, int]] = deque()
+        self._stuck: Callable[[Exception], None] | None = None
         self._written = 0  # payload bytes of the message that is being written, whose room is not free yet
         self._ahead = 0  # bytes put since the writer had a turn
         self._wake = asyncio.Event()
@@ -58,20 +61,34 @@ class Outbox:
         """
         self._append(serialize(PayloadMessage(message)) if has_payload(type(message)) else message, 0)
 
-    async def put(self, message: Message, payload: Payload, *, timeout_s: float) -> None:
-        """Queues a message with a payload once there is room.
+    def hold(self, stuck: Callable[[Exception], None]) -> None:
+        """From now on payloads are held. `stuck` ends the stream when one is not done with in time."""
+        self._stuck = stuck
+
+    async def put(
+        self, message: Message, payload: Payload, *, timeout_s: float, unsent: Callable[[], None] = lambda: None
+    ) -> None:
+        """Queues a message with a payload once there is room; on a lane, returns when the payload's memory is free.
+
+        `unsent` is called when it raises and nothing of the message has left or will.
 
         Raises:
             StreamBroken: The outbox is or becomes closed.
-            TransferFailed: There was no room for `timeout_s`.
+            TransferFailed: There was no room for `timeout_s`, or the lane was not done with it for so long.
         """
         size = payload_bytes(payload)
-        self._ahead += size
-        if self._queue and self._ahead >= AHEAD_BYTES:
-            self._ahead = 0
-            await asyncio.sleep(0)  # what waits goes out before this is copied, not after all that still comes
-        await self._room.acquire(size, timeout_s=timeout_s)
-        self._put(message, payload, size)
+        try:
+            self._ahead += size
+            if self._queue and self._ahead >= AHEAD_BYTES:
+                self._ahead = 0
+                await asyncio.sleep(0)  # what waits goes out before this is copied, not after all that still comes
+            await self._room.acquire(size, timeout_s=timeout_s)
+            held = self._put(message, payload, size)
+        except BaseException:
+            unsent()
+            raise
+        if held is not None:
+            await self._done_with(held, timeout_s, unsent)
 
     def offer(self, message: Message, payload: Payload) -> bool:
         """Queues a message with a payload if the outbox is open and there is room at once; whether it was done.
@@ -82,15 +99,45 @@ class Outbox:
         size = payload_bytes(payload)
         if not self._room.take(size):
             return False
+        if self._stuck is not None and not isinstance(payload, bytes | memoryview):
+            payload = b"".join(payload)  # nobody waits until the lane is done with it
         self._put(message, payload, size)
         return True
 
-    def _put(self, message: Message, payload: Payload, size: int) -> None:
+    def _put(self, message: Message, payload: Payload, size: int) -> Held | None:
         try:
-            self._append(serialize(PayloadMessage(message, payload)), size)
+            if self._stuck is None:
+                self._append(serialize(PayloadMessage(message, payload)), size)
+                return None
+            held = Held(message, payload)
+            self._append(held, size)
+            return held
         except BaseException:
             self._room.grant(size)
             raise
+
+    async def _done_with(self, held: Held, timeout_s: float, unsent: Callable[[], None]) -> None:
+        """Waits until the lane is done with a payload; cancelled, or too late, it lets the lane end what it began."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(held.done)
+        except BaseException as error:
+            if not held.begun and not held.done.done():
+                held.withdrawn = True
+                self._room.grant(held.nbytes)
+                unsent()
+            elif not held.done.done():
+                await self._let_end(held)
+            if isinstance(error, TimeoutError):
+                raise TransferFailed(f"a payload was not taken within {timeout_s:g} s") from None
+            raise
+
+    async def _let_end(self, held: Held) -> None:
+        try:
+            await asyncio.wait((held.done,), timeout=CANCEL_GRACE_S)
+        finally:
+            if not held.done.done() and self._stuck is not None:
+                self._stuck(StreamBroken("the peer does not take what it was sent"))
 
     async def at_most(self, messages: int) -> None:
         """Waits until no more than so many messages wait. The caller sets the deadline, or knows that `drain` does.
@@ -113,6 +160,9 @@ class Outbox:
         """Drops everything queued; present and later senders get `error`. Idempotent."""
         if self._closed is None:
             self._closed = error
+            for item, _ in self._queue:
+                if isinstance(item, Held):
+                    item.fail(error)
             self._queue.clear()
             self._room.close(error)
             self._wake.set()
@@ -141,21 +191,28 @@ class Outbox:
             self.close(StreamBroken(f"writing ended: {failure!r}"))
             raise
 
-    async def _take(self) -> Message | bytes | None:
+    async def _take(self) -> Message | bytes | Held | None:
         """The next message, once there is one; the one before has been written. None after the last."""
         if self._written:
             self._room.grant(self._freed.consumed(self._written, idle=not self._queue))
             self._written = 0
-        while not self._queue:
-            if self._closed is not None or self._finished:
-                return None
-            self._wake.clear()
-            await self._wake.wait()
-        data, self._written = self._queue.popleft()
-        self._taken.set()
+        while True:
+            while not self._queue:
+                if self._closed is not None or self._finished:
+                    return None
+                self._wake.clear()
+                await self._wake.wait()
+            data, size = self._queue.popleft()
+            self._taken.set()
+            if not isinstance(data, Held):
+                break
+            if not data.withdrawn:
+                data.begun = True
+                break
+        self._written = size
         return data
 
-    def _append(self, data: Message | bytes, size: int) -> None:
+    def _append(self, data: Message | bytes | Held, size: int) -> None:
         if self._closed is not None:
             raise self._closed
         if len(self._queue) >= self._max_messages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from google.protobuf.message import Message
@@ -55,9 +56,9 @@ class FrameReceiver:
         self.window_bytes = window_bytes
         self._returns = CreditReturn(window_bytes)
 
-    def welcome(self, receiver: kv_pb2.Instance) -> kv_pb2.StreamWelcome:
-        """Answer to the peer's StreamHello."""
-        return kv_pb2.StreamWelcome(receiver=receiver, credit_bytes=self.window_bytes)
+    def welcome(self, receiver: kv_pb2.Instance, lane: kv_pb2.Lane | None = None) -> kv_pb2.StreamWelcome:
+        """Answer to the peer's StreamHello, with the lane that is offered, if any."""
+        return kv_pb2.StreamWelcome(receiver=receiver, credit_bytes=self.window_bytes, lane=lane)
 
     @property
     def kept(self) -> int:
@@ -124,12 +125,13 @@ class FrameWriter:
                 if self._link is not None:
                     async with asyncio.timeout(timeout_s):
                         await self._link.slot(nbytes, self._priority)
-                await self._outbox.put(self._wrap(header), pieces, timeout_s=timeout_s)
             except BaseException as error:
                 self.credits.grant(nbytes)
                 if isinstance(error, TimeoutError):
                     raise TransferFailed(f"no slot on the link within {timeout_s:g} s") from None
                 raise
+            unsent = functools.partial(self.credits.grant, nbytes)
+            await self._outbox.put(self._wrap(header), pieces, timeout_s=timeout_s, unsent=unsent)
             sent += nbytes
         return sent
 

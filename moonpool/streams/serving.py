@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from moonpool.errors import DeadlineExceeded, InvalidRequest, StreamBroken, Unavailable
+from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, StreamBroken, Unavailable
 from moonpool.rpc.wire import PayloadMessage
+from moonpool.streams.calling import LANE_GRACE_S
+from moonpool.streams.lanes.landing import Landing
+from moonpool.streams.lanes.lane import Lane
+from moonpool.streams.lanes.listening import LaneServer, Opened
 from moonpool.streams.outbox import Outbox
+from moonpool.v1 import kv_pb2
 
 HELLO_TIMEOUT_S = 10.0
 MAX_STREAM_TASKS = 1024
@@ -49,6 +54,7 @@ class ServerStream(Generic[Req]):
         silence_s: float | None = None,
         quiet_s: float | None = None,
         max_unsent: int = MAX_UNSENT,
+        lanes: LaneServer | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -58,6 +64,7 @@ class ServerStream(Generic[Req]):
             silence_s: Longest wait between messages; None for any.
             quiet_s: After so long without a message `is_there` is asked; None for never.
             max_unsent: Answers that may wait for the peer before nothing more is taken from it.
+            lanes: Offers lanes beside the call; None to stay on gRPC.
         """
         self.outbox = Outbox()
         self.silent = False
@@ -70,14 +77,32 @@ class ServerStream(Generic[Req]):
         self._group: asyncio.TaskGroup
         self._tasks = 0
         self._finishing = False
+        self._lanes = lanes
+        self._offered: kv_pb2.Lane | None = None
+        self._lane: Lane[Req] | None = None
 
     async def on_hello(self, message: Req) -> None:
         """Checks the first message and posts the answer; what it raises refuses the stream."""
         raise NotImplementedError
 
+    def offer_lane(self, message: Req) -> kv_pb2.Lane | None:
+        """The lane to be offered in the welcome, on which the peer may go on; None for none.
+
+        Args:
+            message: With the peer's hello.
+        """
+        if self._lanes is not None:
+            hello = cast("Any", message).hello
+            self._offered = self._lanes.offer(hello, lambda opened: self._attach(opened, type(message)))
+        return self._offered
+
     def on_message(self, message: Req, payload: memoryview) -> None:
         """Handles a message; what it raises ends the stream."""
         raise NotImplementedError
+
+    def place(self, message: Req, nbytes: int) -> Landing | None:
+        """Where a payload of so many bytes that comes on a lane is to land; None: it comes with its message."""
+        return None
 
     async def is_there(self) -> bool:
         """Nothing came for `quiet_s`: whether the peer lives all the same. If not, the stream ends as silent."""
@@ -163,8 +188,13 @@ class ServerStream(Generic[Req]):
                 self._finishing = True
                 self.finish()  # what was answered already still goes out
         finally:
+            ended = StreamBroken("the stream has ended")
             self.end()
-            self.outbox.close(StreamBroken("the stream has ended"))
+            self.outbox.close(ended)
+            if self._lanes is not None and self._offered is not None:
+                self._lanes.withdraw(self._offered.token)
+            if self._lane is not None:
+                self._lane.close(ended)
 
     async def _receive(self, requests: AsyncIterator[Any]) -> None:
         if self._silence_s is None:
@@ -189,11 +219,55 @@ class ServerStream(Generic[Req]):
             raise DeadlineExceeded(f"{what} for {timeout_s:g} s") from None
 
     async def _write(self, context: ServerContext) -> None:
-        await self.write_answers(context.bare_write)
+        await self.write_answers(context.bare_write if self._lanes is None else self._writing(context.bare_write))
         if self._closing.is_set():
             raise Unavailable("the service is shutting down")
         if not self._finishing:
             raise StreamBroken("the peer does not read its answers")
+
+    def _writing(self, bare_write: Write) -> Write:
+        """The lane's write once there is a lane; before that the call's."""
+
+        async def write(message: Any) -> None:
+            if self._lane is None:
+                await bare_write(message)
+                return
+            try:
+                await self._lane.write(message)
+            except MoonpoolError as error:
+                await self._lane_ended(error)
+
+        return write
+
+    def _attach(self, opened: Opened, cls: type[Req]) -> None:
+        """The peer has taken the offer: everything goes over the lane from now on."""
+        lane = self._lane = Lane(
+            opened.name,
+            opened.sock,
+            cls,
+            readable=opened.readable,
+            lent=opened.lent,
+            acknowledge=self.post,
+        )
+        self.outbox.hold(lane.close)
+        self._group.create_task(self._receive_on(lane))
+
+    async def _receive_on(self, lane: Lane[Req]) -> None:
+        while True:
+            try:
+                message, payload = await lane.read(self.place)
+            except MoonpoolError as error:
+                await self._lane_ended(error)
+            await self.room()
+            if isinstance(payload, Landing):
+                payload.landed()
+            else:
+                self.on_message(message, payload)
+            del message, payload  # as in _receive
+
+    async def _lane_ended(self, error: MoonpoolError) -> NoReturn:
+        await asyncio.sleep(LANE_GRACE_S)  # a peer that has left ends its call too, and this task with it
+        raise StreamBroken(f"the lane ended: {error}") from error
 
     async def _watch_closing(self) -> None:
         await self._closing.wait()

@@ -15,6 +15,7 @@ from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.streams.credits import Traffic
 from moonpool.streams.faults import frames_to_send
+from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.link import TO_STORE, Link
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
 from moonpool.streams.once import Once
@@ -93,6 +94,7 @@ class StoreWriter:
         link: Link | None = None,
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        lanes: LaneDialer | None = None,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:
         """Connects when the first put begins. Arguments as for TransferSender."""
@@ -110,6 +112,8 @@ class StoreWriter:
             )(),
             kvstore_pb2.PutRequest(hello=hello),
             _put_session,
+            kvstore_pb2.PutResponse,
+            lanes=lanes,
             link=link,
             priority=TO_STORE,
             connect_timeout_s=connect_timeout_s,
@@ -119,6 +123,11 @@ class StoreWriter:
     def sessions(self) -> int:
         """Number of puts under way."""
         return self._stream.sessions
+
+    @property
+    def lane(self) -> str:
+        """How messages travel: the name of a lane, or "grpc"; "" without a connection."""
+        return self._stream.lane
 
     @property
     def traffic(self) -> Traffic:

@@ -99,6 +99,17 @@ class InboundTransfer:
             TransferFailed: The transfer is not RECEIVING; the bytes must be dropped.
             FrameError: The run has come before, is not expected, or its valid tokens are not this sequence's.
         """
+        self._check_tokens(run)
+        self._ledger.accept(run)
+        if self._ledger.complete:
+            self.state = TransferState.COMPLETE
+
+    def check(self, run: Run) -> None:
+        """As `accept` of a run of whole slices, but records nothing: its bytes may be written, and `accept` follows."""
+        self._check_tokens(run)
+        self._ledger.check(run)
+
+    def _check_tokens(self, run: Run) -> None:
         if self.state is not TransferState.RECEIVING:
             raise TransferFailed(
                 f"transfer {self.transfer_id} is {self.state.value}: {self.reason or 'no slices wanted'}"
@@ -107,9 +118,6 @@ class InboundTransfer:
         valid_tokens = self.last_valid_tokens if last else self.layout.block_tokens
         if run.valid_tokens != valid_tokens:
             raise FrameError(f"{run}: the last block of the run must have {valid_tokens} valid tokens")
-        self._ledger.accept(run)
-        if self._ledger.complete:
-            self.state = TransferState.COMPLETE
 
     def fail(self, reason: str) -> None:
         """Gives the transfer up. A final state stays as it is: a complete transfer does not fail afterwards."""

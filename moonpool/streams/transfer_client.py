@@ -14,6 +14,7 @@ from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.rpc.wire import payload_bytes
 from moonpool.streams.credits import Traffic
 from moonpool.streams.faults import frames_to_send
+from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.link import TO_DECODE, Link
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
 from moonpool.v1 import decode_pb2, kv_pb2
@@ -52,6 +53,7 @@ class TransferSender:
         *,
         send_timeout_s: float = SEND_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        lanes: LaneDialer | None = None,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:
         """Connects when the first transfer opens.
@@ -64,6 +66,7 @@ class TransferSender:
             link: This process' way out.
             send_timeout_s: Longest wait for credits, and for the link, per frame.
             connect_timeout_s: Longest wait for the peer's welcome.
+            lanes: Opens lanes beside gRPC; None to stay on gRPC.
             frame_bytes: Payload size aimed at.
         """
         self._layout = layout
@@ -80,6 +83,8 @@ class TransferSender:
             )(),
             decode_pb2.ReceiveKVRequest(hello=hello),
             _session_of,
+            decode_pb2.ReceiveKVResponse,
+            lanes=lanes,
             link=link,
             priority=TO_DECODE,
             connect_timeout_s=connect_timeout_s,
@@ -89,6 +94,11 @@ class TransferSender:
     def sessions(self) -> int:
         """Number of transfers without a verdict."""
         return self._stream.sessions
+
+    @property
+    def lane(self) -> str:
+        """How messages travel: the name of a lane, or "grpc"; "" without a connection."""
+        return self._stream.lane
 
     @property
     def traffic(self) -> Traffic:

@@ -1348,6 +1348,7 @@ class ExplainResponse(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     WAITED_S_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
     measured_ttft_s: _builtins.float
     """Measured time to first token, seconds; 0 before it."""
     refused: _builtins.str
@@ -1358,6 +1359,8 @@ class ExplainResponse(_message.Message):
     """The policy by which the prefill instance was chosen, as the conductor's setting names it."""
     waited_s: _builtins.float
     """Seconds that it waited at the conductor, for room or for a limit that could be kept."""
+    lane: _builtins.str
+    """The lane on which the prompt's KV went to decode (docs/lanes.md); empty before the first token, and where none went."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """The placement; unset when it was refused."""
@@ -1381,10 +1384,11 @@ class ExplainResponse(_message.Message):
         policy: _builtins.str = ...,
         waited_s: _builtins.float = ...,
         timeline: Global___Timeline | None = ...,
+        lane: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,28 @@ INSTANCE_KIND_DECODE: InstanceKind.ValueType  # 3
 INSTANCE_KIND_KVSTORE: InstanceKind.ValueType  # 4
 Global___InstanceKind: _TypeAlias = InstanceKind  # noqa: Y015
 
+class _LaneKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LaneKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LaneKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LANE_KIND_UNSPECIFIED: _LaneKind.ValueType  # 0
+    LANE_KIND_LOCAL: _LaneKind.ValueType  # 1
+    """A unix socket; payloads lie in memory that both processes map."""
+    LANE_KIND_TCP: _LaneKind.ValueType  # 2
+    """A TCP connection; payloads follow their messages."""
+
+class LaneKind(_LaneKind, metaclass=_LaneKindEnumTypeWrapper):
+    """A way for a stream's messages beside gRPC (docs/lanes.md). gRPC is always one and has no number."""
+
+LANE_KIND_UNSPECIFIED: LaneKind.ValueType  # 0
+LANE_KIND_LOCAL: LaneKind.ValueType  # 1
+"""A unix socket; payloads lie in memory that both processes map."""
+LANE_KIND_TCP: LaneKind.ValueType  # 2
+"""A TCP connection; payloads follow their messages."""
+Global___LaneKind: _TypeAlias = LaneKind  # noqa: Y015
+
 class _ErrorKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -251,6 +273,180 @@ class KVLayout(_message.Message):
 Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 
 @_typing.final
+class Lane(_message.Message):
+    """A lane that the receiver of a hello offers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    kind: Global___LaneKind.ValueType
+    """What kind."""
+    address: _builtins.str
+    """Path of a unix socket, or "host:port"."""
+    token: _builtins.bytes
+    """Random bytes that open it once."""
+    def __init__(
+        self,
+        *,
+        kind: Global___LaneKind.ValueType = ...,
+        address: _builtins.str = ...,
+        token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "kind", b"kind", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Lane: _TypeAlias = Lane  # noqa: Y015
+
+@_typing.final
+class LaneOpen(_message.Message):
+    """On a lane each message stands behind two little-endian numbers of 4 bytes: its length, and how many bytes of payload
+    follow it. The first one is LaneOpen; with it come the descriptors of its regions (SCM_RIGHTS), in order.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
+    token: _builtins.bytes
+    """Of the offer."""
+    incarnation: _builtins.int
+    """The incarnation that made the offer."""
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]:
+        """Memory that both processes map, numbered from 1."""
+
+    def __init__(
+        self,
+        *,
+        token: _builtins.bytes = ...,
+        incarnation: _builtins.int = ...,
+        regions: _abc.Iterable[Global___Region] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "regions", b"regions", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneOpen: _TypeAlias = LaneOpen  # noqa: Y015
+
+@_typing.final
+class Region(_message.Message):
+    """Memory behind a descriptor. It is sealed: it does not change its size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_FIELD_NUMBER: _builtins.int
+    LENT_FIELD_NUMBER: _builtins.int
+    bytes: _builtins.int
+    """Its size."""
+    lent: _builtins.bool
+    """The receiver of LaneOpen may write to it; else it reads."""
+    def __init__(
+        self,
+        *,
+        bytes: _builtins.int = ...,
+        lent: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "lent", b"lent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Region: _TypeAlias = Region  # noqa: Y015
+
+@_typing.final
+class LaneOpened(_message.Message):
+    """Answer to LaneOpen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSED_FIELD_NUMBER: _builtins.int
+    refused: _builtins.str
+    """Why not; empty when the lane is open."""
+    def __init__(
+        self,
+        *,
+        refused: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneOpened: _TypeAlias = LaneOpened  # noqa: Y015
+
+@_typing.final
+class LaneFrame(_message.Message):
+    """Every further message on a lane."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    EXTENTS_FIELD_NUMBER: _builtins.int
+    PULLED_FIELD_NUMBER: _builtins.int
+    message: _builtins.bytes
+    """A message of the stream, without its payload; empty for none."""
+    pulled: _builtins.int
+    """So many payloads that lay in regions, in the order they were sent, have been read; the memory is the writer's again."""
+    @_builtins.property
+    def extents(self) -> _containers.RepeatedCompositeFieldContainer[Global___Extent]:
+        """Where its payload lies, in order; none: all of it follows this message."""
+
+    def __init__(
+        self,
+        *,
+        message: _builtins.bytes = ...,
+        extents: _abc.Iterable[Global___Extent] | None = ...,
+        pulled: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents", b"extents", "message", b"message", "pulled", b"pulled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneFrame: _TypeAlias = LaneFrame  # noqa: Y015
+
+@_typing.final
+class Extent(_message.Message):
+    """A part of a payload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGION_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    region: _builtins.int
+    """Number of the region; 0 = the next bytes of those that follow the message."""
+    offset: _builtins.int
+    """First byte in the region."""
+    length: _builtins.int
+    """Number of bytes."""
+    def __init__(
+        self,
+        *,
+        region: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "offset", b"offset", "region", b"region"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Extent: _TypeAlias = Extent  # noqa: Y015
+
+@_typing.final
 class StreamHello(_message.Message):
     """First message of every KV stream: who sends, and of what kind of KV the stream speaks."""
 
@@ -259,8 +455,12 @@ class StreamHello(_message.Message):
     SENDER_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
+    LANE_PLACE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """32-byte namespace of the KV (see docs/architecture.md)."""
+    lane_place: _builtins.str
+    """Names machine, user and socket folder of the sender; local lanes join those who name the same."""
     @_builtins.property
     def sender(self) -> Global___Instance:
         """The side that opened the stream."""
@@ -269,16 +469,22 @@ class StreamHello(_message.Message):
     def layout(self) -> Global___KVLayout:
         """Arrangement of the KV."""
 
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedScalarFieldContainer[Global___LaneKind.ValueType]:
+        """Lanes that the sender can use, best first."""
+
     def __init__(
         self,
         *,
         sender: Global___Instance | None = ...,
         namespace: _builtins.bytes = ...,
         layout: Global___KVLayout | None = ...,
+        lanes: _abc.Iterable[Global___LaneKind.ValueType] | None = ...,
+        lane_place: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "namespace", b"namespace", "sender", b"sender"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lane_place", b"lane_place", "lanes", b"lanes", "layout", b"layout", "namespace", b"namespace", "sender", b"sender"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -292,21 +498,29 @@ class StreamWelcome(_message.Message):
 
     RECEIVER_FIELD_NUMBER: _builtins.int
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
     credit_bytes: _builtins.int
     """Payload bytes the peer may send before it has to wait for Credit."""
     @_builtins.property
     def receiver(self) -> Global___Instance:
         """The side that accepted the stream."""
 
+    @_builtins.property
+    def lane(self) -> Global___Lane:
+        """The lane on which the sender of the hello may go on, once, before it sends anything more here. When either ends,
+        the stream has ended.
+        """
+
     def __init__(
         self,
         *,
         receiver: Global___Instance | None = ...,
         credit_bytes: _builtins.int = ...,
+        lane: Global___Lane | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane", "receiver", b"receiver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "receiver", b"receiver"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "lane", b"lane", "receiver", b"receiver"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -305,6 +305,7 @@ class FirstToken(_message.Message):
     READS_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token."""
     local_tokens: _builtins.int
@@ -317,6 +318,8 @@ class FirstToken(_message.Message):
     """Time spent waiting, seconds."""
     prefill_s: _builtins.float
     """Time from the first step to the token, seconds."""
+    lane: _builtins.str
+    """The lane on which KV goes to decode: "local", "tcp" or "grpc" (docs/lanes.md); empty while none goes."""
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreMiss]:
         """Blocks that could not be loaded because who was believed to hold them had lost them."""
@@ -368,10 +371,11 @@ class FirstToken(_message.Message):
         reads: _abc.Iterable[Global___LoadedPrefix] | None = ...,
         loads: _abc.Iterable[Global___TimedTokens] | None = ...,
         chunks: _abc.Iterable[Global___TimedTokens] | None = ...,
+        lane: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reads", b"reads", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "lane", b"lane", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reads", b"reads", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -131,6 +131,8 @@ class Answer:
     cached_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    lane: str = ""
+    """On which the prompt's KV goes to decode."""
 
     @classmethod
     def begin(cls, request: Request, served: Served, arrived: float) -> Answer:
@@ -178,7 +180,7 @@ class Answer:
         """Note how the prompt was prefilled; only what came before the first token counts."""
         if not self.tokens:
             self.cached_tokens = min(first.local_tokens + first.loaded_tokens, len(self.request.prompt))
-            self.queue_s, self.prefill_s = first.queue_s, first.prefill_s
+            self.queue_s, self.prefill_s, self.lane = first.queue_s, first.prefill_s, first.lane
 
     def computed_at_decode(self, held_blocks: int) -> None:
         """Note that the prompt is computed where the answer is, behind what is held there."""

@@ -179,7 +179,7 @@ class Desk:
             self._recording.ended(action.request, serving.answer.tokens)
 
     def _first_token(self, serving: Serving) -> None:
-        self._decisions.first_token(serving.ask.id, serving.answer.ttft_s)
+        self._decisions.first_token(serving.ask.id, serving.answer.ttft_s, serving.answer.lane)
         if not serving.ask.beams:  # theirs come with the last ones
             self._predictions.first_token(serving)
 

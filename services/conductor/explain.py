@@ -37,7 +37,7 @@ class Decisions:
         record = conductor_pb2.ExplainResponse(placement=placement, candidates=explained, waited_s=waited_s)
         earlier = self._records.get(request_id)
         if earlier is not None:
-            record.measured_ttft_s = earlier.measured_ttft_s
+            record.measured_ttft_s, record.lane = earlier.measured_ttft_s, earlier.lane
         self._keep(request_id, record)
 
     def refused(self, request_id: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
@@ -48,11 +48,12 @@ class Decisions:
             record.candidates.extend(earlier.candidates)
         self._keep(request_id, record)
 
-    def first_token(self, request_id: str, ttft_s: float) -> None:
-        """Note the measured time to first token, once."""
+    def first_token(self, request_id: str, ttft_s: float, lane: str) -> None:
+        """Note the measured time to first token, once, and the lane on which the prompt's KV goes to decode."""
         record = self._records.get(request_id)
         if record is not None and not record.measured_ttft_s:
             record.measured_ttft_s = ttft_s
+            record.lane = lane
 
     def complete(self, request_id: str, tpot_s: float) -> None:
         """Note the measured mean time between tokens."""

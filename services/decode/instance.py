@@ -45,6 +45,7 @@ class DecodeInstance:
         subscribers: conductors on a Steps stream.
         receivers: prefill processes on a ReceiveKV stream.
         closing: set when long-lived streams are to end.
+        lanes: offers lanes to prefill processes.
     """
 
     def __init__(self, context: InstanceContext, config: DecodeConfig) -> None:
@@ -55,7 +56,9 @@ class DecodeInstance:
         carried_out = Deletions()
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
-            lambda address: StoreWriter(context.channels, address, context.hello(), layout, context.link),
+            lambda address: StoreWriter(
+                context.channels, address, context.hello(), layout, context.link, lanes=context.dialer
+            ),
             engine.pool.read,
             time.monotonic,
             lambda keys, tenant: carried_out.concerning(keys, tenant, context.setup.namespace),
@@ -65,7 +68,7 @@ class DecodeInstance:
             engine,
             context.setup.max_tokens,
             self.write_back,
-            lambda address: BlockReader(context.channels, address, context.hello(), layout),
+            lambda address: BlockReader(context.channels, address, context.hello(), layout, lanes=context.dialer),
             context.spans,
             context.notify,
             config.journal(),
@@ -76,12 +79,13 @@ class DecodeInstance:
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()
         self.reads = pool_reads(context, pool, self.closing)
+        self.lanes = context.lanes
         self.draining = False
         self.taken = 0
         """Promises given so far."""
         self._notify = context.notify
         self._link = context.link
-        self._engine_gauges = context.engine_gauges()
+        self._further_gauges = [*context.dialer.gauges(), *context.lanes.gauges(), *context.engine_gauges()]
         self._received_bytes = 0
         self._stray_frames = 0
 
@@ -221,7 +225,7 @@ class DecodeInstance:
                 ("received_bytes", self._all_received_bytes, None),
                 ("stray_frames", self._all_stray_frames, None),
                 ("steps", lambda: shell.steps, None),
-                *self._engine_gauges,
+                *self._further_gauges,
                 *process_entries(),
             ]
         )

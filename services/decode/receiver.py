@@ -1,9 +1,13 @@
 """Receives KV: one object per stream from a prefill process. Each frame is checked before its slices are written."""
 
+from collections.abc import Callable
+
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
-from moonpool.kv.frames import DamagedSliceError, split_run
+from moonpool.kv.frames import DamagedSliceError, Run, split_run, whole_runs
+from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
+from moonpool.streams.lanes.landing import Landing
 from moonpool.streams.outbox import Outbox
 from moonpool.streams.receiving import FrameReceiver
 from moonpool.streams.transfer import InboundTransfer, TransferState
@@ -48,9 +52,9 @@ class Receiver:
         """Bytes taken and not handed back to the sender."""
         return self._credits.kept
 
-    def welcome(self) -> None:
-        """Answers the hello."""
-        self.outbox.post(decode_pb2.ReceiveKVResponse(welcome=self._credits.welcome(self._instance)))
+    def welcome(self, lane: kv_pb2.Lane | None) -> None:
+        """Answers the hello, offering a lane if there is one."""
+        self.outbox.post(decode_pb2.ReceiveKVResponse(welcome=self._credits.welcome(self._instance, lane)))
 
     def take(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
         """Takes one message.
@@ -111,24 +115,61 @@ class Receiver:
         if request.complete:
             self._complete(request)
 
-    def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
-        self.received_bytes += payload.nbytes
+    def place(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> Landing | None:
+        """Where a frame's payload is to land: in its transfer's blocks, which nobody reads before they are verified.
+
+        None for what is not whole slices that are expected; `take` deals with it.
+        """
+        if message.WhichOneof("message") != "frame":
+            return None
+        header = message.frame
+        request, runs = self._wanted(header), whole_runs(header, nbytes, self._layout)
+        if request is None or runs is None:
+            return None
+        try:
+            for run, _ in runs:
+                request.transfer.check(run)
+        except (FrameError, TransferFailed):
+            return None
+        blocks = ((run.layer, run.first_block + at) for run, _ in runs for at in range(run.block_count))
+        targets = [self._pool.slice(layer, request.table[index]) for layer, index in blocks]
+        return Landing(
+            targets, lambda: self._receives(request, header), lambda: self._landed(request, header, runs, nbytes)
+        )
+
+    def _wanted(self, header: kv_pb2.FrameHeader) -> LiveRequest | None:
+        """Whose KV a frame brings; None when its transfer has ended, so that its blocks may be another's by now."""
         request = self._shell.get(header.session, header.generation)
-        if request is None or header.session not in self._receiving:
-            # The transfer has ended while the frame was on its way; its blocks may belong to another request by now.
+        return request if header.session in self._receiving else None
+
+    def _receives(self, request: LiveRequest, header: kv_pb2.FrameHeader) -> bool:
+        return self._wanted(header) is request and request.transfer.state is TransferState.RECEIVING
+
+    def _landed(
+        self, request: LiveRequest, header: kv_pb2.FrameHeader, runs: list[tuple[Run, list[int]]], nbytes: int
+    ) -> None:
+        """A payload lies in the pool, as far as its transfer has not ended meanwhile."""
+        there = request if self._receives(request, header) else None
+        self._dealt_with(there, nbytes, lambda: self._verify(request, runs))
+
+    def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
+        request = self._wanted(header)
+        self._dealt_with(request, payload.nbytes, lambda: self._write(request, header, payload))
+
+    def _dealt_with(self, request: LiveRequest | None, nbytes: int, take: Callable[[], None]) -> None:
+        """Takes a frame, unless nobody wants it, and hands its credits back."""
+        self.received_bytes += nbytes
+        if request is None:
             self.stray_frames += 1
         else:
-            self._write(request, header, payload)
-        credit = self._credits.consumed(payload.nbytes, idle=not self._receiving)
+            self._take(request, take)
+        credit = self._credits.consumed(nbytes, idle=not self._receiving)
         if credit is not None:
             self.outbox.post(decode_pb2.ReceiveKVResponse(credit=credit))
 
-    def _write(self, request: LiveRequest, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
+    def _take(self, request: LiveRequest, take: Callable[[], None]) -> None:
         try:
-            for run, data, hashes in request.transfer.opener.open(header, payload):
-                request.transfer.accept(run)
-                for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
-                    self._pool.write(run.layer, request.table[index], piece, value)
+            take()
             self._shell.heard(request)
         except (FrameError, TransferFailed) as error:
             if isinstance(error, DamagedSliceError):
@@ -141,6 +182,23 @@ class Receiver:
             return
         if request.complete:
             self._complete(request)
+
+    def _write(self, request: LiveRequest | None, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
+        """Verifies a frame's slices and writes them into the pool."""
+        assert request is not None, "frames of others are not taken"
+        for run, data, hashes in request.transfer.opener.open(header, payload):
+            request.transfer.accept(run)
+            for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
+                self._pool.write(run.layer, request.table[index], piece, value)
+
+    def _verify(self, request: LiveRequest, runs: list[tuple[Run, list[int]]]) -> None:
+        """Verifies slices where they lie in the pool. Those before a damaged one count as having come."""
+        for run, hashes in runs:
+            for index, value in enumerate(hashes, run.first_block):
+                if slice_hash(self._pool.slice(run.layer, request.table[index])) != value:
+                    raise DamagedSliceError(run.layer, index)
+                self._pool.set_hash(run.layer, request.table[index], value)
+            request.transfer.accept(run)
 
     def _complete(self, request: LiveRequest) -> None:
         self.verdict(request.transfer)

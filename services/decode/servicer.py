@@ -11,6 +11,7 @@ from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.rpc.writing import write_each
+from moonpool.streams.lanes.landing import Landing
 from moonpool.streams.outbox import STALL_S
 from moonpool.streams.receiving import check_hello
 from moonpool.streams.serving import ServerStream, Write
@@ -130,7 +131,7 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
     """KV of many transfers from one prefill process."""
 
     def __init__(self, instance: DecodeInstance) -> None:
-        super().__init__(instance.closing)
+        super().__init__(instance.closing, lanes=instance.lanes)
         self._instance = instance
         self._receiver: Receiver
 
@@ -141,11 +142,15 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
         self._receiver = Receiver(message.hello.sender, instance.identity, instance.shell, instance.pool)
         self.outbox = self._receiver.outbox
         instance.receivers.add(self._receiver)
-        self._receiver.welcome()
+        self._receiver.welcome(self.offer_lane(message))
 
     def on_message(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
         """Opens, frames and closes of transfers."""
         self._receiver.take(message, payload)
+
+    def place(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> Landing | None:
+        """Whole slices land in the pool."""
+        return self._receiver.place(message, nbytes)
 
     def end(self) -> None:
         """What has not come whole will not come."""

@@ -9,7 +9,7 @@ import ssl
 from pathlib import Path
 
 from moonpool.errors import ConfigError
-from moonpool.rpc.files import signature
+from moonpool.rpc.files import Watched
 from moonpool.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -22,14 +22,16 @@ class Https:
         context: for the server; it takes the files as they are now for each new connection.
     """
 
-    def __init__(self, cert: Path, key: Path) -> None:
+    def __init__(self, cert: Path, key: Path, watched: Watched | None = None) -> None:
         """Read the files, both PEM; those between the certificate and its authority stand behind it.
+
+        `watched` tells when they change; None = they are watched here.
 
         Raises:
             ConfigError: naming `https_cert`: they cannot be read, or do not belong together.
         """
         self._cert, self._key = cert, key
-        self._signature = self._sign()
+        self._files = watched or Watched([cert, key])
         try:
             self._current = self._read()
             self.context = self._read()
@@ -44,19 +46,14 @@ class Https:
 
     def _renew(self) -> None:
         """Read the files again when they have changed; a pair that cannot be used leaves all as it was."""
-        now = self._sign()
-        if now == self._signature:
+        if not self._files.changed():
             return
-        self._signature = now
         try:
             self._current = self._read()
         except (OSError, ssl.SSLError) as error:
             log.warning("certificate not read again", file=str(self._cert), reason=_reason(error))
             return
         log.info("certificate read again", file=str(self._cert))
-
-    def _sign(self) -> tuple[object, ...]:
-        return signature(self._cert), signature(self._key)
 
     def _read(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

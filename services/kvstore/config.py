@@ -5,8 +5,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moonpool.config import PeerAddresses, ServiceConfig, read_mapping
+from moonpool.config import PeerAddresses, read_mapping
 from moonpool.errors import ConfigError
+from moonpool.streams.lanes.settings import LaneConfig
 from services.kvstore.policies import POLICIES
 from services.kvstore.tenancy.tenants import TenantRow, check_rows
 
@@ -17,7 +18,7 @@ def _policy_known(name: str) -> str:
     return name
 
 
-class KVStoreConfig(ServiceConfig):
+class KVStoreConfig(LaneConfig):
     """Settings of a kvstore, which keeps KV blocks in DRAM and on SSD."""
 
     conductor: PeerAddresses = Field(

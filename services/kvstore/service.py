@@ -17,6 +17,8 @@ from moonpool.rpc.security import Security
 from moonpool.rpc.server import Service, serving
 from moonpool.rpc.tuning import raise_open_files_limit
 from moonpool.streams.credits import ByteCredits
+from moonpool.streams.lanes.listening import LaneServer
+from moonpool.streams.lanes.settings import LaneSettings
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
@@ -86,6 +88,7 @@ class KVStoreService(StoreListener):
         self.idle = asyncio.Event()  # no session is open
         self.idle.set()
         self.streams = OpenStreams()
+        self.lanes = LaneServer(LaneSettings.of(config), instance.incarnation)
         self.metrics = Metrics(config.service())
         self._closing = asyncio.Event()
         self._draining = False
@@ -104,6 +107,8 @@ class KVStoreService(StoreListener):
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
         self.gauges = gauges_of(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, rows)
+        for name, read, at_rest in self.lanes.gauges():
+            self.gauges.add(name, read, at_rest)
         self.metrics.watch(self.gauges)
         self.servicer = self._make_servicer(instance, ahead)
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
@@ -121,7 +126,7 @@ class KVStoreService(StoreListener):
         journal, closing, streams = self._journal, self._closing, self.streams
         deletions = Deletions(store, self._pins, self._ledger, self.writer, config.session_timeout_s)
         durable = self._pins, self._ledger, deletions
-        return KVStoreServicer(put, get, *durable, operations, journal, self.gauges, closing, streams)
+        return KVStoreServicer(put, get, *durable, operations, journal, self.gauges, closing, streams, self.lanes)
 
     @property
     def contract(self) -> Service:
@@ -228,6 +233,7 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
         async with (
             service.running(),
             service.metrics.served(config.metrics_listen),
+            service.lanes.running(config),
             serving(config.listen, [service.contract], security=security) as server,
         ):
             instance.address = config.advertised(server.port)

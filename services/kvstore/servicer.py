@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 from moonpool.kv.keys import unpack_keys
 from moonpool.rpc.wire import PayloadMessage
+from moonpool.streams.lanes.listening import LaneServer
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import kv_pb2
 from moonpool.v1 import kvstore_pb2 as pb
@@ -37,14 +38,15 @@ class KVStoreServicer:
     gauges: Gauges
     closing: asyncio.Event
     streams: OpenStreams
+    lanes: LaneServer | None = None
 
     async def Put(self, requests: AsyncIterator[PayloadMessage[pb.PutRequest]], context: object) -> None:  # noqa: N802
-        stream = PutStream(self.put, self.closing)
+        stream = PutStream(self.put, self.closing, self.lanes)
         with self.streams.running(stream):
             await stream.run(requests, context)
 
     async def Get(self, requests: AsyncIterator[pb.GetRequest], context: object) -> None:  # noqa: N802
-        stream = GetStream(self.get, self.closing)
+        stream = GetStream(self.get, self.closing, self.lanes)
         with self.streams.running(stream):
             await stream.run(requests, context)
 

@@ -39,6 +39,7 @@ class Request:
         scores: of the prompt's tokens but the first, where they are wanted.
         error: why its I/O has failed, if it has.
         loads, chunks: tokens that were loaded, and computed step by step, with their times.
+        lane: on which its KV goes to decode.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Request:
     loads: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
     chunks: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
     _came: float = dataclasses.field(default_factory=time.monotonic)
+    lane: str = ""
     _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
         default_factory=lambda: asyncio.Queue(MAX_EVENTS)
     )

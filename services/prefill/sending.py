@@ -59,6 +59,7 @@ class Sending:
             self._transfers[request.number] = await sender.open(request.target)
         except Mismatch as error:  # decode was restarted: another placement can succeed
             raise TransferFailed(f"{request.target.decode.id} does not take the transfer: {error}") from error
+        request.lane = sender.lane
         return Done()
 
     async def send(self, request: Request, pieces: tuple[Piece, ...]) -> SlicesSent:

@@ -372,6 +372,7 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
         prefill_s=told.prefill_s,
         loads=request.loads,
         chunks=request.chunks,
+        lane=request.lane,
         misses=[
             prefill_pb2.StoreMiss(store=request.sources[miss.source].instance, block=miss.block) for miss in told.misses
         ],

@@ -16,7 +16,8 @@ from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient, SamplingParams
 from moonpool.errors import DeadlineExceeded, MoonpoolError, Overloaded, Unavailable
 from moonpool.streams.faults import CORRUPT_FRAMES, FRAME_DAMAGED
-from moonpool.streams.faults import SEED as FAULT_SEED
+from moonpool.streams.lanes.faults import BREAK_LANES, LANE_BROKEN
+from moonpool.streams.lanes.faults import SEED as FAULT_SEED
 from tests.faults.proxy import FaultProxies
 from tests.faults.report import REQUEST_TIMEOUT_S, Outcome, Report, StormPlan
 from tests.faults.schedule import Ask, Asks, Fault, kinds_for, plan_faults
@@ -54,14 +55,16 @@ def storm_stack_plan(base: StackPlan, plan: StormPlan) -> StackPlan:
         "decode": ["--lease-s", "6"],
         "kvstore": ["--session-timeout-s", "10"],
     }.items():
-        extra[kind] = [*extra.get(kind, []), *flags]
+        lanes = [] if kind == "conductor" else ["--kv-lanes", plan.lanes]
+        extra[kind] = [*extra.get(kind, []), *flags, *lanes]
     return replace(base, extra=extra)
 
 
 @contextlib.contextmanager
 def damaged_frames(plan: StormPlan, setenv: Callable[[str, str], None]) -> Iterator[None]:
-    """Lets the services of a storm damage what they send."""
+    """Lets the services of a storm damage what they send, and break their lanes."""
     setenv(CORRUPT_FRAMES, str(plan.corrupt))
+    setenv(BREAK_LANES, str(plan.break_lanes))
     setenv(FAULT_SEED, str(plan.seed))
     yield
 
@@ -105,6 +108,8 @@ class Storm:
         self._judge_all(report)
         report.restarted = self._stack.restarted
         report.frames_damaged = self._stack.count_in_logs(FRAME_DAMAGED)
+        report.lanes_broken = self._stack.count_in_logs(LANE_BROKEN)
+        report.lanes_opened = self._stack.count_in_logs(f"lane={self.plan.lanes}")
         self._say(report.summary())
         return report
 

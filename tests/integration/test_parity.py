@@ -142,7 +142,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tolerance = tolerance_of(folder / "model", topology, reference)
     eos_prompt = sharp_prompt(reference, tolerance)
     end_with(folder / "model", reference.first_token(eos_prompt))
-    flags = ["--device", topology.device, *(["--deterministic"] if topology.deterministic else [])]
+    lanes = ["--kv-lanes", topology.lane]
+    flags = ["--device", topology.device, *(["--deterministic"] if topology.deterministic else []), *lanes]
     plan = StackPlan(
         model=str(folder / "model"),
         data_dir=folder,
@@ -158,6 +159,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         extra={
             "prefill": ["--step-tokens", "64", *flags],
             "decode": flags,
+            "kvstore": lanes,
             # Where there is a store, prefixes come from it; elsewhere from other instances' pools.
             "conductor": ["--no-peers"] if topology.store else [],
         },
@@ -168,6 +170,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_the_selection_covers_every_pair_of_values() -> None:
     assert missing(SELECTED) == set()
+    assert {topology.lane for topology in SELECTED} == {"local", "tcp", "grpc"}
     for topology in SELECTED:
         assert missing([other for other in SELECTED if other != topology]), f"{topology} adds nothing"
 
@@ -308,3 +311,14 @@ def test_work_is_spread(served: Served) -> None:
             break
         asyncio.run(served.gather(asked))
     assert served.prefills == {"prefill-0", "prefill-1"}
+
+
+def test_kv_took_its_lane_and_no_other(served: Served) -> None:
+    result = served.check(served.prompt(70, seed=950), max_tokens=3)
+    assert served.client.explain(result.request_id).lane == served.topology.lane
+    for kind in ("decode", "kvstore") if served.topology.store else ("decode",):
+        for lane in ("local", "tcp"):
+            opened = served.stack.gauge(kind, f"lanes_{lane}_opened")
+            assert (opened > 0) == (lane == served.topology.lane), (kind, lane, opened)
+        assert served.stack.gauge(kind, "lanes_refused") == 0
+    assert served.stack.gauge("prefill", "lane_failures") == 0

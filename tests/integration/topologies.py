@@ -17,6 +17,7 @@ class Topology:
         dtype: of weights and KV.
         deterministic: whether the services run with `--deterministic`.
         device: where the engines compute.
+        lane: that KV takes.
     """
 
     shape: str
@@ -26,6 +27,7 @@ class Topology:
     dtype: str
     deterministic: bool = False
     device: str = "cpu"
+    lane: str = "local"
 
     @property
     def exact(self) -> bool:
@@ -35,7 +37,8 @@ class Topology:
     def __str__(self) -> str:
         store, exact = "store" if self.store else "no-store", "-deterministic" if self.deterministic else ""
         device = "" if self.device == "cpu" else f"-{self.device}"
-        return f"{self.shape}-{self.each}p{self.each}d-stages{self.stages}-{store}-{self.dtype}{exact}{device}"
+        name = f"{self.shape}-{self.each}p{self.each}d-stages{self.stages}-{store}-{self.dtype}{exact}"
+        return f"{name}-{self.lane}{device}"
 
 
 SHAPES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
@@ -43,11 +46,11 @@ F32, BF16 = "float32", "bfloat16"
 SELECTED = [
     Topology("tiny-qwen3", 2, 2, False, F32),
     Topology("tiny-qwen2", 2, 1, True, BF16, deterministic=True),
-    Topology("tiny-mistral", 1, 2, True, BF16),
-    Topology("tiny-llama", 1, 1, False, BF16, deterministic=True),
-    Topology("tiny-qwen2", 1, 1, True, F32, device="staged:5"),
+    Topology("tiny-mistral", 1, 2, True, BF16, lane="tcp"),
+    Topology("tiny-llama", 1, 1, False, BF16, deterministic=True, lane="grpc"),
+    Topology("tiny-qwen2", 1, 1, True, F32, lane="tcp", device="staged:5"),
 ]
-"""Every family, and every pair of values of two of the other axes, is in one of them at least."""
+"""Every family, every lane, and every pair of values of two of the other axes, is in one of them at least."""
 ALL = [Topology(*values) for values in itertools.product(SHAPES, (1, 2), (1, 2), (True, False), (F32, BF16))]
 ON_GPU = [
     Topology("tiny-qwen3", 1, 1, True, F32, device="cuda"),

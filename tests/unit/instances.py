@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from moonpool.engine.instance import EngineSetup, InstanceContext
+from moonpool.engine.instance import EngineConfig, EngineSetup, InstanceContext, lanes_of
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
@@ -143,6 +143,7 @@ def _parts(
     rate: float | None = None,
     spans: Recorder,
     max_tokens: int = 512,
+    config: EngineConfig,
 ) -> InstanceContext:
     layout = engine.layout
     plan = EngineSetup(
@@ -151,7 +152,8 @@ def _parts(
         256,
         max_tokens,
     )
-    return InstanceContext(plan, engine, channels, Link(rate), instance, spans, notify)
+    dialer, lanes = lanes_of(config, engine, instance)
+    return InstanceContext(plan, engine, channels, Link(rate), instance, spans, notify, dialer, lanes)
 
 
 @asynccontextmanager
@@ -188,9 +190,10 @@ async def decoding(
         engine, recorder = FakeEngine(blocks), Recorder("decode-0", spans)
         it = Decode(None, engine, instance, channels)
         it.service = DecodeInstance(
-            _parts(engine, channels, instance, it.changed.set, spans=recorder, max_tokens=max_tokens), config
+            _parts(engine, channels, instance, it.changed.set, spans=recorder, max_tokens=max_tokens, config=config),
+            config,
         )
-        async with _running(it, decode_contract(it.service), it.changed.set):
+        async with it.service.lanes.running(config), _running(it, decode_contract(it.service), it.changed.set):
             yield it
             await it.rest()
         recorder.close()
@@ -209,7 +212,7 @@ async def prefilling(
         engine, recorder = FakeEngine(blocks, stages=stages), Recorder("prefill-0", spans)
         it = Prefill(None, engine, instance, channels)
         it.service = PrefillInstance(
-            _parts(engine, channels, instance, it.changed.set, rate=rate, spans=recorder), config
+            _parts(engine, channels, instance, it.changed.set, rate=rate, spans=recorder, config=config), config
         )
         async with _running(it, prefill_contract(it.service), it.changed.set):
             yield it

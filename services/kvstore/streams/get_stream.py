@@ -17,6 +17,7 @@ from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.streams.credits import ByteCredits, Traffic
+from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.receiving import FrameWriter
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -92,8 +93,8 @@ def _wanted(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Wanted:
 class GetStream(KVStream[kvstore_pb2.GetRequest]):
     """One reader process' stream."""
 
-    def __init__(self, resources: GetResources, closing: asyncio.Event) -> None:
-        super().__init__(closing)
+    def __init__(self, resources: GetResources, closing: asyncio.Event, lanes: LaneServer | None = None) -> None:
+        super().__init__(closing, lanes=lanes)
         self._resources = resources
         self._frames: FrameWriter
         self._credits = ByteCredits()  # those of `_frames`, once there are some

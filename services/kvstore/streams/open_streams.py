@@ -31,7 +31,11 @@ class KVStream(ServerStream[Req]):
     async def on_hello(self, message: Any) -> None:
         """Takes any KV whose layout can be kept; raises Mismatch for others."""
         self.format = BlockFormat(message.hello.namespace, check_hello(message.hello))
-        self.outbox.post(self.welcome())
+        answer: Any = self.welcome()
+        lane = self.offer_lane(message)
+        if lane is not None:
+            answer.welcome.lane.CopyFrom(lane)
+        self.outbox.post(answer)
 
 
 class OpenStreams:

@@ -17,6 +17,7 @@ from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import MAX_SLICE_BYTES
 from moonpool.streams.credits import CreditReturn, Traffic
+from moonpool.streams.lanes.listening import LaneServer
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, portions
 from services.kvstore.core.writes import Writes
@@ -72,8 +73,8 @@ class _Entry:
 class PutStream(KVStream[kvstore_pb2.PutRequest]):
     """One writer process' stream."""
 
-    def __init__(self, resources: PutResources, closing: asyncio.Event) -> None:
-        super().__init__(closing)
+    def __init__(self, resources: PutResources, closing: asyncio.Event, lanes: LaneServer | None = None) -> None:
+        super().__init__(closing, lanes=lanes)
         self._writes = resources.writes
         self._rooms = resources.rooms
         self._resources = resources

@@ -135,6 +135,7 @@ class ScriptedPrefill(FakeMember):
                 computed_tokens=length - self.cached_tokens,
                 misses=self.misses,
                 chunks=self.chunks,
+                lane="tcp",
             )
             yield prefill_pb2.PrefillResponse(first_token=first)
             await _meet(self.after)

@@ -9,6 +9,7 @@ import grpc.aio
 
 from moonpool.kv.frames import Slice
 from moonpool.rpc.errors import from_rpc_error
+from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.transfer_client import TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
 from tests.slices import slice_to_send
@@ -28,8 +29,8 @@ async def reserve(it: Decode, sequence: kv_pb2.SequenceSpec, **fields: Any) -> k
 
 
 @asynccontextmanager
-async def sending(it: Decode) -> AsyncIterator[TransferSender]:
-    sender = TransferSender(it.channels, it.instance.address, HELLO, LAYOUT)
+async def sending(it: Decode, lanes: LaneDialer | None = None) -> AsyncIterator[TransferSender]:
+    sender = TransferSender(it.channels, it.instance.address, HELLO, LAYOUT, lanes=lanes)
     try:
         yield sender
     finally:

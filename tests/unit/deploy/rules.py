@@ -191,9 +191,12 @@ def _of_volumes(service: Service, config: ServiceConfig, images: Containerfile) 
     for source, folder, _ in service.volumes:
         if f" {folder}" not in made:
             yield f"{folder} is not a folder of the image, so that {source} would be root's there"
+    writable = [folder for _, folder, mode in service.volumes if mode == "rw"]
     data = getattr(config, "data_dir", None)
-    if data is not None and (str(data), "rw") not in [(folder, mode) for _, folder, mode in service.volumes]:
+    if data is not None and str(data) not in writable:
         yield f"writes to {data}, which is no volume"
+    if hasattr(config, "kv_lanes_dir") and str(config.kv_lanes_dir) not in writable:
+        yield f"has its lanes' sockets in {config.kv_lanes_dir}, which no other container sees"
     model = getattr(config, "model", None)
     if model is not None and f" {model}" not in made:
         yield f"the image has no {model}"

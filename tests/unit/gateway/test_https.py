@@ -1,6 +1,7 @@
 """HTTPS: the gateway's own certificate, read again when it changes; a pair that is wrong changes nothing."""
 
 import asyncio
+import contextlib
 import os
 import ssl
 from pathlib import Path
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 
 from moonpool.cli.certs import app
 from moonpool.errors import ConfigError
+from moonpool.rpc.files import LOOK_S, Watched
+from services.gateway.https import Https
 
 from .fakes import settings
 from .test_server import CLOSING, serving
@@ -60,18 +63,37 @@ async def test_https(tmp_path: Path) -> None:
             )
 
 
-async def test_certificates_are_read_again(tmp_path: Path) -> None:
+def shown(https: Https, authority: Path) -> str:
+    """The common name of the certificate that a new connection is shown."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context(cafile=str(authority))
+    client = context.wrap_bio(to_client, to_server, server_hostname="localhost")
+    server = https.context.wrap_bio(to_server, to_client, server_side=True)
+    for end in (client, server, client, server):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    certificate = client.getpeercert()
+    assert certificate is not None
+    return dict(pair[0] for pair in certificate["subject"])["commonName"]  # type: ignore[misc]
+
+
+def test_certificates_are_read_again(tmp_path: Path) -> None:
     one, two = make(tmp_path, "one"), make(tmp_path, "two")
-    served = tmp_path / "served.pem", tmp_path / "served.key"
+    served, now = (tmp_path / "served.pem", tmp_path / "served.key"), [0.0]
     put(one, served, 1)
-    async with serving(https_cert=served[0], https_key=served[1]) as (_, port):
-        assert (await ask(port, tmp_path / "ca.pem", CLOSING))[1] == "one"
-        put((two[0], one[1]), served, 2)  # the key is another one's
-        assert (await ask(port, tmp_path / "ca.pem", CLOSING))[1] == "one"
-        put(two, served, 3)
-        assert (await ask(port, tmp_path / "ca.pem", CLOSING))[1] == "two"
-        served[0].unlink()
-        assert (await ask(port, tmp_path / "ca.pem", CLOSING))[1] == "two"
+    https = Https(*served, Watched(served, lambda: now[0]))
+    names = [shown(https, tmp_path / "ca.pem")]
+    put((two[0], one[1]), served, 2)  # the key is another one's
+    now[0] += LOOK_S
+    names.append(shown(https, tmp_path / "ca.pem"))
+    put(two, served, 3)
+    names.append(shown(https, tmp_path / "ca.pem"))  # they were looked at just now
+    now[0] += LOOK_S
+    names.append(shown(https, tmp_path / "ca.pem"))
+    served[0].unlink()
+    now[0] += LOOK_S
+    names.append(shown(https, tmp_path / "ca.pem"))
+    assert names == ["one", "one", "one", "two", "two"]
 
 
 async def test_wrong_settings(tmp_path: Path) -> None:

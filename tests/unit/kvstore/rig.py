@@ -17,6 +17,7 @@ from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.server import serving
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.block_reader import BlockReader
+from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -37,15 +38,17 @@ class Rig:
     service: KVStoreService
     channels: Channels
     address: str
+    dialer: LaneDialer | None = None
+    """Opens the lanes of its clients."""
 
     def hello(self, block_format: Any = FORMAT) -> kv_pb2.StreamHello:
         return kv_pb2.StreamHello(namespace=block_format.namespace, layout=block_format.layout.to_proto())
 
     def writer(self, block_format: Any = FORMAT) -> StoreWriter:
-        return StoreWriter(self.channels, self.address, self.hello(block_format), LAYOUT)
+        return StoreWriter(self.channels, self.address, self.hello(block_format), LAYOUT, lanes=self.dialer)
 
     def reader(self, block_format: Any = FORMAT) -> BlockReader:
-        return BlockReader(self.channels, self.address, self.hello(block_format), LAYOUT)
+        return BlockReader(self.channels, self.address, self.hello(block_format), LAYOUT, lanes=self.dialer)
 
     @property
     def stub(self) -> Any:
@@ -122,6 +125,7 @@ async def rig(
     service.servicer = replace(service.servicer, get=get)
     async with (
         service.running(),
+        service.lanes.running(config),
         serving("127.0.0.1:0", [service.contract], grace_s=0) as server,
         Channels() as channels,
     ):

@@ -141,3 +141,19 @@ def test_agrees_with_a_set(held: int, sequence: list[Run], heads: range) -> None
         assert ledger.complete == (got == wanted)
     for layer in layers:
         assert ledger.layer_complete(layer) == (not any(cell[0] == layer for cell in wanted - got))
+
+
+def test_checking_records_nothing_and_refuses_what_accepting_would() -> None:
+    ledger = SliceLedger(range(2), 4, range(2), 1)
+    run = Run(0, 1, 2, 0, 2, 16)
+    ledger.check(run)
+    ledger.check(run)
+    assert ledger.missing() == 6
+    ledger.accept(run)
+    for other in (run, Run(0, 2, 2, 0, 2, 16), Run(0, 0, 1, 0, 2, 16), Run(2, 1, 1, 0, 2, 16)):
+        with pytest.raises(FrameError):
+            ledger.check(other)
+    ledger.accept(Run(1, 3, 1, 0, 1, 16))
+    with pytest.raises(FrameError, match="a part of it"):
+        ledger.check(Run(1, 2, 2, 0, 2, 16))
+    ledger.check_invariants()

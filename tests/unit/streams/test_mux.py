@@ -86,6 +86,7 @@ async def streaming(store: Store) -> AsyncIterator[Stream]:
             )(),
             kvstore_pb2.GetRequest(hello=HELLO),
             session_of,
+            kvstore_pb2.GetResponse,
             window_bytes=8,
             credit=lambda credit: kvstore_pb2.GetRequest(credit=credit),
         )

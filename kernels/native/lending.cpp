@@ -1,0 +1,37 @@
+// Cores that the processes of a host lend each other, by a page that all of them map (moonpool/engine/cores.py).
+#include "team.h"
+
+#include <atomic>
+#include <time.h>
+
+// One process. It is busy until BUSY_NS after its last region: one that has died frees its cores by that alone.
+struct Slot {
+    std::atomic<int64_t> owner, share, cores, beat_ns;
+};
+static const int64_t BUSY_NS = 100000000;
+
+static Slot* slots = nullptr;
+static int slot_count = 0, own_slot = 0;
+
+extern "C" int mp_lend(void* page, int count, int own) {
+    slots = (Slot*)page, slot_count = count, own_slot = own;
+    return 0;
+}
+
+int lent_cores(int threads) {
+    if (!slots || threads <= 1) return threads;
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    int64_t now = t.tv_sec * 1000000000ll + t.tv_nsec;
+    Slot& own = slots[own_slot];
+    own.beat_ns.store(now, std::memory_order_relaxed);
+    int64_t share = own.share.load(std::memory_order_relaxed), cores = own.cores.load(std::memory_order_relaxed);
+    int64_t all = share;
+    for (int i = 0; i < slot_count; i++) {
+        Slot& other = slots[i];
+        if (i == own_slot || other.beat_ns.load(std::memory_order_relaxed) < now - BUSY_NS) continue;
+        if (other.cores.load(std::memory_order_relaxed) == cores) all += other.share.load(std::memory_order_relaxed);
+    }
+    int64_t most = (int64_t)team_most() * share / all;
+    return most < 1 ? 1 : most < threads ? (int)most : threads;
+}

@@ -1,0 +1,115 @@
+"""Cores that the engines of a host lend each other: who computes has those of everybody who does not.
+
+All engine processes of a user map one small file. Each has a slot in it: its process, its share, a number for the cores
+that it may run on, and when it last computed. Native kernels look there before each parallel region (`lending.cpp`):
+of its cores a process takes its share among those that compute now, and all of them when it is alone. A process that
+has died computes no more, so its cores are free within a tenth of a second.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpool.errors import ConfigError
+
+SLOTS = 64
+SLOT = struct.Struct("qqqq")
+"""Process (0 = free), share, number of its cores, and when it last computed: nanoseconds of the monotonic clock."""
+_BEAT = 24
+_LONGEST_NUMBER = (1 << 63) - 1
+
+
+def default_page() -> Path:
+    """Where this user's page is, in memory."""
+    return Path(f"/dev/shm/moonpool-cores-{os.getuid()}")  # noqa: S108  # ours alone: opened without following links
+
+
+def number_of(cores: Sequence[int]) -> int:
+    """A number that is equal for equal sets of cores."""
+    return hash(tuple(sorted(cores))) & _LONGEST_NUMBER
+
+
+@dataclass(slots=True)
+class Cores:
+    """This process's slot in the page; made by `claim`.
+
+    Attributes:
+        page: all slots.
+        own: index of ours.
+    """
+
+    page: mmap.mmap
+    own: int
+
+    @classmethod
+    def claim(cls, path: Path, share: int) -> "Cores":
+        """Takes a free slot of a page, which is made when there is none; slots of dead processes are free.
+
+        Args:
+            path: of the page.
+            share: of the cores when others compute too, relative to theirs.
+
+        Raises:
+            ConfigError: it cannot be used (`core_page`), or all slots are taken.
+        """
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError("core_page", f"{path}: {error.strerror}") from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            size = SLOTS * SLOT.size
+            if os.fstat(handle).st_size < size:
+                os.ftruncate(handle, size)
+            page = mmap.mmap(handle, size)
+            own = next((index for index in range(SLOTS) if not _alive(_slot(page, index)[0])), None)
+            if own is None:
+                raise ConfigError("core_page", f"{path}: all of its {SLOTS} slots are taken")
+            SLOT.pack_into(page, own * SLOT.size, os.getpid(), share, number_of([*os.sched_getaffinity(0)]), 0)
+        finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone does not: the mapping has a descriptor of its own
+            os.close(handle)
+        return cls(page, own)
+
+    @property
+    def address(self) -> int:
+        """Of the page, in this process, as long as it runs."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.page))
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Others take back what they lend when the body ends."""
+        try:
+            yield
+        finally:
+            struct.pack_into("q", self.page, self.own * SLOT.size + _BEAT, 0)
+
+    def fixed_split(self) -> int:
+        """Cores of this process when all that are alive compute: for kernels that do not look into the page."""
+        _, share, cores, _ = _slot(self.page, self.own)
+        others = [_slot(self.page, index) for index in range(SLOTS) if index != self.own]
+        shares = share + sum(slot[1] for slot in others if slot[2] == cores and _alive(slot[0]))
+        return max(1, len(os.sched_getaffinity(0)) * share // shares)
+
+
+def _slot(page: mmap.mmap, index: int) -> tuple[int, int, int, int]:
+    owner, share, cores, beat = SLOT.unpack_from(page, index * SLOT.size)
+    return owner, share, cores, beat
+
+
+def _alive(process: int) -> bool:
+    if process <= 0:
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,86 @@
+"""Cores are lent by a page that all engines of a host map."""
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kernels.native import library
+from moonpool.engine.cores import SLOT, SLOTS, Cores, number_of
+from moonpool.errors import ConfigError
+
+MOST = len(os.sched_getaffinity(0))
+SAME = number_of([*os.sched_getaffinity(0)])
+OTHERS = number_of([*os.sched_getaffinity(0), 10_000])
+
+
+def put(page: mmap.mmap, slot: int, owner: int, share: int, cores: int, beat_ns: int = 0) -> None:
+    SLOT.pack_into(page, slot * SLOT.size, owner, share, cores, beat_ns)
+
+
+def ended() -> int:
+    """A process that is no more."""
+    return int(subprocess.check_output([sys.executable, "-c", "import os; print(os.getpid())"]))
+
+
+def test_each_process_takes_the_first_slot_that_is_free(tmp_path: Path) -> None:
+    one = Cores.claim(tmp_path / "page", 3)
+    assert SLOT.unpack_from(one.page, 0) == (os.getpid(), 3, SAME, 0)
+    put(one.page, 1, os.getppid(), 1, SAME)
+    put(one.page, 2, ended(), 1, SAME)
+    assert [Cores.claim(tmp_path / "page", 1).own for _ in range(2)] == [2, 3]
+
+
+def test_a_page_that_cannot_be_had_names_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "page")
+    with pytest.raises(ConfigError, match="core_page"):
+        Cores.claim(tmp_path / "link", 1)
+    with pytest.raises(ConfigError, match="core_page"):
+        Cores.claim(tmp_path / "no" / "page", 1)
+    page = Cores.claim(tmp_path / "page", 1).page
+    for slot in range(SLOTS):
+        put(page, slot, os.getpid(), 1, SAME)
+    with pytest.raises(ConfigError, match="all of its 64 slots are taken"):
+        Cores.claim(tmp_path / "page", 1)
+
+
+def test_torch_has_its_share_among_all_that_are_alive(tmp_path: Path) -> None:
+    cores = Cores.claim(tmp_path / "page", 1)
+    assert cores.fixed_split() == MOST
+    put(cores.page, 1, os.getppid(), 1, SAME)
+    put(cores.page, 2, ended(), 100, SAME)
+    put(cores.page, 3, os.getppid(), 100, OTHERS)
+    assert cores.fixed_split() == max(1, MOST // 2)
+
+
+@pytest.mark.skipif(MOST < 2, reason="one core cannot be lent")
+@pytest.mark.parametrize(
+    ("share", "cores", "later_s", "threads"),
+    [
+        (1, SAME, 3600.0, max(1, MOST // 2)),
+        (1000, SAME, 3600.0, 1),
+        (1, SAME, -3600.0, MOST),  # it has died, or waits
+        (1, OTHERS, 3600.0, MOST),
+    ],
+)
+def test_kernels_have_their_share_among_those_that_compute(
+    tmp_path: Path, share: int, cores: int, later_s: float, threads: int
+) -> None:
+    native = library.get()
+    if native is None:
+        pytest.skip(f"native kernels cannot be had: {library.failure()}")
+    ours = Cores.claim(tmp_path / "page", 1)
+    native.lend(ours.address, SLOTS, ours.own)
+    try:
+        assert native.threads_used(MOST) == MOST
+        put(ours.page, 1, os.getppid(), share, cores, time.monotonic_ns() + int(later_s * 1e9))
+        with ours.computing():
+            assert native.threads_used(MOST) == threads
+            assert SLOT.unpack_from(ours.page, 0)[3] > 0
+        assert SLOT.unpack_from(ours.page, 0)[3] == 0
+    finally:
+        native.lend(0, 0, 0)

@@ -1,0 +1,120 @@
+"""Both ends of a lane in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moonpool.errors import StreamBroken
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.pool import KVPool
+from moonpool.streams.lanes.dialing import LaneDialer
+from moonpool.streams.lanes.held import Held
+from moonpool.streams.lanes.lane import Lane
+from moonpool.streams.lanes.regions import Mailbox, Mapped, OwnRegions, Shared
+from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
+from moonpool.streams.lanes.sockets import LaneSocket
+from moonpool.v1 import kv_pb2, kvstore_pb2
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+MAILBOX = 4 * LAYOUT.slice_bytes
+REQUEST = kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=7))
+RESPONSE = kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=7))
+
+
+def pool_of(blocks: int = 4) -> KVPool:
+    """A pool, no two slices alike."""
+    pool = KVPool.create(LAYOUT, blocks, [(0, LAYOUT.layers)])
+    for layer in range(LAYOUT.layers):
+        for block in range(blocks):
+            pool.slice(layer, block)[:] = bytes([16 * layer + block + 1]) * LAYOUT.slice_bytes
+    return pool
+
+
+def shared(pool: KVPool) -> Callable[[], list[Shared]]:
+    """What peers may read."""
+    return lambda: [Shared(fd, data) for fd, data in pool.shared()]
+
+
+async def came(lane: Lane[Any]) -> tuple[Any, bytes]:
+    """The next message and its payload."""
+    message, payload = await lane.read()
+    assert isinstance(payload, memoryview), "nobody has said where it is to land"
+    return message, bytes(payload)
+
+
+class Cuttable(LaneDialer):
+    """Remembers the lanes that it opened, so that a test can break them."""
+
+    def __init__(self, names: str, folder: Path, share: Callable[[], Sequence[Shared]] = tuple, **options: Any) -> None:
+        super().__init__(LaneSettings.of(LaneConfig(kv_lanes=names, kv_lanes_dir=folder)), share, **options)
+        self.made: list[Lane[Any]] = []
+
+    async def dial(self, *args: Any, **options: Any) -> Lane[Any]:
+        lane = await super().dial(*args, **options)
+        self.made.append(lane)
+        return lane
+
+    def cut(self) -> None:
+        """Breaks all lanes; their calls stay."""
+        for lane in self.made:
+            lane.close(StreamBroken("cut"))
+
+
+@dataclass
+class Pair:
+    """A client's and a server's end, joined; `socks` are those of the two."""
+
+    client: Lane[kvstore_pb2.GetResponse]
+    server: Lane[kvstore_pb2.PutRequest]
+    socks: tuple[LaneSocket, LaneSocket]
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def held(self, parts: Sequence[memoryview], lane: Lane[kvstore_pb2.PutRequest] | None = None) -> Held:
+        """A payload whose message is being written, by the client unless told otherwise."""
+        item = Held(REQUEST if lane is None else RESPONSE, list(parts))
+        self.tasks.append(asyncio.ensure_future((lane or self.client).write(item)))
+        return item
+
+
+@asynccontextmanager
+async def pair(pool: KVPool | None = None, *, mailbox: int = 0) -> AsyncIterator[Pair]:
+    """A lane over a socket pair; the server maps the pool, and writes to a mailbox of so many bytes."""
+    near, far = map(LaneSocket, socket.socketpair())
+    ends: list[Lane[kvstore_pb2.GetResponse] | Lane[kvstore_pb2.PutRequest]] = []
+
+    def acknowledge(number: int) -> Callable[[object], None]:
+        return lambda message: tasks.append(asyncio.ensure_future(ends[number].write(message)))  # type: ignore[arg-type]
+
+    tasks: list[asyncio.Task[None]] = []
+    own = shared(pool)() if pool is not None else []
+    lent, readable = None, {}
+    mapped = {number: Mapped(each.fd, os.fstat(each.fd).st_size) for number, each in enumerate(own, 1)}
+    if mailbox:
+        box = Mailbox(mailbox)
+        number = len(own) + 1
+        lent = number, Mapped(box.fd, mailbox, writable=True)
+        readable[number] = box.region
+        box.close()
+    client = Lane(
+        "local",
+        near,
+        kvstore_pb2.GetResponse,
+        own=OwnRegions(own),
+        readable=readable,
+        acknowledge=acknowledge(0),
+    )
+    server = Lane("local", far, kvstore_pb2.PutRequest, readable=mapped, lent=lent, acknowledge=acknowledge(1))
+    ends += [client, server]
+    try:
+        yield Pair(client, server, (near, far), tasks)
+    finally:
+        for lane in ends:
+            lane.close(StreamBroken("the test is over"))
+        await asyncio.gather(*tasks, return_exceptions=True)

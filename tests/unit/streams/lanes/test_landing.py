@@ -1,0 +1,107 @@
+"""Payloads that land where they are to lie."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from moonpool.kv.frames import FRAME_BYTES, Run, pack_frames, whole_runs
+from moonpool.streams.lanes.landing import Landing, copy_parts
+from moonpool.v1 import kvstore_pb2
+from tests.slices import slice_to_send
+from tests.unit.streams.lanes.pairs import LAYOUT, REQUEST, pair, pool_of
+
+SIZE = LAYOUT.slice_bytes
+SEED = 3
+
+
+def nothing() -> None:
+    """Nobody waits for it."""
+
+
+def targets(*sizes: int) -> tuple[bytearray, list[memoryview]]:
+    """Memory, and parts of it so long, one behind the other."""
+    memory = bytearray(sum(sizes))
+    view, parts, at = memoryview(memory), [], 0
+    for size in sizes:
+        parts.append(view[at : at + size])
+        at += size
+    return memory, parts
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+async def test_a_payload_lands_in_its_targets(mapped: bool) -> None:
+    pool = pool_of()
+    memory, parts = targets(SIZE // 2, 2 * SIZE, SIZE // 2)
+    asked: list[int] = []
+
+    def place(message: kvstore_pb2.PutRequest, nbytes: int) -> Landing | None:
+        asked.append(nbytes)
+        return Landing(parts, lambda: True, nothing) if nbytes == 3 * SIZE else None
+
+    async with pair(pool if mapped else None) as lane:
+        lane.held([pool.slice(0, 0), pool.slice(1, 3), pool.slice(1, 1)])
+        message, payload = await lane.server.read(place)
+        assert (message, isinstance(payload, Landing)) == (REQUEST, True)
+        assert memory == b"\x01" * SIZE + b"\x14" * SIZE + b"\x12" * SIZE
+        lane.held([pool.slice(0, 1)])
+        _, payload = await lane.server.read(place)
+        assert isinstance(payload, memoryview)
+        assert bytes(payload) == b"\x02" * SIZE
+        assert asked == [3 * SIZE, SIZE]
+    pool.close()
+
+
+async def test_nothing_is_written_to_memory_that_is_another_s_by_now() -> None:
+    """A lease that ends while a payload is on its way: the rest is dropped, and what follows is read."""
+    half = 2 << 20
+    memory, parts = targets(half, half)
+    seen: list[bytes] = []
+
+    def live() -> bool:
+        seen.append(bytes(memory))
+        return len(seen) < 3
+
+    async with pair() as lane:
+        lane.held([memoryview(b"x" * 2 * half)])
+        _, payload = await lane.server.read(lambda _, nbytes: Landing(parts, live, nothing) if nbytes else None)
+        assert isinstance(payload, Landing)
+        assert (len(seen), seen[0][:1], seen[2][:1]) == (3, b"\0", b"x")
+        assert memory == seen[2]
+        await lane.tasks[-1]
+        await lane.client.write(REQUEST)
+        assert (await lane.server.read())[0] == REQUEST
+
+
+def test_parts_are_copied_to_targets_that_are_cut_otherwise() -> None:
+    print("seed", SEED)
+    choose = random.Random(SEED)
+    for _ in range(200):
+        sizes = [choose.randint(1, 40) for _ in range(choose.randint(1, 6))]
+        data, parts = targets(*sizes)
+        data[:] = choose.randbytes(len(data))
+        cut = sorted({0, len(data), *(choose.randint(0, len(data)) for _ in range(4))})
+        copy, into = targets(*(end - begin for begin, end in itertools.pairwise(cut)))
+        copy_parts(parts, into)
+        assert copy == data
+
+
+def test_frames_of_whole_slices_are_told_apart_from_those_that_must_be_opened() -> None:
+    slices = [
+        slice_to_send(LAYOUT, layer, block, bytes([layer + block] * SIZE)) for layer in (0, 1) for block in (2, 3)
+    ]
+    [(header, pieces)] = pack_frames(4, 1, slices, LAYOUT, FRAME_BYTES)
+    nbytes = sum(piece.nbytes for piece in pieces)
+    tokens, heads = LAYOUT.block_tokens, LAYOUT.kv_heads
+    assert whole_runs(header, nbytes, LAYOUT) == [
+        (Run(0, 2, 2, 0, heads, tokens), [slices[0].hash, slices[1].hash]),
+        (Run(1, 2, 2, 0, heads, tokens), [slices[2].hash, slices[3].hash]),
+    ]
+    assert whole_runs(header, nbytes - 1, LAYOUT) is None
+    [(part, _), *_] = pack_frames(4, 1, slices, LAYOUT, LAYOUT.head_bytes)
+    assert whole_runs(part, LAYOUT.head_bytes, LAYOUT) is None
+    for change in ("generation", "session"):
+        header.ClearField(change)
+        assert whole_runs(header, nbytes, LAYOUT) is None
