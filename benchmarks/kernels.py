@@ -1,4 +1,4 @@
-"""Attention beside this machine's ceilings, and every kernel's error against float64.
+"""Attention and products beside this machine's ceilings, and every kernel's error against float64.
 
 `python -m benchmarks.kernels [--json]`. Ceilings (`benchmarks.ceilings`) are measured right before and after a figure,
 and the higher one counts. Decode's calls go from one part of a large pool to the next, so that its KV comes from memory
@@ -27,6 +27,7 @@ from benchmarks.ceilings import (
 )
 from benchmarks.frame import Absent, Progress, Row, paired, run
 from benchmarks.kernels_errors import error_rows
+from benchmarks.kernels_products import product_rows, step_rows
 from kernels.attention import make_plan, paged_attention, selected
 
 DECODE = ((1, 2048), (1, 32768), (8, 8192), (32, 2048), (32, 8192))
@@ -218,6 +219,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
     for case in prefill_cases(options.quick):
         for row in prefill_rows(case, shapes[case.dtype], options.runs):
             add(row)
+    products = (product_rows(dtype, best, options.runs, memory) for dtype, best in shapes.items())
+    for product in itertools.chain(*products, step_rows(options.runs, memory)):
+        add(product)
     rows += error_rows(progress)
     if torch.cuda.is_available():
         from benchmarks.kernels_gpu import gpu_rows

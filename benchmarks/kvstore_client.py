@@ -12,6 +12,8 @@ from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels
 from moonpool.streams.block_reader import BlockReader
+from moonpool.streams.lanes.dialing import LaneDialer
+from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
@@ -108,10 +110,11 @@ class StoreClient:
 
 @contextlib.asynccontextmanager
 async def connected(address: str, layout: KVLayout, memory: Memory) -> AsyncIterator[StoreClient]:
-    """A client of the store at `address`."""
+    """A client of the store at `address`, over the lane that MOONPOOL_KV_LANES names (local)."""
+    lanes = LaneDialer(LaneSettings.of(LaneConfig()), memory.shared)
     async with Channels() as channels:
-        writer = StoreWriter(channels, address, hello(layout), layout)
-        reader = BlockReader(channels, address, hello(layout), layout)
+        writer = StoreWriter(channels, address, hello(layout), layout, lanes=lanes)
+        reader = BlockReader(channels, address, hello(layout), layout, lanes=lanes)
         try:
             yield StoreClient(writer, reader, KVStoreServiceStub(channels.get(address)), layout, memory)
         finally:

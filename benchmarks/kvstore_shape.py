@@ -4,12 +4,17 @@ A block is made of slices of 64 KiB, one layer's KV of sixteen tokens of a model
 small blocks have few layers and large ones many.
 """
 
+import fcntl
 import functools
+import mmap
+import os
 import random
+import weakref
 from collections.abc import Sequence
 
 from moonpool.kv.keys import chain_root, namespace
 from moonpool.kv.layout import KVLayout
+from moonpool.streams.lanes.regions import Shared
 from moonpool.v1 import kv_pb2
 
 SLICE_BYTES = 64 << 10
@@ -73,11 +78,19 @@ class Memory:
     """
 
     def __init__(self, source_bytes: int, target_bytes: int = 0) -> None:
-        self.source = memoryview(bytearray(source_bytes))
+        self._fd = os.memfd_create("benchmark", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, self._fd)
+        os.truncate(self._fd, source_bytes)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.source = memoryview(mmap.mmap(self._fd, source_bytes))
         self.target = memoryview(bytearray(b"\1") * max(source_bytes, target_bytes))
         for number, at in enumerate(range(0, source_bytes, SLICE_BYTES)):
             size = min(SLICE_BYTES, source_bytes - at)
             self.source[at : at + size] = ((number + 1).to_bytes(4, "little") * (size // 4 + 1))[:size]
+
+    def shared(self) -> list[Shared]:
+        """The source, for stores to read on a local lane."""
+        return [Shared(self._fd, self.source)]
 
     def clear_target(self) -> None:
         """Overwrites the target, so that `differs` sees only what is read from now on."""

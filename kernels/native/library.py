@@ -172,7 +172,7 @@ class Library:
 
     def arrange(self, panels: Panels, weight: Tensor) -> None:
         """Write `weight` [outputs, inputs], contiguous, to where `panels` says, arranged for products."""
-        self._c.mp_arrange(panels, weight.data_ptr(), torch.get_num_threads())
+        self._done(self._c.mp_arrange(panels, weight.data_ptr(), torch.get_num_threads()))
 
     def rows(self, panels: Panels, index: Tensor, out: Tensor) -> None:
         """Write the rows `index` (int64, contiguous, checked) of an arranged matrix to `out`, as they were."""

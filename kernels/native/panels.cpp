@@ -9,7 +9,6 @@ enum { TILE_ROWS = 6, MANY = 2 };
 enum { TILE_ROWS = 6, MANY = VECTORS / 2 };
 #endif
 enum { AHEAD = 12 << 10 };  // bytes that few rows are fetched ahead of their use
-enum { PIECE = 256 };  // inputs that are arranged at a time, so that what is written stays in the first cache
 static const int64_t BLOCK_BYTES = 6 << 20;  // of rows that go through all panels together
 
 // Whether elements of this type lie in pairs of inputs.
@@ -194,20 +193,26 @@ template int product<float>(const Panels&, const float*, int64_t, int64_t, const
 template int product<bf16>(const Panels&, const bf16*, int64_t, int64_t, const Result&, int);
 template int product<f16>(const Panels&, const f16*, int64_t, int64_t, const Result&, int);
 
+// Reads all outputs of a panel side by side, and writes it from the first byte to the last.
 template <class T> static int arrange(const Panels& p, const T* weight, int threads) {
     int64_t K = p.inputs;
+    std::atomic<int> failed{0};
     parallel(p.count(), threads, [&](int64_t panel) {
-        T* to = (T*)(p.weight + panel * p.bytes());
-        for (int64_t begin = 0; begin < K; begin += PIECE) {
-            int64_t end = begin + PIECE < K ? begin + PIECE : K;
-            for (int lane = 0; lane < PANEL; lane++) {
-                int64_t output = p.output(panel, lane);
-                if (output < p.outputs) for (int64_t k = begin; k < end; k++) to[place<T>(k, lane)] = weight[output * K + k];
-                else for (int64_t k = begin; k < end; k++) to[place<T>(k, lane)] = T{};
-            }
+        static thread_local Memory room;
+        T* none = (T*)room.get(K * sizeof(T));  // of lanes that stand for no output
+        if (!none) { failed = 1; return; }
+        memset((void*)none, 0, K * sizeof(T));
+        const T* from[PANEL];
+        for (int lane = 0; lane < PANEL; lane++) {
+            int64_t output = p.output(panel, lane);
+            from[lane] = output < p.outputs ? weight + output * K : none;
         }
+        T* to = (T*)(p.weight + panel * p.bytes());
+        constexpr int step = paired<T>() ? 2 : 1;
+        for (int64_t k = 0; k < K; k += step)
+            for (int lane = 0; lane < PANEL; lane++, to += step) memcpy((void*)to, from[lane] + k, step * sizeof(T));
     });
-    return 0;
+    return failed;
 }
 template <class T> static int rows_back(const Panels& p, const int64_t* outputs, int64_t n, T* to, int threads) {
     split(n, worth(n * p.inputs, threads), [&](int64_t begin, int64_t end) {

@@ -22,7 +22,7 @@ struct Step {
     char* hidden; int64_t rows;  // [rows, hidden], dense: in and out
     const char *cos, *sin;       // [rows, head_dim]
     const int64_t *blocks, *offsets;  // where each row's keys and values go
-    char* kv; int64_t layer_stride, block_stride, block_tokens;  // of layer `first`; strides in bytes
+    char* kv; int64_t layer_stride, block_stride, block_tokens;  // of the stage's first layer; strides in bytes
     const int32_t* tables; int64_t table_stride;
     Items all;
     const int64_t* wanted; int64_t wanted_rows;  // rows that the last layer is computed for, rising; null: all
@@ -141,7 +141,7 @@ template <class T> int Run<T>::queries_of_some(const Layer& l, char* kv) {
 
 template <class T> int Run<T>::layer(int64_t index, bool trimmed) {
     const Layer& l = m.layers[index];
-    char* kv = s.kv + (index - s.first) * s.layer_stride;
+    char* kv = s.kv + index * s.layer_stride;
     norm(l.input_norm);
     if (int code = trimmed ? queries_of_some(l, kv) : queries_of_all(l, kv)) return code;
     if (!rows) return 0;

@@ -17,7 +17,7 @@ from moonpool.rpc.tls import open_blocking_channel
 
 PAUSE_S = 0.2
 EXIT_UNHEALTHY = 1
-HTTP = "http://"
+HTTP, HTTPS = "http://", "https://"
 MAX_ANSWER_BYTES = 4096
 
 
@@ -25,7 +25,7 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
     """Asks whether a service serves; with `joined`, also a conductor for how many instances have joined it.
 
     Args:
-        address: "host:port" of any service that speaks gRPC, "http://host:port" of a gateway.
+        address: "host:port" of any service that speaks gRPC, "http://host:port" or "https://host:port" of a gateway.
         timeout_s: seconds one answer may take.
         wait_s: seconds to retry until it serves.
         joined: instances that must have joined; 0 = any service will do.
@@ -37,7 +37,7 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
     pause = threading.Event()
     while True:
         try:
-            (_ask_http if address.startswith(HTTP) else _ask)(address, timeout_s)
+            (_ask_http if address.startswith((HTTP, HTTPS)) else _ask)(address, timeout_s)
             if joined:
                 _count(address, timeout_s, joined)
         except MoonpoolError as error:
@@ -68,10 +68,12 @@ def _ask(address: str, timeout_s: float) -> None:
 
 
 def _ask_http(address: str, timeout_s: float) -> None:
-    """As `_ask`, of a gateway."""
-    host, _, port = address.removeprefix(HTTP).rstrip("/").rpartition(":")
+    """As `_ask`, of a gateway; its certificate must be one that this machine trusts (`SSL_CERT_FILE` names others)."""
+    scheme, _, place = address.rstrip("/").partition("://")
+    host, _, port = place.rpartition(":")
+    connect = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
     try:
-        connection = http.client.HTTPConnection(host, int(port) if port.isdecimal() else None, timeout=timeout_s)
+        connection = connect(host, int(port) if port.isdecimal() else None, timeout=timeout_s)
         with contextlib.closing(connection):
             connection.request("GET", "/health")
             answer = connection.getresponse()

@@ -37,5 +37,7 @@ def loading_bars(console: Console | None = None) -> Iterator[Callable[[ServicePr
         yield lambda service: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
+    # What goes to standard output meanwhile stays there, unless it is the same terminal: then it stands above the bars.
+    shared = sys.stdout.isatty()
+    with Progress(*columns, console=console, transient=True, redirect_stdout=shared) as progress:
         yield Bars(progress).show

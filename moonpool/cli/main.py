@@ -264,7 +264,8 @@ traces.add_to(app)
 @app.command()
 def health(
     address: Annotated[
-        str, typer.Option(help="A service, HOST:PORT; a gateway, http://HOST:PORT.", envvar="MOONPOOL_ADDRESS")
+        str,
+        typer.Option(help="A service, HOST:PORT; a gateway, http(s)://HOST:PORT.", envvar="MOONPOOL_ADDRESS"),
     ] = "127.0.0.1:50051",
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds an answer may take.")] = 5.0,
     wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to retry until it serves.")] = 0.0,

@@ -75,7 +75,7 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
             ready |= {"http": stack.http_address}
             say({"ready": where, "data_dir": str(folder), **ready}, f"ready: {where}{note}")
             if not as_json:
-                typer.echo(f"try it:\n{curl_line(stack.http_address)}")
+                typer.echo(f"try it in a browser, http://{stack.http_address}/, or:\n{curl_line(stack.http_address)}")
                 sys.stdout.flush()
             try:
                 lost = _supervise(stack, stopping, say) if restart else _wait(stack, stopping)

@@ -265,7 +265,7 @@ class RecentInfo:
 
     Attributes:
         window_s: a minute, or less if the conductor is younger.
-        requests: how many there were; at most 4,096 are counted.
+        requests: how many there were; at most 1,024 are counted.
         usage: their tokens, together.
         ttft_s: seconds to the first token.
         tpot_s: mean seconds between tokens, of answers with more than one.

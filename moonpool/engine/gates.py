@@ -1,6 +1,34 @@
 """Gates of steps, dropped shares and aborts in an engine process: set by one thread, looked at by the computing one."""
 
 import threading
+from array import array
+
+_ALL = 1 << 62
+"""Above any layer."""
+
+
+class Watch:
+    """One step's state in two words, for code that looks at it without a lock: native code does.
+
+    Attributes:
+        address: of the words, 8 bytes each: whether the step was given up, and the highest layer that may run.
+    """
+
+    def __init__(self, *, aborted: bool, highest: int) -> None:
+        self._words = array("q", (aborted, highest))
+        self.address = self._words.buffer_info()[0]
+
+    def abort(self) -> None:
+        """No further layer runs."""
+        self._words[0] = 1
+
+    def open(self, layer: int) -> None:
+        """This layer may run, and all lower ones."""
+        self._words[1] = max(layer, self._words[1])
+
+    def stopped(self, layer: int) -> bool:
+        """Whether this layer must not run any more, or not yet."""
+        return bool(self._words[0]) or self._words[1] < layer
 
 
 class Gates:
@@ -11,6 +39,7 @@ class Gates:
         self._open: dict[int, int] = {}  # step -> highest open layer
         self._aborted: set[int] = set()
         self._dropped: dict[int, set[int]] = {}  # step -> indices of its sequences
+        self._watched: dict[int, Watch] = {}
         self._done: int | None = None  # all steps up to this one are done
 
     def __len__(self) -> int:
@@ -23,6 +52,8 @@ class Gates:
             if self._is_done(step_id):
                 return
             self._open[step_id] = max(layer, self._open.get(step_id, layer))
+            if step_id in self._watched:
+                self._watched[step_id].open(layer)
             self._changed.notify_all()
 
     def abort(self, step_id: int) -> None:
@@ -30,7 +61,7 @@ class Gates:
         with self._changed:
             if self._is_done(step_id):
                 return
-            self._aborted.add(step_id)
+            self._give_up(step_id)
             self._changed.notify_all()
 
     def drop(self, step_id: int, index: int) -> None:
@@ -61,8 +92,15 @@ class Gates:
             )
             if step_id not in self._aborted and self._open.get(step_id, layer - 1) >= layer:
                 return True
-            self._aborted.add(step_id)
+            self._give_up(step_id)
             return False
+
+    def watch(self, step_id: int, *, gated: bool) -> Watch:
+        """What the step may look at from now on until it is done, in place of `aborted` and, when gated, `wait`."""
+        with self._changed:
+            highest = self._open.get(step_id, -1) if gated else _ALL
+            self._watched[step_id] = Watch(aborted=step_id in self._aborted, highest=highest)
+            return self._watched[step_id]
 
     def done(self, step_id: int) -> None:
         """Forgets this step and all before it, for good."""
@@ -71,6 +109,12 @@ class Gates:
             self._open = {step: layer for step, layer in self._open.items() if step > step_id}
             self._aborted = {step for step in self._aborted if step > step_id}
             self._dropped = {step: shares for step, shares in self._dropped.items() if step > step_id}
+            self._watched = {step: watch for step, watch in self._watched.items() if step > step_id}
+
+    def _give_up(self, step_id: int) -> None:
+        self._aborted.add(step_id)
+        if step_id in self._watched:
+            self._watched[step_id].abort()
 
     def _is_done(self, step_id: int) -> bool:
         return self._done is not None and step_id <= self._done

@@ -198,7 +198,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     for name in ("emulated_jitter", "emulated_speed_error", "emulated_slowdown"):
         if getattr(config, name):
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
-    DeviceName.parse(config.device)
+    lends = config.core_share and DeviceName.parse(config.device).kind != "cuda"
     dtype = resolve_dtype(model, config.dtype)
     layout = kv_layout(model, dtype, config.block_tokens)
     longest = min(config.max_tokens or model.max_position_embeddings, model.max_position_embeddings)
@@ -209,7 +209,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         blocks=_blocks(config, layout, DEFAULT_KV_BYTES),
         stages=stages,
         threads=config.threads,
-        core_page=(config.core_page or str(default_page())) if config.core_share else "",
+        core_page=(config.core_page or str(default_page())) if lends else "",
         core_share=config.core_share,
         device=config.device,
         deterministic=config.deterministic,

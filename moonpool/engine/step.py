@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moonpool.engine.choosing import Found, choose
 from moonpool.engine.devices.opening import Place
-from moonpool.engine.gates import Gates
+from moonpool.engine.gates import Gates, Watch
 from moonpool.engine.masks import Masks
 from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import Links
@@ -30,6 +30,7 @@ class _Work:
 
     batch: PackedBatch
     hidden: Tensor  # [T, hidden]; on the first stage nothing before the embedding
+    layer: int  # that it has come to
     found: Found = field(default_factory=Found)
 
 
@@ -88,39 +89,42 @@ class StageRunner:
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
         batch = PackedBatch.build(parts, self.kv.shape[4], self.place.torch_device)
         if self.model.is_first:
-            work = _Work(batch, torch.empty(0))
+            work = _Work(batch, torch.empty(0), self.model.layer_begin)
             self.place.lane.run(partial(self._embed, work))
             return work
         hidden = self.links.receive(step.step_id, batch.num_tokens)
         if hidden is None:
             return None
-        work = _Work(batch, hidden)
+        work = _Work(batch, hidden, self.model.layer_begin)
         self.place.lane.run(partial(self._take_over, work))
         return work
 
     def _layers(self, step: Step, work: _Work) -> bool:
-        """Gives all layers of this stage to the lane; False when the step was aborted before the last."""
-        place, tails = self.place, self._tails(step)
-        for first, last in self._spans(step):
-            if step.gated and not self.gates.wait(step.step_id, first, self.gate_timeout_s):
+        """Gives all layers of this stage to the lane; False when the step was aborted before the last.
+
+        On a plain CPU, where work is done when it is given, they go together as far as gates are open, unless each is
+        told.
+        """
+        place, layer, end, tails = self.place, self.model.layer_begin, self.model.layer_end, self._tails(step)
+        watch = None
+        if place.device is None and not step.layer_events:
+            watch = self.gates.watch(step.step_id, gated=step.gated)
+        while layer < end:
+            if step.gated and not self.gates.wait(step.step_id, layer, self.gate_timeout_s):
                 return False
             if self.gates.aborted(step.step_id):
                 return False
             start_ns = time.monotonic_ns()
-            for layer in range(first, last):
-                place.memory.need(layer)
-            place.lane.run(partial(self._run_layers, first, last, tails, work))
-            for layer in range(first, last):
-                told = partial(self._layer_done, step.step_id, layer, start_ns) if step.layer_events else None
-                place.memory.leave(layer, told)
+            last = layer + 1 if watch is None else end
+            for its in range(layer, last):
+                place.memory.need(its)
+            place.lane.run(partial(self._run_layers, layer, last, tails, work, watch))
+            came = last if watch is None else work.layer
+            for its in range(layer, came):
+                told = partial(self._layer_done, step.step_id, its, start_ns) if step.layer_events else None
+                place.memory.leave(its, told)
+            layer = came
         return True
-
-    def _spans(self, step: Step) -> list[tuple[int, int]]:
-        """Layers that are given to the lane at once: all, but where something is waited for or told between two."""
-        begin, end = self.model.layer_begin, self.model.layer_end
-        if step.gated or step.layer_events or self.place.device is not None:
-            return [(layer, layer + 1) for layer in range(begin, end)]
-        return [(begin, end)]
 
     def _tails(self, step: Step) -> list[int] | None:
         """Of each sequence, its last rows whose hidden states after the last layer are wanted; None = all rows."""
@@ -138,9 +142,11 @@ class StageRunner:
     def _embed(self, work: _Work) -> None:
         work.hidden = self.model.embed(work.batch.token_ids)
 
-    def _run_layers(self, first: int, last: int, tails: list[int] | None, work: _Work) -> None:
+    def _run_layers(self, first: int, last: int, tails: list[int] | None, work: _Work, watch: Watch | None) -> None:
         wanted = tails if last == self.model.layer_end else None
-        _, work.hidden = self.model.run(work.hidden, work.batch, self.kv, first, last, tails=wanted)
+        work.layer, work.hidden = self.model.run(
+            work.hidden, work.batch, self.kv, first, last, tails=wanted, watch=watch
+        )
 
     def _choose(self, step: Step, work: _Work, masks: Mapping[int, Future[bytes]]) -> None:
         dropped = self.gates.dropped(step.step_id)

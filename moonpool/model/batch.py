@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,25 +66,7 @@ class PackedBatch:
             starts.append(start)
             counts.append(count)
             tables.append(table)
-        width = max(map(len, tables))
-        padded = torch.tensor([[*table, *(0,) * (width - len(table))] for table in tables], dtype=torch.int32)
-        rows_of, first_of = torch.tensor(counts), torch.tensor(starts)
-        ends = rows_of.cumsum(0)
-        sequence = torch.repeat_interleave(rows_of)
-        positions = torch.arange(int(ends[-1])) + (first_of - (ends - rows_of))[sequence]
-        # Copied: frombuffer's tensor would share read-only memory.
-        token_ids = torch.frombuffer(bytearray(b"".join(item[0] for item in sequences)), dtype=torch.int32).long()
-        batch = cls(
-            token_ids=token_ids,
-            positions=positions,
-            query_start=torch.cat((torch.zeros(1, dtype=torch.int64), ends)).int(),
-            context_lens=(first_of + rows_of).int(),
-            block_tables=padded,
-            block_ids=padded[sequence, positions // block_tokens].long(),
-            offsets=positions % block_tokens,
-            last_rows=ends - 1,
-            block_tokens=block_tokens,
-        )
+        batch = cls(**_packed(b"".join(item[0] for item in sequences), starts, counts, tables, block_tokens))
         return batch if torch.device(device).type == "cpu" else batch.to(device)
 
     def to(self, device: torch.device | str) -> PackedBatch:
@@ -91,3 +74,26 @@ class PackedBatch:
         names = ("token_ids", "positions", "query_start", "context_lens", "block_tables", "block_ids", "offsets")
         moved = {name: getattr(self, name).to(device) for name in (*names, "last_rows")}
         return PackedBatch(**moved, block_tokens=self.block_tokens)
+
+
+def _packed(
+    tokens: bytes, starts: Sequence[int], counts: Sequence[int], tables: Sequence[Sequence[int]], block_tokens: int
+) -> dict[str, Any]:
+    """Return the fields of a batch; made by numpy, whose small operations take a tenth of torch's time."""
+    padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    rows_of, ends = np.array(counts), np.cumsum(counts)
+    sequence = np.repeat(np.arange(len(counts)), rows_of)
+    positions = np.arange(ends[-1]) + np.repeat(np.array(starts) - (ends - rows_of), rows_of)
+    arrays = {
+        "token_ids": np.frombuffer(tokens, "<i4").astype(np.int64),
+        "positions": positions,
+        "query_start": np.concatenate(([0], ends)).astype(np.int32),
+        "context_lens": (np.array(starts) + rows_of).astype(np.int32),
+        "block_tables": padded,
+        "block_ids": padded[sequence, positions // block_tokens].astype(np.int64),
+        "offsets": positions % block_tokens,
+        "last_rows": ends - 1,
+    }
+    return {**{name: torch.from_numpy(array) for name, array in arrays.items()}, "block_tokens": block_tokens}

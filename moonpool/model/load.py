@@ -5,6 +5,7 @@ Only safetensors and GGUF files are read: nothing is ever unpickled or executed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.memory import Arena
+from kernels.memory import LARGE_PAGE, Arena, mapped
 from kernels.panels import Panels
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.checkpoint.formats import tensor_index
@@ -174,9 +175,16 @@ class _Reader:
         """Return the tensors stacked along their first dimension, in this reader's type and on its device."""
         infos = [self._tensors[name] for name in names]
         rows = sum(info.shape[0] for info in infos)
-        fused = torch.empty((rows, *infos[0].shape[1:]), dtype=self._dtype, device=self._device)
+        fused = self._empty((rows, *infos[0].shape[1:]))
         begin = 0
         for name, info in zip(names, infos, strict=True):
             self._stored.copy(name, info, fused[begin : begin + info.shape[0]])
             begin += info.shape[0]
         return fused
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        """Memory for a tensor; a large one is dropped as soon as it is arranged, and must leave nothing behind."""
+        nbytes = math.prod(shape) * self._dtype.itemsize
+        if self._device.type != "cpu" or nbytes < LARGE_PAGE:
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return mapped(nbytes).view(self._dtype).view(shape)

@@ -56,8 +56,7 @@ class NativeLayers:
             batch: The sequences; its tables were checked for `plan`.
             angles: RoPE's cos and sin of the batch's rows.
             plan: Of the batch and `kv`.
-            kv: The stage's pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], each block dense; or the part of
-                layer `first` alone, when it is the only one to run.
+            kv: The stage's pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], each block dense.
             first: First layer.
             last: The layer after the last.
             tails: Of each sequence so many last rows are wanted of layer `last` - 1, the others are left undefined;
@@ -70,13 +69,12 @@ class NativeLayers:
         if chosen is not None:
             some = _items(chosen.single, chosen.several)
         size = kv.element_size()
-        begin = kv.data_ptr() + (0 if kv.shape[0] == 1 else (first - self._index) * kv.stride(0) * size)
         step = structures.Step(
             first - self._index, last - self._index, self._index,
             hidden.data_ptr(), hidden.shape[0],
             angles[0].data_ptr(), angles[1].data_ptr(),
             batch.block_ids.data_ptr(), batch.offsets.data_ptr(),
-            begin, kv.stride(0) * size, kv.stride(1) * size, kv.shape[4],
+            kv.data_ptr(), kv.stride(0) * size, kv.stride(1) * size, kv.shape[4],
             tables.data_ptr(), tables.stride(0),
             _items(plan.decode, plan.prefill),
             None if chosen is None else chosen.rows.data_ptr() or hidden.data_ptr(),
@@ -91,14 +89,11 @@ class NativeLayers:
 def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> NativeLayers | None:
     """Return the layers from `index` on for the native step, or None where they run operation by operation."""
     first = layers[0].input_norm
-    if choose("stage", first.device, first.dtype) != "native":
-        return None
-    missing = _missing(config, layers)
-    native = library.get()
-    if missing or native is None:
-        log.warning("a stage runs layer by layer in torch: %s", missing)
-        return None
-    return NativeLayers(native, config, index, layers)
+    if choose("linear", first.device, first.dtype) != "native":
+        return None  # so says the log of the products, which weights were arranged for
+    native, missing = library.get(), _missing(config, layers)
+    log.info("layers in one call on %s in %s: %s", first.device, first.dtype, f"no, {missing}" if missing else "yes")
+    return None if missing or native is None else NativeLayers(native, config, index, layers)
 
 
 def _missing(config: ModelConfig, layers: Sequence[LayerWeights]) -> str:

@@ -103,21 +103,6 @@ class StageModel:
         return functional.embedding(token_ids, self.embedding)
 
     @torch.inference_mode()
-    def layer(self, index: int, hidden: Tensor, batch: PackedBatch, kv: Tensor) -> Tensor:
-        """Run layer `index` alone: as `run`, with `kv` [blocks, kv_heads, 2, block_tokens, head_dim] its own part."""
-        if self._native is not None:
-            self._run_native(hidden, batch, kv[None], index, index + 1, None, None)
-            return hidden
-        weights = self.layers[index - self.layer_begin]
-        eps = self.config.rms_norm_eps
-        normed = ops.rms_norm(hidden, weights.input_norm, eps)
-        attended = self._attention(weights, normed, batch, kv)
-        projected = weights.output(attended, deterministic=self.deterministic)
-        normed = ops.rms_norm(projected, weights.post_norm, eps, residual=hidden)  # hidden is the sum from here on
-        inner = weights.gate_up(normed, deterministic=self.deterministic)
-        return weights.down(inner, deterministic=self.deterministic).add_(hidden)
-
-    @torch.inference_mode()
     def run(
         self,
         hidden: Tensor,
@@ -140,11 +125,17 @@ class StageModel:
             The layer that it came to, `last` unless `watch` stopped it before, and the hidden states there.
         """
         if self._native is not None:
-            return self._run_native(hidden, batch, kv, first, last, tails, watch), hidden
+            assert kv.dtype == self.dtype == hidden.dtype
+            assert hidden.is_contiguous()
+            came = self._native.run(
+                hidden, batch, self._angles(batch), self._plan(batch, kv[0]), kv, first, last,
+                tails=tails, watch=0 if watch is None else watch.address,
+            )  # fmt: skip
+            return came, hidden
         for index in range(first, last):
             if watch is not None and watch.stopped(index):
                 return index, hidden
-            hidden = self.layer(index, hidden, batch, kv[index - self.layer_begin])
+            hidden = self._layer(index, hidden, batch, kv[index - self.layer_begin])
         return last, hidden
 
     @torch.inference_mode()
@@ -160,24 +151,16 @@ class StageModel:
         hidden = self.embed(hidden_or_tokens) if self.is_first else hidden_or_tokens
         return self.run(hidden, batch, kv, self.layer_begin, self.layer_end)[1]
 
-    def _run_native(
-        self,
-        hidden: Tensor,
-        batch: PackedBatch,
-        kv: Tensor,
-        first: int,
-        last: int,
-        tails: Sequence[int] | None,
-        watch: Watch | None,
-    ) -> int:
-        """As `run`, in place; `kv` begins with the part of the stage's first layer, or of `first` if it is all."""
-        assert self._native is not None
-        assert kv.dtype == self.dtype == hidden.dtype
-        assert hidden.is_contiguous()
-        return self._native.run(
-            hidden, batch, self._angles(batch), self._plan(batch, kv[0]), kv, first, last,
-            tails=tails, watch=0 if watch is None else watch.address,
-        )  # fmt: skip
+    def _layer(self, index: int, hidden: Tensor, batch: PackedBatch, kv: Tensor) -> Tensor:
+        """Run layer `index` in torch; `kv` [blocks, kv_heads, 2, block_tokens, head_dim] is its own part."""
+        weights = self.layers[index - self.layer_begin]
+        eps = self.config.rms_norm_eps
+        normed = ops.rms_norm(hidden, weights.input_norm, eps)
+        attended = self._attention(weights, normed, batch, kv)
+        projected = weights.output(attended, deterministic=self.deterministic)
+        normed = ops.rms_norm(projected, weights.post_norm, eps, residual=hidden)  # hidden is the sum from here on
+        inner = weights.gate_up(normed, deterministic=self.deterministic)
+        return weights.down(inner, deterministic=self.deterministic).add_(hidden)
 
     def _attention(self, weights: LayerWeights, normed: Tensor, batch: PackedBatch, kv: Tensor) -> Tensor:
         """Project, rotate, store keys and values, attend: [T, hidden] to [T, heads * head_dim]."""

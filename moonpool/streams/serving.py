@@ -250,7 +250,12 @@ class ServerStream(Generic[Req]):
             acknowledge=self.post,
         )
         self.outbox.hold(lane.close)
-        self._group.create_task(self._receive_on(lane))
+        receiving = self._receive_on(lane)
+        try:
+            self._group.create_task(receiving)
+        except RuntimeError:  # the stream is ending already
+            receiving.close()
+            raise StreamBroken("the stream has ended") from None
 
     async def _receive_on(self, lane: Lane[Req]) -> None:
         while True:

@@ -1598,7 +1598,7 @@ class RecentState(_message.Message):
     window_s: _builtins.float
     """In the last so many seconds, or fewer if the conductor is younger."""
     requests: _builtins.int
-    """How many of them; at most 4,096 are remembered."""
+    """How many of them; at most 1,024 are remembered."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Their tokens, together."""

@@ -6,44 +6,49 @@ from collections.abc import Callable, Sequence
 from moonpool.v1 import conductor_pb2
 
 WINDOW_S = 60.0
-REMEMBERED = 4096
+REMEMBERED = 1024
 TOLD = 32
 """Requests that are told one by one."""
 
+_Figures = tuple[float, int, int, int, float, float]
+"""Of a request: when it ended; tokens of its prompt, those cached and its answer's; TTFT and TPOT."""
+
 
 class Recent:
-    """Requests in the order of their ends; `clock` gives seconds."""
+    """Requests in the order of their ends; `clock` gives seconds.
+
+    Their figures are plain numbers, which are quickly added up: others wait for that.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began = clock()
-        self._ended: deque[tuple[float, conductor_pb2.EndedRequest]] = deque(maxlen=REMEMBERED)
+        self._ended: deque[_Figures] = deque(maxlen=REMEMBERED)
+        self._last: deque[conductor_pb2.EndedRequest] = deque(maxlen=TOLD)
 
     def add(self, request_id: str, timeline: conductor_pb2.Timeline) -> None:
         """A request was answered."""
-        ended = conductor_pb2.EndedRequest(
-            request_id=request_id, tenant=timeline.tenant, usage=timeline.usage, timing=timeline.timing
+        usage, timing = timeline.usage, timeline.timing
+        counts = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+        self._ended.append((self._clock(), *counts, timing.ttft_s, timing.tpot_s))
+        self._last.append(
+            conductor_pb2.EndedRequest(request_id=request_id, tenant=timeline.tenant, usage=usage, timing=timing)
         )
-        self._ended.append((self._clock(), ended))
 
     def state(self) -> conductor_pb2.RecentState:
         """What the contract tells of them."""
         now = self._clock()
-        window_s = min(WINDOW_S, now - self._began)
-        lately = [ended for at, ended in self._ended if now - at <= WINDOW_S]
-        usages, timings = [ended.usage for ended in lately], [ended.timing for ended in lately]
-        return conductor_pb2.RecentState(
-            window_s=window_s,
-            requests=len(lately),
-            usage=conductor_pb2.Usage(
-                prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-                cached_tokens=sum(usage.cached_tokens for usage in usages),
-                completion_tokens=sum(usage.completion_tokens for usage in usages),
-            ),
-            ttft_s=quantiles([timing.ttft_s for timing in timings]),
-            tpot_s=quantiles([timing.tpot_s for timing in timings if timing.tpot_s]),
-            last=[ended for _, ended in list(self._ended)[: -TOLD - 1 : -1]],
-        )
+        state = conductor_pb2.RecentState(window_s=min(WINDOW_S, now - self._began), last=list(self._last)[::-1])
+        while self._ended and now - self._ended[0][0] > WINDOW_S:
+            self._ended.popleft()
+        state.requests = len(self._ended)
+        if self._ended:
+            _, prompts, cached, answers, ttfts, tpots = zip(*self._ended, strict=True)
+            usage = (sum(prompts), sum(cached), sum(answers))
+            state.usage.prompt_tokens, state.usage.cached_tokens, state.usage.completion_tokens = usage
+            state.ttft_s.CopyFrom(quantiles(ttfts))
+            state.tpot_s.CopyFrom(quantiles([tpot for tpot in tpots if tpot]))
+        return state
 
 
 def quantiles(values: Sequence[float]) -> conductor_pb2.Quantiles:

@@ -1,1 +1,1 @@
-"""The gateway: OpenAI's HTTP interface in front of a conductor. A client of the SDK, without state; without torch."""
+"""The gateway: HTTP interfaces of others and a page in front of a conductor. A client of the SDK; without torch."""

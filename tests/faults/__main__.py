@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=6, help="requests at once")
     parser.add_argument("--corrupt", type=float, default=0.05, help="share of damaged frames")
     parser.add_argument("--lanes", default="local", help="the lane that KV takes: local, tcp or grpc")
-    parser.add_argument("--break-lanes", type=float, default=0.01, help="share of payloads that break their lane")
+    parser.add_argument("--break-lanes", type=float, default=0.03, help="share of payloads that break their lane")
     parser.add_argument("--gap-s", type=float, default=2.0, help="mean seconds between faults")
     parser.add_argument("--kinds", default=",".join(FAULTS), help="faults, separated by commas")
     parser.add_argument("--targets", default="prefill,decode,kvstore,conductor", help="kinds of services that are hit")

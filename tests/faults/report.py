@@ -42,7 +42,7 @@ class StormPlan:
     clients: int = 6
     corrupt: float = 0.05
     lanes: str = "local"
-    break_lanes: float = 0.01
+    break_lanes: float = 0.03
     gap_s: float = 2.0
     longest_prompt: int = 400
     longest_answer: int = 60

@@ -29,6 +29,8 @@ EMULATED = "emulated:llama-70b-a800"
         ),
         pytest.param(EMULATED, StormPlan(seed=8, seconds=120.0, conductors=3, least_per_s=5.0), marks=pytest.mark.slow),
         pytest.param("real", StormPlan(seed=4, seconds=120.0, least_per_s=5.0), marks=pytest.mark.slow),
+        pytest.param("real", StormPlan(seed=9, seconds=60.0, lanes="tcp", least_per_s=5.0), marks=pytest.mark.slow),
+        pytest.param("real", StormPlan(seed=11, seconds=60.0, lanes="grpc", least_per_s=5.0), marks=pytest.mark.slow),
     ],
 )
 def test_a_storm_keeps_every_promise_and_really_happens(

@@ -102,7 +102,7 @@ class LaneDialer:
             offer: Of its welcome.
             incarnation: Of the peer.
             cls: Messages that come.
-            lend_bytes: Payloads that the peer may be ahead in sending; 0 when it sends none.
+            lend_bytes: Payloads that the peer may be ahead in sending; 0 when this side sends them.
             acknowledge: Sends a message to the peer, in its turn.
 
         Raises:
@@ -130,7 +130,7 @@ class LaneDialer:
     ) -> tuple[OwnRegions, dict[int, Mapped]]:
         """Shows the token and the regions, and waits for the answer."""
         local = offer.kind == kv_pb2.LANE_KIND_LOCAL
-        shared = list(self._share()) if local else []
+        shared = list(self._share()) if local and not lend_bytes else []  # payloads go one way on a stream
         mailbox = Mailbox(lend_bytes) if local and lend_bytes else None
         opening = kv_pb2.LaneOpen(token=offer.token, incarnation=incarnation)
         opening.regions.extend(kv_pb2.Region(bytes=os.fstat(each.fd).st_size) for each in shared)

@@ -173,7 +173,8 @@ class LaneServer:
         except (MoonpoolError, OSError, TimeoutError) as failure:
             error = failure
             self.refused += 1
-            log.warning("lane refused", lane=name, reason=str(failure) or "nothing came")
+            # at level debug: whoever can connect must not fill the log; the client tells of it, and a gauge
+            log.debug("lane refused", lane=name, reason=str(failure) or "nothing came")
             with contextlib.suppress(StreamBroken):
                 sock.send_message(kv_pb2.LaneOpened(refused=str(failure) or "nothing came"))
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import socket
@@ -124,9 +125,9 @@ def _socket_folder(folder: Path | None) -> Path:
     if folder is None:
         folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"moonpool-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise ValueError("must belong to this user, and others must not write there")
+    found = folder.lstat()  # not where a link leads that somebody else has put there
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ValueError("must be a folder of this user, and others must not write there")
     if len(os.fsencode(socket_path(folder, (1 << 63) - 1))) > MAX_PATH_BYTES:
         raise ValueError("its path is too long for a unix socket")
     return folder
@@ -144,5 +145,5 @@ def remove_stale(folder: Path) -> None:
             if time.time() - path.stat().st_mtime < STALE_S:
                 continue
             probe.setblocking(False)
-            if probe.connect_ex(os.fspath(path)) != 0:
+            if probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED:
                 path.unlink()

@@ -29,8 +29,8 @@ async function call(path, options = {}) {
   }
   if (answer.ok) return answer;
   const told = await answer.json().catch(() => null);
-  const hint = answer.status === 401 ? " Give a key above." : "";
-  throw new Refused(answer.status, (told?.error?.message ?? `HTTP ${answer.status}`) + hint);
+  if (answer.status === 401 && !key()) throw new Refused(401, "This gateway asks for an API key: give one above.");
+  throw new Refused(answer.status, told?.error?.message ?? `HTTP ${answer.status}`);
 }
 
 export const get = async (path) => (await call(path)).json();

@@ -44,7 +44,8 @@ function story(found) {
   const where = placement.prefill === placement.decode
     ? `on ${placement.decode} alone` : `on ${placement.prefill}, then ${placement.decode || "nowhere: one token was all"}`;
   const source = placement.kvstore ? `, prefix from ${placement.kvstore}` : "";
-  const sent = timeline.sent_bytes ? ` ${bytes(timeline.sent_bytes)} of KV went to decode.` : "";
+  const lane = found.lane ? ` over ${found.lane}` : "";
+  const sent = timeline.sent_bytes ? ` ${bytes(timeline.sent_bytes)} of KV went to decode${lane}.` : "";
   const came = timeline.arrived_at ? new Date(1000 * timeline.arrived_at).toLocaleTimeString() : "";
   return [
     el("h2", {}, `Request ${found.request_id}`),

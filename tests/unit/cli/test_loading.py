@@ -41,6 +41,16 @@ def test_a_bar_counts_the_layers_of_all_stages(stages: Path) -> None:
     assert "3/5" in out.getvalue()
 
 
+def test_standard_output_stays_what_it_is(stages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON lines that go to a pipe while bars are drawn on a terminal."""
+    out = StringIO()
+    with loading_bars(Console(file=out, force_terminal=True)) as show:
+        service = ServiceProcess("fake", "prefill-0", [], stages / "log", show)
+        service.wait(60)
+        print('{"service": "prefill-0"}')
+    assert capsys.readouterr().out == '{"service": "prefill-0"}\n'
+
+
 def test_no_bars_where_there_is_no_terminal(stages: Path) -> None:
     out = StringIO()
     with loading_bars(Console(file=out)) as show:

@@ -79,7 +79,7 @@ def ended(ttft_s: float, tpot_s: float, prompt: int = 10, cached: int = 4) -> pb
 def test_only_the_last_minute_counts() -> None:
     now = 100.0
     recent = Recent(lambda: now)
-    assert recent.state() == pb.RecentState(usage=pb.Usage(), ttft_s=pb.Quantiles(), tpot_s=pb.Quantiles())
+    assert recent.state() == pb.RecentState()
     recent.add("old", ended(9.0, 9.0))
     now = 130.0
     recent.add("one", ended(0.5, 0.0))

@@ -193,6 +193,15 @@ def test_a_gated_step_ends_at_the_first_gate_that_stays_shut(checkpoint: Path) -
         assert not one.run(whole(2, gated=True))[-1].aborted
 
 
+def test_a_gated_step_whose_layers_go_together_ends_there_too(checkpoint: Path) -> None:
+    with stages(checkpoint, 1) as one, stages(checkpoint, 1) as alone:
+        (expected,) = alone.run(whole())
+        one.gates[0].open(1, 0)
+        assert one.run(whole(gated=True))[-1].aborted
+        one.gates[0].open(2, 99)
+        assert one.run(whole(2, gated=True))[-1].sampled == expected.sampled
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_step_goes_on_without_a_dropped_share(checkpoint: Path, count: int) -> None:
     """Its prefix is not there: nothing of it is sampled, and the others are computed as if alone."""

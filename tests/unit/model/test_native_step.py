@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernel
 
 FAMILIES = ("tiny-llama", "tiny-llama3", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
 BLOCK, BLOCKS = 16, 160
-CHEAP = 4
+CHEAP = 3
 """Seeds that are tried by default."""
 
 
@@ -132,7 +132,7 @@ def test_the_torch_stage_on_fresh_shapes(seed: int, tmp_path: Path) -> None:
     """Each seed has its own shape, batches of its own, and one of seed + 1 sequences."""
     chosen = random.Random(seed)
     name = FAMILIES[seed % len(FAMILIES)]
-    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed // 2 % 3]
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
     path = create(name, tmp_path / "model", seed, "bfloat16", overrides=shape_of(chosen))
     native, plain = Checked(path, dtype, "native"), Checked(path, dtype, "torch")
     exact = Checked(path, torch.float32, "torch")
@@ -206,14 +206,17 @@ def test_layer_by_layer_and_by_any_threads_the_same_bits(checkpoint: Callable[[s
     again, batch = prefixes.clone(), work.batch
     hidden = checked.stage.embed(batch.token_ids)
     for layer in range(4):
-        hidden = checked.stage.layer(layer, hidden, batch, again[layer])
+        came, hidden = checked.stage.run(hidden, batch, again, layer, layer + 1)
+        assert came == layer + 1
     assert torch.equal(hidden, whole)
     torch.testing.assert_close(again, pool, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_the_native_step_does_not_take_runs_in_torch(tmp_path: Path) -> None:
+def test_what_the_native_step_does_not_take_runs_in_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Heads of 8 elements: told, and computed all the same."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 1}
-    checked = Checked(create("tiny-llama", tmp_path / "model", overrides=sizes), torch.float32, "")
+    with caplog.at_level("INFO", "moonpool.model.native"):
+        checked = Checked(create("tiny-llama", tmp_path / "model", overrides=sizes), torch.float32, "")
+    assert "no, head_dim 8 is no multiple of 16" in caplog.text
     work, prefixes = draw(checked.config, random.Random(8), 2, 3)
     assert torch.isfinite(checked.run(work, prefixes)[1]).all()

@@ -48,9 +48,11 @@ class Ends:
             setattr(hello, name, value)
         return self.server.offer(hello, self.opened.append)
 
-    async def dial(self, offer: kv_pb2.Lane | None, incarnation: int = INCARNATION) -> Lane[Any]:
+    async def dial(
+        self, offer: kv_pb2.Lane | None, incarnation: int = INCARNATION, lend_bytes: int = WINDOW
+    ) -> Lane[Any]:
         assert offer is not None
-        lane = await self.dialer.dial(offer, incarnation, kvstore_pb2.GetResponse, WINDOW, self.acknowledged.append)
+        lane = await self.dialer.dial(offer, incarnation, kvstore_pb2.GetResponse, lend_bytes, self.acknowledged.append)
         self.lanes.append(lane)
         return lane
 
@@ -96,8 +98,8 @@ async def test_an_offer_that_is_taken_is_a_lane(tmp_path: Path, name: str) -> No
         lane = await it.dial(offer)
         assert (lane.name, [opened.name for opened in it.opened]) == (name, [name])
         [opened] = it.opened
-        regions = {"local": ([1], 2), "tcp": ([], None)}[name]
-        assert (list(opened.readable), opened.lent and opened.lent[0]) == regions
+        expected: dict[str, tuple[list[int], int | None]] = {"local": ([], 1), "tcp": ([], None)}
+        assert (list(opened.readable), opened.lent and opened.lent[0]) == expected[name]
         far: Lane[Any] = Lane(name, opened.sock, kvstore_pb2.PutRequest, acknowledge=it.acknowledged.append)
         await lane.write(REQUEST)
         assert (await far.read())[0] == REQUEST
@@ -105,6 +107,15 @@ async def test_an_offer_that_is_taken_is_a_lane(tmp_path: Path, name: str) -> No
         assert [(n, read()) for n, read, _ in it.dialer.gauges()][BOTH.index(name)] == (f"lanes_{name}", 1)
         lane.close(StreamBroken("enough"))
         assert [read() for _, read, _ in it.dialer.gauges()] == [0, 0, 0]
+
+
+async def test_a_pool_is_shown_to_those_who_read_it_only(tmp_path: Path) -> None:
+    async with ends(tmp_path, "local") as it:
+        await it.dial(it.offer())
+        await it.dial(it.offer(), lend_bytes=0)
+        reading, writing = it.opened
+        assert (list(reading.readable), reading.lent is not None) == ([], True)
+        assert (list(writing.readable), writing.lent is not None) == ([1], False)
 
 
 async def test_the_client_s_best_lane_that_both_have_is_offered(tmp_path: Path) -> None:

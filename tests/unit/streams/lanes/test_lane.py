@@ -15,6 +15,8 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.streams.lanes.pairs import LAYOUT, MAILBOX, REQUEST, RESPONSE, came, pair, pool_of
 
 SLICE = LAYOUT.slice_bytes
+REGION = 4 * LAYOUT.layers * (SLICE + 16)
+"""Bytes of a pool of four blocks: slices, and two numbers of each."""
 
 
 def frame(*extents: tuple[int, int, int], follow: int = 0, pulled: int = 0) -> bytes:
@@ -103,7 +105,8 @@ async def test_a_server_writes_to_what_is_lent_and_beside_it_when_that_is_full()
     [
         (frame((1, 0, 1 << 40)), "too large"),
         (frame((1, 1 << 62, 16)), "of a region"),
-        (frame((1, 4 * 2 * SLICE + 64 - 8, 16)), "of a region"),
+        (frame((1, REGION - 8, 16)), "of a region"),
+        (frame((1, REGION, 1)), "of a region"),
         (frame((2, 0, 16)), "no region 2"),
         (frame((0, 0, 16)), "extents need"),
         (frame((1, 0, 16), follow=4) + b"abcd", "extents need"),

@@ -62,6 +62,13 @@ def test_a_folder_in_which_others_write_is_refused(tmp_path: Path, mode: int) ->
         settings(tmp_path)
 
 
+def test_a_link_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    with pytest.raises(ConfigError, match=r"kv_lanes_dir: .*must be a folder of this user"):
+        settings(tmp_path / "link")
+
+
 def test_a_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv_lanes_dir: .*too long"):
         settings(tmp_path / ("x" * 100))
