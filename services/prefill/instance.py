@@ -11,7 +11,7 @@ from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_
 from moonpool.engine.reading import pool_reads, read_gauges
 from moonpool.kv.deletions import Deletions
 from moonpool.sched.block_manager import BlockManager
-from moonpool.streams.block_reader import BlockReader, ReadMethod
+from moonpool.streams.block_reader import FROM_STORE, BlockReader, ReadMethod
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer_client import TransferSender
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
@@ -199,14 +199,9 @@ class PrefillInstance:
 
     def _open_reader(self, address: str, method: ReadMethod) -> BlockReader:
         it = self._context
+        lanes = it.dialer if method is FROM_STORE else None
         return BlockReader(
-            it.channels,
-            address,
-            it.hello(),
-            self.layout,
-            method,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
-            lanes=it.dialer,
+            it.channels, address, it.hello(), self.layout, method, connect_timeout_s=CONNECT_TIMEOUT_S, lanes=lanes
         )
 
     def _open_writer(self, address: str) -> StoreWriter:
