@@ -56,8 +56,8 @@ _verbs("context", "contexts", "Named contexts: context create|list|show|renew|de
 _verbs(
     "simulate",
     "simulate",
-    "Experiments in virtual time: simulate cache|scale|scheduling|ratio|overload|roles|conductors|pipeline|hot|transfer|"
-    "memory|faults.",
+    "Experiments in virtual time: simulate cache|scale|scheduling|ratio|overload|roles|conductors|pipeline|hot|"
+    "transfer|memory|faults.",
 )
 
 
