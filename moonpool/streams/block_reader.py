@@ -205,7 +205,7 @@ class BlockReader:
             )(),
             method.asked(hello=hello),
             _get_session,
-            kvstore_pb2.GetResponse,
+            method.answer,
             lanes=lanes,
             window_bytes=window_bytes,
             credit=lambda credit: method.asked(credit=credit),

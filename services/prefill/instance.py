@@ -177,6 +177,7 @@ class PrefillInstance:
                 ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
                 ("steps", lambda: core.steps.done, None),
                 *self._context.dialer.gauges(),
+                *self._context.lanes.gauges(),
                 *self._context.engine_gauges(),
                 *process_entries(),
             ]
