@@ -1,6 +1,7 @@
 """Prefixes read from the pools of other prefill and decode instances, and what happens when they are not there."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ async def test_reads_from_another_prefill() -> None:
 
 @pytest.mark.parametrize("lane", ["local", "tcp"])
 async def test_reads_over_a_lane(lane: str, tmp_path: Path) -> None:
-    lanes = {"kv_lanes": lane, "kv_lanes_dir": tmp_path}
+    lanes: dict[str, Any] = {"kv_lanes": lane, "kv_lanes_dir": tmp_path}
     async with prefilling(incarnation=6, **lanes) as peer, prefilling(**lanes) as it:
         await warm(peer)
         told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
