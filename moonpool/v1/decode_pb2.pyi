@@ -386,6 +386,7 @@ class StartSequence(_message.Message):
     LOG_PROBABILITIES_FIELD_NUMBER: _builtins.int
     COMPUTE_PROMPT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    KNOWN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     transfer_id: _builtins.int
@@ -412,6 +413,12 @@ class StartSequence(_message.Message):
     def logprobs(self) -> _kv_pb2.Logprobs:
         """Of `first_token_id`, where `Sampling.logprobs` wants them and one answer: for who resumes it."""
 
+    @_builtins.property
+    def known_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens behind `first_token_id` that are known too, as the sequence has gone on elsewhere meanwhile: their KV is
+        computed in one go, and what is told begins behind them. For one answer without beams and log probabilities.
+        """
+
     def __init__(
         self,
         *,
@@ -423,10 +430,11 @@ class StartSequence(_message.Message):
         log_probabilities: _abc.Iterable[_builtins.float] | None = ...,
         compute_prompt: _builtins.bool = ...,
         logprobs: _kv_pb2.Logprobs | None = ...,
+        known_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "generation", b"generation", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "generation", b"generation", "known_token_ids", b"known_token_ids", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

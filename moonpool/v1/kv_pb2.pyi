@@ -1163,7 +1163,9 @@ class ForgetRequest(_message.Message):
     TTL_S_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def deletions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Deletion]:
-        """Those that were carried out here before (in this process' life; by a kvstore: ever) are passed over."""
+        """Those that were carried out here before (in this process' life; by a kvstore: ever) are not carried out again. A
+        kvstore counts in its answer what they deleted then.
+        """
 
     @_builtins.property
     def ttl_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:

@@ -201,7 +201,8 @@ class Calls:
         opening = serving.answer.opening
         scores = opening.log_probabilities if opening is not None else ()
         tokens, logprobs = serving.opening_tokens, serving.opening_logprobs
-        steps.start(order.sequence, target_proto(order.target), tokens, scores, logprobs)
+        known = serving.known_tokens
+        steps.start(order.sequence, target_proto(order.target), tokens, scores, logprobs, known)
         following.stop_complete()
 
     def adopt(self, order: Adopt, serving: Serving) -> None:

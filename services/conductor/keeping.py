@@ -206,9 +206,10 @@ class ContextKeeper:
             await self._stored(keys)
         except MoonpoolError as error:
             status, why = pb.CONTEXT_STATUS_ERROR, str(error)
-        if self._is_there(context):
-            await self._ledger.push([self.contexts.filled(context, status, why)])
-            self._pins.wanted(context)
+        await self._pins.now(context)
+        latest = self.contexts.get(*place_of(context))
+        if latest is not None and latest.pinned_blocks < latest.blocks:  # what is pinned whole is ready
+            await self._ledger.push([self.contexts.filled(latest, status, why)])
 
     async def _stored(self, keys: Sequence[BlockKey]) -> None:
         """Waits until some kvstore has all of a chain; gives up after a time."""

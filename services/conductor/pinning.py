@@ -80,6 +80,15 @@ class Pinning:
         elif context.keys:
             self._start(place, 0.0)
 
+    async def now(self, context: pb.Context) -> None:
+        """As `wanted`, and waits for it; while it is being pinned, not."""
+        place = place_of(context)
+        if place in self._again:
+            self._again[place] = True
+        else:
+            self._again[place] = False
+            await self._pin(place, 0.0)
+
     def _start(self, place: _Place, pause_s: float) -> None:
         self._again[place] = False
         now = asyncio.get_running_loop().time()

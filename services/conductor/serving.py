@@ -16,6 +16,8 @@ from services.conductor.outgoing import Outgoing
 from services.conductor.resume import resume_point
 from services.conductor.translate import FINISHES
 
+LEAST_KNOWN = 4
+"""Fewer tokens are generated again about as soon as they are computed in one go."""
 MAX_TIMES = 512
 """Times of tokens that are kept for `Explain`."""
 
@@ -166,12 +168,20 @@ class Serving:
     def opening_tokens(self) -> list[int]:
         """With which decode begins: the token after those that were placed of one answer, the first ones of several.
 
-        An answer that is being moved has more tokens by then: they are generated again.
+        An answer that is being moved has more tokens by then (`known_tokens`).
         """
         answer = self.answer
         if answer.opening is not None:
             return [answer.opening.token_id, *answer.opening.further_token_ids]
         return [choice.tokens[self._hashed] for choice in answer.choices]
+
+    @property
+    def known_tokens(self) -> Sequence[int]:
+        """Tokens behind the opening one that an answer has which is being moved; those that can be told to decode."""
+        answer = self.answer
+        known = answer.continued[self._hashed + 1 :]
+        scored = answer.request.sampling.logprobs is not None
+        return known if len(known) >= LEAST_KNOWN and not scored else ()
 
     def _prompt_scored(self, first: prefill_pb2.FirstToken) -> None:
         """Tells the client the prompt's log probabilities, where it wants them: once, whatever is placed anew.

@@ -145,10 +145,13 @@ class StepsStream:
         first_tokens: Sequence[int],
         log_probabilities: Sequence[float] = (),
         logprobs: Logprobs | None = None,
+        known: Sequence[int] = (),
         *,
         compute: bool = False,
     ) -> None:
         """Tell decode each answer's first token, or for beams the candidates: with them they may join the batch.
+
+        Of one answer, tokens behind the first one may be `known` too.
 
         With `compute` there is none: decode computes the prompt.
         """
@@ -161,6 +164,7 @@ class StepsStream:
             log_probabilities=log_probabilities,
             logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
             compute_prompt=compute,
+            known_token_ids=known,
         )
         self._send(decode_pb2.StepsRequest(start=start))
 

@@ -96,6 +96,14 @@ class LiveSequence:
         self.keys.append(key)
         return key
 
+    def fill(self, block_tokens: int) -> tuple[BlockKey, ...]:
+        """Notes the keys of all blocks that are full with the tokens before the last one; those that are new."""
+        there, full = len(self.keys), (len(self.tokens) - 1) // block_tokens
+        tokens = self.tokens[there * block_tokens : full * block_tokens]
+        new = tuple(block_keys(self.parent(there), tokens, block_tokens))
+        self.keys += new
+        return new
+
     def step(self, start: int, count: int, block_tokens: int, *, sample: bool) -> SequenceStep:
         """Its share of a step: `count` tokens from `start` on; the last ones of the sequence when it samples."""
         return SequenceStep(
@@ -168,6 +176,7 @@ class LiveRequest:
         ending: the core lets it go: nothing is taken for it and nothing told any more.
         why: it ends early.
         subscriber: gets its tokens; set when it is started.
+        known: tokens behind the first one that it began with, and keys of the blocks that they fill.
         send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
     """
 
@@ -183,6 +192,7 @@ class LiveRequest:
     why: str = ""
     subscriber: Subscriber | None = None
     send_verdict: Callable[[InboundTransfer], None] | None = None
+    known: tuple[int, tuple[BlockKey, ...]] = (0, ())
 
     def __post_init__(self) -> None:
         for choice in range(self.incoming.width):
@@ -198,6 +208,10 @@ class LiveRequest:
             Why each answer ends with its first token, 0 when it goes on; for beams, what may follow the prompt.
         """
         tokens = [message.first_token_id, *message.further_token_ids]
+        if message.known_token_ids:
+            self.sequences[0].begin(message.first_token_id, *message.known_token_ids)
+            self.known = len(message.known_token_ids), self.sequences[0].fill(self.transfer.layout.block_tokens)
+            return (self.sequences[0].sampling.finish(self.sequences[0].tokens, max_tokens),), ()
         if self.beams is not None:
             for sequence in self.sequences:
                 sequence.begin()
@@ -318,6 +332,8 @@ def _first_misfit(live: LiveRequest, message: decode_pb2.StartSequence) -> str |
             return "a prompt whose log probabilities are wanted (sampling.prompt_logprobs) is not computed here"
         alone = len(live.sequences) == 1 and live.beams is None
         return None if alone else "a prompt is computed here for one answer only, without beams"
+    if message.known_token_ids and (live.beams or message.HasField("logprobs") or len(live.sequences) > 1):
+        return "tokens behind the first one may be known of one answer without beams and log probabilities"
     tokens, scores, wanted = 1 + len(message.further_token_ids), len(message.log_probabilities), len(live.sequences)
     if live.beams is None:
         first = logprobs_from_proto(message.logprobs)

@@ -217,7 +217,11 @@ def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: 
     vocab = instance.setup.vocab_size
     if instance.shell.dead:
         subscriber.failed(message.request_id, instance.shell.dead)
-    elif bad := [token for token in (message.first_token_id, *message.further_token_ids) if not 0 <= token < vocab]:
+    elif bad := [
+        token
+        for token in (message.first_token_id, *message.further_token_ids, *message.known_token_ids)
+        if not 0 <= token < vocab
+    ]:
         subscriber.failed(message.request_id, f"there is no token {bad[0]}")  # an engine must never meet one
     else:
         instance.shell.start(subscriber, message)

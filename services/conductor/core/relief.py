@@ -1,9 +1,9 @@
 """Rids instances of what they have: decode instances that drain, and slow ones, where others can take it over.
 
 A sequence that runs is *moved*: it goes on where it is and is followed as before, while the request is placed anew with
-the tokens that it has. The new place generates again what the old one has made meanwhile; with its first message the
-old one is ended. If there is no new place, it stays. A prompt that waits at a slow prefill instance is placed anew at
-once. docs/adr/0018-failover.md has the rules.
+the tokens that it has. The new place is told what the old one has made meanwhile, and goes on behind it; with its first
+message the old one is ended. If there is no new place, it stays. A prompt that waits at a slow prefill instance is
+placed anew at once. docs/adr/0018-failover.md has the rules.
 """
 
 from collections.abc import Iterator, Mapping

@@ -97,6 +97,10 @@ class Start:
     """The same for the further sequences of a group."""
     candidates: Candidates = ()
     """What may follow the prompt, where beams are wanted: there is no first token then."""
+    known: int = 0
+    """Tokens behind the first one that are known too; of one sequence."""
+    known_keys: tuple[BlockKey, ...] = ()
+    """Of the blocks that these fill, the last token left out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,9 +179,9 @@ class DecodeCore:
         if event.stream not in self._streams:
             self._end([request], "the conductor's stream ended", out)
             return
-        finishes = event.finish, *event.others
-        request.stream, request.finishes, request.opening = event.stream, finishes, event.candidates
-        assert request.search or len(finishes) == request.width, "a first token for each sequence"
+        request.stream, request.finishes = event.stream, (event.finish, *event.others)
+        request.opening, request.known, request.known_keys = event.candidates, event.known, event.known_keys
+        assert request.search or len(request.finishes) == request.width, "a first token for each sequence"
         request.members[0].tokens += 1
         self._join(request, out)
 
@@ -208,7 +208,7 @@ class DecodeCore:
         if over or len(ended) == request.width:
             self._leave(request, out)
             return
-        self.planner.add(request)
+        (self.parking.go_on if request.known else self.planner.add)(request)
         for member, _ in ended:
             self.planner.end(request, member)
 

@@ -121,11 +121,14 @@ class Request:
     """Set when its sequences are beams."""
     opening: Candidates = ()
     """What may follow the prompt, where beams are wanted."""
+    known: int = 0
+    """Tokens behind the first one that are known, until it begins; `known_keys` are those of the blocks they fill."""
+    known_keys: tuple[BlockKey, ...] = ()
     preemptions: int = 0
     logprob_bytes: int = 0
     """Bytes of the log probabilities that are kept with each token of its answer."""
     prompt_here: bool = False
-    """Its prompt is computed here: nobody else writes it to its kvstores."""
+    """Its prompt, or known tokens behind it, are computed here: nobody else writes these to its kvstores."""
     recompute: bool = False
     """Was parked to be computed anew wholly."""
     shape: Shape | None = None

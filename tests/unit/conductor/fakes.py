@@ -155,6 +155,7 @@ class ScriptedDecode(FakeMember):
     predicted_tbt_s: float = 0.0
     held_blocks: int = 0  # of every prompt
     computed: list[str] = field(default_factory=list)  # sequences whose prompts it has computed itself
+    known: list[list[int]] = field(default_factory=list)  # behind the first token, of each start
     fail_at: list[int] = field(default_factory=list)  # output positions at which a sequence fails, once each
     hold_at: int = -1  # position at which sequences wait for `go`
     break_at: list[int] = field(default_factory=list)  # positions at which the whole stream breaks, once each
@@ -237,7 +238,9 @@ class ScriptedDecode(FakeMember):
                 if spec.sampling.beam_width:
                     outgoing.put_nowait(self._hypotheses(spec, start))
                 else:
-                    tasks[start.request_id] = self._run(start.request_id, [*tokens, start.first_token_id], outgoing)
+                    self.known.append(list(start.known_token_ids))
+                    begun = [*tokens, start.first_token_id, *start.known_token_ids]
+                    tasks[start.request_id] = self._run(start.request_id, begun, outgoing)
             elif request.HasField("resume"):
                 self._resume(request.resume, tasks, outgoing)
             elif request.HasField("cancel"):

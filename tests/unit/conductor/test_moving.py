@@ -65,6 +65,30 @@ async def test_what_is_made_meanwhile_is_told_and_made_again() -> None:
         assert old.cancelled == old.history
 
 
+async def test_what_was_made_meanwhile_is_told_to_the_new_place_which_goes_on_behind_it() -> None:
+    ready = asyncio.Event()
+    p, old, new = prefill(), decode(0, hold_at=3), decode(1)
+    async with stack(p, old, new) as s:
+        stream = s.client.stream(
+            token_ids=PROMPT, sampling=SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        )
+        events = aiter(stream)
+        tokens = await first(events, 3)
+        p.before.append(ready)
+        await drained(s, old)
+        await p.until(lambda: len(p.requests) == 2)
+        go, old.go, old.hold_at = old.go, asyncio.Event(), 9
+        go.set()
+        tokens += await first(events, 6)
+        ready.set()
+        async for event in events:
+            tokens += event.token_ids
+        assert tokens == expected(20, 12)
+        assert (old.known, new.known) == ([[]], [expected(20, 12)[4:9]])
+        await s.rest()
+        assert old.cancelled == old.history
+
+
 async def test_an_answer_that_ends_meanwhile_is_whole() -> None:
     ready = asyncio.Event()
     p, old, new = prefill(), decode(0, hold_at=3), decode(1)

@@ -73,8 +73,16 @@ class Conductor:
         self._first[request_id] = position
 
     async def start(
-        self, request_id: str, target: kv_pb2.TransferTarget, token: int, *further: int, scores: Sequence[float] = ()
+        self,
+        request_id: str,
+        target: kv_pb2.TransferTarget,
+        token: int,
+        *further: int,
+        scores: Sequence[float] = (),
+        known: Sequence[int] = (),
     ) -> None:
+        """Starts a request with its first tokens; of one answer perhaps with those behind, too."""
+        self.expect(request_id, 1 + len(known))
         started = decode_pb2.StartSequence(
             request_id=request_id,
             transfer_id=target.transfer_id,
@@ -82,6 +90,7 @@ class Conductor:
             first_token_id=token,
             further_token_ids=further,
             log_probabilities=scores,
+            known_token_ids=known,
         )
         await self.call.write(decode_pb2.StepsRequest(start=started))
 

@@ -23,6 +23,7 @@ from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.config import KVStoreConfig
+from services.kvstore.operate.ledger import Ledger
 from services.kvstore.service import KVStoreService, open_tiers
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, keys_of, slice_of
@@ -60,12 +61,11 @@ class Rig:
             self.channels.get(self.address), "moonpool.v1.KVStoreService", method, request, response
         )()
 
-    async def put(self, keys: Sequence[BlockKey], tenant: str = "") -> tuple[int, int]:
+    async def put(self, keys: Sequence[BlockKey], tenant: str = "", forgotten: Sequence[str] = ()) -> tuple[int, int]:
         writer = self.writer()
         try:
-            outcome = await writer.put(
-                keys, PARENTS[: len(keys)], tenant, hashed(lambda layer, i: slice_of(keys[i], layer)), timeout_s=10
-            )
+            read = hashed(lambda layer, i: slice_of(keys[i], layer))
+            outcome = await writer.put(keys, PARENTS[: len(keys)], tenant, read, timeout_s=10, forgotten=forgotten)
         finally:
             await writer.aclose()
         return outcome.present, outcome.stored
@@ -115,13 +115,13 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    data_dir: Path | None = None, *, together_bytes: int = FRAME_BYTES, **settings: Any
+    data_dir: Path | None = None, *, together_bytes: int = FRAME_BYTES, ledger: Ledger | None = None, **settings: Any
 ) -> AsyncIterator[Rig]:
     defaults: dict[str, Any] = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5, "kv_lanes": "grpc"}
     settings = defaults | settings
     config = KVStoreConfig(data_dir=data_dir, **{"lease_bytes": settings["dram_bytes"]} | settings)
     instance = kv_pb2.Instance(id="kvstore-0", incarnation=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
-    service = KVStoreService(config, open_tiers(config), instance)
+    service = KVStoreService(config, open_tiers(config), instance, ledger=ledger)
     get = replace(service.servicer.get, together_bytes=together_bytes)
     service.servicer = replace(service.servicer, get=get)
     async with (

@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 
+from moonpool.core.digest import digest_of
 from moonpool.kv.keys import BlockKey, block_keys
 
 BT = 16
@@ -26,6 +27,19 @@ class Sequence:
 
     def keys(self) -> list[BlockKey]:
         return block_keys(ROOT, self.tokens, BT)
+
+    def go_on(self, count: int) -> list[int]:
+        """Takes so many tokens more; returns them."""
+        for _ in range(count):
+            self.tokens.append(self.token_after(len(self.tokens)))
+        return self.tokens[len(self.tokens) - max(count, 0) :].tolist()
+
+    def content(self, position: int) -> bytes:
+        """What a slot holds: a hash of all tokens up to its own."""
+        while len(self.contents) <= position:
+            before = self.contents[-1] if self.contents else b""
+            self.contents.append(digest_of(before, self.tokens[len(self.contents)]))
+        return self.contents[position]
 
     def token_after(self, tokens: int) -> int:
         return (len(self.tokens) * 31 + tokens * 7 + self.tokens[0] + 101 * self.index) % 1000

@@ -61,16 +61,20 @@ class DecodeMachine(RuleBasedStateMachine):
         self.world.reserve(what, answer, slo=slo, conductor=who, stores=stores, total=9 * BT, resumable=resumable)
 
     @rule(
-        length=st.integers(1, 3 * BT), seed=st.integers(0, 2), answer=st.integers(1, 5 * BT), stores=st.integers(0, 1)
+        length=st.integers(1, 3 * BT),
+        seed=st.integers(0, 2),
+        answer=st.integers(1, 5 * BT),
+        stores=st.integers(0, 1),
+        known=st.sampled_from([0, 0, 1, BT, 2 * BT + 1]),
     )
-    def go(self, length: int, seed: int, answer: int, stores: int) -> None:
-        """A request up to its start, at once: by single rules few get so far."""
+    def go(self, length: int, seed: int, answer: int, stores: int, known: int) -> None:
+        """A request up to its start, at once: by single rules few get so far. Of some more than one token is known."""
         number = self.world.reserve(
             prompt(length, seed), answer, conductor=self.conductor, stores=stores, total=9 * BT, resumable=True
         )
         if number is not None:
             self.world.arrive(number)
-            self.world.start(number, self.streams)
+            self.world.start(number, self.streams, known)
 
     @rule(
         length=st.integers(1, 2 * BT),

@@ -160,7 +160,8 @@ class World:
                 self.stored[store, key] = dict(self.pool[block])
         self.post(Arrived(number))
 
-    def start(self, number: int, stream: int = 1) -> None:
+    def start(self, number: int, stream: int = 1, known: int = 0) -> None:
+        """Tells the first tokens; of one sequence perhaps so many more, which it would have generated."""
         if self.core.requests[number].search is not None:
             self.post(Start(number, stream, 0, candidates=self._candidates(self.sequences[number])))
             return
@@ -170,7 +171,13 @@ class World:
             self.answers[other] = [it.tokens[-1]]
             self.followers[other], self.heard[other] = stream, list(self.answers[other])
             finishes.append(STOP if it.answer == 1 else 0)
-        self.post(Start(number, stream, finishes[0], tuple(finishes[1:])))
+        it = self.sequences[number]
+        more = it.go_on(min(known, it.answer - 2))
+        self.answers[number] += more
+        self.heard[number] += more
+        keys = it.keys()[len(self.asked[number].keys) : (len(it.tokens) - 1) // BT] if more else []
+        finish, *others = finishes
+        self.post(Start(number, stream, finish, tuple(others), known=len(more), known_keys=tuple(keys)))
 
     def compute(self, number: int, stream: int = 1) -> list[Action]:
         self.answers[number], self.heard[number], self.followers[number] = [], [], stream
@@ -208,7 +215,7 @@ class World:
             assert len(it.table) == -(-len(it.tokens) // BT), "blocks for the tokens, no more and no fewer"
             for position in range(start):
                 held = self.pool[it.table[position // BT]].get(position % BT)
-                assert held == self._content(it, position), f"wrong KV at {position} of sequence {number}"
+                assert held == it.content(position), f"wrong KV at {position} of sequence {number}"
             for position in range(start, start + count):
                 self._write(it, position)
             if not sample or self.core.requests[it.request].state.value == "leaving":
@@ -310,13 +317,6 @@ class World:
         assert position == len(self.heard[number])
         self.heard[number] += self.answers[number][position:]
 
-    def _content(self, it: Sequence, position: int) -> bytes:
-        """What a slot holds: a hash of all tokens up to its own."""
-        while len(it.contents) <= position:
-            before = it.contents[-1] if it.contents else b""
-            it.contents.append(digest_of(before, it.tokens[len(it.contents)]))
-        return it.contents[position]
-
     def _candidates(self, it: Sequence) -> Candidates:
         """What may follow a beam."""
         search = self.core.requests[it.request].search
@@ -350,7 +350,7 @@ class World:
         self.searched[ranked.id] = found
 
     def _write(self, it: Sequence, position: int) -> None:
-        self.pool[it.table[position // BT]][position % BT] = self._content(it, position)
+        self.pool[it.table[position // BT]][position % BT] = it.content(position)
 
     def _perform(self, action: Action) -> None:
         match action:
