@@ -795,11 +795,15 @@ class Sampling(_message.Message):
     min_tokens: _builtins.int
     """No end-of-sequence or stop token is chosen before so many tokens; default 0."""
     temperature: _builtins.float
-    """0 = greedy; default 1."""
+    """0 = greedy; default 1. Where this, top_p, top_k or repetition_penalty is unset in a client's request, the conductor
+    may set what the checkpoint suggests.
+    """
     top_p: _builtins.float
     """Smallest set of most likely tokens whose probability reaches it; default 1 (all)."""
     top_k: _builtins.int
-    """Number of most likely tokens considered; 0 = all."""
+    """Number of most likely tokens considered; 0 = unset, which means all; 2147483647 = all, whatever the checkpoint
+    suggests.
+    """
     min_p: _builtins.float
     """Least probability relative to the most likely token; default 0."""
     presence_penalty: _builtins.float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -41,6 +41,11 @@ class ConductorConfig(CoreServiceConfig):
     model: str = Field(
         description="checkpoint folder, GGUF file or Hugging Face hub id whose tokenizer and configuration are used; "
         "the name of folder or file is the model's name"
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="sampling of requests that do not say it: auto = what the checkpoint's generation_config.json "
+        "suggests, if anything; none = everything neutral (temperature 1); docs/sampling.md",
     )
     policy: str = Field(
         DEFAULT,

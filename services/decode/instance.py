@@ -78,8 +78,8 @@ class DecodeInstance:
         self.subscribers: set[Subscriber] = set()
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()
-        self.lanes = context.lanes
         self.reads = pool_reads(context, pool, self.closing)
+        self.lanes = context.lanes
         self.draining = False
         self.taken = 0
         """Promises given so far."""

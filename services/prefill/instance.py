@@ -201,13 +201,7 @@ class PrefillInstance:
     def _open_reader(self, address: str, method: ReadMethod) -> BlockReader:
         it = self._context
         return BlockReader(
-            it.channels,
-            address,
-            it.hello(),
-            self.layout,
-            method,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
-            lanes=it.dialer,
+            it.channels, address, it.hello(), self.layout, method, connect_timeout_s=CONNECT_TIMEOUT_S, lanes=it.dialer
         )
 
     def _open_writer(self, address: str) -> StoreWriter:

@@ -289,7 +289,7 @@ class DecodeCore:
             self._step_over(out)
             self._end(list(self.requests.values()), event.why, out)
         else:
-            out += self.lending.handle(event, self.room.spare)
+            out += self.lending.handle(event, self.room.unexpected)
 
     # --- steps and copies ------------------------------------------------------------------------------------------
 

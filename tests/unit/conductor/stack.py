@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import moonpool.bundled
+from moonpool.checkpoint import DefaultSampling
 from moonpool.client import AsyncClient
 from moonpool.cluster import HeldKeys, JoinAgent
 from moonpool.rpc.channels import Channels
@@ -118,9 +119,12 @@ class Stack:
 
 
 @asynccontextmanager
-async def stack(*members: FakeMember, **settings: Any) -> AsyncIterator[Stack]:
-    """A conductor that `members` have joined."""
+async def stack(
+    *members: FakeMember, suggested: DefaultSampling | None = None, **settings: Any
+) -> AsyncIterator[Stack]:
+    """A conductor that `members` have joined; its checkpoint has `suggested` sampling."""
     checkpoint = Checkpoint.load(str(TINY))
+    checkpoint = replace(checkpoint, config=replace(checkpoint.config, default_sampling=suggested or DefaultSampling()))
     config = ConductorConfig(
         **{"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0, **settings}
     )
