@@ -150,8 +150,7 @@ async def run_instance(
         metrics = Metrics(config.service())
         metrics.watch(service.gauges())
         await stack.enter_async_context(metrics.served(config.metrics_listen))
-        if decode:
-            await stack.enter_async_context(lanes.running(config))
+        await stack.enter_async_context(lanes.running(config))
         server = await stack.enter_async_context(serving(config.listen, [contract], security=security))
         instance.address = config.advertised(server.port)
         agent = Joining(

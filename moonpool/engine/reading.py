@@ -13,6 +13,7 @@ from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.pool import KVPool
 from moonpool.sched.lending import LendBlocks, Lending, TakeBack
 from moonpool.streams.credits import ByteCredits, Traffic
+from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.link import Link
 from moonpool.streams.receiving import FrameWriter, check_hello
 from moonpool.streams.serving import ServerStream
@@ -40,6 +41,7 @@ class PoolReads:
         link: the way out.
         calls: has the core hold blocks.
         closing: set when streams are to end.
+        lanes: offers lanes to readers.
 
     Attributes:
         sessions: reads under way.
@@ -54,8 +56,10 @@ class PoolReads:
         link: Link,
         calls: PoolCalls,
         closing: asyncio.Event,
+        lanes: LaneServer,
     ) -> None:
         self.instance, self.namespace, self.pool, self.link, self.closing = instance, namespace, pool, link, closing
+        self.lanes = lanes
         self.sessions = self.sent_bytes = 0
         self._calls = calls
         self._numbers = itertools.count(1)
@@ -111,7 +115,8 @@ class PoolReads:
 def pool_reads(context: InstanceContext, calls: PoolCalls, closing: asyncio.Event) -> PoolReads:
     """What other instances read of an instance's pool."""
     setup = context.setup
-    return PoolReads(context.instance, setup.namespace, context.engine.pool, context.link, calls, closing)
+    pool, link = context.engine.pool, context.link
+    return PoolReads(context.instance, setup.namespace, pool, link, calls, closing, context.lanes)
 
 
 def read_gauges(reads: PoolReads, lending: Lending) -> list[Entry]:
@@ -135,7 +140,7 @@ class ReadStream(ServerStream[kv_pb2.ReadKVRequest]):
     """One reading instance's stream."""
 
     def __init__(self, reads: PoolReads) -> None:
-        super().__init__(reads.closing)
+        super().__init__(reads.closing, lanes=reads.lanes)
         self._reads = reads
         self._frames: FrameWriter
         self._credits = ByteCredits()  # those of `_frames`, once there are some
@@ -154,7 +159,8 @@ class ReadStream(ServerStream[kv_pb2.ReadKVRequest]):
             self.outbox, reads.pool.layout, lambda header: kv_pb2.ReadKVResponse(frame=header), link=reads.link
         )
         self._credits = self._frames.credits
-        self.post(kv_pb2.ReadKVResponse(welcome=kv_pb2.StreamWelcome(receiver=reads.instance)))
+        welcome = kv_pb2.StreamWelcome(receiver=reads.instance, lane=self.offer_lane(message))
+        self.post(kv_pb2.ReadKVResponse(welcome=welcome))
 
     def on_message(self, message: kv_pb2.ReadKVRequest, payload: memoryview) -> None:
         """One message of the reader. What is wrong with a read ends that read only."""

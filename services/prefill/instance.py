@@ -11,7 +11,7 @@ from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_
 from moonpool.engine.reading import pool_reads, read_gauges
 from moonpool.kv.deletions import Deletions
 from moonpool.sched.block_manager import BlockManager
-from moonpool.streams.block_reader import FROM_STORE, BlockReader, ReadMethod
+from moonpool.streams.block_reader import BlockReader, ReadMethod
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer_client import TransferSender
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
@@ -177,6 +177,7 @@ class PrefillInstance:
                 ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
                 ("steps", lambda: core.steps.done, None),
                 *self._context.dialer.gauges(),
+                *self._context.lanes.gauges(),
                 *self._context.engine_gauges(),
                 *process_entries(),
             ]
@@ -199,9 +200,8 @@ class PrefillInstance:
 
     def _open_reader(self, address: str, method: ReadMethod) -> BlockReader:
         it = self._context
-        lanes = it.dialer if method is FROM_STORE else None
         return BlockReader(
-            it.channels, address, it.hello(), self.layout, method, connect_timeout_s=CONNECT_TIMEOUT_S, lanes=lanes
+            it.channels, address, it.hello(), self.layout, method, connect_timeout_s=CONNECT_TIMEOUT_S, lanes=it.dialer
         )
 
     def _open_writer(self, address: str) -> StoreWriter:

@@ -184,7 +184,7 @@ async def decoding(
     *, blocks: int = 32, incarnation: int = 11, spans: Path | None = None, max_tokens: int = 512, **settings: Any
 ) -> AsyncIterator[Decode]:
     """A running decode instance; afterwards everything must be at rest."""
-    config = DecodeConfig(conductor="127.0.0.1:1", model="fake", id="decode-0", **settings)
+    config = DecodeConfig(conductor="127.0.0.1:1", model="fake", id="decode-0", **{"kv_lanes": "grpc", **settings})
     instance = kv_pb2.Instance(id="decode-0", incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_DECODE)
     async with Channels() as channels:
         engine, recorder = FakeEngine(blocks), Recorder("decode-0", spans)
@@ -202,19 +202,24 @@ async def decoding(
 
 @asynccontextmanager
 async def prefilling(
-    *, blocks: int = 32, stages: int = 1, spans: Path | None = None, rate: float | None = None, **settings: Any
+    *,
+    blocks: int = 32,
+    incarnation: int = 5,
+    stages: int = 1,
+    spans: Path | None = None,
+    rate: float | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Prefill]:
     """A running prefill instance; afterwards everything must be at rest."""
-    settings = {"step_tokens": 2 * BLOCK, **settings}
+    settings = {"step_tokens": 2 * BLOCK, "kv_lanes": "grpc", **settings}
     config = PrefillConfig(conductor="127.0.0.1:1", model="fake", id="prefill-0", **settings)
-    instance = kv_pb2.Instance(id="prefill-0", incarnation=5, kind=kv_pb2.INSTANCE_KIND_PREFILL)
+    instance = kv_pb2.Instance(id="prefill-0", incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_PREFILL)
     async with Channels() as channels:
         engine, recorder = FakeEngine(blocks, stages=stages), Recorder("prefill-0", spans)
         it = Prefill(None, engine, instance, channels)
-        it.service = PrefillInstance(
-            _parts(engine, channels, instance, it.changed.set, rate=rate, spans=recorder, config=config), config
-        )
-        async with _running(it, prefill_contract(it.service), it.changed.set):
+        parts = _parts(engine, channels, instance, it.changed.set, rate=rate, spans=recorder, config=config)
+        it.service = PrefillInstance(parts, config)
+        async with parts.lanes.running(config), _running(it, prefill_contract(it.service), it.changed.set):
             yield it
             await it.rest()
         recorder.close()

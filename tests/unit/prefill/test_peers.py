@@ -1,5 +1,8 @@
 """Prefixes read from the pools of other prefill and decode instances, and what happens when they are not there."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from moonpool.kv.keys import block_keys
@@ -35,6 +38,17 @@ async def test_reads_from_another_prefill() -> None:
         assert it.service.core.state.tracker.speeds.peer_bytes_per_s > 0
         await peer.rest()
         assert peer.service.reads.sent_bytes == 4 * LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize("lane", ["local", "tcp"])
+async def test_reads_over_a_lane(lane: str, tmp_path: Path) -> None:
+    lanes: dict[str, Any] = {"kv_lanes": lane, "kv_lanes_dir": tmp_path}
+    async with prefilling(incarnation=6, **lanes) as peer, prefilling(**lanes) as it:
+        await warm(peer)
+        told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
+        assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 4 * BLOCK)
+        gauges = {gauge.name: gauge.value for gauge in peer.service.gauges().read()}
+        assert (gauges[f"lanes_{lane}_opened"], gauges["lanes_refused"]) == (1, 0)
 
 
 async def test_reads_from_a_decode() -> None:
