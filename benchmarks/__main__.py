@@ -16,6 +16,7 @@ ALL = (
     "failover",
     "fairness",
     "gateway",
+    "hot",
     "kernels",
     "kv_stream",
     "kvstore",

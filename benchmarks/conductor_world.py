@@ -76,7 +76,7 @@ class ConductorWorld:
     def __init__(self, size: Size) -> None:
         self._size = size
         self._random = random.Random(SEED)
-        self.picture = Picture(max_index_keys=2 * size.blocks)
+        self.picture = Picture(max_index_keys=2 * size.blocks, peers=True, copy_share=0.1)
         self._sequences: dict[str, int] = {}
         self._open: deque[tuple[int, int]] = deque()
         self._now = 0.0
@@ -112,7 +112,10 @@ class ConductorWorld:
         plan = self.picture.plan(
             tokens=len(keys) * BLOCK_TOKENS + 5, answer_tokens=400, keys=keys, prompt_key=keys[0], now=self._now
         )
-        prefill = self.picture.claim_prefill(plan.prefill.id, plan.prefill.busy_s, self._now, plan.prefill.kvstore)
+        best = plan.prefill
+        links = best.source, None, best.read_s, plan.send_s
+        prefill = self.picture.claim_prefill(best.id, best.busy_s, self._now, *links)
+        self.picture.hot.placed(keys, plan.wish, "", self._now)
         decode = self.picture.claim_decode(
             plan.decodes[0].id, Answer(plan.demand.prompt_tokens, plan.decodes[0].blocks)
         )

@@ -16,10 +16,10 @@ from moonpool.kv.frames import Slice
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.pool import KVPool
 from moonpool.rpc.channels import Channels
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.regions import Shared
 from moonpool.streams.lanes.settings import GRPC, KINDS, LaneConfig, LaneSettings
-from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer_client import OutboundTransfer, TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
@@ -197,7 +197,7 @@ class GetPath(_Sessions):
 
     def __init__(self, channels: Channels, address: str, pool: KVPool, dialer: LaneDialer) -> None:
         self._put = PutPath(channels, address, pool, 1 << 20, dialer)
-        self._reader = StoreReader(channels, address, kv_shape.hello("bench"), LAYOUT, lanes=dialer)
+        self._reader = BlockReader(channels, address, kv_shape.hello("bench"), LAYOUT, lanes=dialer)
         self._keys: list[BlockKey] = []
         self._into = KVPool.create(LAYOUT, BLOCKS, [(0, LAYOUT.layers)])
 

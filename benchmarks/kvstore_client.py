@@ -11,9 +11,9 @@ from moonpool.kv.hashes import slice_hash
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
-from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
@@ -36,7 +36,7 @@ class StoreClient:
     """Puts and gets chains of one layout. Block number `i` of a chain lies at place `first + i` of the memory."""
 
     writer: StoreWriter
-    reader: StoreReader
+    reader: BlockReader
     stub: "KVStoreServiceAsyncStub"
     layout: KVLayout
     memory: Memory
@@ -114,7 +114,7 @@ async def connected(address: str, layout: KVLayout, memory: Memory) -> AsyncIter
     lanes = LaneDialer(LaneSettings.of(LaneConfig()), memory.shared)
     async with Channels() as channels:
         writer = StoreWriter(channels, address, hello(layout), layout, lanes=lanes)
-        reader = StoreReader(channels, address, hello(layout), layout, lanes=lanes)
+        reader = BlockReader(channels, address, hello(layout), layout, lanes=lanes)
         try:
             yield StoreClient(writer, reader, KVStoreServiceStub(channels.get(address)), layout, memory)
         finally:

@@ -105,7 +105,8 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
         model = checkpoint_of(options.model, Path(folder))
         limits = measured_limits(model)
         progress(f"{model.name}: {limits}")
-        plan = StackPlan(model=str(model), data_dir=Path(folder), dtype="bfloat16")
+        # Decode has what it has served: without --no-peers a prefix might come from there.
+        plan = StackPlan(str(model), Path(folder), dtype="bfloat16", extra={"conductor": ["--no-peers"]})
         with LocalStack(plan) as stack, Client(stack.address) as client:
             return Serving(stack, client, limits, options.runs, progress).rows()
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from moonpool.errors import InvalidRequest
 from moonpool.logprobs import Logprobs
-from moonpool.sampling import ITEM_LIMITS, SamplingParams
+from moonpool.sampling import ITEM_LIMITS, SamplingParams, Unsaid, UnsaidInt
 from moonpool.v1 import kv_pb2
 
+_ALL_TOKENS = 2**31 - 1
+"""`top_k` of who wants all, which 0 does not say."""
 _EARLY_STOPPING: dict[object, int] = {
     True: kv_pb2.EARLY_STOPPING_WHEN_FULL,
     "never": kv_pb2.EARLY_STOPPING_NEVER,
@@ -19,7 +21,7 @@ _OF_EARLY_STOPPING = {number: value for value, number in _EARLY_STOPPING.items()
 
 
 def sampling_to_proto(params: SamplingParams, field_prefix: str = "sampling") -> kv_pb2.Sampling:
-    """The contract's form of sampling parameters; what equals its default stays unset.
+    """The contract's form of sampling parameters; what was not given, or equals a default for all, stays unset.
 
     Raises:
         InvalidRequest: a value does not fit its field; names it as "FIELD_PREFIX.NAME".
@@ -29,6 +31,8 @@ def sampling_to_proto(params: SamplingParams, field_prefix: str = "sampling") ->
         value = getattr(params, parameter.name)
         if parameter.name == "early_stopping":
             value = _EARLY_STOPPING.get(value, value)
+        if isinstance(parameter.default, UnsaidInt) and value == 0 and not isinstance(value, UnsaidInt):
+            value = _ALL_TOKENS
         if value is not None:
             assign(f"{field_prefix}.{parameter.name}", partial(_set, message, parameter.name, value, parameter.default))
     return message
@@ -44,6 +48,8 @@ def sampling_from_proto(message: kv_pb2.Sampling, field_prefix: str = "sampling"
         if len(getattr(message, name)) > limit:
             raise InvalidRequest(f"{field_prefix}.{name}", f"at most {limit}")
     given = {field.name: _plain(value) for field, value in message.ListFields()}
+    if given.get("top_k") == _ALL_TOKENS:
+        given["top_k"] = 0
     if (early := given.get("early_stopping")) is not None:
         given["early_stopping"] = _OF_EARLY_STOPPING.get(early, "unknown")
     return SamplingParams(**given)
@@ -89,7 +95,7 @@ def _set(message: kv_pb2.Sampling, name: str, value: Any, default: object) -> No
         current.extend(value)
     elif isinstance(current, MutableMapping):
         current.update(value)
-    elif value != default:
+    elif not isinstance(value, Unsaid | UnsaidInt) and (isinstance(default, Unsaid | UnsaidInt) or value != default):
         setattr(message, name, value)
 
 

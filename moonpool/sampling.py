@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -31,6 +31,15 @@ MAX_PENALTY = 2.0
 MAX_GRAMMAR_BYTES = 1 << 16
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 
+
+class Unsaid(float):
+    """The neutral value of a parameter that was not given: what the served checkpoint suggests comes before it."""
+
+
+class UnsaidInt(int):
+    """As `Unsaid`."""
+
+
 ResponseFormat = Literal["", "json_object", "json_schema", "regex", "lark"]
 
 
@@ -46,11 +55,12 @@ class SamplingParams:
     """Tokens to generate at most; cut to what the model's length leaves."""
     min_tokens: int = 0
     """No end token is chosen before so many tokens."""
-    temperature: float = 1.0
-    """0 = greedy."""
-    top_p: float = 1.0
+    temperature: float = Unsaid(1.0)
+    """0 = greedy. This and the next two, and `repetition_penalty`, are the checkpoint's own where they are not given,
+    if its `generation_config.json` has them and the conductor uses it (docs/sampling.md)."""
+    top_p: float = Unsaid(1.0)
     """Smallest set of most likely tokens whose probability reaches it; 1 = all."""
-    top_k: int = 0
+    top_k: int = UnsaidInt(0)
     """Number of most likely tokens considered; 0 = all."""
     min_p: float = 0.0
     """Least probability relative to the most likely token."""
@@ -58,7 +68,7 @@ class SamplingParams:
     """Subtracted from the logit of each token generated already."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it was generated."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = Unsaid(1.0)
     """Divides positive, multiplies negative logits of tokens in prompt or answer."""
     stop: str | Sequence[str] = field(default=(), metadata={"max_items": MAX_STOPS})
     """The answer ends before any of these texts; a single text stands for a list of one."""
@@ -120,6 +130,13 @@ class SamplingParams:
     def width(self) -> int:
         """Sequences that run together for the request: its beams, or its answers."""
         return self.beam_width or self.n
+
+    def suggested(self, values: Mapping[str, float | int]) -> SamplingParams:
+        """Return these parameters with all given: from `values`, else neutral. A beam search takes no values."""
+        own = {} if self.beam_width else values
+        unsaid = (name for name in _NEUTRAL if isinstance(getattr(self, name), Unsaid | UnsaidInt))
+        given: dict[str, Any] = {name: own.get(name, _NEUTRAL[name]) for name in unsaid}
+        return replace(self, **given) if given else self
 
     def check(self, vocab_size: int, field_prefix: str = "sampling") -> None:
         """Checks that an engine can sample with these parameters.
@@ -238,6 +255,12 @@ ITEM_LIMITS: dict[str, int] = {
 _DEFAULTS: dict[str, Any] = {
     f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(SamplingParams)
 }
+_NEUTRAL: dict[str, float | int] = {
+    name: float(value) if isinstance(value, Unsaid) else int(value)
+    for name, value in _DEFAULTS.items()
+    if isinstance(value, Unsaid | UnsaidInt)
+}
+"""Of parameters that checkpoints suggest; plain numbers, which are pickled quickly."""
 _OF_BEAMS = ("length_penalty", "early_stopping")
 _NOT_WITH_BEAMS = (
     "top_p",

@@ -120,38 +120,39 @@ def flags(target: str) -> tuple[str, ...]:
     return (*_FLAGS, *TARGETS[target][1])
 
 
-def build(target: str | None = None) -> Path:
+def build(target: str | None = None, sources: Path | None = None) -> Path:
     """Return the library for `target` (a key of TARGETS; None: this machine's best), building it if it is not there.
 
-    Processes that need it at the same time wait for the one that builds; a library is complete or not there.
+    Processes that need it at the same time wait for the one that builds; a library is complete or not there. It is made
+    of the C++ files in `sources`, which are the kernels' own unless given.
 
     Raises:
         BuildError: it cannot be built; says why.
     """
-    target = target or detect()
+    target, sources = target or detect(), sources or SOURCES
     try:
-        return prebuilt(target) or _build(cache_folder(), target)
+        return prebuilt(target, sources) or _build(cache_folder(), target, sources)
     except (OSError, RuntimeError) as error:  # the latter: the user has no home
         raise BuildError(f"no folder to build in: {error}") from None
 
 
-def prebuilt(target: str) -> Path | None:
+def prebuilt(target: str, sources: Path | None = None) -> Path | None:
     """Return the library for `target` of these very sources in MOONPOOL_KERNELS_PREBUILT, or None.
 
     Raises:
         BuildError: others may write to that folder.
     """
     given = os.environ.get("MOONPOOL_KERNELS_PREBUILT")
-    path = Path(given) / prebuilt_name(target) if given else None
+    path = Path(given) / prebuilt_name(target, sources) if given else None
     if path is None or not path.is_file():
         return None
     _check_folder(path.parent, {0, os.getuid()})
     return path
 
 
-def prebuilt_name(target: str) -> str:
+def prebuilt_name(target: str, sources: Path | None = None) -> str:
     """Return the name of the library for `target` where no compiler is at hand to be part of it."""
-    return f"{target}-{_hash(target)}.so"
+    return f"{target}-{_hash(target, sources or SOURCES)}.so"
 
 
 def build_all(folder: Path) -> list[Path]:
@@ -173,7 +174,7 @@ def build_all(folder: Path) -> list[Path]:
         for target, path in zip(architecture.targets, paths, strict=True):
             found = prebuilt(target)
             if found is None:
-                _compile(target, compiler(), path)
+                _compile(target, compiler(), path, SOURCES)
             elif found != path:
                 shutil.copyfile(found, path)
             path.chmod(0o755)
@@ -187,26 +188,26 @@ def _check_folder(folder: Path, owners: set[int]) -> None:
         raise BuildError(f"{folder}: others may write there, and what lies there is run")
 
 
-def _build(folder: Path, target: str) -> Path:
+def _build(folder: Path, target: str, sources: Path) -> Path:
     used = compiler()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _check_folder(folder, {os.getuid()})
-    path = folder / f"{target}-{_hash(target, used)}.so"
+    path = folder / f"{target}-{_hash(target, sources, used)}.so"
     if path.exists():
         return path
     with _locked(path.with_suffix(".lock")):
         if not path.exists():
-            _compile(target, used, path)
+            _compile(target, used, path, sources)
     return path
 
 
-def _hash(target: str, used: str | None = None) -> str:
+def _hash(target: str, sources: Path, used: str | None = None) -> str:
     """Return a hash of the sources, the flags and, where it is given, the compiler's path and file."""
     digest = hashlib.sha256("\0".join(flags(target)).encode())
     if used is not None:
         stat = Path(used).resolve().stat()
         digest.update(f"\0{used} {stat.st_size} {stat.st_mtime_ns}".encode())
-    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+    for source in sorted([*sources.glob("*.cpp"), *sources.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:24]
 
@@ -219,10 +220,10 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(target: str, used: str, path: Path) -> None:
+def _compile(target: str, used: str, path: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as temporary:
         made = Path(temporary) / path.name
-        sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
+        sources = [str(source) for source in sorted(folder.glob("*.cpp"))]
         try:
             done = subprocess.run(  # noqa: S603  # our own sources and flags
                 [used, *flags(target), *sources, "-o", str(made)],

@@ -19,12 +19,13 @@ extern "C" int mp_lend(void* page, int count, int own) {
 }
 
 int lent_cores(int threads) {
-    if (!slots || threads <= 1) return threads;
+    if (!slots) return threads;
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     int64_t now = t.tv_sec * 1000000000ll + t.tv_nsec;
     Slot& own = slots[own_slot];
     own.beat_ns.store(now, std::memory_order_relaxed);
+    if (threads <= 1) return threads;
     int64_t share = own.share.load(std::memory_order_relaxed), cores = own.cores.load(std::memory_order_relaxed);
     int64_t all = share;
     for (int i = 0; i < slot_count; i++) {

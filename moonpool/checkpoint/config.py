@@ -39,15 +39,18 @@ class RopeScaling:
 class DefaultSampling:
     """Sampling that the checkpoint's `generation_config.json` suggests; None where it says nothing.
 
-    `temperature` is 0 when it says `do_sample: false`.
+    Where it says `do_sample: false`, only `repetition_penalty` counts, as in transformers.
     """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
     repetition_penalty: float | None = None
-    max_tokens: int | None = None
+
+    @property
+    def given(self) -> dict[str, float | int]:
+        """What it says, by the names of sampling parameters."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,14 +152,13 @@ def _default_sampling(fields: Fields) -> DefaultSampling:
         value: Any = optional(name)
         return None if value is None else int(value)
 
-    greedy = fields.get("do_sample") is False
+    if fields.get("do_sample") is False:
+        return DefaultSampling(repetition_penalty=optional("repetition_penalty"))
     return DefaultSampling(
-        temperature=0.0 if greedy else optional("temperature"),
+        temperature=optional("temperature"),
         top_p=optional("top_p"),
         top_k=optional_int("top_k"),
-        min_p=optional("min_p"),
         repetition_penalty=optional("repetition_penalty"),
-        max_tokens=optional_int("max_new_tokens"),
     )
 
 

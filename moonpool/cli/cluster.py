@@ -82,14 +82,16 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
         return
     typer.echo(f"policy {found.policy}")
     chosen = found.placement.prefill if found.placement is not None else ""
-    table = Table("prefill", "own prefix", "used prefix", "queue s", "load s", "compute s", "calls s", "TTFT s", "")
+    table = Table(
+        "prefill", "own prefix", "used prefix", "queue s", "load s", "compute s", "calls s", "TTFT s", "from", ""
+    )
     for column in table.columns[1:8]:
         column.justify = "right"
     for each in sorted(found.candidates, key=lambda candidate: (bool(candidate.excluded), _ttft_s(candidate))):
         parts = [each.queue_s, each.load_s, each.prefill_s, each.overhead_s, _ttft_s(each)]
         times = ["-"] * 5 if each.excluded else [f"{part:.4f}" for part in parts]
         remark = each.excluded or ("chosen" if each.instance == chosen else "")
-        table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, remark)
+        table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, each.source, remark)
     Console().print(table)
     typer.echo(_outcome(found))
     if drawn := phases(found):

@@ -14,6 +14,7 @@ from services.conductor.core.policies import DEFAULT, POLICIES
 from simulator.cluster.config import GB, ClusterConfig, Slo
 from simulator.experiments import cache as cache_experiment
 from simulator.experiments import faults as faults_experiment
+from simulator.experiments import hot as hot_experiment
 from simulator.experiments import memory as memory_experiment
 from simulator.experiments import overload as overload_experiment
 from simulator.experiments import serving
@@ -236,6 +237,31 @@ def memory(
     )  # fmt: skip
     chosen = load_profile(profile)
     _show(lambda say: memory_experiment.memory(chosen, load, say), as_json=as_json, picture=picture)
+
+
+@app.command()
+def hot(
+    requests: Annotated[int, typer.Option(min=1, help="Requests.")] = 2000,
+    request_rate: Annotated[float, typer.Option(min=0.001, help="Requests per second, Poisson.")] = 16.0,
+    prefixes: Annotated[int, typer.Option(min=1, help="Hot prefixes.")] = 10,
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="Of each of them.")] = 8192,
+    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of the requests that begin with one.")] = 0.95,
+    question_tokens: Annotated[int, typer.Option(min=1, help="After the prefix.")] = 512,
+    profile: Profile = DEFAULT_PROFILE,
+    prefill: Prefill = 8,
+    decode: Decode = 8,
+    kvstore: Kvstore = 0,
+    seed: Seed = 1,
+    as_json: Json = False,
+    picture: Picture = None,
+) -> None:
+    """Time to first token where most prompts share a few prefixes, by how these spread over the instances."""
+    config = _cluster(profile, prefill, decode, kvstore, 1.0, 1000.0, Slo(), seed)
+    load = hot_experiment.HotLoad(
+        requests=requests, rate_per_s=request_rate, prefixes=prefixes, prefix_tokens=prefix_tokens, share=share,
+        question_tokens=question_tokens, seed=seed,
+    )  # fmt: skip
+    _show(lambda say: hot_experiment.hot(config, load, say), as_json=as_json, picture=picture)
 
 
 @app.command()

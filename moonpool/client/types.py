@@ -302,7 +302,8 @@ class ClusterState:
 class Candidate:
     """Predicted seconds of one prefill instance; their sum is the time to first token. `excluded`: why it was left out.
 
-    `overhead_s` are calls and all else that does not grow with the prompt.
+    `overhead_s` are calls and all else that does not grow with the prompt. `source` is whom it would load from: a
+    kvstore, or another prefill or decode instance; empty where it loads nothing.
     """
 
     instance: str
@@ -313,6 +314,7 @@ class Candidate:
     prefill_s: float
     excluded: str
     overhead_s: float = 0.0
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

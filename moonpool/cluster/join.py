@@ -85,6 +85,7 @@ class JoinAgent:
         take_events: Callable[[], tuple[Iterable[bytes], Iterable[bytes]]],
         held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
+        on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
         *,
         changed: asyncio.Event | None = None,
         flush_s: float = 0.02,
@@ -102,6 +103,7 @@ class JoinAgent:
                 both ways in between is listed at most once, as what it ended as.
             held: every key, for snapshots.
             on_drain: called when the conductor orders to drain (may be called more than once).
+            on_replicate: called when the conductor wants blocks to be copied here.
             changed: set when load or keys have changed, where others than the agent's caller notice it.
             flush_s: distance of event messages, seconds.
             call_timeout_s: how long connecting, the welcome and each write may take, seconds.
@@ -114,6 +116,7 @@ class JoinAgent:
         self._take_events = take_events
         self._held = held
         self._on_drain = on_drain
+        self._on_replicate = on_replicate
         self._flush_s = flush_s
         self._call_timeout_s = call_timeout_s
         self._keys_per_message = keys_per_message
@@ -191,6 +194,8 @@ class JoinAgent:
             case "drain":
                 self._on_drain()
                 self.notify()
+            case "replicate":
+                self._on_replicate(answer.replicate)
             case other:
                 log.warning("order not understood", order=other)
 

@@ -83,6 +83,7 @@ class Joining:
         take_events: Callable[[], Changes],
         held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
+        on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
         *,
         bell: Bell | None = None,
     ) -> None:
@@ -92,7 +93,8 @@ class Joining:
         self._agents: list[JoinAgent] = []
         for number, address in enumerate(conductors):
             take = news.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
-            agent = JoinAgent(channels, address, hello, load, take, held, on_drain, changed=self._bell.add())
+            orders = on_drain, on_replicate
+            agent = JoinAgent(channels, address, hello, load, take, held, *orders, changed=self._bell.add())
             self._agents.append(agent)
 
     @property

@@ -1,10 +1,14 @@
 """Translates which KV is to be deleted between the contract's message and plain values."""
 
+from google.protobuf.message import DecodeError
+
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import KEY_BYTES, pack_keys, unpack_keys
 from moonpool.kv.selection import Selection
 from moonpool.v1 import kv_pb2
 
+DELETION = "deletion"
+"""Kind of the records that are deletions."""
 MAX_SELECTED_KEYS = 1 << 16
 MAX_SELECTED_NAMES = 1 << 10
 
@@ -31,3 +35,15 @@ def selection_from_proto(message: kv_pb2.Selection, field: str = "selection") ->
     if any(len(namespace) != KEY_BYTES for namespace in message.namespaces):
         raise InvalidRequest(f"{field}.namespaces", f"each must have {KEY_BYTES} bytes")
     return Selection(frozenset(keys), frozenset(message.tenants), frozenset(message.namespaces))
+
+
+def deletion_from_record(record: kv_pb2.Record) -> Selection:
+    """What a deletion's record deletes.
+
+    Raises:
+        InvalidRequest: the record is no deletion.
+    """
+    try:
+        return selection_from_proto(kv_pb2.Deletion.FromString(record.value).selection, "records.value.selection")
+    except DecodeError as error:
+        raise InvalidRequest("records.value", f"is no deletion: {error}") from error

@@ -17,7 +17,7 @@ from moonpool.cost.predict import (
 )
 from moonpool.cost.regression import Regression
 from moonpool.cost.speeds import DEFAULT_BYTES_PER_S, Speeds
-from moonpool.cost.tracker import SpeedTracker
+from moonpool.cost.tracker import SpeedTracker, learnt_rate
 
 __all__ = [
     "DEFAULT_BYTES_PER_S",
@@ -27,6 +27,7 @@ __all__ = [
     "Speeds",
     "attention_pairs",
     "decode_step_seconds",
+    "learnt_rate",
     "load_is_cheaper",
     "load_seconds",
     "overlapped_seconds",

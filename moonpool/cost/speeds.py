@@ -13,7 +13,8 @@ class Speeds:
     """Speeds of one instance, measured or given by a profile; field for field the contract's `SpeedReport`.
 
     `moonpool.cluster.speeds` translates. All times are seconds, all rates bytes per second. A rate of 0 means "not
-    measured"; `DEFAULT_BYTES_PER_S` is assumed for it. `prefill_base_s` is counted per engine step,
+    measured"; `DEFAULT_BYTES_PER_S` is assumed for it, and for
+    `peer_bytes_per_s` what is known of loading from stores. `prefill_base_s` is counted per engine step,
     `prefill_per_prompt_s` per prompt, `prefill_per_cached_token_s` per prompt and token of its cached prefix.
     """
 
@@ -27,6 +28,11 @@ class Speeds:
     transfer_bytes_per_s: float = 0.0
     prefill_per_prompt_s: float = 0.0
     prefill_per_cached_token_s: float = 0.0
+    peer_bytes_per_s: float = 0.0
+
+    def loading_from_peers(self) -> Speeds:
+        """Return these speeds with the rate of reading from other instances as that of loading, where it is known."""
+        return replace(self, load_bytes_per_s=self.peer_bytes_per_s) if self.peer_bytes_per_s else self
 
     def slowed_prefill(self, factor: float) -> Speeds:
         """Return these speeds with all prefill seconds multiplied by `factor`."""

@@ -37,6 +37,7 @@ class SpeedTracker:
         self._weight = weight
         self._base = base
         self._load_rate, self._transfer_rate = base.load_bytes_per_s, base.transfer_bytes_per_s
+        self._peer_rate = base.peer_bytes_per_s
         chunk_s = prefill_seconds(base, TYPICAL_CHUNK, 0)
         grows = base.prefill_per_token_s, base.prefill_per_pair_s
         self._prefill = Regression(
@@ -67,6 +68,7 @@ class SpeedTracker:
                 decode_per_context_token_s=per_context_token_s,
                 load_bytes_per_s=self._load_rate,
                 transfer_bytes_per_s=self._transfer_rate,
+                peer_bytes_per_s=self._peer_rate,
             )
         return self._speeds
 
@@ -91,18 +93,26 @@ class SpeedTracker:
         self._decode.observe((1.0, sequences, context_tokens), seconds)
         self._speeds = None
 
-    def observe_load(self, nbytes: int, seconds: float) -> None:
-        """Learn that reading `nbytes` from the store took `seconds`."""
-        self._load_rate, self._speeds = self._rate(self._load_rate, nbytes, seconds), None
+    def observe_load(self, nbytes: int, seconds: float, *, peer: bool = False) -> None:
+        """Learn that reading `nbytes` from the store, or from another engine instance, took `seconds`."""
+        if peer:
+            known = self._peer_rate or self._load_rate
+            self._peer_rate, self._speeds = learnt_rate(known, nbytes, seconds, self._weight), None
+        else:
+            self._load_rate, self._speeds = learnt_rate(self._load_rate, nbytes, seconds, self._weight), None
 
     def observe_transfer(self, nbytes: int, seconds: float) -> None:
         """Learn that sending `nbytes` to decode took `seconds`."""
-        self._transfer_rate, self._speeds = self._rate(self._transfer_rate, nbytes, seconds), None
+        self._transfer_rate, self._speeds = learnt_rate(self._transfer_rate, nbytes, seconds, self._weight), None
 
-    def _rate(self, rate: float, nbytes: int, seconds: float) -> float:
-        """Mean of seconds per byte, not of bytes per second: one very quick sample must not hide slow ones."""
-        if nbytes <= 0 or seconds <= 0.0:
-            return rate
-        known = rate or DEFAULT_BYTES_PER_S
-        measured = min(max(nbytes / seconds, known / MAX_RATIO), known * MAX_RATIO)
-        return 1.0 / ((1.0 - self._weight) / known + self._weight / measured)
+
+def learnt_rate(rate: float, nbytes: int, seconds: float, weight: float) -> float:
+    """A rate in bytes per second (0 = not known) after `nbytes` took `seconds`, which counts with `weight`.
+
+    A mean of seconds per byte, not of bytes per second: one very quick sample must not hide slow ones.
+    """
+    if nbytes <= 0 or seconds <= 0.0:
+        return rate
+    known = rate or DEFAULT_BYTES_PER_S
+    measured = min(max(nbytes / seconds, known / MAX_RATIO), known * MAX_RATIO)
+    return 1.0 / ((1.0 - weight) / known + weight / measured)

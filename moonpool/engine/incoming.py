@@ -71,7 +71,7 @@ class IncomingRequest:
             raise InvalidRequest("sequence.token_ids", f"must be 1 to {max_tokens} tokens")
         if len(spec.end_token_ids) > min(vocab_size, MAX_END_TOKENS):
             raise InvalidRequest("sequence.end_token_ids", f"at most {min(vocab_size, MAX_END_TOKENS)} tokens")
-        params = sampling_from_proto(spec.sampling, "sequence.sampling")
+        params = sampling_from_proto(spec.sampling, "sequence.sampling").suggested({})
         params.check(vocab_size, "sequence.sampling")
         ends = frozenset(spec.end_token_ids).union(params.stop_token_ids)
         check_end_tokens(ends, params.min_tokens, vocab_size, "sequence.end_token_ids")

@@ -97,6 +97,10 @@ class EngineService(Protocol):
         """Everything the instance holds."""
         ...
 
+    def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
+        """The conductor wants blocks to be copied into the pool."""
+        ...
+
     def drain(self) -> None:
         """Refuses new requests from now on, and notifies; may be called again."""
         ...
@@ -164,6 +168,7 @@ async def run_instance(
             lambda: _events(service.manager),
             HeldKeys(1, lambda _: service.manager.keys()),
             service.drain,
+            service.replicate,
             bell=bell,
         )
         lifecycle = _Lifecycle(service, agent, engine, server, config.drain_s)

@@ -123,7 +123,7 @@ def pack_frames(
         heads = all_heads if item.heads is None else item.heads
         pieces = ((heads.start, heads.stop, data),) if whole else _pieces(data, heads, layout, target_bytes)
         for head_begin, head_end, piece in pieces:
-            if frame.nbytes and (frame.nbytes + piece.nbytes > target_bytes or frame.slices == MAX_FRAME_SLICES):
+            if frame.nbytes and (frame.nbytes + piece.nbytes > target_bytes or len(frame.hashes) == MAX_FRAME_SLICES):
                 yield frame.finish(session, generation)
                 frame = _Frame(layout)
             frame.add(item, head_begin, head_end, piece)
@@ -132,7 +132,7 @@ def pack_frames(
 
 
 class OpenRun(NamedTuple):
-    """A verified run: all heads of the session, block after block, and the hashes that came with it, one per block."""
+    """A run as it came: all heads of the session, block after block, and the hashes that came with it, one a block."""
 
     run: Run
     data: memoryview
@@ -171,33 +171,56 @@ class FrameOpener:
             DamagedSliceError: A slice's bytes are not what was sent.
             FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
         """
+        opened = self.parse(header, payload)
+        for run, data, hashes in opened:
+            self._verify(run, data, self.unbound(run, hashes))
+        return opened
+
+    def parse(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
+        """As `open`, but the slices are not verified: who copies them does it (`moonpool.kv.landing`, `unbound`).
+
+        Raises:
+            FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
+        """
         session, messages, hashes = header.session, header.runs, header.slice_hashes[:]
         if not 0 < len(messages) <= len(hashes) <= MAX_FRAME_SLICES:
             raise FrameError(f"frame of session {session}: {len(messages)} runs, {len(hashes)} slices")
         runs = list(map(_run_of, messages))
         if _checksum(session, header.generation, runs, hashes) != header.checksum:
             raise FrameError(f"frame of session {session}: wrong checksum")
-        needed = slices = 0
-        for run in runs:
-            needed += run_bytes(run, self._layout)
-            slices += run.block_count
-        if needed != payload.nbytes or slices != len(hashes):
-            raise FrameError(f"frame of session {session}: {payload.nbytes} bytes, its runs need {needed}")
+        sizes = [run_bytes(run, self._layout) for run in runs]
+        if sum(sizes) != payload.nbytes or sum(run.block_count for run in runs) != len(hashes):
+            raise FrameError(f"frame of session {session}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
         opened: list[OpenRun] = []
         position = number = 0
-        for run in runs:
-            nbytes = needed if len(runs) == 1 else run_bytes(run, self._layout)
+        begin, end = self._heads.start, self._heads.stop
+        for run, nbytes in zip(runs, sizes, strict=True):
             data, expected = payload[position : position + nbytes], hashes[number : number + run.block_count]
             position += nbytes
             number += run.block_count
-            if run.head_begin != self._heads.start or run.head_end != self._heads.stop:
+            if run.head_begin != begin or run.head_end != end:
                 whole = self._pieced(run, data)
                 if whole is None:
                     continue
                 run, data = whole
-            self._verify(run, data, expected)
             opened.append(OpenRun(run, data, expected))
         return opened
+
+    def unbound(self, run: Run, hashes: Sequence[int]) -> Sequence[int]:
+        """Hashes of a run's own bytes, one per block, from those that came with it.
+
+        Raises:
+            FrameError: The session has no such blocks.
+        """
+        bindings, first = self._bindings, run.first_block
+        if bindings is None:
+            return hashes
+        if first + len(hashes) > len(bindings):
+            raise FrameError(f"{run}: the session has {len(bindings)} blocks")
+        layer = layer_binding(run.layer)
+        return [
+            value ^ layer ^ of_key for value, of_key in zip(hashes, bindings[first : first + len(hashes)], strict=True)
+        ]
 
     def _pieced(self, run: Run, data: memoryview) -> tuple[Run, memoryview] | None:
         """Takes a piece of a slice; returns the slice when it is whole."""
@@ -212,13 +235,10 @@ class FrameOpener:
         self.unfinished_bytes = 0 if whole else len(buffer)
         return (before, memoryview(buffer)) if whole else None
 
-    def _verify(self, run: Run, data: memoryview, hashes: list[int]) -> None:
-        size, at, bindings, layer = self._bytes, 0, self._bindings, layer_binding(run.layer)
-        if bindings is not None and run.first_block + len(hashes) > len(bindings):
-            raise FrameError(f"{run}: the session has {len(bindings)} blocks")
-        for block, value in enumerate(hashes, run.first_block):
-            found = slice_hash(data[at : at + size])
-            if value != (found if bindings is None else found ^ bindings[block] ^ layer):
+    def _verify(self, run: Run, data: memoryview, expected: Sequence[int]) -> None:
+        size, at = self._bytes, 0
+        for block, value in enumerate(expected, run.first_block):
+            if slice_hash(data[at : at + size]) != value:
                 raise DamagedSliceError(run.layer, block)
             at += size
 
@@ -274,11 +294,14 @@ def split_run(run: Run, data: memoryview, layout: KVLayout) -> Iterator[tuple[in
 
 def _cleaned(item: Slice, layout: KVLayout) -> memoryview:
     """The slice's bytes, with invalid token slots zeroed in a copy where there are any."""
-    assert item.data.nbytes == part_bytes(item.heads, layout), "not the bytes of a layer slice or of its heads"
-    assert item.heads is None or not layout.scale_bytes, "slices with scales travel whole"
-    assert 1 <= item.valid_tokens <= layout.block_tokens, "valid_tokens out of range"
+    whole = item.heads is None
+    assert item.data.nbytes == (layout.slice_bytes if whole else part_bytes(item.heads, layout)), (
+        "not the bytes of a slice or of its heads"
+    )
+    assert whole or not layout.scale_bytes, "slices with scales travel whole"
     if item.valid_tokens == layout.block_tokens:
         return item.data
+    assert 1 <= item.valid_tokens < layout.block_tokens, "valid_tokens out of range"
     copy = memoryview(bytearray(item.data))
     narrow = layout if item.heads is None else replace(layout, kv_heads=len(item.heads))
     narrow.zero_invalid(copy, item.valid_tokens)
@@ -299,44 +322,36 @@ def _pieces(
 class _Frame:
     """A frame being filled."""
 
-    __slots__ = ("_hashes", "_layout", "_pieces", "_runs", "nbytes")
+    __slots__ = ("_block_tokens", "_last", "_pieces", "_runs", "hashes", "nbytes")
 
     def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
+        self._block_tokens = layout.block_tokens
         self._pieces: list[memoryview] = []
         self._runs: list[list[int]] = []  # fields of a Run, in its order
-        self._hashes: list[int] = []
+        self._last = (-1, -1, -1, -1)  # what the next slice must be to lengthen the last run
+        self.hashes: list[int] = []
         self.nbytes = 0
-
-    @property
-    def slices(self) -> int:
-        return len(self._hashes)
 
     def add(self, item: Slice, head_begin: int, head_end: int, piece: memoryview) -> None:
         self._pieces.append(piece)
-        self._hashes.append(item.hash)
+        self.hashes.append(item.hash)
         self.nbytes += piece.nbytes
-        if self._runs:
-            last = self._runs[-1]
-            layer, first_block, block_count, begin, end, valid_tokens = last
-            if (
-                layer == item.layer
-                and first_block + block_count == item.block
-                and valid_tokens == self._layout.block_tokens
-                and begin == head_begin
-                and end == head_end
-            ):
-                last[2] = block_count + 1
-                last[5] = item.valid_tokens
-                return
-        self._runs.append([item.layer, item.block, 1, head_begin, head_end, item.valid_tokens])
+        layer, block, valid_tokens = item.layer, item.block, item.valid_tokens
+        if self._last == (layer, block, head_begin, head_end):
+            run = self._runs[-1]
+            run[2] += 1
+            run[5] = valid_tokens
+        else:
+            self._runs.append([layer, block, 1, head_begin, head_end, valid_tokens])
+        after = block + 1 if valid_tokens == self._block_tokens else -1
+        self._last = (layer, after, head_begin, head_end)
 
     def finish(self, session: int, generation: int) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
         header = kv_pb2.FrameHeader(
             session=session,
             generation=generation,
-            slice_hashes=self._hashes,
-            checksum=_checksum(session, generation, self._runs, self._hashes),
+            slice_hashes=self.hashes,
+            checksum=_checksum(session, generation, self._runs, self.hashes),
         )
         for layer, first_block, block_count, head_begin, head_end, valid_tokens in self._runs:
             header.runs.add(

@@ -21,8 +21,12 @@ class Selection:
     tenants: frozenset[str] = frozenset()
     namespaces: frozenset[bytes] = frozenset()
 
-    def __bool__(self) -> bool:
-        return bool(self.keys or self.tenants or self.namespaces)
+    def __len__(self) -> int:
+        """How many keys and names there are; nothing is chosen without one."""
+        return len(self.keys) + len(self.tenants) + len(self.namespaces)
+
+    def __or__(self, other: Selection) -> Selection:
+        return Selection(self.keys | other.keys, self.tenants | other.tenants, self.namespaces | other.namespaces)
 
     def takes(self, key: BlockKey, tenant: str, namespace: bytes) -> bool:
         """Whether a block is chosen."""

@@ -49,6 +49,7 @@ _PREFILL = {
 _DECODE = {
     "Reserve": frozenset({"conductor"}),
     "ReceiveKV": ENGINES,
+    "ReadKV": ENGINES,
     "Steps": frozenset({"conductor"}),
     "Forget": frozenset({"conductor"}),
     "DecodeStats": READERS,

@@ -3,7 +3,8 @@
 A block is in exactly one of three states:
 
     free    no references, no key      -> allocated first, the most recently freed one before others
-    cached  no references, has a key   -> evicted only when nothing is free, least recently used first
+    cached  no references, has a key   -> evicted only when nothing is free, least recently used first; before them
+                                          copies that nobody has used for `COLD_S`
     used    referenced, with or without a key
 """
 
@@ -39,6 +40,9 @@ class Owner:
 
 NOBODY = Owner()
 
+COLD_S = 60.0
+"""Seconds after which a copied block that nobody has used is the first to be evicted."""
+
 
 class BlockManager:
     """The blocks of one pool.
@@ -51,6 +55,7 @@ class BlockManager:
         # A stack: the block freed last is used first, so that a lightly loaded pool touches little memory.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # first = next to be evicted
+        self._copies: OrderedDict[int, float] = OrderedDict()  # cached ones that were copied and not used, and when
         self._refs = [0] * num_blocks
         self._key_of: list[BlockKey | None] = [None] * num_blocks
         self._block_of: dict[BlockKey, int] = {}
@@ -109,6 +114,7 @@ class BlockManager:
             if self._refs[block] == 0:
                 assert block in self._cached, f"block {block} is free and cannot be acquired"
                 del self._cached[block]
+                self._copies.pop(block, None)
             self._refs[block] += 1
 
     def can_allocate(self, n: int) -> bool:
@@ -166,6 +172,12 @@ class BlockManager:
             else:
                 self._cached[block] = None
 
+    def note_copies(self, blocks: Sequence[int]) -> None:
+        """Notes that blocks, in the order of their chain, are here because somebody may want them, not for a prompt."""
+        for block in reversed(blocks):
+            if block in self._cached:
+                self._copies[block] = self.now
+
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """Takes their identity from blocks that are damaged or to be deleted, so that nobody finds them any more."""
         for key in keys:
@@ -176,6 +188,7 @@ class BlockManager:
             self._note(key, now=self._removed, before=self._stored)
             if block in self._cached:
                 del self._cached[block]
+                self._copies.pop(block, None)
                 self._free.append(block)
 
     def held(self, takes: Callable[[BlockKey, str, float], bool]) -> list[BlockKey]:
@@ -195,13 +208,22 @@ class BlockManager:
         return events
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        block = self._coldest()
+        del self._cached[block]
+        self._copies.pop(block, None)
         key = self._key_of[block]
         assert key is not None
         self._key_of[block] = None
         del self._block_of[key]
         self._note(key, now=self._removed, before=self._stored)
         return block
+
+    def _coldest(self) -> int:
+        if self._copies:
+            block, came_at = next(iter(self._copies.items()))
+            if self.now - came_at >= COLD_S:
+                return block
+        return next(iter(self._cached))
 
     @staticmethod
     def _note(key: BlockKey, *, now: dict[BlockKey, None], before: dict[BlockKey, None]) -> None:
@@ -213,7 +235,8 @@ class BlockManager:
     def digest(self) -> bytes:
         """Hash of the whole state, for cores that own a manager."""
         owned = [self._owned[block] for block in self._block_of.values()]
-        return digest_of(self._free, list(self._cached), self._refs, self._key_of, owned, self._stored, self._removed)
+        cached = list(self._cached), self._copies
+        return digest_of(self._free, *cached, self._refs, self._key_of, owned, self._stored, self._removed)
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two calls."""
@@ -228,6 +251,7 @@ class BlockManager:
             assert block not in free or key is None, f"free block {block} has a key"
             assert block not in cached or key is not None, f"cached block {block} has no key"
             assert key is None or self._block_of[key] == block, f"block {block} and its key disagree"
+        assert self._copies.keys() <= cached, "a copy that is not cached"
         assert len(self._block_of) == sum(key is not None for key in self._key_of)
         assert not self._stored.keys() & self._removed.keys()
         assert self._stored.keys() <= self._block_of.keys()

@@ -12,7 +12,7 @@ from moonpool.v1 import kv_pb2
 
 
 class KVClient(Protocol):
-    """What `TransferSender`, `StoreReader` and `StoreWriter` have in common."""
+    """What `TransferSender`, `BlockReader` and `StoreWriter` have in common."""
 
     @property
     def sessions(self) -> int:

@@ -414,7 +414,9 @@ class Placement(_message.Message):
     decode: _builtins.str
     """Id of the decode instance; empty when the first token was the last."""
     kvstore: _builtins.str
-    """Id of the kvstore from which the prefix was planned to be loaded; empty for none."""
+    """Id of the kvstore, or of the prefill or decode instance, from which the prefix was planned to be loaded; empty for
+    none.
+    """
     predicted_cached_blocks: _builtins.int
     """Leading blocks the index promised at the placement."""
     predicted_ttft_s: _builtins.float
@@ -812,6 +814,7 @@ class SpeedReport(_message.Message):
     TRANSFER_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     PREFILL_PER_PROMPT_S_FIELD_NUMBER: _builtins.int
     PREFILL_PER_CACHED_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PEER_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     prefill_base_s: _builtins.float
     """Fixed seconds per prefill step."""
     prefill_per_token_s: _builtins.float
@@ -832,6 +835,8 @@ class SpeedReport(_message.Message):
     """Fixed seconds per prompt, however many steps it takes."""
     prefill_per_cached_token_s: _builtins.float
     """Seconds per cached token of a prompt, once per prompt."""
+    peer_bytes_per_s: _builtins.float
+    """Bytes per second at which KV is read from other prefill and decode instances; 0 = as from the store."""
     def __init__(
         self,
         *,
@@ -845,10 +850,11 @@ class SpeedReport(_message.Message):
         transfer_bytes_per_s: _builtins.float = ...,
         prefill_per_prompt_s: _builtins.float = ...,
         prefill_per_cached_token_s: _builtins.float = ...,
+        peer_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_base_s", b"decode_base_s", "decode_per_context_token_s", b"decode_per_context_token_s", "decode_per_sequence_s", b"decode_per_sequence_s", "load_bytes_per_s", b"load_bytes_per_s", "prefill_base_s", b"prefill_base_s", "prefill_per_cached_token_s", b"prefill_per_cached_token_s", "prefill_per_pair_s", b"prefill_per_pair_s", "prefill_per_prompt_s", b"prefill_per_prompt_s", "prefill_per_token_s", b"prefill_per_token_s", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_base_s", b"decode_base_s", "decode_per_context_token_s", b"decode_per_context_token_s", "decode_per_sequence_s", b"decode_per_sequence_s", "load_bytes_per_s", b"load_bytes_per_s", "peer_bytes_per_s", b"peer_bytes_per_s", "prefill_base_s", b"prefill_base_s", "prefill_per_cached_token_s", b"prefill_per_cached_token_s", "prefill_per_pair_s", b"prefill_per_pair_s", "prefill_per_prompt_s", b"prefill_per_prompt_s", "prefill_per_token_s", b"prefill_per_token_s", "transfer_bytes_per_s", b"transfer_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1114,14 +1120,19 @@ Global___DrainOrder: _TypeAlias = DrainOrder  # noqa: Y015
 
 @_typing.final
 class ReplicateOrder(_message.Message):
-    """Fetch these blocks from a peer, because they are hot. Not sent yet."""
+    """Fetch these blocks from a peer, because many prompts ask for them and those who hold them are busy. An instance that
+    has no room to spare passes it over.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
-    """Concatenated 32-byte keys."""
+    """Concatenated 32-byte keys of a chain, from its beginning."""
+    tenant: _builtins.str
+    """Whose KV it is."""
     @_builtins.property
     def source(self) -> _kv_pb2.Instance:
         """Where they are."""
@@ -1131,10 +1142,11 @@ class ReplicateOrder(_message.Message):
         *,
         keys: _builtins.bytes = ...,
         source: _kv_pb2.Instance | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1212,6 +1224,7 @@ class CandidateExplanation(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     EXCLUDED_FIELD_NUMBER: _builtins.int
     OVERHEAD_S_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """Id of the instance."""
     local_blocks: _builtins.int
@@ -1228,6 +1241,10 @@ class CandidateExplanation(_message.Message):
     """Why it was left out; empty when it was not."""
     overhead_s: _builtins.float
     """Predicted calls and all else that does not grow with the prompt, seconds."""
+    source: _builtins.str
+    """Id of the kvstore, or of the prefill or decode instance, from which the blocks that it lacks would be loaded; empty
+    where nothing is.
+    """
     def __init__(
         self,
         *,
@@ -1239,10 +1256,11 @@ class CandidateExplanation(_message.Message):
         prefill_s: _builtins.float = ...,
         excluded: _builtins.str = ...,
         overhead_s: _builtins.float = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded", b"excluded", "instance", b"instance", "load_s", b"load_s", "local_blocks", b"local_blocks", "overhead_s", b"overhead_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "used_blocks", b"used_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded", b"excluded", "instance", b"instance", "load_s", b"load_s", "local_blocks", b"local_blocks", "overhead_s", b"overhead_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "source", b"source", "used_blocks", b"used_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -46,6 +46,11 @@ class DecodeServiceStub:
                 request_serializer=moonpool_dot_v1_dot_decode__pb2.ReceiveKVRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_decode__pb2.ReceiveKVResponse.FromString,
                 _registered_method=True)
+        self.ReadKV = channel.stream_stream(
+                '/moonpool.v1.DecodeService/ReadKV',
+                request_serializer=moonpool_dot_v1_dot_kv__pb2.ReadKVRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kv__pb2.ReadKVResponse.FromString,
+                _registered_method=True)
         self.Steps = channel.stream_stream(
                 '/moonpool.v1.DecodeService/Steps',
                 request_serializer=moonpool_dot_v1_dot_decode__pb2.StepsRequest.SerializeToString,
@@ -76,6 +81,13 @@ class DecodeServiceServicer:
 
     def ReceiveKV(self, request_iterator, context):
         """Receives KV of many transfers on one long-lived stream per pair of processes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadKV(self, request_iterator, context):
+        """Reads full blocks from this instance's pool, as `PrefillService.ReadKV`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,6 +126,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.ReceiveKV,
                     request_deserializer=moonpool_dot_v1_dot_decode__pb2.ReceiveKVRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_decode__pb2.ReceiveKVResponse.SerializeToString,
+            ),
+            'ReadKV': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReadKV,
+                    request_deserializer=moonpool_dot_v1_dot_kv__pb2.ReadKVRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kv__pb2.ReadKVResponse.SerializeToString,
             ),
             'Steps': grpc.stream_stream_rpc_method_handler(
                     servicer.Steps,
@@ -186,6 +203,33 @@ class DecodeService:
             '/moonpool.v1.DecodeService/ReceiveKV',
             moonpool_dot_v1_dot_decode__pb2.ReceiveKVRequest.SerializeToString,
             moonpool_dot_v1_dot_decode__pb2.ReceiveKVResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadKV(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/moonpool.v1.DecodeService/ReadKV',
+            moonpool_dot_v1_dot_kv__pb2.ReadKVRequest.SerializeToString,
+            moonpool_dot_v1_dot_kv__pb2.ReadKVResponse.FromString,
             options,
             channel_credentials,
             insecure,

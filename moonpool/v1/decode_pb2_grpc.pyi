@@ -38,6 +38,8 @@ class DecodeServiceStub:
     """Promises room for one request, or refuses."""
     ReceiveKV: _grpc.StreamStreamMultiCallable[_decode_pb2.ReceiveKVRequest, _decode_pb2.ReceiveKVResponse]
     """Receives KV of many transfers on one long-lived stream per pair of processes."""
+    ReadKV: _grpc.StreamStreamMultiCallable[_kv_pb2.ReadKVRequest, _kv_pb2.ReadKVResponse]
+    """Reads full blocks from this instance's pool, as `PrefillService.ReadKV`."""
     Steps: _grpc.StreamStreamMultiCallable[_decode_pb2.StepsRequest, _decode_pb2.StepsResponse]
     """Starts and cancels sequences; returns tokens, one message per step. One long-lived stream per conductor."""
     Forget: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]
@@ -54,6 +56,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     """Promises room for one request, or refuses."""
     ReceiveKV: _aio.StreamStreamMultiCallable[_decode_pb2.ReceiveKVRequest, _decode_pb2.ReceiveKVResponse]  # type: ignore[assignment]
     """Receives KV of many transfers on one long-lived stream per pair of processes."""
+    ReadKV: _aio.StreamStreamMultiCallable[_kv_pb2.ReadKVRequest, _kv_pb2.ReadKVResponse]  # type: ignore[assignment]
+    """Reads full blocks from this instance's pool, as `PrefillService.ReadKV`."""
     Steps: _aio.StreamStreamMultiCallable[_decode_pb2.StepsRequest, _decode_pb2.StepsResponse]  # type: ignore[assignment]
     """Starts and cancels sequences; returns tokens, one message per step. One long-lived stream per conductor."""
     Forget: _aio.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]  # type: ignore[assignment]
@@ -79,6 +83,14 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.ReceiveKVResponse], _abc.AsyncIterator[_decode_pb2.ReceiveKVResponse]]:
         """Receives KV of many transfers on one long-lived stream per pair of processes."""
+
+    @_abc_1.abstractmethod
+    def ReadKV(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kv_pb2.ReadKVRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_pb2.ReadKVResponse], _abc.AsyncIterator[_kv_pb2.ReadKVResponse]]:
+        """Reads full blocks from this instance's pool, as `PrefillService.ReadKV`."""
 
     @_abc_1.abstractmethod
     def Steps(

@@ -795,11 +795,15 @@ class Sampling(_message.Message):
     min_tokens: _builtins.int
     """No end-of-sequence or stop token is chosen before so many tokens; default 0."""
     temperature: _builtins.float
-    """0 = greedy; default 1."""
+    """0 = greedy; default 1. Where this, top_p, top_k or repetition_penalty is unset in a client's request, the conductor
+    may set what the checkpoint suggests.
+    """
     top_p: _builtins.float
     """Smallest set of most likely tokens whose probability reaches it; default 1 (all)."""
     top_k: _builtins.int
-    """Number of most likely tokens considered; 0 = all."""
+    """Number of most likely tokens considered; 0 = unset, which means all; 2147483647 = all, whatever the checkpoint
+    suggests.
+    """
     min_p: _builtins.float
     """Least probability relative to the most likely token; default 0."""
     presence_penalty: _builtins.float
@@ -1163,7 +1167,9 @@ class ForgetRequest(_message.Message):
     TTL_S_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def deletions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Deletion]:
-        """Those that were carried out here before (in this process' life; by a kvstore: ever) are passed over."""
+        """Those that were carried out here before (in this process' life; by a kvstore: ever) are not carried out again. A
+        kvstore counts in its answer what they deleted then.
+        """
 
     @_builtins.property
     def ttl_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -1430,7 +1436,9 @@ class ReadClose(_message.Message):
     session: _builtins.int
     """The session."""
     damaged_key: _builtins.bytes
-    """Key of a block that came with bytes that do not match their hash; empty for none. The store looks at its own copy."""
+    """Key of a block that came with bytes that do not match their hash; empty for none. Whoever sent it looks at its own
+    copy.
+    """
     def __init__(
         self,
         *,
@@ -1444,6 +1452,90 @@ class ReadClose(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadClose: _TypeAlias = ReadClose  # noqa: Y015
+
+@_typing.final
+class ReadKVRequest(_message.Message):
+    """From an instance that reads blocks of another one's pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    CREDIT_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    CREDIT_BYTES_FIELD_NUMBER: _builtins.int
+    credit_bytes: _builtins.int
+    """Payload bytes handed back, as by Credit, beside whatever else is said."""
+    @_builtins.property
+    def hello(self) -> Global___StreamHello: ...
+    @_builtins.property
+    def open(self) -> Global___ReadOpen: ...
+    @_builtins.property
+    def credit(self) -> Global___Credit: ...
+    @_builtins.property
+    def close(self) -> Global___ReadClose: ...
+    def __init__(
+        self,
+        *,
+        hello: Global___StreamHello | None = ...,
+        open: Global___ReadOpen | None = ...,
+        credit: Global___Credit | None = ...,
+        close: Global___ReadClose | None = ...,
+        credit_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "hello", b"hello", "message", b"message", "open", b"open"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "credit_bytes", b"credit_bytes", "hello", b"hello", "message", b"message", "open", b"open"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "credit", "close"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___ReadKVRequest: _TypeAlias = ReadKVRequest  # noqa: Y015
+
+@_typing.final
+class ReadKVResponse(_message.Message):
+    """To the instance that reads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    FRAME_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    payload: _builtins.bytes
+    """The frame's bytes."""
+    @_builtins.property
+    def welcome(self) -> Global___StreamWelcome: ...
+    @_builtins.property
+    def opened(self) -> Global___ReadOpened: ...
+    @_builtins.property
+    def frame(self) -> Global___FrameHeader: ...
+    @_builtins.property
+    def missing(self) -> Global___ReadMissing: ...
+    @_builtins.property
+    def done(self) -> Global___ReadDone: ...
+    def __init__(
+        self,
+        *,
+        welcome: Global___StreamWelcome | None = ...,
+        opened: Global___ReadOpened | None = ...,
+        frame: Global___FrameHeader | None = ...,
+        missing: Global___ReadMissing | None = ...,
+        done: Global___ReadDone | None = ...,
+        payload: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "frame", b"frame", "message", b"message", "missing", b"missing", "opened", b"opened", "welcome", b"welcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "frame", b"frame", "message", b"message", "missing", b"missing", "opened", b"opened", "payload", b"payload", "welcome", b"welcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "opened", "frame", "missing", "done"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___ReadKVResponse: _TypeAlias = ReadKVResponse  # noqa: Y015
 
 @_typing.final
 class TransferTarget(_message.Message):

@@ -146,7 +146,7 @@ class PutOpen(_message.Message):
     def frame(self) -> _kv_pb2.FrameHeader:
         """Describes this message's payload, which is all of the session. A store that has room at once takes it, and the
         session has ended; else it is dropped, and frames are to be sent as if it had never been. So it is with a session
-        that brings only some layers or heads of its blocks.
+        that brings only some layers or heads of its blocks, and with one of so many blocks that they would hold up others.
         """
 
     @_builtins.property

@@ -31,7 +31,7 @@ class PrefixSource(_message.Message):
     """Leading blocks it is believed to hold."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
-        """A kvstore."""
+        """A kvstore, or a prefill or decode instance that holds it in its pool."""
 
     def __init__(
         self,
@@ -197,17 +197,17 @@ Global___PrefillAccepted: _TypeAlias = PrefillAccepted  # noqa: Y015
 
 @_typing.final
 class StoreMiss(_message.Message):
-    """A block that a kvstore was believed to hold and did not."""
+    """A block that an instance was believed to hold and did not."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STORE_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
     block: _builtins.int
-    """Index of the block in the sequence; the store gave those before it."""
+    """Index of the block in the sequence; the instance gave those before it."""
     @_builtins.property
     def store(self) -> _kv_pb2.Instance:
-        """The kvstore."""
+        """The kvstore, or the prefill or decode instance."""
 
     def __init__(
         self,
@@ -222,6 +222,38 @@ class StoreMiss(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoreMiss: _TypeAlias = StoreMiss  # noqa: Y015
+
+@_typing.final
+class LoadedPrefix(_message.Message):
+    """Blocks of a prompt that were read from another instance."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """How many."""
+    seconds: _builtins.float
+    """From the asking to the last byte, seconds."""
+    @_builtins.property
+    def source(self) -> _kv_pb2.Instance:
+        """Whom they came from."""
+
+    def __init__(
+        self,
+        *,
+        source: _kv_pb2.Instance | None = ...,
+        blocks: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "seconds", b"seconds", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadedPrefix: _TypeAlias = LoadedPrefix  # noqa: Y015
 
 @_typing.final
 class TimedTokens(_message.Message):
@@ -270,6 +302,7 @@ class FirstToken(_message.Message):
     LOG_PROBABILITIES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     LANE_FIELD_NUMBER: _builtins.int
@@ -278,7 +311,7 @@ class FirstToken(_message.Message):
     local_tokens: _builtins.int
     """Prompt tokens found in this instance's own pool."""
     loaded_tokens: _builtins.int
-    """Prompt tokens loaded from the store."""
+    """Prompt tokens loaded from another instance."""
     computed_tokens: _builtins.int
     """Prompt tokens computed."""
     queue_s: _builtins.float
@@ -289,7 +322,7 @@ class FirstToken(_message.Message):
     """The lane on which KV goes to decode: "local", "tcp" or "grpc" (docs/lanes.md); empty while none goes."""
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreMiss]:
-        """Blocks that could not be loaded because the store had lost them."""
+        """Blocks that could not be loaded because who was believed to hold them had lost them."""
 
     @_builtins.property
     def further_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -310,8 +343,12 @@ class FirstToken(_message.Message):
         """Of the prompt's tokens but the first, where `Sampling.prompt_logprobs` wants them."""
 
     @_builtins.property
+    def reads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadedPrefix]:
+        """Reads that gave all that they were to give."""
+
+    @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimedTokens]:
-        """What was loaded from kvstores."""
+        """What was loaded from other instances."""
 
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimedTokens]:
@@ -331,13 +368,14 @@ class FirstToken(_message.Message):
         log_probabilities: _abc.Iterable[_builtins.float] | None = ...,
         logprobs: _kv_pb2.Logprobs | None = ...,
         prompt_logprobs: _kv_pb2.Logprobs | None = ...,
+        reads: _abc.Iterable[Global___LoadedPrefix] | None = ...,
         loads: _abc.Iterable[Global___TimedTokens] | None = ...,
         chunks: _abc.Iterable[Global___TimedTokens] | None = ...,
         lane: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "lane", b"lane", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "computed_tokens", b"computed_tokens", "further_token_ids", b"further_token_ids", "lane", b"lane", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "misses", b"misses", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "queue_s", b"queue_s", "reads", b"reads", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -368,86 +406,6 @@ class PrefillFinished(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillFinished: _TypeAlias = PrefillFinished  # noqa: Y015
-
-@_typing.final
-class ReadKVRequest(_message.Message):
-    """From a reading peer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HELLO_FIELD_NUMBER: _builtins.int
-    OPEN_FIELD_NUMBER: _builtins.int
-    CREDIT_FIELD_NUMBER: _builtins.int
-    CLOSE_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def hello(self) -> _kv_pb2.StreamHello: ...
-    @_builtins.property
-    def open(self) -> _kv_pb2.ReadOpen: ...
-    @_builtins.property
-    def credit(self) -> _kv_pb2.Credit: ...
-    @_builtins.property
-    def close(self) -> _kv_pb2.ReadClose: ...
-    def __init__(
-        self,
-        *,
-        hello: _kv_pb2.StreamHello | None = ...,
-        open: _kv_pb2.ReadOpen | None = ...,
-        credit: _kv_pb2.Credit | None = ...,
-        close: _kv_pb2.ReadClose | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "hello", b"hello", "message", b"message", "open", b"open"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "credit", b"credit", "hello", b"hello", "message", b"message", "open", b"open"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "credit", "close"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
-
-Global___ReadKVRequest: _TypeAlias = ReadKVRequest  # noqa: Y015
-
-@_typing.final
-class ReadKVResponse(_message.Message):
-    """To a reading peer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WELCOME_FIELD_NUMBER: _builtins.int
-    OPENED_FIELD_NUMBER: _builtins.int
-    FRAME_FIELD_NUMBER: _builtins.int
-    MISSING_FIELD_NUMBER: _builtins.int
-    DONE_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
-    payload: _builtins.bytes
-    """The frame's bytes."""
-    @_builtins.property
-    def welcome(self) -> _kv_pb2.StreamWelcome: ...
-    @_builtins.property
-    def opened(self) -> _kv_pb2.ReadOpened: ...
-    @_builtins.property
-    def frame(self) -> _kv_pb2.FrameHeader: ...
-    @_builtins.property
-    def missing(self) -> _kv_pb2.ReadMissing: ...
-    @_builtins.property
-    def done(self) -> _kv_pb2.ReadDone: ...
-    def __init__(
-        self,
-        *,
-        welcome: _kv_pb2.StreamWelcome | None = ...,
-        opened: _kv_pb2.ReadOpened | None = ...,
-        frame: _kv_pb2.FrameHeader | None = ...,
-        missing: _kv_pb2.ReadMissing | None = ...,
-        done: _kv_pb2.ReadDone | None = ...,
-        payload: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "frame", b"frame", "message", b"message", "missing", b"missing", "opened", b"opened", "welcome", b"welcome"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "frame", b"frame", "message", b"message", "missing", b"missing", "opened", b"opened", "payload", b"payload", "welcome", b"welcome"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "opened", "frame", "missing", "done"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
-
-Global___ReadKVResponse: _TypeAlias = ReadKVResponse  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):

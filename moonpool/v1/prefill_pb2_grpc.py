@@ -43,8 +43,8 @@ class PrefillServiceStub:
                 _registered_method=True)
         self.ReadKV = channel.stream_stream(
                 '/moonpool.v1.PrefillService/ReadKV',
-                request_serializer=moonpool_dot_v1_dot_prefill__pb2.ReadKVRequest.SerializeToString,
-                response_deserializer=moonpool_dot_v1_dot_prefill__pb2.ReadKVResponse.FromString,
+                request_serializer=moonpool_dot_v1_dot_kv__pb2.ReadKVRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kv__pb2.ReadKVResponse.FromString,
                 _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/moonpool.v1.PrefillService/Cancel',
@@ -75,7 +75,8 @@ class PrefillServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadKV(self, request_iterator, context):
-        """Reads blocks from this instance's pool, layer by layer. Not built yet.
+        """Reads blocks from this instance's pool, layer by layer; many sessions on one long-lived stream per pair of
+        processes. Blocks that are not there any more are answered as by a kvstore: fewer come.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,8 +113,8 @@ def add_PrefillServiceServicer_to_server(servicer, server):
             ),
             'ReadKV': grpc.stream_stream_rpc_method_handler(
                     servicer.ReadKV,
-                    request_deserializer=moonpool_dot_v1_dot_prefill__pb2.ReadKVRequest.FromString,
-                    response_serializer=moonpool_dot_v1_dot_prefill__pb2.ReadKVResponse.SerializeToString,
+                    request_deserializer=moonpool_dot_v1_dot_kv__pb2.ReadKVRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kv__pb2.ReadKVResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -184,8 +185,8 @@ class PrefillService:
             request_iterator,
             target,
             '/moonpool.v1.PrefillService/ReadKV',
-            moonpool_dot_v1_dot_prefill__pb2.ReadKVRequest.SerializeToString,
-            moonpool_dot_v1_dot_prefill__pb2.ReadKVResponse.FromString,
+            moonpool_dot_v1_dot_kv__pb2.ReadKVRequest.SerializeToString,
+            moonpool_dot_v1_dot_kv__pb2.ReadKVResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,8 +36,10 @@ class PrefillServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
     """Computes one prompt. The stream ends when the KV has arrived at decode. Cancelling the call cancels the prefill."""
-    ReadKV: _grpc.StreamStreamMultiCallable[_prefill_pb2.ReadKVRequest, _prefill_pb2.ReadKVResponse]
-    """Reads blocks from this instance's pool, layer by layer. Not built yet."""
+    ReadKV: _grpc.StreamStreamMultiCallable[_kv_pb2.ReadKVRequest, _kv_pb2.ReadKVResponse]
+    """Reads blocks from this instance's pool, layer by layer; many sessions on one long-lived stream per pair of
+    processes. Blocks that are not there any more are answered as by a kvstore: fewer come.
+    """
     Cancel: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.CancelRequest, _prefill_pb2.CancelResponse]
     """Cancels a prefill by request id."""
     Forget: _grpc.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]
@@ -52,8 +54,10 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
     """Computes one prompt. The stream ends when the KV has arrived at decode. Cancelling the call cancels the prefill."""
-    ReadKV: _aio.StreamStreamMultiCallable[_prefill_pb2.ReadKVRequest, _prefill_pb2.ReadKVResponse]  # type: ignore[assignment]
-    """Reads blocks from this instance's pool, layer by layer. Not built yet."""
+    ReadKV: _aio.StreamStreamMultiCallable[_kv_pb2.ReadKVRequest, _kv_pb2.ReadKVResponse]  # type: ignore[assignment]
+    """Reads blocks from this instance's pool, layer by layer; many sessions on one long-lived stream per pair of
+    processes. Blocks that are not there any more are answered as by a kvstore: fewer come.
+    """
     Cancel: _aio.UnaryUnaryMultiCallable[_prefill_pb2.CancelRequest, _prefill_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels a prefill by request id."""
     Forget: _aio.UnaryUnaryMultiCallable[_kv_pb2.ForgetRequest, _kv_pb2.ForgetResponse]  # type: ignore[assignment]
@@ -75,10 +79,12 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def ReadKV(
         self,
-        request_iterator: _MaybeAsyncIterator[_prefill_pb2.ReadKVRequest],
+        request_iterator: _MaybeAsyncIterator[_kv_pb2.ReadKVRequest],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.ReadKVResponse], _abc.AsyncIterator[_prefill_pb2.ReadKVResponse]]:
-        """Reads blocks from this instance's pool, layer by layer. Not built yet."""
+    ) -> _typing.Union[_abc.Iterator[_kv_pb2.ReadKVResponse], _abc.AsyncIterator[_kv_pb2.ReadKVResponse]]:
+        """Reads blocks from this instance's pool, layer by layer; many sessions on one long-lived stream per pair of
+        processes. Blocks that are not there any more are answered as by a kvstore: fewer come.
+        """
 
     @_abc_1.abstractmethod
     def Cancel(

@@ -38,6 +38,7 @@ from services.conductor.core.messages import (
     Tokens,
     Undo,
 )
+from services.conductor.core.reads import Source
 from services.conductor.core.stores import StoreView
 from services.conductor.serving import Serving
 from services.conductor.steps import StepsPool, StepsStream
@@ -151,19 +152,19 @@ class Calls:
         request = prefill_pb2.PrefillRequest(sequence=serving.spec(order.sequence))
         if order.target is not None:
             request.target.CopyFrom(target_proto(order.target))
-        sources = [prefill_pb2.PrefixSource(instance=it, blocks=held) for it, held in self._stores(order.plan.sources)]
+        sources = [prefill_pb2.PrefixSource(instance=it, blocks=held) for it, held in self._there(order.plan.sources)]
         if sources:
             request.source.CopyFrom(sources[0])
             request.other_sources.extend(sources[1:])
-        targets = self._stores(order.plan.write_back)
+        targets = self._there(order.plan.write_back)
         if targets:
             instance, request.write_back_held = targets[0]
             request.write_back.CopyFrom(instance)
             request.replicas.extend(prefill_pb2.StoreReplica(instance=it, held_blocks=held) for it, held in targets[1:])
         return request
 
-    def _stores(self, options: Sequence[StoreView]) -> list[tuple[kv_pb2.Instance, int]]:
-        """Those of a plan's kvstores that are still members, with the leading blocks they hold."""
+    def _there(self, options: Sequence[StoreView | Source]) -> list[tuple[kv_pb2.Instance, int]]:
+        """Those of a plan's instances that are still members, with the leading blocks they hold."""
         return [(instance, it.blocks) for it in options if (instance := self._find(it.id)) is not None]
 
     def _run(self, io: int, build: Callable[[], T], call: Callable[[T], Coroutine[Any, Any, Result]]) -> None:
@@ -328,4 +329,5 @@ def _prefilled(first: prefill_pb2.FirstToken, spec: kv_pb2.SequenceSpec) -> Pref
     misses = [
         (miss.store.id, spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]) for miss in first.misses
     ]
-    return Prefilled(first.computed_tokens, first.queue_s + first.prefill_s, tuple(misses))
+    loads = tuple([(it.source.id, it.blocks, it.seconds) for it in first.reads])
+    return Prefilled(first.computed_tokens, first.queue_s + first.prefill_s, tuple(misses), loads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -42,6 +42,11 @@ class ConductorConfig(CoreServiceConfig):
         description="checkpoint folder, GGUF file or Hugging Face hub id whose tokenizer and configuration are used; "
         "the name of folder or file is the model's name"
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="sampling of requests that do not say it: auto = what the checkpoint's generation_config.json "
+        "suggests, if anything; none = everything neutral (temperature 1); docs/sampling.md",
+    )
     policy: str = Field(
         DEFAULT,
         description=f"how the prefill instance of a request is chosen: one of {', '.join(POLICIES)}, the name of an "
@@ -59,8 +64,20 @@ class ConductorConfig(CoreServiceConfig):
     balancing_threshold: float = Field(
         1.0,
         ge=0,
-        description="a prefix in a kvstore is considered when it is this many times longer than the prefill "
+        description="a prefix elsewhere is considered when it is this many times longer than the prefill "
         "instance's own (the paper's kvcache_balancing_threshold); it is used when loading is predicted cheaper",
+    )
+    peers: bool = Field(
+        True,
+        description="prefixes are loaded from the pools of other prefill and decode instances too, not only from "
+        "kvstores; docs/placement.md",
+    )
+    copy_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="share of an instance's link that copies of hot prefixes may take, out of it and into it; "
+        "0 = none are ordered, and prefixes spread by being loaded alone",
     )
     kvstore_replicas: int = Field(
         1,

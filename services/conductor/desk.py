@@ -8,6 +8,7 @@ from moonpool.kv.selection import Selection
 from moonpool.telemetry.logs import get_logger
 from services.conductor.answer import Answer
 from services.conductor.calls import Calls
+from services.conductor.core.hot import Replicate
 from services.conductor.core.messages import (
     Action,
     Adopt,
@@ -51,7 +52,7 @@ class Desk:
         predictions: compares them with what is measured.
         recent: remembers what was answered.
         recording: of the requests, if there is one.
-        resync: orders a snapshot of an instance's keys.
+        order: tells an instance what to do with its keys.
         post: hands an event to the core.
     """
 
@@ -62,7 +63,7 @@ class Desk:
         predictions: Predictions,
         recent: Recent,
         recording: Recording | None,
-        resync: Callable[[str], None],
+        order: Callable[[Resync | Replicate], None],
         post: Callable[[Event], None],
     ) -> None:
         self._calls = calls
@@ -70,7 +71,7 @@ class Desk:
         self._predictions = predictions
         self._recent = recent
         self._recording = recording
-        self._resync = resync
+        self._order = order
         self._post = post
         self._serving: dict[int, Serving] = {}
         self._numbers = itertools.count(1)
@@ -147,8 +148,8 @@ class Desk:
                 self._calls.renew(action)
             case Undo():
                 self._calls.undo(action)
-            case Resync(instance):
-                self._resync(instance)
+            case Resync() | Replicate():
+                self._order(action)
             case Cancel(io):
                 self._calls.cancel(io)
 

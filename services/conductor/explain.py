@@ -94,7 +94,7 @@ def placement(plan: Plan, decode: str, waited_s: float, tbt_s: float) -> conduct
     return conductor_pb2.Placement(
         prefill=plan.prefill.id,
         decode=decode,
-        kvstore=plan.prefill.kvstore,
+        kvstore=plan.prefill.source,
         predicted_cached_blocks=plan.prefill.used_blocks,
         predicted_ttft_s=waited_s + plan.prefill.ttft_s,
         emulated=plan.emulated,
@@ -112,4 +112,5 @@ def _explain(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:
         prefill_s=choice.prefill_s,
         excluded=choice.excluded,
         overhead_s=choice.overhead_s,
+        source=choice.source,
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import grpc.aio
 
-from moonpool.cluster.selections import selection_from_proto, selection_to_proto
+from moonpool.cluster.selections import DELETION, deletion_from_record, selection_to_proto
 from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable, Unsupported
 from moonpool.kv.selection import Selection
 from moonpool.rpc.channels import Channels
@@ -28,7 +28,6 @@ from services.conductor.ledger import Ledger, messages
 
 log = get_logger(__name__)
 
-DELETION = "deletion"
 KEEP_S = 30 * 86400.0
 """How long a deletion is repeated to those who join. Who was away for longer must come with an empty data folder."""
 NAME_CHARS = range(16, 65)
@@ -110,7 +109,7 @@ class Forgetting:
         known = self.ledger.book.get(DELETION, "", name)
         if known is None:
             return self._new(name, selection)
-        if _selection(known) != selection:
+        if deletion_from_record(known) != selection:
             raise InvalidRequest("id", "is that of another deletion")
         return known
 
@@ -123,7 +122,7 @@ class Forgetting:
         """Marks what is on its way here of what was deleted, by this conductor or by another one."""
         for record in records:
             if record.kind == DELETION and record.value:
-                self._on_its_way(_selection(record))
+                self._on_its_way(deletion_from_record(record))
 
     async def admit(self, instance: kv_pb2.Instance) -> None:
         """An instance wants to join: it carries out what it has not heard of.
@@ -205,11 +204,6 @@ class Forgetting:
             done.blocks += answer.blocks
             done.bytes += answer.bytes
         return done
-
-
-def _selection(record: kv_pb2.Record) -> Selection:
-    """What a deletion names."""
-    return selection_from_proto(kv_pb2.Deletion.FromString(record.value).selection)
 
 
 def _engines_first(members: Sequence[kv_pb2.Instance]) -> tuple[list[kv_pb2.Instance], list[kv_pb2.Instance]]:

@@ -59,6 +59,7 @@ class Intake:
             layout,
             model.max_tokens,
             self._config.queue_deadline_s,
+            checkpoint.config.default_sampling.given if self._config.generation_config == "auto" else {},
             self._config.tenant_weights,
         )
 

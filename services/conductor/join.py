@@ -83,7 +83,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         require_role(kv_pb2.InstanceKind.Name(hello.instance.kind).removeprefix("INSTANCE_KIND_").lower())
         await self._cluster.probe(hello.instance.address, PROBE_TIMEOUT_S)
         await self._admit(hello.instance)
-        self._member = self._cluster.join(hello, self._resync)
+        self._member = self._cluster.join(hello, self.outbox.post)
         emulated = {"emulated": hello.model.emulated} if hello.model.emulated else {}
         log.info("joined", instance=self._member.id, address=hello.instance.address, **emulated)
         self.outbox.post(conductor_pb2.JoinResponse(welcome=self._welcome))
@@ -110,10 +110,6 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
                 continue
             return True
         return False
-
-    def _resync(self) -> None:
-        log.warning("resync", instance=self._member.id)
-        self.outbox.post(conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder()))
 
     def end(self) -> None:
         """The instance has left, or is lost when it was silent."""

@@ -46,6 +46,8 @@ class Served:
     """Longest sequence, prompt and answer together."""
     queue_s: float
     """How long requests that do not say it may wait instead of being refused."""
+    suggested: Mapping[str, float | int]
+    """Sampling parameters of requests that do not give them."""
     weights: Mapping[str, float]
     """Shares of tenants, as `ConductorConfig.tenant_weights` has them."""
 
@@ -245,7 +247,7 @@ def _read_sampling(
     given: kv_pb2.Sampling, served: Served, prompt_tokens: int, draw_seed: Callable[[], int]
 ) -> SamplingParams:
     """Return the checked parameters; `max_tokens` is cut to what the model's length leaves. Beams have no seed."""
-    params = sampling_from_proto(given)
+    params = sampling_from_proto(given).suggested(served.suggested)
     params.check(served.config.vocab_size)
     max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens)
     scores = 0 if params.prompt_logprobs is None else prompt_tokens * (1 + params.prompt_logprobs)

@@ -67,7 +67,7 @@ async def conductor(
         calls = Calls(channels, cluster.steps, cluster.find, driver.post, RESERVE_LIMIT * config.reserve_timeout_s)
         stack.push_async_callback(calls.aclose)
         decisions, recent = Decisions(config.explain_history, config.policy), Recent(time.monotonic)
-        desk = Desk(calls, decisions, Predictions(metrics), recent, recording, cluster.resync, driver.post)
+        desk = Desk(calls, decisions, Predictions(metrics), recent, recording, cluster.order, driver.post)
         intake = Intake(checkpoint, cluster.registry, desk, tokenizing, config)
         forgetting, keeper = await _records(config, channels, cluster, desk, intake, core, stack)
         servicer = ConductorServicer(
@@ -139,6 +139,8 @@ def _core(config: ConductorConfig) -> ConductorCore:
         config.policy_seed,
         config.decode_prompt_tokens,
         config.slow_factor,
+        config.peers,
+        config.copy_share,
     )
     return ConductorCore(limits, picture)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from moonpool.core.kernel import Ended
 from moonpool.engine.handle import Engine
-from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
 from services.decode.core.actions import Store, SwapDrop, SwapIn, SwapOut
@@ -35,7 +35,7 @@ class Copies:
         self,
         engine: Engine,
         write_back: WriteBack,
-        open_reader: Callable[[str], StoreReader],
+        open_reader: Callable[[str], BlockReader],
         post: Callable[[Ended[IoEnd]], None],
         clock: Callable[[], float],
     ) -> None:

@@ -8,13 +8,15 @@ from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.forgetting import Forgetting
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
+from moonpool.engine.reading import pool_reads, read_gauges
 from moonpool.errors import Unavailable
 from moonpool.kv.deletions import Deletions
-from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer import TransferState
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
 from moonpool.telemetry.gauges import Gauges, process_entries
+from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig
 from services.decode.core.config import CoreConfig, Preemption
@@ -24,6 +26,8 @@ from services.decode.live import LiveRequest
 from services.decode.receiver import Receiver
 from services.decode.shell import DecodeShell
 from services.decode.subscriber import Subscriber
+
+log = get_logger(__name__)
 
 PARKED = (State.PARKED, State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 
@@ -37,6 +41,7 @@ class DecodeInstance:
         shell: does what the core decides; has the requests.
         write_back: stores the answers' full blocks.
         forgetting: deletes KV.
+        reads: what other instances read here.
         subscribers: conductors on a Steps stream.
         receivers: prefill processes on a ReceiveKV stream.
         closing: set when long-lived streams are to end.
@@ -63,17 +68,17 @@ class DecodeInstance:
             engine,
             context.setup.max_tokens,
             self.write_back,
-            lambda address: StoreReader(context.channels, address, context.hello(), layout, lanes=context.dialer),
+            lambda address: BlockReader(context.channels, address, context.hello(), layout, lanes=context.dialer),
             context.spans,
             context.notify,
             config.journal(),
         )
-        self.forgetting = Forgetting(
-            context.setup.namespace, layout.block_bytes, self.write_back, self.shell.forget, carried_out
-        )
+        namespace, pool = context.setup.namespace, self.shell.pool
+        self.forgetting = Forgetting(namespace, layout.block_bytes, self.write_back, pool.forget, carried_out)
         self.subscribers: set[Subscriber] = set()
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()
+        self.reads = pool_reads(context, pool, self.closing)
         self.lanes = context.lanes
         self.draining = False
         self.taken = 0
@@ -138,6 +143,10 @@ class DecodeInstance:
                 subscriber.close()
             self.shell.close()
 
+    def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
+        """Prompts are computed at prefill: nobody would ask for a copy here, and no conductor orders one."""
+        log.warning("order refused", error=f"{self.identity.id} keeps no copies", source=order.source.id)
+
     def drain(self) -> None:
         """Refuses new requests from now on."""
         self.draining = True
@@ -201,6 +210,7 @@ class DecodeInstance:
                 ("blocks_free", lambda: manager.num_free, None),
                 ("context_tokens", lambda: core.context_tokens, 0),
                 ("tokens_unsent", lambda: sum(subscriber.waiting for subscriber in self.subscribers), 0),
+                *read_gauges(self.reads, core.lending),
                 ("credits_kept_bytes", lambda: sum(receiver.credits_kept for receiver in self.receivers), 0),
                 ("messages_unsent", lambda: self._messages_unsent(), 0),
                 ("link_waiting", lambda: self._link.waiting, 0),
@@ -221,7 +231,7 @@ class DecodeInstance:
         )
 
     def _messages_unsent(self) -> int:
-        stores = self.write_back.traffic + self.shell.copies.loads.traffic
+        stores = self.write_back.traffic + self.shell.copies.loads.traffic + self.reads.traffic
         return stores.unsent + sum(len(receiver.outbox) for receiver in self.receivers)
 
     def _all_received_bytes(self) -> float:

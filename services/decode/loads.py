@@ -8,9 +8,9 @@ from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.pool import KVPool
+from moonpool.streams.block_reader import BlockReader, PrefixLost
 from moonpool.streams.credits import Traffic
 from moonpool.streams.peers import Peers
-from moonpool.streams.store_reader import PrefixLost, StoreReader
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 from services.decode.core.actions import Load
@@ -36,7 +36,7 @@ class Loads:
     def __init__(
         self,
         pool: KVPool,
-        open_reader: Callable[[str], StoreReader],
+        open_reader: Callable[[str], BlockReader],
         post: Callable[[Ended[IoEnd]], None],
         clock: Callable[[], float],
     ) -> None:
@@ -99,7 +99,7 @@ class Loads:
         return LoadEnd(blocks, self._clock() - began, failed)
 
     async def _read(self, action: Load, store: kv_pb2.Instance, keys: Sequence[BlockKey]) -> int:
-        """Reads; returns how many leading blocks the store had. Raises as `StoreReader.read`."""
+        """Reads; returns how many leading blocks the store had. Raises as `BlockReader.read`."""
         reader = await self._stores.get(store)
         return await reader.read(
             keys,

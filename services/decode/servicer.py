@@ -74,6 +74,12 @@ class DecodeServicer:
         """Receives KV of many transfers from one prefill process."""
         await _ReceiveStream(self._instance).run(requests, context)
 
+    async def ReadKV(  # noqa: N802
+        self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: Context
+    ) -> None:
+        """Another instance reads blocks of the pool."""
+        await self._instance.reads.serve(requests, context)
+
     async def Steps(  # noqa: N802
         self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
     ) -> None:

@@ -9,10 +9,12 @@ from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
 from moonpool.engine.incoming import IncomingRequest
+from moonpool.engine.pool_calls import PoolCalls
 from moonpool.errors import MoonpoolError, Overloaded, TransferFailed, Unavailable
-from moonpool.sched.forgetting import ForgetKV, Forgot
+from moonpool.sched.forgetting import Forgot
+from moonpool.sched.lending import Lent
 from moonpool.sched.steps import Step, StepResult
-from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
@@ -89,7 +91,7 @@ class DecodeShell:
         engine: Engine,
         max_tokens: int,
         write_back: WriteBack,
-        open_reader: Callable[[str], StoreReader],
+        open_reader: Callable[[str], BlockReader],
         spans: Recorder,
         notify: Callable[[], None],
         journal: JournalWriter | None,
@@ -106,7 +108,7 @@ class DecodeShell:
         self._live = LiveRequests()
         self._next = 1
         self._answers: dict[int, Promised | Refused] = {}
-        self._forgot: dict[int, int] = {}
+        self.pool = PoolCalls(self._post, self._driver.settle)
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
         self.log = TokenLog(self._live, self._streams)
@@ -175,12 +177,6 @@ class DecodeShell:
         self._live.add(live)
         self.empty.clear()
         return live, answer.tbt_s
-
-    def forget(self, event: ForgetKV) -> int:
-        """Deletes KV from the pool; how many blocks."""
-        self._post(event)
-        self._driver.settle()
-        return self._forgot.pop(event.number)
 
     def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
         """The request of a transfer; None when it is unknown, has ended or has another generation."""
@@ -369,8 +365,8 @@ class DecodeShell:
                 self._recount()
             case SwapOut() | SwapIn() | SwapDrop():
                 self.copies.swap(action)
-            case Forgot(number, blocks):
-                self._forgot[number] = blocks
+            case Forgot() | Lent():
+                self.pool.answered(action)
 
     def _tell(self, action: Finish | Select | Ranked | Ending | Gone) -> None:
         """An answer, or a request, is over or nearly so."""

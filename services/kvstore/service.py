@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.cluster import HeldKeys, Joining
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.landing import land
 from moonpool.kv.parts import PARTS
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
@@ -95,14 +96,18 @@ class KVStoreService(StoreListener):
         self._pool = ThreadPoolExecutor(config.read_threads, thread_name_prefix="kvstore-read")
         self._observer = Observer(self.metrics)
         self._unreported = Unreported()
-        dram, ssd = tiers
+        self._ledger = ledger or Ledger(None)
         self.store = BlockStore(
-            dram, ssd, self, max_sessions=config.max_sessions, lease_bytes=config.lease_budget_bytes
+            *tiers,
+            self,
+            max_sessions=config.max_sessions,
+            lease_bytes=config.lease_budget_bytes,
+            deletions=self._ledger.deletions,
         )
-        self.writer = None if ssd is None else WriteBehind(self.store.writes, ssd, self._observer.committed)
+        ssd = self.store.tiers.ssd
+        self.writer = None if ssd is None else WriteBehind(self.store.writes.queue, ssd, self._observer.committed)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
-        self._ledger = ledger or Ledger(None)
         self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
@@ -119,7 +124,7 @@ class KVStoreService(StoreListener):
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
-        put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
+        put = PutResources(store, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
         lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
         get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read)
         operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
@@ -200,9 +205,9 @@ class KVStoreService(StoreListener):
                 await asyncio.to_thread(self.store.tiers.ssd.close)
 
     async def _make_durable(self, writer: WriteBehind) -> None:
-        self.store.writes.retry()
-        if not await writer.drain(self.config.drain_s / 2) or self.store.writes.unsaved:
-            blocks = {*self.store.writes.queued, *self.store.writes.unsaved}
+        self.store.writes.queue.retry()
+        if not await writer.drain(self.config.drain_s / 2) or self.store.writes.queue.unsaved:
+            blocks = {*self.store.writes.queue.queued, *self.store.writes.queue.unsaved}
             log.warning("some blocks are not durable", blocks=len(blocks))
 
     async def finish(self) -> None:
@@ -225,6 +230,7 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
     """
     raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config)
+    await asyncio.to_thread(land.prepare)
     ledger = await asyncio.to_thread(Ledger, config.data_dir and config.data_dir / "records")
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
     security = Security.of(config)

@@ -8,9 +8,10 @@ from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.forgetting import Forgetting
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
+from moonpool.engine.reading import pool_reads, read_gauges
 from moonpool.kv.deletions import Deletions
 from moonpool.sched.block_manager import BlockManager
-from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.block_reader import FROM_STORE, BlockReader, ReadMethod
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer_client import TransferSender
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
@@ -35,9 +36,11 @@ class PrefillInstance:
         core: decides.
         shell: does what the core decides.
         sending: streams to decode instances.
-        loading: streams from kvstores.
+        loading: streams from kvstores and other instances.
         write_back: stores new full blocks.
         forgetting: deletes KV.
+        reads: what other instances read here.
+        closing: set when long-lived streams are to end.
     """
 
     def __init__(self, context: InstanceContext, config: PrefillConfig) -> None:
@@ -68,8 +71,10 @@ class PrefillInstance:
             config.journal(),
         )
         self.forgetting = Forgetting(
-            context.setup.namespace, self.layout.block_bytes, self.write_back, self.shell.forget, carried_out
+            context.setup.namespace, self.layout.block_bytes, self.write_back, self.shell.pool.forget, carried_out
         )
+        self.closing = asyncio.Event()
+        self.reads = pool_reads(context, self.shell.pool, self.closing)
 
     @property
     def manager(self) -> BlockManager:
@@ -105,9 +110,14 @@ class PrefillInstance:
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
         finally:
+            self.closing.set()
             self.shell.close()
             await self.sending.aclose()
             await self.loading.aclose()
+
+    def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
+        """The conductor wants blocks to be copied into the pool."""
+        self.shell.copying.order(order)
 
     def drain(self) -> None:
         """Refuses new requests from now on."""
@@ -152,7 +162,9 @@ class PrefillInstance:
                 ("transfers", lambda: self.sending.sessions, 0),
                 ("loads", lambda: self.loading.sessions, 0),
                 ("loaded_blocks", lambda: core.loads.loaded_blocks, None),
+                ("copied_blocks", lambda: core.copies.copied_blocks, None),
                 ("load_failures", lambda: core.loads.failures, None),
+                *read_gauges(self.reads, state.lending),
                 ("link_waiting", lambda: self._context.link.waiting, 0),
                 ("transfer_credits_out_bytes", lambda: self.sending.traffic.credits_out, 0),
                 ("load_credits_kept_bytes", lambda: self.loading.traffic.credits_kept, 0),
@@ -171,7 +183,7 @@ class PrefillInstance:
         )
 
     def _messages_unsent(self) -> int:
-        return (self.sending.traffic + self.loading.traffic + self.write_back.traffic).unsent
+        return sum(it.traffic.unsent for it in (self.sending, self.loading, self.write_back, self.reads))
 
     def _open_sender(self, address: str) -> TransferSender:
         it = self._context
@@ -185,10 +197,11 @@ class PrefillInstance:
             lanes=it.dialer,
         )
 
-    def _open_reader(self, address: str) -> StoreReader:
+    def _open_reader(self, address: str, method: ReadMethod) -> BlockReader:
         it = self._context
-        return StoreReader(
-            it.channels, address, it.hello(), self.layout, connect_timeout_s=CONNECT_TIMEOUT_S, lanes=it.dialer
+        lanes = it.dialer if method is FROM_STORE else None
+        return BlockReader(
+            it.channels, address, it.hello(), self.layout, method, connect_timeout_s=CONNECT_TIMEOUT_S, lanes=lanes
         )
 
     def _open_writer(self, address: str) -> StoreWriter:

@@ -1,23 +1,62 @@
-"""Reads prefixes from kvstores into the pool."""
+"""Reads prefixes from kvstores and other instances into the pool."""
 
 import asyncio
+import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from moonpool.engine.handle import Engine
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import DamagedSliceError
+from moonpool.kv.keys import BlockKey
+from moonpool.streams.block_reader import FROM_DECODE, FROM_PREFILL, FROM_STORE, BlockReader, PrefixLost, ReadMethod
 from moonpool.streams.credits import Traffic
 from moonpool.streams.peers import Peers
-from moonpool.streams.store_reader import PrefixLost, StoreReader
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import kv_pb2
 from services.prefill.core.actions import LoadBlocks
 from services.prefill.core.events import LoadEnded
 from services.prefill.requests import Request
 
 log = get_logger(__name__)
+
+METHODS: Mapping[kv_pb2.InstanceKind.ValueType, ReadMethod] = {
+    kv_pb2.INSTANCE_KIND_KVSTORE: FROM_STORE,
+    kv_pb2.INSTANCE_KIND_PREFILL: FROM_PREFILL,
+    kv_pb2.INSTANCE_KIND_DECODE: FROM_DECODE,
+}
+"""How each kind of source is read."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockRead:
+    """Blocks to be read into the pool.
+
+    Attributes:
+        source: whom to read from.
+        keys: of the blocks, consecutive ones of a chain.
+        blocks: where they go.
+        timeout_s: longest time for all of it.
+        request: whose they are, for logs and spans.
+        came: told of the tokens of those that came, and from when to when by `time.monotonic()`.
+    """
+
+    source: kv_pb2.Instance
+    keys: Sequence[BlockKey]
+    blocks: Sequence[int]
+    timeout_s: float
+    request: str
+    came: Callable[[int, float, float], None] = lambda *_: None
+
+    @classmethod
+    def of_request(cls, order: LoadBlocks, request: Request) -> "BlockRead":
+        """A prompt's prefix."""
+        keys = request.incoming.keys[order.first : order.first + len(order.blocks)]
+        source, name = request.sources[order.source].instance, request.request_id
+        return cls(source, keys, order.blocks, order.timeout_s, name, request.note_load)
 
 
 class Pace:
@@ -71,7 +110,7 @@ class Loading:
 
     Args:
         engine: the KV is written to its pool.
-        open_reader: makes the client of a store at an address.
+        open_reader: makes the client of an instance at an address, to be read by a method.
         spans: where loading is recorded.
         emulated_s: seconds that emulated hardware takes to load so many bytes; None = it is not emulated.
     """
@@ -79,83 +118,84 @@ class Loading:
     def __init__(
         self,
         engine: Engine,
-        open_reader: Callable[[str], StoreReader],
+        open_reader: Callable[[str, ReadMethod], BlockReader],
         spans: Recorder,
         emulated_s: Callable[[int], float] | None = None,
     ) -> None:
         self._emulated_s = emulated_s
         self._pool = engine.pool
         self._layout = engine.layout
-        self._stores = Peers(open_reader)
+        self._peers = {kind: Peers(partial(_open, open_reader, method)) for kind, method in METHODS.items()}
         self._spans = spans
 
     @property
     def sessions(self) -> int:
         """Reads under way."""
-        return self._stores.sessions
+        return sum(peers.sessions for peers in self._peers.values())
 
     @property
     def traffic(self) -> Traffic:
-        """Credits and messages of the streams from all stores."""
-        return self._stores.traffic
+        """Credits and messages of the streams from all sources."""
+        return sum((peers.traffic for peers in self._peers.values()), Traffic())
 
     async def aclose(self) -> None:
         """Closes all streams."""
-        await self._stores.aclose()
+        for peers in self._peers.values():
+            await peers.aclose()
 
-    async def load(self, order: LoadBlocks, request: Request, on_layer: Callable[[int], None]) -> LoadEnded:
+    async def load(self, read: BlockRead, on_layer: Callable[[int], None]) -> LoadEnded:
         """Reads blocks; nothing is written once it has returned.
 
         Args:
-            order: what to read, and where to.
-            request: whose blocks they are.
+            read: what to read, and where to.
             on_layer: called in order for each layer whose blocks have all come.
         """
-        store, wanted = request.sources[order.source].instance, len(order.blocks)
+        source, wanted = read.source, len(read.blocks)
         began = time.monotonic()
         try:
-            reader = await self._stores.get(store)
+            reader = await self._peers[source.kind].get(source)
             pace = Pace(self._load_s(wanted), self._layout.layers, on_layer)
             try:
-                loaded = await self._read(reader, order, request, pace.came)
+                loaded = await self._read(reader, read, pace.came)
                 await pace.over()
             finally:
                 pace.close()
             ended = time.monotonic()
-            request.note_load(loaded * self._layout.block_tokens, began, ended)
+            read.came(loaded * self._layout.block_tokens, began, ended)
             return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=ended - began)
         except PrefixLost as lost:
-            log.info("prefix lost while loading", store=store.id, request=request.request_id, reason=str(lost))
+            log.info("prefix lost while loading", source=source.id, request=read.request, reason=str(lost))
             return LoadEnded(0, lost.blocks)
         except DamagedSliceError as damaged:
-            log.warning("damaged slice while loading", store=store.id, request=request.request_id, reason=str(damaged))
+            log.warning("damaged slice while loading", source=source.id, request=read.request, reason=str(damaged))
             return LoadEnded(0)
         except MoonpoolError as error:
-            log.warning("load failed", store=store.id, request=request.request_id, reason=str(error))
+            log.warning("load failed", source=source.id, request=read.request, reason=str(error))
             return LoadEnded(0, failed=True)
 
     def _load_s(self, blocks: int) -> float:
         return self._emulated_s(blocks * self._layout.block_bytes) if self._emulated_s is not None else 0.0
 
-    async def _read(
-        self, reader: StoreReader, order: LoadBlocks, request: Request, on_layer: Callable[[int], None]
-    ) -> int:
-        """Reads from one store; returns how many leading blocks it had. Raises as `StoreReader.read`."""
-        wanted, layers = len(order.blocks), range(self._layout.layers)
+    async def _read(self, reader: BlockReader, read: BlockRead, on_layer: Callable[[int], None]) -> int:
+        """Reads from one source; returns how many leading blocks it had. Raises as `BlockReader.read`."""
+        wanted, layers = len(read.blocks), range(self._layout.layers)
         counts, last_ns = [0] * len(layers), time.monotonic_ns()
 
         def take(layer: int, index: int, data: memoryview, value: int) -> None:
-            self._pool.write(layer, order.blocks[index], data, value)
+            self._pool.write(layer, read.blocks[index], data, value)
             counts[layer] += 1
 
         def layer_done(layer: int) -> None:
             nonlocal last_ns
             now_ns = time.monotonic_ns()
             size = counts[layer] * self._layout.slice_bytes
-            self._spans.add("kv.load", last_ns, now_ns, request=request.request_id, layer=layer, bytes=size)
+            self._spans.add("kv.load", last_ns, now_ns, request=read.request, layer=layer, bytes=size)
             last_ns = now_ns
             if counts[layer] == wanted:
                 on_layer(layer)
 
-        keys = request.incoming.keys[order.first : order.first + wanted]
-        return await reader.read(keys, layers=layers, on_slice=take, on_layer=layer_done, timeout_s=order.timeout_s)
+        return await reader.read(read.keys, layers=layers, on_slice=take, on_layer=layer_done, timeout_s=read.timeout_s)
+
+
+def _open(open_reader: Callable[[str, ReadMethod], BlockReader], method: ReadMethod, address: str) -> BlockReader:
+    return open_reader(address, method)

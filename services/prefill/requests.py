@@ -15,6 +15,8 @@ from services.prefill.core.events import Arrive, Copy, Source
 
 MAX_EVENTS = 8
 MAX_STORES = 16
+SOURCES = (kv_pb2.INSTANCE_KIND_KVSTORE, kv_pb2.INSTANCE_KIND_PREFILL, kv_pb2.INSTANCE_KIND_DECODE)
+"""Kinds of instances that a prefix is loaded from."""
 MAX_CHUNKS = 256
 """Steps whose times are told."""
 
@@ -28,7 +30,7 @@ class Request:
         incoming: what was asked for.
         history: what the sequence consists of, for engines that check it.
         target: the decode instance's transfer that takes the KV; None = none.
-        sources: kvstores to load a prefix from, the best first.
+        sources: whom to load a prefix from, the best first.
         copies: kvstores to write blocks to.
         held: per copy, leading blocks that it is believed to hold; None = unknown.
         first: the token after the prompt, of each answer that is wanted, once they are sampled; for beams the most
@@ -77,9 +79,12 @@ class Request:
                 raise InvalidRequest("target.held_blocks", f"must be at most {len(incoming.keys)}")
         if request.HasField("source"):
             check_instance(request.source.instance, "source.instance")
+            _check_kind("source", request.source)
         if request.HasField("write_back"):
             check_instance(request.write_back, "write_back")
         _check_stores("other_sources", request.other_sources)
+        for index, source in enumerate(request.other_sources):
+            _check_kind(f"other_sources[{index}]", source)
         _check_stores("replicas", request.replicas)
         copies, held = _copies(request)
         return cls(
@@ -104,8 +109,8 @@ class Request:
             len(self.incoming.token_ids),
             tuple(self.incoming.keys),
             None if self.target is None else self.target.held_blocks,
-            tuple(Source(_name(source.instance), source.blocks) for source in self.sources),
-            tuple(Copy(_name(store), held) for store, held in zip(self.copies, self.held, strict=True)),
+            tuple(_source(source) for source in self.sources),
+            tuple(Copy(name_of(store), held) for store, held in zip(self.copies, self.held, strict=True)),
             self.incoming.tenant,
             self.incoming.priority,
             self.incoming.weight,
@@ -149,9 +154,19 @@ class Request:
         return event
 
 
+def _check_kind(field: str, source: prefill_pb2.PrefixSource) -> None:
+    if source.instance.kind not in SOURCES:
+        raise InvalidRequest(f"{field}.instance.kind", "must be kvstore, prefill or decode")
+
+
+def _source(source: prefill_pb2.PrefixSource) -> Source:
+    peer = source.instance.kind != kv_pb2.INSTANCE_KIND_KVSTORE
+    return Source(name_of(source.instance), source.blocks, peer)
+
+
 def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefill_pb2.StoreReplica]) -> None:
     if len(stores) > MAX_STORES:
-        raise InvalidRequest(field, f"at most {MAX_STORES} kvstores")
+        raise InvalidRequest(field, f"at most {MAX_STORES}")
     for index, store in enumerate(stores):
         check_instance(store.instance, f"{field}[{index}].instance")
 
@@ -167,6 +182,6 @@ def _copies(request: prefill_pb2.PrefillRequest) -> tuple[list[kv_pb2.Instance],
     return copies, held
 
 
-def _name(store: kv_pb2.Instance) -> str:
+def name_of(store: kv_pb2.Instance) -> str:
     """A store is an id at an address; its incarnation does not matter here."""
     return f"{store.id} {store.address}"

@@ -13,7 +13,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillServicer:
-    """Serves one prefill instance. `ReadKV` is not built yet: the server answers so itself."""
+    """Serves one prefill instance."""
 
     def __init__(self, instance: PrefillInstance, gauges: Gauges) -> None:
         self._instance = instance
@@ -29,6 +29,12 @@ class PrefillServicer:
                 yield event
         finally:
             self._instance.cancel(taken)
+
+    async def ReadKV(  # noqa: N802
+        self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: Context
+    ) -> None:
+        """Another instance reads blocks of the pool."""
+        await self._instance.reads.serve(requests, context)
 
     async def Cancel(  # noqa: N802
         self, request: prefill_pb2.CancelRequest, context: Context

@@ -11,18 +11,21 @@ from moonpool.core.kernel import Cancel, Ended
 from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
+from moonpool.engine.pool_calls import PoolCalls
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import tokens_to_bytes
-from moonpool.sched.forgetting import ForgetKV, Forgot
+from moonpool.sched.forgetting import Forgot
+from moonpool.sched.lending import Lent
 from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult
 from moonpool.streams.transfer_client import DamagedInTransfer
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import prefill_pb2
+from services.prefill.copying import Copying
 from services.prefill.core import actions, events
 from services.prefill.core.core import PrefillCore
-from services.prefill.loading import Loading
+from services.prefill.loading import BlockRead, Loading
 from services.prefill.requests import Request
 from services.prefill.sending import Sending
 
@@ -71,12 +74,13 @@ class Shell:
         self._driver: Driver[events.Event | Ended[events.Result], actions.Action] = Driver(
             core, self._perform, clock=clock, journal=journal
         )
+        self.copying = Copying(loading, self.post)
         self._requests: dict[int, Request] = {}
         self._tasks: dict[int, asyncio.Task[events.Result]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._died = asyncio.Event()
         self._dead = "the engine is not running"
-        self._forgot: dict[int, int] = {}
+        self.pool = PoolCalls(self.post, self._driver.settle)
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -92,12 +96,6 @@ class Shell:
         """Tells the core what has happened."""
         self._driver.post(event)
         self._notify()
-
-    def forget(self, event: ForgetKV) -> int:
-        """Deletes KV from the pool; how many blocks."""
-        self.post(event)
-        self._driver.settle()
-        return self._forgot.pop(event.number)
 
     def find(self, request_id: str) -> list[Request]:
         """Requests of an id that have not ended."""
@@ -129,25 +127,35 @@ class Shell:
         match action:
             case actions.RunStep():
                 self._start_step(action)
-            case actions.OpenGate():
-                self._engine.open_gate(action.step, action.layer)
-            case actions.DropShare():
-                self._engine.drop(action.step, action.index)
-            case actions.AbortStep():
-                self._engine.abort(action.step)
+            case actions.OpenGate() | actions.DropShare() | actions.AbortStep():
+                self._steer(action)
             case actions.PutBlocks():
                 self._put(action)
-            case Forgot(number, blocks):
-                self._forgot[number] = blocks
+            case Forgot() | Lent():
+                self.pool.answered(action)
             case Cancel():
                 if (task := self._tasks.get(action.io)) is not None:
                     task.cancel()
+            case actions.CopyBlocks():
+                self._begin(action.io, self.copying.work(action), events.LoadEnded(0))
+            case actions.EndCopy(number):
+                self.copying.ended(number)
             case actions.CloseTransfer():
                 self._sending.close(action.job, aborted=action.aborted)
             case actions.LoadBlocks() | actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
                 self._move(action, self._requests[action.job])
             case _:
                 self._answer(action, self._requests[action.job])
+
+    def _steer(self, action: actions.OpenGate | actions.DropShare | actions.AbortStep) -> None:
+        """A step that the engine has goes on, or changes."""
+        match action:
+            case actions.OpenGate():
+                self._engine.open_gate(action.step, action.layer)
+            case actions.DropShare():
+                self._engine.drop(action.step, action.index)
+            case actions.AbortStep():
+                self._engine.abort(action.step)
 
     def _move(
         self,
@@ -158,7 +166,7 @@ class Shell:
         match action:
             case actions.LoadBlocks():
                 loaded = partial(self._layer_loaded, action.io)
-                work: Work = partial(self._loading.load, action, request, loaded)
+                work: Work = partial(self._loading.load, BlockRead.of_request(action, request), loaded)
             case actions.OpenTransfer():
                 work = partial(self._sending.open, request)
             case actions.SendSlices():
@@ -168,7 +176,8 @@ class Shell:
         lost: events.Result = events.Failed()
         failed: events.Result = events.Failed()
         if isinstance(action, actions.LoadBlocks):
-            lost, failed = events.LoadEnded(0), events.LoadEnded(0, failed=True)  # the store of a given-up load is fine
+            # The source of a load that was given up is fine.
+            lost, failed = events.LoadEnded(0), events.LoadEnded(0, failed=True)
         self._begin(action.io, partial(_guarded, request, work, failed), lost)
 
     def _answer(
@@ -366,6 +375,10 @@ def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.Prefi
         lane=request.lane,
         misses=[
             prefill_pb2.StoreMiss(store=request.sources[miss.source].instance, block=miss.block) for miss in told.misses
+        ],
+        reads=[
+            prefill_pb2.LoadedPrefix(source=request.sources[it.source].instance, blocks=it.blocks, seconds=it.seconds)
+            for it in told.loads
         ],
     )
     return prefill_pb2.PrefillResponse(first_token=first)

@@ -10,6 +10,7 @@ from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance, Ears
 from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.prompts import Peers
+from simulator.cluster.reading import Readable
 from simulator.cluster.requests import Request, keys_of
 from simulator.cluster.seats import Told
 from simulator.cluster.store import Store
@@ -59,7 +60,15 @@ class Cluster:
         peers = Peers(
             partial(self._keys, name), partial(self._changed, name), self._open, self._heard, self._whole, self._give_up
         )
-        return PrefillInstance(self.world, self.network, self.config, name, self.stores, self.calls, peers)
+        stores = self.stores, self._readable
+        return PrefillInstance(self.world, self.network, self.config, name, *stores, self.calls, peers)
+
+    def _readable(self, name: str) -> Readable:
+        kind, number = name[0], int(name[1:])
+        return self.stores[number] if kind == "s" else self._engine(kind, number).pool
+
+    def _engine(self, kind: str, number: int) -> PrefillInstance | DecodeInstance:
+        return self.prefills[number] if kind == "p" else self.decodes[number]
 
     def _decode(self, number: int, longest_run: int) -> DecodeInstance:
         name = f"d{number}"
@@ -140,10 +149,11 @@ class Cluster:
         if kind == "s":
             self._replace_store(self.stores[number])
             return
-        instance = self.prefills[number] if kind == "p" else self.decodes[number]
+        instance = self._engine(kind, number)
         if instance.up:
             instance.crash()
             instance.up = False
+            self._lose_source(name)
             self.conductor.members.silence(name)
             self.world.after(ps(DETECTION_S), lambda _: self.conductor.lost(name))
             self.world.after(ps(max(down_s, DETECTION_S) + 1.0), self._back, instance)
@@ -151,9 +161,12 @@ class Cluster:
     def _replace_store(self, store: Store) -> None:
         """By an empty one, of which the conductor hears at once."""
         store.begin_anew()
-        for prefill in self.prefills:
-            prefill.lose_store(store.name)
+        self._lose_source(store.name)
         self.conductor.store_joins(store)
+
+    def _lose_source(self, name: str) -> None:
+        for prefill in self.prefills:
+            prefill.lose_source(name)
 
     def _crash_conductor(self, down_s: float) -> None:
         if self.conductor.up:
@@ -184,6 +197,7 @@ class Cluster:
         elapsed = max(1, self.conductor.ended_at)
         decode = [instance.use for instance in self.decodes]
         steps = max(1, sum(use.steps for use in decode))
+        pools = [it.pool for it in self.prefills] + [it.pool for it in self.decodes]
         return {
             "prefill_busy": sum(instance.use.busy for instance in self.prefills) / elapsed / len(self.prefills),
             "decode_busy": sum(use.busy for use in decode) / elapsed / len(decode),
@@ -191,5 +205,7 @@ class Cluster:
             "preempted": sum(instance.preempted for instance in self.decodes),
             "loaded_blocks": sum(store.read_blocks for store in self.stores),
             "loaded_from_disk_blocks": sum(store.disk_blocks for store in self.stores),
+            "loaded_from_peers_blocks": sum(pool.read_blocks for pool in pools),
+            "copied_blocks": sum(it.core.copies.copied_blocks for it in self.prefills),
             "virtual_s": elapsed / PS,
         }

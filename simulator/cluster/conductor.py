@@ -10,6 +10,7 @@ from moonpool.core.kernel import Cancel
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.conductor import ConductorCore
 from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.hot import Replicate
 from services.conductor.core.messages import (
     Action,
     Adopt,
@@ -244,6 +245,8 @@ class Conductor:
                 self._fail(action)
             case Drop(request):
                 self._end(self._serving[request].request, REFUSED)  # the late check alone sends clients away
+            case Replicate():
+                self.orders.replicate(action)
             case Resync(instance):
                 raise AssertionError(f"a message of {instance} is missing")
             case _:
@@ -312,6 +315,8 @@ def _picture(config: ClusterConfig) -> Picture:
         seed=config.seed,
         rest_tokens=config.decode_prompt_tokens,
         slow_factor=config.slow_factor,
+        peers=config.peers,
+        copy_share=config.copy_share,
     )
 
 

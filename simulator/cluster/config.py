@@ -52,6 +52,8 @@ class ClusterConfig:
         policy: how prefill instances are chosen, as the conductor's flag.
         decode_prompt_tokens: rests of prompts so long at most may be computed at decode; 0 = none.
         threshold: Algorithm 1's balancing threshold.
+        peers: prefixes are loaded from other engine instances too.
+        copy_share: of a link that copies of hot prefixes may take; 0 = there are none.
         block_tokens: tokens of a KV block.
         step_tokens: tokens of one prefill step at most.
         max_queue: prompts at a prefill instance at most.
@@ -81,6 +83,8 @@ class ClusterConfig:
     policy: str = DEFAULT
     decode_prompt_tokens: int = 0
     threshold: float = 1.0
+    peers: bool = True
+    copy_share: float = 0.1
     block_tokens: int = BLOCK_TOKENS
     step_tokens: int = 4096
     max_queue: int = 1024

@@ -16,7 +16,7 @@ class Copies:
 
     Args:
         name: of the instance.
-        receives: its link for KV that comes.
+        sends, receives: its links for KV that leaves, and for what comes.
         tell: takes the ends.
     """
 
@@ -26,12 +26,12 @@ class Copies:
         network: Network,
         config: ClusterConfig,
         name: str,
+        sends: Link,
         receives: Link,
         tell: Callable[[Ended[IoEnd]], None],
     ) -> None:
         self._world, self._network, self._config = world, network, config
-        self._receives, self._tell = receives, tell
-        self._sends = Link(f"{name} out", config.transfer_bytes_per_s)
+        self._sends, self._receives, self._tell = sends, receives, tell
         self._bus = Link(f"{name} bus", config.load_bytes_per_s)
         self._open: set[int] = set()
         self._copied_at = 0

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
 from moonpool.kv.keys import BlockKey
+from moonpool.sched.lending import Lent
 from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Promised, Target
@@ -33,6 +34,7 @@ from simulator.cluster.config import ClusterConfig
 from simulator.cluster.copies import Copies
 from simulator.cluster.engine import STOPPED, Engine
 from simulator.cluster.host import Host
+from simulator.cluster.reading import PoolReads
 from simulator.cluster.requests import Sequence
 from simulator.cluster.seats import DecodeUse, Resume, Seat, Told
 from simulator.cluster.store import Store
@@ -87,6 +89,7 @@ class DecodeInstance:
     ) -> None:
         self.name = name
         self.receives = Link(f"{name} in", config.transfer_bytes_per_s)
+        self.pool = PoolReads(Link(f"{name} out", config.transfer_bytes_per_s), self._tell)
         self._world, self._network, self._config, self._ears = world, network, config, ears
         self._stores = {store.name: store for store in stores}
         self._core_config = core_config(config, longest_run)
@@ -102,7 +105,8 @@ class DecodeInstance:
         self.incarnation += 1
         self.core = DecodeCore(self._core_config)
         self.host: Host[Event, actions.Action] = Host(self._world, self.core, self._perform, before_tick=self._settle)
-        self._copies = Copies(self._world, self._network, self._config, self.name, self.receives, self._tell)
+        links = self.pool.sends, self.receives
+        self._copies = Copies(self._world, self._network, self._config, self.name, *links, self._tell)
         self._seats: dict[int, Seat] = {}
         self._logged: dict[int, Seat] = {}
         self._answers: dict[int, Promised | Failure] = {}
@@ -305,6 +309,8 @@ class DecodeInstance:
                 self._ears.tokens(self._seats[number].stream, [Told(number, None, over=True)])
             case actions.Ending(number, why):
                 self._ending(number, why)
+            case Lent():
+                self.pool.answered(action)
             case actions.Gone() | actions.Adopted() | actions.Fenced() | actions.Forget():
                 self._change_hands(action)
             case actions.SwapOut() | actions.SwapIn() | actions.Store() | actions.Load():

@@ -1,12 +1,12 @@
-"""Prefixes that a simulated prefill instance loads from stores, layer by layer."""
+"""Prefixes that a simulated prefill instance loads from stores and other instances, layer by layer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.kernel import Ended
 from moonpool.kv.keys import BlockKey
 from services.prefill.core.events import LayerLoaded, LoadEnded, Result
-from simulator.cluster.store import Store
+from simulator.cluster.reading import Loan, Readable
 from simulator.kernel.clock import PS, World, ps
 from simulator.kernel.links import Flow, Link, Network
 
@@ -16,9 +16,8 @@ class Load:
     """Blocks on their way."""
 
     io: int
-    store: str
-    blocks: int
-    """That the store has."""
+    source: str
+    loan: Loan
     missing: int | None
     """The first block that it has not."""
     begun: int
@@ -30,6 +29,7 @@ class Loading:
     """Loads of one instance.
 
     Args:
+        find: gives a store or another instance by name.
         receives: the instance's link.
         slice_bytes: one layer of one block.
         layers: of the KV.
@@ -40,22 +40,23 @@ class Loading:
         self,
         world: World,
         network: Network,
-        stores: Iterable[Store],
+        find: Callable[[str], Readable],
         receives: Link,
         slice_bytes: int,
         layers: int,
         tell: Callable[[LayerLoaded | Ended[Result]], None],
     ) -> None:
         self._world, self._network, self._receives = world, network, receives
-        self._stores = {store.name: store for store in stores}
+        self._find = find
         self._slice_bytes, self._layers, self._tell = slice_bytes, layers, tell
         self._loads: dict[int, Load] = {}
 
-    def begin(self, io: int, store: str, keys: Sequence[BlockKey], first: int, timeout_s: float) -> None:
-        """Loads the blocks of a chain from `first` on, as far as the store holds it."""
-        source, wanted = self._stores[store], len(keys) - first
-        blocks = min(wanted, max(0, source.holds(keys) - first))
-        load = Load(io, store, blocks, blocks if blocks < wanted else None, self._world.now)
+    def begin(self, io: int, name: str, keys: Sequence[BlockKey], first: int, timeout_s: float) -> None:
+        """Loads the blocks of a chain from `first` on, as far as the source holds it."""
+        source, wanted = self._find(name), len(keys) - first
+        loan = source.lend(keys, first)
+        blocks = loan.blocks
+        load = Load(io, name, loan, blocks if blocks < wanted else None, self._world.now)
         self._loads[io] = load
         self._world.after(ps(timeout_s), lambda _: self._end(load, failed=True))
         if blocks:
@@ -69,9 +70,9 @@ class Loading:
         if load is not None:
             self._world.after(0, lambda _: self._end(load, failed=False, cancelled=True))
 
-    def lose(self, store: str) -> None:
-        """A store is gone."""
-        for load in [load for load in self._loads.values() if load.store == store]:
+    def lose(self, source: str) -> None:
+        """A store or another instance is gone."""
+        for load in [load for load in self._loads.values() if load.source == source]:
             self._end(load, failed=True)
 
     def stop(self) -> None:
@@ -83,8 +84,8 @@ class Loading:
     def _next(self, load: Load) -> None:
         """The next layer crosses the network."""
         if self._loads.get(load.io) is load:
-            path = self._stores[load.store].sends, self._receives
-            load.flow = self._network.send(path, load.blocks * self._slice_bytes, lambda: self._came(load))
+            path = self._find(load.source).sends, self._receives
+            load.flow = self._network.send(path, load.loan.blocks * self._slice_bytes, lambda: self._came(load))
 
     def _came(self, load: Load) -> None:
         load.flow = None
@@ -103,10 +104,11 @@ class Loading:
         self._drop(load)
         whole = load.layers == self._layers
         missing = None if failed or cancelled else load.missing
-        blocks = load.blocks if whole else 0
+        blocks = load.loan.blocks if whole else 0
         result: Result = LoadEnded(blocks, missing, failed, (self._world.now - load.begun) / PS)
         self._tell(Ended(load.io, result))
 
     def _drop(self, load: Load) -> None:
         if load.flow is not None:
             self._network.cancel(load.flow)
+        load.loan.give_back()

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from moonpool.core.kernel import Ended
+from moonpool.kv.keys import BlockKey
 from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.hot import Replicate
 from services.conductor.core.messages import (
     Accepted,
     Adopt,
@@ -171,6 +173,14 @@ class Orders:
         if self._cancels.pop(io, None) is not None:
             self._post(Ended(io, result))
 
+    def replicate(self, order: Replicate) -> None:
+        """Has an instance copy hot blocks."""
+        instance = self._prefills[order.instance]
+        peer = order.source in self._prefills or order.source in self._decodes
+        source = Source(order.source, len(order.keys), peer)
+        keys = tuple(map(BlockKey, order.keys))
+        self._calls.send(lambda: instance.replicate(keys, source) if instance.up else None)
+
     # --- Reserve ----------------------------------------------------------------------------------------------------
 
     def reserve(self, order: Reserve, sequence: Sequence) -> None:
@@ -208,7 +218,7 @@ class Orders:
         if not _is_alive(instance, call.order.incarnation):
             return
         there = self._members.incarnation
-        call.sources = tuple([Source(store.id, store.blocks) for store in plan.sources if there(store.id)])
+        call.sources = tuple([Source(it.id, it.blocks, it.peer) for it in plan.sources if there(it.id)])
         copies = tuple([Copy(store.id, store.blocks) for store in plan.write_back if there(store.id)])
         call.job = instance.submit(call.sequence, call.order.target, call, call.sources, copies)
 
@@ -222,9 +232,10 @@ class Orders:
         if call.io not in self._cancels or not (known or self._token_came(call.sequence, told)):
             return
         misses = tuple(
-            (call.sources[miss.source].store, keys_of_chain(request, miss.block + 1)[-1]) for miss in told.misses
+            (call.sources[miss.source].name, keys_of_chain(request, miss.block + 1)[-1]) for miss in told.misses
         )
-        how = Prefilled(told.computed_tokens, told.queue_s + told.prefill_s, misses)
+        loads = tuple([(call.sources[it.source].name, it.blocks, it.seconds) for it in told.loads])
+        how = Prefilled(told.computed_tokens, told.queue_s + told.prefill_s, misses, loads)
         self._post(FirstToken(call.io, how, Finish.STOP if request.made == request.answer else None, known))
 
     def _cancel_prefill(self, call: PrefillCall) -> None:

@@ -3,13 +3,14 @@
 Steps take the time of the profile, spread evenly over the layers; loads, slices and write-back that of their links.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.cost import prefill_seconds
 from moonpool.engine.setup import WRITE_BACK_SHARE
 from moonpool.kv.keys import BlockKey
+from moonpool.sched.lending import Lent
 from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Target
@@ -20,6 +21,7 @@ from simulator.cluster.config import ClusterConfig
 from simulator.cluster.host import Host
 from simulator.cluster.loading import Loading
 from simulator.cluster.prompts import Client, Peers, Prompt
+from simulator.cluster.reading import PoolReads, Readable
 from simulator.cluster.requests import Sequence
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
@@ -60,7 +62,8 @@ class PrefillInstance:
     """One instance.
 
     Args:
-        stores: of the cluster.
+        stores: of the cluster; blocks are written there.
+        find: gives a store or another instance by name, to load from.
         calls: to decode.
         peers: are told what happens.
     """
@@ -72,6 +75,7 @@ class PrefillInstance:
         config: ClusterConfig,
         name: str,
         stores: Iterable[Store],
+        find: Callable[[str], Readable],
         calls: Calls,
         peers: Peers,
     ) -> None:
@@ -79,10 +83,11 @@ class PrefillInstance:
         self.sends = Link(f"{name} out", config.transfer_bytes_per_s)
         self._world, self._network, self._config = world, network, config
         self._stores = {store.name: store for store in stores}
-        self._calls, self._peers = calls, peers
+        self._find, self._calls, self._peers = find, calls, peers
+        self.pool = PoolReads(self.sends, self._hear)
         self._settings = core_settings(config)
         self._receives = Link(f"{name} in", config.load_bytes_per_s)
-        self._came = 0
+        self._came = self._copies_came = 0
         self.incarnation = 0
         self.up = True
         self.use = PrefillUse()
@@ -94,12 +99,13 @@ class PrefillInstance:
         self.core = PrefillCore(self._settings, self._config.profile.speeds)
         self.host: Host[Event, actions.Action] = Host(self._world, self.core, self._perform)
         self._prompts: dict[int, Prompt] = {}
+        self._copies: dict[int, tuple[tuple[BlockKey, ...], str]] = {}
         self._opened: dict[int, Target] = {}
         self._moving: dict[int, Flow | None] = {}
         self._write_back_room = max(1, self._settings.blocks // WRITE_BACK_SHARE)
         self._step: Step | None = None
         self._loading = Loading(
-            self._world, self._network, self._stores.values(), self._receives, self._settings.slice_bytes,
+            self._world, self._network, self._find, self._receives, self._settings.slice_bytes,
             self._settings.layers, self._came_in,
         )  # fmt: skip
 
@@ -130,6 +136,12 @@ class PrefillInstance:
         self._tell(events.Arrive(self._came, sequence.tokens, keys, held, sources, copies))
         return self._came
 
+    def replicate(self, keys: tuple[BlockKey, ...], source: events.Source) -> None:
+        """Blocks of a chain are to be copied here."""
+        self._copies_came += 1
+        self._copies[self._copies_came] = keys, source.name
+        self._tell(events.CopyIn(self._copies_came, keys, source))
+
     def leave(self, number: int) -> None:
         """A prompt is not wanted any more; one that has ended is fine."""
         if number in self._prompts:
@@ -152,9 +164,9 @@ class PrefillInstance:
             taken=self.core.taken,
         )
 
-    def lose_store(self, store: str) -> None:
-        """A store is gone, and what is being loaded from it."""
-        self._loading.lose(store)
+    def lose_source(self, source: str) -> None:
+        """A store or another instance is gone, and what is being loaded from it."""
+        self._loading.lose(source)
 
     def check_at_rest(self) -> None:
         """Asserts that nothing is held."""
@@ -244,8 +256,12 @@ class PrefillInstance:
                 self._loading.cancel(io)
                 moving = self._moving
                 self._world.after(0, lambda _: self._moved(moving, io, events.Failed()))
-            case actions.LoadBlocks():
+            case actions.LoadBlocks() | actions.CopyBlocks():
                 self._load(action)
+            case actions.EndCopy(number):
+                del self._copies[number]
+            case Lent():
+                self.pool.answered(action)
             case actions.PutBlocks():
                 self._put(action)
             case actions.Accept() | actions.TellToken() | actions.EndJob() | actions.Refuse():
@@ -278,10 +294,13 @@ class PrefillInstance:
         failed = action.outcome is actions.Outcome.IO_FAILED
         prompt.client.over(Failure(Kind.TRANSFER if failed else Kind.UNAVAILABLE, f"the prompt {action.outcome.value}"))
 
-    def _load(self, action: actions.LoadBlocks) -> None:
-        prompt = self._prompts[action.job]
-        keys = prompt.keys[: action.first + len(action.blocks)]
-        self._loading.begin(action.io, prompt.sources[action.source].store, keys, action.first, action.timeout_s)
+    def _load(self, action: actions.LoadBlocks | actions.CopyBlocks) -> None:
+        if isinstance(action, actions.CopyBlocks):
+            keys, source = self._copies[action.number]
+        else:
+            prompt = self._prompts[action.job]
+            keys, source = prompt.keys[: action.first + len(action.blocks)], prompt.sources[action.source].name
+        self._loading.begin(action.io, source, keys, action.first, action.timeout_s)
 
     def _put(self, action: actions.PutBlocks) -> None:
         prompt, host = self._prompts[action.job], self.host

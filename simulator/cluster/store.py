@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from moonpool.kv.keys import BlockKey
 from services.kvstore.policies import POLICIES
 from simulator.cluster.config import ClusterConfig
+from simulator.cluster.reading import Loan
 from simulator.kernel.clock import World
 from simulator.kernel.disks import Disk
 from simulator.kernel.links import Link, Network, Priority
@@ -75,6 +76,10 @@ class Store:
     def holds(self, keys: Sequence[BlockKey]) -> int:
         """Leading keys whose blocks are here."""
         return next((place for place, key in enumerate(keys) if not self._has(key)), len(keys))
+
+    def lend(self, keys: Sequence[BlockKey], first: int) -> Loan:
+        """See `Readable.lend`; what is read is not evicted here before the end."""
+        return Loan(max(0, self.holds(keys) - first), lambda: None)
 
     def _has(self, key: BlockKey) -> bool:
         return key in self._dram or key in self._ssd

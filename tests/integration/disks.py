@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moonpool.kv.keys import BlockKey
 from moonpool.rpc.channels import Channels
-from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.block_reader import BlockReader
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, data_of
@@ -115,7 +115,7 @@ class Store:
         """Those of the blocks that are here; what is read is what was written."""
         here: list[BlockKey] = []
         async with Channels() as channels:
-            reader = StoreReader(channels, self.address, HELLO, LAYOUT)
+            reader = BlockReader(channels, self.address, HELLO, LAYOUT)
             for key in keys:
                 found = bytearray()
 

@@ -18,7 +18,7 @@ from tests.integration.conftest import BLOCK, tokens
 from tests.integration.raw import METHODS, Outcome, Stack, request_class
 
 CODES = grpc.StatusCode
-INVALID, MISMATCH, UNBUILT = CODES.INVALID_ARGUMENT, CODES.FAILED_PRECONDITION, CODES.UNIMPLEMENTED
+INVALID, MISMATCH = CODES.INVALID_ARGUMENT, CODES.FAILED_PRECONDITION
 LENGTH = 4096  # of the tiny model
 VOCABULARY = 512
 MESSAGE_LIMIT = 8 << 20
@@ -160,9 +160,6 @@ def test_malformed_and_truncated(stack: Stack, name: str) -> None:
     """Bytes that are no message of the method's class, as first message and after a proper one."""
     for data in (b"\xff\xff\xff", b"\x0a\x05ab", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f"):
         outcome = stack.call(name, data)
-        if name == "prefill.ReadKV":
-            assert outcome.code is UNBUILT
-            continue
         assert outcome.code in (INVALID, CODES.DATA_LOSS), outcome
         assert outcome.text.startswith(f"malformed {request_class(METHODS[name]).__name__}")
         if METHODS[name].client_streaming:
@@ -212,12 +209,13 @@ EMPTY: dict[str, tuple[grpc.StatusCode, str]] = {
     "conductor.ConductorStats": (CODES.OK, ""),
     "conductor.Join": (INVALID, "hello"),
     "prefill.Prefill": (INVALID, "sequence.request_id"),
-    "prefill.ReadKV": (UNBUILT, ""),
+    "prefill.ReadKV": (INVALID, "hello"),
     "prefill.Cancel": (CODES.OK, ""),
     "prefill.Forget": (CODES.OK, ""),
     "prefill.PrefillStats": (CODES.OK, ""),
     "decode.Reserve": (INVALID, "sequence.request_id"),
     "decode.ReceiveKV": (INVALID, "hello"),
+    "decode.ReadKV": (INVALID, "hello"),
     "decode.Steps": (INVALID, "hello"),
     "decode.Forget": (CODES.OK, ""),
     "decode.DecodeStats": (CODES.OK, ""),
@@ -243,7 +241,7 @@ def test_empty_message(stack: Stack, name: str) -> None:
     assert (outcome.code, outcome.field) == EMPTY[name], outcome
 
 
-STREAMS = {name for name, method in METHODS.items() if method.client_streaming and name != "prefill.ReadKV"}
+STREAMS = {name for name, method in METHODS.items() if method.client_streaming}
 
 
 @pytest.mark.parametrize("name", sorted(STREAMS))
@@ -257,7 +255,7 @@ def test_streams_begin_and_go_on_properly(stack: Stack, name: str) -> None:
         assert (outcome.code, outcome.field) == (INVALID, "message"), outcome
 
 
-@pytest.mark.parametrize("name", ["decode.ReceiveKV", "kvstore.Put", "kvstore.Get"])
+@pytest.mark.parametrize("name", ["decode.ReceiveKV", "prefill.ReadKV", "decode.ReadKV", "kvstore.Put", "kvstore.Get"])
 def test_hello_of_another_kv(stack: Stack, name: str) -> None:
     """KV streams say what KV they speak of; the first difference is named."""
 
@@ -279,7 +277,7 @@ def test_hello_of_another_kv(stack: Stack, name: str) -> None:
         "layout.block_tokens": layout(block_tokens=17),
         "layout.version": layout(version=9),
     }
-    if name == "decode.ReceiveKV":
+    if not name.startswith("kvstore."):
         wrong |= {"namespace": namespace(bytes(32)), "layout.kv_heads": layout(kv_heads=8)}
     else:
         wrong |= {"layout.layers": layout(layers=(1 << 32) - 1)}

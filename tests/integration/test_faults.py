@@ -107,9 +107,9 @@ def test_client_leaves_in_decode(stack: CheckedStack) -> None:
 
 @pytest.fixture(scope="module")
 def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    """Two instances of each kind of engine; sequences hardly outlive their conductor."""
+    """Two instances of each kind of engine, no kvstore; sequences hardly outlive their conductor."""
     plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("pair")), "decode", "--grace-s", "0.01")
-    with CheckedStack(dataclasses.replace(plan, prefill=2, decode=2)) as running:
+    with CheckedStack(dataclasses.replace(plan, prefill=2, decode=2, kvstore=0)) as running:
         yield running
 
 
@@ -134,6 +134,26 @@ def test_instance_killed_in_the_middle(pair: CheckedStack, reference: Reference,
         reference.assert_greedy(prompt, output)
         stack.restart(killed)
         wait_at_rest(stack.address, timeout_s=20)
+
+
+def test_a_prefix_is_read_from_a_peer(pair: CheckedStack, reference: Reference) -> None:
+    """The prefill instance that has it is lost: another one reads it from the decode instance's pool."""
+    prompt = tokens(6 * BLOCK + 3, "peer")
+    with Client(pair.address) as client:
+        first = client.generate(token_ids=prompt, sampling=GREEDY)
+        wait_at_rest(pair.address, timeout_s=20)
+        lost, peer = first.placement.prefill, first.placement.decode
+        before = pair.gauge(peer, "peer_read_bytes")
+        pair.services[lost].signal(signal.SIGKILL)
+        pair.services[lost].wait(10)
+        second = client.generate(token_ids=prompt, sampling=GREEDY)
+        explained = client.explain(second.request_id)
+        pair.restart(lost)
+    assert (second.placement.kvstore, second.usage.cached_tokens) == (peer, 6 * BLOCK)
+    assert [it.source for it in explained.candidates if it.instance == second.placement.prefill] == [peer]
+    assert pair.gauge(peer, "peer_read_bytes") > before
+    assert second.token_ids == first.token_ids
+    reference.assert_greedy(prompt, second.token_ids)
 
 
 @pytest.mark.parametrize("grace", ["runs on", pytest.param("parks", marks=pytest.mark.slow)])

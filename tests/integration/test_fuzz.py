@@ -193,6 +193,7 @@ PROPER: dict[str, Callable[[Stack], Iterable[dict[str, Any]]]] = {
     "prefill.ReadKV": _gets,
     "decode.Reserve": _reserves,
     "decode.ReceiveKV": _receives,
+    "decode.ReadKV": _gets,
     "decode.Steps": _steps,
     "kvstore.Put": _puts,
     "kvstore.Get": _gets,

@@ -156,7 +156,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         block_tokens=BLOCK,
         kv_bytes=16 << 20,
         dram_bytes=16 << 20,
-        extra={"prefill": ["--step-tokens", "64", *flags], "decode": flags, "kvstore": lanes},
+        extra={
+            "prefill": ["--step-tokens", "64", *flags],
+            "decode": flags,
+            "kvstore": lanes,
+            # Where there is a store, prefixes come from it; elsewhere from other instances' pools.
+            "conductor": ["--no-peers"] if topology.store else [],
+        },
     )
     with CheckedStack(plan) as stack, Client(stack.address) as client:
         yield Served(topology, stack, client, reference, tolerance, eos_prompt)

@@ -43,12 +43,13 @@ decode: {base_s: 1.0e-3, per_sequence_s: 0.0, per_context_token_s: 0.0}
 
 @pytest.fixture
 def plan(plan: StackPlan) -> StackPlan:
-    """Three stores, and a prefill pool of two chains: whatever comes later must be loaded or computed."""
+    """Three stores, and a prefill pool of two chains: whatever comes later must be loaded from a store, or computed."""
     profile = plan.data_dir / "slow-prefill.yaml"
     profile.write_text(PROFILE)
     pool = str(2 * BLOCKS + 2)
     slow = dataclasses.replace(plan, kvstore=3, dtype="auto", engine=f"emulated:{profile}")
-    return with_flags(slow, "prefill", "--blocks", pool, "--write-back-blocks", pool)
+    slow = with_flags(slow, "prefill", "--blocks", pool, "--write-back-blocks", pool)
+    return with_flags(slow, "conductor", "--no-peers")
 
 
 def prompts(count: int, what: str) -> list[list[int]]:

@@ -20,7 +20,7 @@ from moonpool.errors import NotFound, TransferFailed
 from moonpool.kv.keys import block_keys, chain_root, namespace
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels
-from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kv_pb2
 from simulator.traces.mooncake import TraceRequest
@@ -107,7 +107,7 @@ async def sending(options: argparse.Namespace, address: str, trace: Sequence[Tra
         channels = await stack.enter_async_context(Channels())
         writer = StoreWriter(channels, address, hello, layout)
         stack.push_async_callback(writer.aclose)
-        reader = StoreReader(channels, address, hello, layout)
+        reader = BlockReader(channels, address, hello, layout)
         stack.push_async_callback(reader.aclose)
 
         async def put(keys: Sequence[bytes], outcome: Outcome, clock: Callable[[], float]) -> None:

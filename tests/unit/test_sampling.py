@@ -74,6 +74,21 @@ def test_a_default_stays_unset_in_the_contract_and_comes_back_from_it() -> None:
     assert sampling_to_proto(params) == given
 
 
+def test_what_is_given_is_told_from_what_is_not_also_where_it_is_neutral() -> None:
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    given = sampling_to_proto(SamplingParams(**neutral))  # type: ignore[arg-type]
+    assert {descriptor.name for descriptor, _ in given.ListFields()} == neutral.keys()
+    wanted = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+    assert sampling_from_proto(given).suggested(wanted) == SamplingParams()
+    assert SamplingParams().suggested(wanted) == SamplingParams(**wanted)  # type: ignore[arg-type]
+    assert SamplingParams(temperature=0.0).suggested({"temperature": 0.7, "top_k": 2}) == SamplingParams(
+        temperature=0.0, top_k=2
+    )
+    assert SamplingParams(beam_width=2).suggested(wanted) == SamplingParams(beam_width=2)
+    plain = SamplingParams().suggested({})
+    assert {type(getattr(plain, name)) for name in neutral} == {float, int}
+
+
 def test_none_is_the_default_and_one_stop_text_a_list_of_one() -> None:
     nothing: dict[str, Any] = {f.name: None for f in fields(SamplingParams)}
     assert SamplingParams(**nothing) == SamplingParams()

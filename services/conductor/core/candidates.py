@@ -77,8 +77,8 @@ class Policy(Protocol):
     """How the prefill instance of a request is chosen. It keeps no state: equal arguments give equal answers.
 
     Attributes:
-        stores: kvstores count. A stored prefix is loaded where that is predicted to be quicker than computing it, and
-            new blocks are written there. Otherwise instances have their own blocks only.
+        stores: kvstores and other instances' pools count. A prefix is loaded from there where that is predicted to be
+            quicker than computing it, and new blocks are written to kvstores. Otherwise instances have their own only.
     """
 
     @property

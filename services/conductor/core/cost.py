@@ -1,9 +1,11 @@
 """What a placement is predicted to take: Algorithm 1 of the Mooncake paper, with a choice of loading or recomputing.
 
-As in Algorithm 1 a prefix in a kvstore is considered only when it is longer than the instance's own by a factor
-(`threshold`); unlike there it is used only when loading it is predicted to be quicker than recomputing it.
+As in Algorithm 1 the prefix of another instance (a kvstore, or the pool of an engine) is considered only when it is
+longer than the instance's own by a factor (`threshold`); unlike there it is used only when loading it is predicted to
+be quicker than recomputing it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moonpool.cost import (
@@ -11,22 +13,22 @@ from moonpool.cost import (
     Speeds,
     attention_pairs,
     decode_step_seconds,
-    load_seconds,
     overlapped_seconds,
     pipelined_seconds,
     transfer_seconds,
     work_seconds,
 )
 from services.conductor.core.facts import Demand, Shape
-from services.conductor.core.stores import StoreView
+from services.conductor.core.reads import Source
 
 
 class PrefillChoice(NamedTuple):
     """The prediction for one prefill instance, seconds; `excluded` says why it cannot be used.
 
-    `load_s` is what computing does not hide of loading. `busy_s` is how much later the next prompt begins for this
-    one: less than its own time where stages overlap. `overhead_s` is what calls take; `factors` are those by which
-    queue, load and prefill are corrected. `company`: another engine of its host is busy; None = there is none.
+    `load_s` is what computing does not hide of loading. `source` is whom it would load from, whose link is busy with it
+    for `read_s`. `busy_s` is how much later the next prompt begins for this one: less than its own time where stages
+    overlap. `overhead_s` is what calls take; `factors` are those by which queue, load and prefill are corrected.
+    `company`: another engine of its host is busy; None = there is none.
     """
 
     id: str
@@ -36,11 +38,12 @@ class PrefillChoice(NamedTuple):
     load_s: float
     prefill_s: float
     busy_s: float
-    kvstore: str = ""
+    source: str = ""
     excluded: str = ""
     overhead_s: float = 0.0
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
     company: bool | None = None
+    read_s: float = 0.0
 
     @property
     def alone_s(self) -> float:
@@ -73,7 +76,8 @@ class PrefillCost(NamedTuple):
     prefill_s: float
     busy_s: float
     used_blocks: int
-    kvstore: str
+    source: str
+    read_s: float = 0.0
 
     @property
     def alone_s(self) -> float:
@@ -87,38 +91,51 @@ class PrefillModel:
     Args:
         demand: of the request.
         shape: of the KV.
-        store: the kvstore to read from, if there is one.
-        threshold: a stored prefix must be so many times longer than the instance's own.
+        sources: whom a prefix may be loaded from; few.
+        threshold: a prefix elsewhere must be so many times longer than the instance's own.
     """
 
-    def __init__(self, demand: Demand, shape: Shape, store: StoreView | None, threshold: float) -> None:
+    def __init__(self, demand: Demand, shape: Shape, sources: Sequence[Source], threshold: float) -> None:
         self._tokens = demand.prompt_tokens
         self._shape = shape
-        self._store = store
+        self._sources = sources
         self._threshold = threshold
         self._works: dict[tuple[int, int], PrefillWork] = {}
-        self._rest: tuple[Speeds | None, int, PrefillWork, float] = None, 0, PrefillWork(0, 0, 0, 0), 0.0
+        self._asked: tuple[Speeds | None, int] = None, 0
+        self._rests: dict[int, tuple[PrefillWork, float]] = {}
 
     def cost(self, speeds: Speeds, stages: int, step_tokens: int, local_blocks: int) -> PrefillCost:
         """The prediction for an instance of these speeds that holds `local_blocks` leading blocks itself."""
         local = self._works.get((local_blocks, step_tokens)) or self._work(local_blocks, step_tokens)
         compute_s = work_seconds(speeds, local)
-        store = self._store
-        if store is not None and store.blocks > local_blocks and store.blocks > self._threshold * local_blocks:
-            if self._rest[0] is not speeds or self._rest[1] != step_tokens:  # instances of a class are asked in a row
-                stored = self._work(store.blocks, step_tokens)
-                self._rest = speeds, step_tokens, stored, work_seconds(speeds, stored)
-            _, _, stored, rest_s = self._rest
-            load_s = load_seconds(speeds, (local.new_tokens - stored.new_tokens) * self._shape.token_bytes)
-            both_s = overlapped_seconds(load_s, rest_s, self._shape.layers)
-            if load_s and both_s < compute_s:
-                own_s = rest_s
-                if stages > 1:
-                    own_s = pipelined_seconds(rest_s, steps=stored.steps, stages=stages)
-                    both_s = overlapped_seconds(load_s, own_s, self._shape.layers)
-                return PrefillCost(both_s - own_s, own_s, max(rest_s / stages, load_s), store.blocks, store.id)
-        own_s = compute_s if stages == 1 else pipelined_seconds(compute_s, steps=local.steps, stages=stages)
-        return PrefillCost(0.0, own_s, compute_s / stages, local_blocks, "")
+        best, least_s = None, compute_s
+        for source in self._sources:
+            if source.blocks > local_blocks and source.blocks > self._threshold * local_blocks:
+                rest, rest_s = self._rest(speeds, step_tokens, source.blocks)
+                read_s = source.read_s(speeds, (local.new_tokens - rest.new_tokens) * self._shape.token_bytes)
+                both_s = overlapped_seconds(source.wait_s + read_s, rest_s, self._shape.layers)
+                if read_s and both_s < least_s:
+                    best, least_s = (source, read_s, rest, rest_s), both_s
+        if best is None:
+            own_s = compute_s if stages == 1 else pipelined_seconds(compute_s, steps=local.steps, stages=stages)
+            return PrefillCost(0.0, own_s, compute_s / stages, local_blocks, "")
+        source, read_s, rest, own_s = best
+        busy_s = max(own_s / stages, read_s)
+        if stages > 1:
+            own_s = pipelined_seconds(own_s, steps=rest.steps, stages=stages)
+            least_s = overlapped_seconds(source.wait_s + read_s, own_s, self._shape.layers)
+        return PrefillCost(least_s - own_s, own_s, busy_s, source.blocks, source.id, read_s)
+
+    def _rest(self, speeds: Speeds, step_tokens: int, blocks: int) -> tuple[PrefillWork, float]:
+        """What is to be computed behind a loaded prefix, and its seconds."""
+        if self._asked[0] is not speeds or self._asked[1] != step_tokens:  # instances of a class are asked in a row
+            self._asked = speeds, step_tokens
+            self._rests.clear()
+        found = self._rests.get(blocks)
+        if found is None:
+            work = self._work(blocks, step_tokens)
+            found = self._rests[blocks] = work, work_seconds(speeds, work)
+        return found
 
     def _work(self, blocks: int, step_tokens: int) -> PrefillWork:
         """What is to be computed behind so many leading blocks."""

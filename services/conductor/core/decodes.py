@@ -11,6 +11,7 @@ from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.lengths import Stratum
 from services.conductor.core.pool import Pool, blocks_at
 from services.conductor.core.ranks import SHORTLIST, RankClass, Ranks
+from services.conductor.core.reads import Link
 from services.conductor.core.vigil import Vigil
 
 SPEED_NOISE = 1.5
@@ -57,6 +58,7 @@ class Decode:
     turn: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
     vigil: Vigil = field(default_factory=Vigil)
+    link: Link = field(default_factory=Link)
     own_sequences: int = 0
     unreported: int = 0  # of these, those that no report includes
     unreported_blocks: int = 0
@@ -133,7 +135,8 @@ class Decode:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self.facts, self.slot, self.speeds, self.load, self.turn, self.answers, self.vigil)
+        told = self.facts, self.slot, self.speeds, self.load
+        return digest_of(*told, self.turn, self.answers, self.vigil, self.link)
 
     def check_invariants(self) -> None:
         """Asserts that the sums are those of the answers."""

@@ -124,7 +124,8 @@ class Legs:
         """Begins an attempt: the prompt counts at prefill from now on."""
         sequence, request.attempts = request.next_sequence, request.attempts + 1
         best, incarnation = plan.prefill, self._picture.incarnation(plan.prefill.id)
-        claim = self._picture.claim_prefill(best.id, best.busy_s, now, best.kvstore, request.ask.place)
+        read = best.source, request.ask.place, best.read_s, plan.send_s
+        claim = self._picture.claim_prefill(best.id, best.busy_s, now, *read)
         attempt = request.attempt = Attempt(sequence, plan, incarnation, list(options), claim, begun=now)
         request.phase = Phase.PLACED
         self._take_part(request, attempt, best.id)

@@ -9,6 +9,7 @@ from services.conductor.core.admission import Slo
 from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.facts import InstanceFacts, LoadFacts
 from services.conductor.core.failures import Failure
+from services.conductor.core.hot import Replicate
 from services.conductor.core.lengths import Stratum, stratum_of
 from services.conductor.core.plan import Plan
 
@@ -147,14 +148,16 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """How a prompt was prefilled; `misses` are (kvstore, key) that the index believed to be there.
+    """How a prompt was prefilled; `misses` are (instance, key) that the index believed to be there.
 
-    `there_s` are seconds from its coming to its first token, as the instance measured them.
+    `loads` are (instance, blocks, seconds) of reads that gave all that was wanted. `there_s` are seconds from its
+    coming to its first token, as the instance measured them.
     """
 
     computed_tokens: int
     there_s: float
     misses: tuple[tuple[str, bytes], ...] = ()
+    loads: tuple[tuple[str, int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,4 +391,5 @@ class Resync:
     instance: str
 
 
-Action = Reserve | Prefill | Start | Adopt | Renew | Undo | Announce | Rehash | Complete | Fail | Drop | Resync | Cancel
+Order = Reserve | Prefill | Start | Adopt | Renew | Undo | Resync | Replicate | Cancel
+Action = Order | Announce | Rehash | Complete | Fail | Drop

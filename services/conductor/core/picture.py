@@ -13,6 +13,7 @@ from services.conductor.core.candidates import Policy
 from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.decodes import Answer, Decode, Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
+from services.conductor.core.hot import Hot
 from services.conductor.core.index import Applied, PrefixIndex
 from services.conductor.core.instances import Instance, instance_of
 from services.conductor.core.outlook import Forecasts
@@ -20,6 +21,7 @@ from services.conductor.core.plan import Plan
 from services.conductor.core.planning import Planning, Wanted
 from services.conductor.core.policies import DEFAULT, POLICIES
 from services.conductor.core.prefills import Prefill, Prefills
+from services.conductor.core.reads import Reads
 from services.conductor.core.stores import Store, Stores
 
 EXPECTED_ANSWER_TOKENS = 256
@@ -31,12 +33,14 @@ class Picture:
 
     Args:
         max_index_keys: KV blocks remembered at most.
-        balancing_threshold: a prefix in a kvstore is considered when it is so many times longer than the instance's.
+        balancing_threshold: a prefix elsewhere is considered when it is so many times longer than the instance's own.
         kvstore_replicas: stores that shall hold each chain.
         policy: how prefill instances are chosen.
         seed: of the policy's draws.
         rest_tokens: so many tokens of a prompt at most are computed at decode.
         slow_factor: an instance so many times slower than usual gets nothing new (`Vigil`); 0 = it is used as it is.
+        peers: prefixes are loaded from other engine instances too, not only from kvstores.
+        copy_share: of a link that copies of hot prefixes may take (`Hot`); 0 = there are none.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class Picture:
         seed: int = 0,
         rest_tokens: int = 0,
         slow_factor: float = 0.0,
+        peers: bool = False,
+        copy_share: float = 0.0,
     ) -> None:
         self.index = PrefixIndex(max_index_keys)
         self.shape: Shape | None = None
@@ -59,8 +65,11 @@ class Picture:
         self.forecasts = Forecasts(self.decodes, EXPECTED_ANSWER_TOKENS)
         self._stores = Stores(kvstore_replicas)
         holders = self.index, self._prefills, self.decodes, self._stores if policy.stores else None
-        self._planning = Planning(*holders, balancing_threshold, rest_tokens)
-        self._claims: dict[int, list[Instance]] = {}
+        self.hot = Hot(copy_share if policy.stores else 0.0)
+        shared = peers and policy.stores
+        self._planning = Planning(*holders, balancing_threshold, rest_tokens, peers=shared, wishes=bool(self.hot))
+        self._reads = Reads()
+        self._claims: dict[int, list[Prefill | Decode]] = {}
         self._next_claim = 1
 
     # --- instances -------------------------------------------------------------------------------------------------
@@ -177,23 +186,37 @@ class Picture:
     # --- claims ----------------------------------------------------------------------------------------------------
 
     def claim_prefill(
-        self, prefill: str, busy_s: float, now: float, source: str = "", place: Place | None = None
+        self,
+        prefill: str,
+        busy_s: float,
+        now: float,
+        source: str = "",
+        place: Place | None = None,
+        read_s: float = 0.0,
+        send_s: float = 0.0,
     ) -> int:
-        """Counts a prompt on an instance, and on the kvstore that it loads from, until `release`.
+        """Counts a prompt on an instance until `release`, and seconds on links: its source's, and its own.
 
         Returns:
             The claim's number. It is never used twice.
         """
         number, instances = self._new_claim()
-        instance, store = self._prefills.get(prefill), self._stores.get(source)
+        instance, read = self._prefills.get(prefill), self._instances.get(source)
         if instance is not None:
             instance.claim(number, busy_s, now, place)
             self._prefills.chose(instance)
             instances.append(instance)
-        if store is not None:
-            store.reads[number] = None
-            instances.append(store)
+            if send_s:
+                self._reads.send(number, instance.link, send_s, now)
+        if read is not None:
+            self._reads.claim(number, read.link, read_s, now)
         return number
+
+    def loaded(self, claim: int, source: str, blocks: int, seconds: float, now: float) -> None:
+        """Learns what the read of a claim took."""
+        instance, shape = self._instances.get(source), self.shape
+        if instance is not None and shape is not None:
+            self._reads.told(claim, instance.link, blocks * shape.block_tokens * shape.token_bytes, seconds, now)
 
     def claim_decode(self, instance_id: str, answer: Answer) -> int:
         """Counts an answer, or several together, on an instance until `release`; returns the claim's number."""
@@ -218,8 +241,6 @@ class Picture:
                 the next report includes it.
         """
         for instance in self._claims.get(claim, ()):
-            if isinstance(instance, Store):
-                continue
             instance.known(claim, number)
             if self._instances.get(instance.facts.id) is instance:
                 self._changed(instance)
@@ -236,15 +257,13 @@ class Picture:
 
         A claim that was released before is fine.
         """
+        self._reads.release(claim)
         for instance in self._claims.pop(claim, ()):
             match instance:
                 case Prefill():
                     instance.release(claim, now)
                 case Decode():
                     instance.release(claim)
-                case Store():
-                    del instance.reads[claim]
-                    continue
             if self._instances.get(instance.facts.id) is instance:
                 self._changed(instance)
 
@@ -265,8 +284,8 @@ class Picture:
 
     @property
     def reads_in_flight(self) -> int:
-        """Claims on kvstores."""
-        return sum([len(instance.reads) for instance in self._stores])
+        """Claims on links: prefixes that are being loaded."""
+        return len(self._reads)
 
     @property
     def blocks_unreported(self) -> int:
@@ -351,19 +370,19 @@ class Picture:
         else:
             self.decodes.changed(instance)
 
-    def _new_claim(self) -> tuple[int, list[Instance]]:
+    def _new_claim(self) -> tuple[int, list[Prefill | Decode]]:
         number, self._next_claim = self._next_claim, self._next_claim + 1
         instances = self._claims[number] = []
         return number, instances
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        parts = (self.index, self._prefills, self.decodes, self._stores, self.forecasts)
+        parts = (self.index, self._prefills, self.decodes, self._stores, self.forecasts, self.hot)
         return digest_of(*parts, self.shape, sorted(self._claims), self._next_claim)
 
     def check_invariants(self) -> None:
         """Asserts that instances, pools, index and claims agree."""
-        for part in (self.index, self._prefills, self.decodes, self._stores, self.forecasts):
+        for part in (self.index, self._prefills, self.decodes, self._stores, self.forecasts, self._reads, self.hot):
             part.check_invariants()
         pools: Iterator[Instance] = iter([*self._prefills, *self.decodes, *self._stores])
         assert {instance.facts.id: instance for instance in pools} == self._instances

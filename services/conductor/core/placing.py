@@ -99,6 +99,8 @@ class Placing:
             self._not_kept(now, request, able, plan, out)
         else:
             attempt = self._legs.begin(request, plan, self._options(request, able, now), now)
+            copy = self._picture.hot.placed(request.keys, plan.wish, request.ask.tenant, now)
+            out += [copy] if copy is not None else []
             if plan.decodes:
                 self.ask(now, request, attempt, out)
             else:

@@ -15,6 +15,7 @@ from services.conductor.core.decodes import Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.pool import Pool, blocks_at
 from services.conductor.core.ranks import SHORTLIST, Ranks
+from services.conductor.core.reads import Link
 from services.conductor.core.sets import members
 from services.conductor.core.vigil import Vigil
 
@@ -45,6 +46,7 @@ class Prefill:
 
     `free_at` is when all prompts that we know of are computed, on the clock of `now`: the last report's, and those of
     our own that it did not include. `others_at` is when those would be that are not ours. `learnt` has the speeds.
+    Others read its blocks over its `link`.
     """
 
     facts: InstanceFacts
@@ -56,6 +58,7 @@ class Prefill:
     turn: int = 0
     prompts: dict[int, Prompt] = field(default_factory=dict)
     vigil: Vigil = field(default_factory=Vigil)
+    link: Link = field(default_factory=Link)
 
     @property
     def busy(self) -> bool:
@@ -131,7 +134,7 @@ class Prefill:
     def digest(self) -> bytes:
         """Hash of the state."""
         times = self.free_at, self.others_at
-        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.vigil
+        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.vigil, self.link
         return digest_of(self.facts, self.slot, *state)
 
 
@@ -217,7 +220,7 @@ class Prefills(Pool[Prefill]):
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
         cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks)
-        load_s, prefill_s, busy_s, used, store = cost
+        load_s, prefill_s, busy_s, used, source, read_s = cost
         factors = learnt.factors
         queue_s = (free_at - now) * factors[0] if free_at > now else 0.0
         busy = self._decodes.company(facts.host) if self._decodes is not None else None
@@ -230,20 +233,9 @@ class Prefills(Pool[Prefill]):
         if belief < 1.0:
             load_s, prefill_s, busy_s = load_s * belief, prefill_s * belief, busy_s * belief
             factors = factors[0], factors[1] * belief, factors[2] * belief
-        return PrefillChoice(
-            facts.id,
-            blocks,
-            used,
-            queue_s,
-            load_s,
-            prefill_s,
-            busy_s,
-            store,
-            excluded,
-            company.overhead_s,
-            factors,
-            busy,
-        )
+        predicted = queue_s, load_s, prefill_s, busy_s
+        corrected = company.overhead_s, factors, busy, read_s
+        return PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, *corrected)
 
     def _excluded(
         self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand

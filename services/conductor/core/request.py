@@ -147,6 +147,8 @@ class Requests:
     ) -> None:
         request.grow(not event.known)  # also one of an attempt that is over
         if attempt is not None:
+            for load in event.how.loads:
+                self.picture.loaded(attempt.claim, *load, now)
             self._legs.token(attempt, now)
             self._learn(now, attempt, event.how)
             self.picture.grew(attempt.promise, max(request.tokens, 1), now)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from moonpool.core.digest import digest_of
 from moonpool.kv import rendezvous
 from services.conductor.core.facts import InstanceFacts, LoadFacts
+from services.conductor.core.reads import Link
 from services.conductor.core.sets import members
 
 SHARED_BY = 4
@@ -20,8 +21,6 @@ SHARED_BY = 4
 
 MAX_FORKS = 1 << 14
 MAX_REPLICAS = 8
-MAX_OTHER_SOURCES = 2
-"""Further stores to load a prefix from if the chosen one fails."""
 
 
 class StoreView(NamedTuple):
@@ -40,11 +39,6 @@ class StoreView(NamedTuple):
 def by_reading(stores: Sequence[StoreView]) -> list[StoreView]:
     """Return the stores in the order to read the chain from: longest prefix, least busy, highest score."""
     return sorted(stores, key=_reading_order)
-
-
-def first_by_reading(stores: Sequence[StoreView]) -> StoreView | None:
-    """Return the store to read the chain from, if there is any."""
-    return min(stores, key=_reading_order, default=None)
 
 
 def _reading_order(store: StoreView) -> tuple[int, int, float, str]:
@@ -113,12 +107,12 @@ class Forks:
 
 @dataclass(slots=True)
 class Store:
-    """One kvstore. `reads` are our requests that load a prefix from it."""
+    """One kvstore. Prefixes are loaded over its `link`."""
 
     facts: InstanceFacts
     slot: int
     load: LoadFacts = field(default_factory=LoadFacts)
-    reads: dict[int, None] = field(default_factory=dict)
+    link: Link = field(default_factory=Link)
 
 
 class Stores:
@@ -170,7 +164,7 @@ class Stores:
             if here := mask & everyone:
                 held.update(dict.fromkeys(members(here), blocks))
         views = [
-            StoreView(store.facts.id, held.get(slot, 0), max(store.load.running, len(store.reads)))
+            StoreView(store.facts.id, held.get(slot, 0), max(store.load.running, len(store.link.reads)))
             for slot, store in stores.items()
         ]
         # Scores decide among equals. Where one store alone holds something, it is read from and keeps the chain.
@@ -204,11 +198,3 @@ class Stores:
         self._weights = weights(
             {name: store.facts.capacity_bytes for name, store in self._by_id.items() if not store.load.draining}
         )
-
-
-def sources(views: Sequence[StoreView], name: str, local_blocks: int) -> tuple[StoreView, ...]:
-    """The stores to load from, the chosen one first; none when nothing is loaded (`name` is empty)."""
-    if not name:
-        return ()
-    holders = [view for view in by_reading(views) if view.blocks > local_blocks]
-    return tuple(holders[: 1 + MAX_OTHER_SOURCES])

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from moonpool.sched.forgetting import Forgot
+from moonpool.sched.lending import Lent
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,4 +233,5 @@ Action = (
     | Store
     | Load
     | Forgot
+    | Lent
 )

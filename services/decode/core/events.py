@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from moonpool.core.kernel import Ended, Tick
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.forgetting import ForgetKV
+from moonpool.sched.lending import LendBlocks, TakeBack
 
 Candidates = tuple[tuple[float, bool], ...]
 """What may follow one beam: of each token its log probability and whether the sequence ends with it; the best first."""
@@ -235,6 +236,8 @@ Event = (
     | StepDone
     | Died
     | ForgetKV
+    | LendBlocks
+    | TakeBack
     | Ended[IoEnd]
     | Tick
 )

@@ -6,6 +6,7 @@ from moonpool.core.timers import Timers
 from moonpool.cost import SpeedTracker
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.forgetting import ForgetKV
+from moonpool.sched.lending import LendBlocks, Lending, TakeBack
 from services.decode.core import beams, groups
 from services.decode.core.actions import Action, Ending, Finish, Promised, Refused, Run, Table
 from services.decode.core.admission import Admission
@@ -54,6 +55,7 @@ class DecodeCore:
         planner: the batch and those who wait.
         parking: the preempted ones.
         shelf: what is in kvstores.
+        lending: blocks that other instances read.
         tracker: the engine's speeds, as measured.
         requests: all, by id.
         orphans: those without a conductor, and what is kept of those that have ended.
@@ -63,6 +65,7 @@ class DecodeCore:
         self.config = config
         self.blocks = BlockManager(config.num_blocks)
         self.room = Room(self.blocks, config.watermark_blocks)
+        self.lending = Lending(self.blocks)
         self.tracker = SpeedTracker(config.speeds)
         self._ios: Outstanding[Holds] = Outstanding()
         self.shelf = Shelf(config, self.room, self.tracker, self._ios)
@@ -122,18 +125,18 @@ class DecodeCore:
                 self._stream(event, out)
             case Adopt() if event.stream in self._streams:
                 self.orphans.adopt(event, self._streams[event.stream], out)
-            case Died() | ForgetKV():
+            case Died() | ForgetKV() | LendBlocks() | TakeBack():
                 self._at_once(event, out)
             case _:
                 self._progress(now, event, out)
-        self._end_all(self.orphans.settle(out), "its conductor was lost", out)
+        self._end(self.orphans.settle(out), "its conductor was lost", out)
         if not self._dead:
             self.planner.plan(now, out)
             if not isinstance(event, Stepped | StepDone):
                 self.planner.cut(out, leaving=bool(self._leaving))
 
     def _reserve(self, now: float, event: Reserve, out: list[Action]) -> None:
-        self._end_all(self.orphans.of(event.conductor), "the conductor's stream ended", out)  # it has placed them anew
+        self._end(self.orphans.of(event.conductor), "the conductor's stream ended", out)  # it has placed them anew
         tbt_s = self._admission.predicted_tbt_s(event, self.requests.values())
         request = Request.of(event, now, now + self.config.promise_s)
         refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
@@ -162,7 +165,7 @@ class DecodeCore:
             case Compute() if not request.is_started:
                 self._compute(request, event, out)
             case Stop():
-                self._end(request, event.why, out)
+                self._end([request], event.why, out)
 
     def _arrived(self, now: float, request: Request, out: list[Action]) -> None:
         request.state = State.WHOLE
@@ -174,7 +177,7 @@ class DecodeCore:
 
     def _start(self, request: Request, event: Start, out: list[Action]) -> None:
         if event.stream not in self._streams:
-            self._end(request, "the conductor's stream ended", out)
+            self._end([request], "the conductor's stream ended", out)
             return
         request.stream, request.finishes = event.stream, (event.finish, *event.others)
         request.opening, request.known, request.known_keys = event.candidates, event.known, event.known_keys
@@ -190,7 +193,7 @@ class DecodeCore:
             out.append(Table(request.id, tuple(request.blocks)))
         else:
             began = "its KV has begun to come: the prompt is not computed here"
-            self._end(request, "the prompt cannot be computed here now" if nothing_came else began, out)
+            self._end([request], "the prompt cannot be computed here now" if nothing_came else began, out)
 
     def _join(self, request: Request, out: list[Action]) -> None:
         """Goes on when both the KV and the first token are there."""
@@ -227,11 +230,11 @@ class DecodeCore:
             else:
                 waited = f"the promise was not taken up for {self.config.promise_s:g} s"
                 silent = f"no frame of the transfer came for {self.config.lease_s:g} s"
-                self._end(request, waited if waits and request.conductor in conductors else silent, out)
+                self._end([request], waited if waits and request.conductor in conductors else silent, out)
 
     def _stream(self, event: StreamOpened | StreamClosed, out: list[Action]) -> None:
         if isinstance(event, StreamOpened):
-            self._end_all(self.orphans.of(event.conductor), "the conductor's stream ended", out)
+            self._end(self.orphans.of(event.conductor), "the conductor's stream ended", out)
             self._streams[event.stream] = event.conductor
             return
         conductor = self._streams.pop(event.stream, "")
@@ -241,18 +244,15 @@ class DecodeCore:
             if mine and request.resumable and not there:
                 self.orphans.orphan(request)
             elif mine or (conductor and not there and not request.is_started and request.conductor == conductor):
-                self._end(request, "the conductor's stream ended", out)
+                self._end([request], "the conductor's stream ended", out)
 
     # --- ends ------------------------------------------------------------------------------------------------------
 
-    def _end_all(self, requests: list[Request], why: str, out: list[Action]) -> None:
+    def _end(self, requests: list[Request], why: str, out: list[Action]) -> None:
         for request in requests:
-            self._end(request, why, out)
-
-    def _end(self, request: Request, why: str, out: list[Action]) -> None:
-        if request.state is not State.LEAVING:
-            out.append(Ending(request.id, why))
-            self._leave(request, out)
+            if request.state is not State.LEAVING:
+                out.append(Ending(request.id, why))
+                self._leave(request, out)
 
     def _leave(self, request: Request, out: list[Action]) -> None:
         """Lets a request go as soon as nothing uses its blocks."""
@@ -280,14 +280,16 @@ class DecodeCore:
         self._roster.remove(request)
         self.orphans.gone(request, out)
 
-    def _at_once(self, event: Died | ForgetKV, out: list[Action]) -> None:
-        """Something that concerns all requests: the engine has died, or KV is to be deleted."""
+    def _at_once(self, event: Died | ForgetKV | LendBlocks | TakeBack, out: list[Action]) -> None:
+        """Something that concerns the whole pool: the engine has died, KV is to be deleted, or others read it."""
         if isinstance(event, ForgetKV):
             out.append(forget_kv(self.blocks, event, [*self.requests.values(), *self.orphans.logs.waiting]))
-            return
-        self._dead, self.planner.flight = True, None
-        self._step_over(out)
-        self._end_all(list(self.requests.values()), event.why, out)
+        elif isinstance(event, Died):
+            self._dead, self.planner.flight = True, None
+            self._step_over(out)
+            self._end(list(self.requests.values()), event.why, out)
+        else:
+            out += self.lending.handle(event, self.room.unexpected)
 
     # --- steps and copies ------------------------------------------------------------------------------------------
 
@@ -370,7 +372,7 @@ class DecodeCore:
         self.orphans.check_invariants()
         self._roster.check_invariants()
         held = [block for request in requests for block in request.refs]
-        held += [holds.block for _, holds in self._ios if isinstance(holds, Writing)]
+        held += [*self.lending, *(holds.block for _, holds in self._ios if isinstance(holds, Writing))]
         assert len(held) == sum(map(self.blocks.ref_count, range(self.blocks.num_blocks))), "a block is lost or leaked"
         copying = [holds.request for _, holds in self._ios if not isinstance(holds, Writing)]
         self.shelf.check_invariants(requests)
@@ -389,12 +391,10 @@ class DecodeCore:
             (self.room.promised, self.room.claims),
             self.planner,
             [request.id for request in self._leaving],
-            self.parking,
-            self._lengths,
+            (self.parking, self._lengths),
             self.tracker.speeds,
-            self._streams,
-            self.orphans,
+            (self._streams, self.orphans),
             [(io, holds.request.id, holds.block if isinstance(holds, Writing) else -1) for io, holds in self._ios],
-            self.shelf,
+            (self.shelf, self.lending),
             self._dead,
         )

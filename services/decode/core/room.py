@@ -45,6 +45,11 @@ class Room:
         """Blocks that can be taken now without breaking a promise."""
         return self.blocks.num_available - self.promised
 
+    @property
+    def unexpected(self) -> int:
+        """Blocks that are not expected to be needed here."""
+        return self.spare - self.claims - self.watermark
+
     def cost(self, held: list[int], new: int) -> int:
         """Blocks by which `spare` falls when blocks that were matched are acquired and others taken."""
         return new + sum(self.blocks.is_cached(block) for block in held)

@@ -5,13 +5,15 @@ same bytes both times.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from moonpool.errors import FrameError, InvalidRequest
 from moonpool.kv.blocks import MAX_TENANT_BYTES, NO_PARENT, BlockFormat, BlockInfo, DramBlock
-from moonpool.kv.frames import FrameOpener, OpenRun, Run
+from moonpool.kv.frames import DamagedSliceError, FrameOpener, OpenRun
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.landing import land
+from moonpool.kv.selection import Selection
 from moonpool.streams.ledger import SliceLedger
 
 MAX_SESSION_BLOCKS = 16384
@@ -19,7 +21,7 @@ MAX_SESSION_BLOCKS = 16384
 
 PORTION_BLOCKS = 128
 PORTION_BYTES = 4 << 20
-"""Blocks and bytes that are written without letting others have the event loop."""
+"""Blocks and bytes that are written without letting others have the event loop, for a few milliseconds at most."""
 
 AHEAD_BYTES = 4 << 20
 """Most DRAM that is reserved for the next blocks of a session with that of a frame's."""
@@ -34,7 +36,7 @@ class PutSpec:
     """What a writing session has declared: its blocks, and the layers and heads of them that it brings.
 
     `parents` are the blocks before them in their chains, one for each key, or none when they are unknown; `written_at`
-    is the time that its blocks get.
+    is the time that its blocks get. Of the deletions `forgotten` its writer knows that the blocks are younger.
 
     Raises:
         InvalidRequest: naming the field of PutOpen that is wrong.
@@ -47,6 +49,7 @@ class PutSpec:
     layers: range
     heads: range
     written_at: int = 0
+    forgotten: Collection[str] = ()
 
     def __post_init__(self) -> None:
         layout = self.format.layout
@@ -68,6 +71,21 @@ class PutSpec:
     @property
     def all_heads(self) -> bool:
         return len(self.heads) == self.format.layout.kv_heads
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether it has all layers and heads."""
+        return len(self.layers) == self.format.layout.layers and self.all_heads
+
+    def is_among(self, selection: Selection) -> bool:
+        """Whether some of its blocks are chosen."""
+        named = self.tenant in selection.tenants or self.format.namespace in selection.namespaces
+        return named or not selection.keys.isdisjoint(self.keys)
+
+    def info(self, index: int) -> BlockInfo:
+        """What is known of one of its blocks."""
+        parent = self.parents[index] if self.parents else NO_PARENT
+        return BlockInfo(self.keys[index], parent, self.tenant, self.format, self.written_at)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -101,36 +119,39 @@ class Assembly:
         """Size of the whole block."""
         return self.spec.format.layout.block_bytes
 
-    def put(self, run: Run, data: memoryview, value: int | None, allocate: Allocate) -> bool:
-        """Takes the bytes of a layer's heads, unless they have come; whether the block is whole with them.
+    def target(self, layer: int, place: slice, heads: int, allocate: Allocate) -> memoryview | None:
+        """Memory for some heads (a bit each) of a layer, which lie at `place`; None when that layer has come.
+
+        Of what is overwritten now nothing counts until the new bytes are known to be intact.
+        """
+        if not self.data:
+            self.data, self.hashes, self.parts = allocate(self.nbytes), {}, {}
+        elif layer in self.hashes:
+            return None
+        if self.parts and (have := self.parts.pop(layer, 0) & ~heads):
+            self.parts[layer] = have
+        return self.data[place]
+
+    def landed(self, layer: int, heads: int, value: int | None) -> bool:
+        """Some heads of a layer have come, intact; whether the block is whole with them.
 
         `value` is the hash of the whole layer; without it the hash is made here when the layer is whole.
         """
-        layout, layer = self.spec.format.layout, run.layer
-        if not self.data:
-            self.data, self.hashes, self.parts = allocate(layout.block_bytes), {}, {}
-        elif layer in self.hashes:
-            return False
-        size = layout.slice_bytes
-        begin = layer * size + run.head_begin * layout.head_bytes
-        self.data[begin : begin + len(data)] = data
-        if run.head_end - run.head_begin < layout.kv_heads:
-            have = self.parts.pop(layer, 0) | (1 << run.head_end) - (1 << run.head_begin)
+        layout = self.spec.format.layout
+        if value is None:
+            have = self.parts.pop(layer, 0) | heads
             if have.bit_count() < layout.kv_heads:
                 self.parts[layer] = have
                 return False
-            if value is None:
-                value = bind(slice_hash(self.data[layer * size : (layer + 1) * size]), self.key, layer)
-        assert value is not None
+            size = layout.slice_bytes
+            value = bind(slice_hash(self.data[layer * size : (layer + 1) * size]), self.key, layer)
         self.hashes[layer] = value
         return len(self.hashes) == layout.layers
 
     def block(self) -> DramBlock:
         """The whole block."""
-        spec = self.spec
-        parent = spec.parents[self.index] if spec.parents else NO_PARENT
-        hashes = [self.hashes[layer] for layer in range(spec.format.layout.layers)]
-        return DramBlock(BlockInfo(self.key, parent, spec.tenant, spec.format, spec.written_at), self.data, hashes)
+        hashes = [self.hashes[layer] for layer in range(self.spec.format.layout.layers)]
+        return DramBlock(self.spec.info(self.index), self.data, hashes)
 
 
 class PutSession:
@@ -140,7 +161,7 @@ class PutSession:
         present: indices of blocks that existed when it was opened.
         on_visible: told indices of blocks that became readable.
         on_durable: told indices of blocks that became durable.
-        on_forgotten: told that blocks of it were deleted, which ends it.
+        on_forgotten: told that blocks of it were deleted or found damaged, which ends it.
         unfinished: index -> block that is not whole yet.
         reserved_bytes: DRAM that was reserved for its blocks since it was opened.
         opener: opens its frames, in their order.
@@ -164,11 +185,6 @@ class PutSession:
         """Whether all of its blocks are whole."""
         return not self.unfinished
 
-    @property
-    def covers_whole_blocks(self) -> bool:
-        """Whether it has declared all layers and heads of its blocks."""
-        return len(self.spec.layers) == self.spec.format.layout.layers and self.spec.all_heads
-
     def begun_by(self, runs: Sequence[OpenRun]) -> list[Assembly]:
         """Blocks for which a frame brings bytes and no DRAM is reserved yet."""
         begun: dict[int, Assembly] = {}
@@ -186,61 +202,60 @@ class PutSession:
         return [block for block in found if block is not None and not block.reserved]
 
     def take(self, runs: Sequence[OpenRun], allocate: Allocate) -> Iterator[Assembly]:
-        """Writes an opened frame into its blocks; yields those that are whole, which the caller must finish at once.
+        """Writes a parsed frame into its blocks; yields those that are whole, which the caller must finish at once.
 
         Raises:
+            DamagedSliceError: a slice's bytes are not what was sent.
             FrameError: it does not belong to the session.
             Overloaded: there is no memory.
         """
-        spec, unfinished = self.spec, self.unfinished
-        block_tokens, all_heads = spec.format.layout.block_tokens, spec.all_heads
+        unfinished, layout, all_heads = self.unfinished, self.spec.format.layout, self.spec.all_heads
         for run, data, hashes in runs:
-            if run.valid_tokens != block_tokens:
+            if run.valid_tokens != layout.block_tokens:
                 raise FrameError(f"{run}: only full blocks are stored")
+            values = self.opener.unbound(run, hashes)
             self.ledger.accept(run)
-            at, size = 0, len(data) // run.block_count
-            for index, value in enumerate(hashes, run.first_block):
+            layer, first, count = run.layer, run.first_block, run.block_count
+            size, begin = len(data) // count, layer * layout.slice_bytes + run.head_begin * layout.head_bytes
+            place, heads = slice(begin, begin + size), (1 << run.head_end) - (1 << run.head_begin)
+            wanted: list[Assembly | None] = []
+            targets: list[memoryview] = []
+            for index in range(first, first + count):
                 block = unfinished.get(index)  # None: present, or finished by another session
-                part = data[at : at + size]
-                at += size
-                if block is not None and block.put(run, part, value if all_heads else None, allocate):
+                target = None if block is None else block.target(layer, place, heads, allocate)
+                wanted.append(None if target is None else block)
+                targets.append(memoryview(bytearray(size)) if target is None else target)
+            good = land(targets, data, values)
+            for block, value in zip(wanted[:good], hashes, strict=False):
+                if block is not None and block.landed(layer, heads, value if all_heads else None):
                     yield block
+            if good < count:
+                raise DamagedSliceError(layer, first + good)
 
 
-def portions(runs: list[OpenRun], spec: PutSpec) -> list[list[OpenRun]]:
-    """Splits an opened frame into parts that hold the event loop for a moment only, whatever its slices are."""
-    if not runs or (len(runs) == 1 and len(runs[0].hashes) <= PORTION_BLOCKS and len(runs[0].data) <= PORTION_BYTES):
-        return [runs]
-    first = min(run.first_block for run, _, _ in runs)
-    last = max(run.first_block + run.block_count for run, _, _ in runs)
-    if last - first <= PORTION_BLOCKS and sum(len(data) for _, data, _ in runs) <= PORTION_BYTES:
-        return [runs]
-    cut = [part for run in runs for part in _cut(run, spec)]
-    parts: list[list[OpenRun]] = []
+def portions(runs: Sequence[OpenRun]) -> list[list[OpenRun]]:
+    """Splits a parsed frame into parts that hold the event loop for a moment only, of at least a slice each."""
+    if not is_long(runs):
+        return [list(runs)]
+    parts: list[list[OpenRun]] = [[]]
     slices = nbytes = 0
-    for each in cut:
-        slices += each.run.block_count
-        nbytes += len(each.data)
-        if not parts or slices > PORTION_BLOCKS or nbytes > PORTION_BYTES:
-            parts.append([])
-            slices, nbytes = each.run.block_count, len(each.data)
-        parts[-1].append(each)
+    for run, data, hashes in runs:
+        size, at = len(data) // run.block_count, 0
+        while at < run.block_count:
+            count = min(PORTION_BLOCKS - slices, (PORTION_BYTES - nbytes) // size, run.block_count - at)
+            if count <= 0 and parts[-1]:
+                parts.append([])
+                slices = nbytes = 0
+                continue
+            count = max(1, count)
+            some = run._replace(first_block=run.first_block + at, block_count=count)
+            parts[-1].append(OpenRun(some, data[at * size : (at + count) * size], hashes[at : at + count]))
+            slices, nbytes, at = slices + count, nbytes + count * size, at + count
     return parts
 
 
-def _cut(opened: OpenRun, spec: PutSpec) -> Iterator[OpenRun]:
-    """Splits a run between blocks; a single large slice between heads, each part with the hash of the whole slice."""
-    (run, data, hashes), head_bytes = opened, spec.format.layout.head_bytes
-    size = len(data) // run.block_count
-    if size > PORTION_BYTES and not spec.format.layout.scale_bytes:
-        count = PORTION_BYTES // head_bytes
-        for head in range(run.head_begin, run.head_end, count):
-            part = run._replace(head_begin=head, head_end=min(head + count, run.head_end))
-            at = (head - run.head_begin) * head_bytes
-            yield OpenRun(part, data[at : at + count * head_bytes], hashes)
-        return
-    count = max(1, min(PORTION_BLOCKS, PORTION_BYTES // size))
-    for at in range(0, run.block_count, count):
-        some = hashes[at : at + count]
-        part = run._replace(first_block=run.first_block + at, block_count=len(some))
-        yield OpenRun(part, data[at * size : (at + count) * size], some)
+def is_long(runs: Sequence[OpenRun]) -> bool:
+    """Whether a parsed frame has more blocks or bytes than are written without letting others have the event loop."""
+    first = min((run.first_block for run, _, _ in runs), default=0)
+    last = max((run.first_block + run.block_count for run, _, _ in runs), default=0)
+    return last - first > PORTION_BLOCKS or sum(len(data) for _, data, _ in runs) > PORTION_BYTES

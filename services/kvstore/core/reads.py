@@ -108,6 +108,8 @@ class Reads:
     Attributes:
         leases: number of open leases.
         leased_bytes: DRAM that leases keep.
+        damaged_blocks: blocks whose bytes in DRAM were found not to match their hashes, since the start.
+        bad_blocks: the same, of those on SSD.
     """
 
     def __init__(self, tiers: TieredStore, writes: Writes, *, max_sessions: int, lease_bytes: int) -> None:
@@ -124,6 +126,7 @@ class Reads:
         self.misses = 0
         self.promotions = 0
         self.bad_blocks = 0
+        self.damaged_blocks = 0
 
     def open(
         self, keys: Sequence[BlockKey], block_format: BlockFormat, *, promote: bool, counted: bool = True
@@ -154,11 +157,17 @@ class Reads:
             Overloaded: leases keep so much DRAM that not even the first block can be had. The lease is closed then.
         """
         end = min(lease.blocks + PORTION_KEYS, len(lease.keys))
-        for key in lease.keys[lease.blocks : end]:
+        dram, keys = self.tiers.dram, lease.keys[lease.blocks : end]
+        held = [block for block in map(dram.get, keys) if block is not None]
+        held = held if lease.promote and len(held) < len(keys) else []  # what comes from SSD must not evict its chain
+        for block in held:
+            dram.hold(block)
+        for key in keys:
             source = self._source(key, lease)
             if source is None:
                 break
             lease.sources.append(source)
+        self.tiers.release(held)
         if lease.blocks == end < len(lease.keys):
             return True
         first = self.tiers.dram.get(lease.keys[0]) if lease.keys and not lease.sources else None
@@ -201,6 +210,15 @@ class Reads:
             self.leased_bytes += size
             source.allocate = functools.partial(dram.arena.allocate, ahead=False)
         return source
+
+    def suspect(self, key: BlockKey) -> None:
+        """Checks a block that a reader reports as damaged; if it is, nobody finds it in DRAM, nor does the SSD tier."""
+        block = self.tiers.dram.get(key)
+        if block is not None and not block.is_intact:
+            self.damaged_blocks += 1
+            self.tiers.dram.drop(block)
+            self._writes.recall([block])
+            self.tiers.removed([key])
 
     def lost(self, source: LeasedBlock) -> None:
         """Forgets and announces a block that was found bad, unless it has been replaced meanwhile."""

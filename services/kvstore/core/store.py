@@ -5,6 +5,7 @@ that it may be evicted from DRAM at any time, and is removed when its room on th
 event loop's thread only; device reads and commits run elsewhere, and their results are reported here.
 """
 
+from moonpool.kv.deletions import Deletions
 from services.kvstore.core.reads import Reads
 from services.kvstore.core.tiered_store import StoreListener, TieredStore
 from services.kvstore.core.writes import Writes
@@ -21,6 +22,7 @@ class BlockStore:
         max_sessions: most writing sessions at once, and most reading ones.
         batch_bytes: most bytes in one commit, unless one block is larger.
         lease_bytes: most DRAM that leases keep; None for all of it.
+        deletions: those that this store knows of.
     """
 
     def __init__(
@@ -32,9 +34,11 @@ class BlockStore:
         max_sessions: int = 1024,
         batch_bytes: int = 32 << 20,
         lease_bytes: int | None = None,
+        deletions: Deletions | None = None,
     ) -> None:
         self.tiers = TieredStore(dram, ssd, listener or StoreListener())
-        self.writes = Writes(self.tiers, max_sessions=max_sessions, batch_bytes=batch_bytes)
+        deletions = Deletions() if deletions is None else deletions
+        self.writes = Writes(self.tiers, deletions, max_sessions=max_sessions, batch_bytes=batch_bytes)
         lease_bytes = dram.capacity_bytes if lease_bytes is None else lease_bytes
         self.reads = Reads(self.tiers, self.writes, max_sessions=max_sessions, lease_bytes=lease_bytes)
 
@@ -50,4 +54,4 @@ class BlockStore:
         assert len(set(self.tiers)) == len(list(self.tiers))
         if not self.reads.leases and not self.writes.sessions:
             assert not dram.reserved
-            assert self.writes.queued or dram.held_bytes == 0
+            assert self.writes.queue.queued or dram.held_bytes == 0

@@ -30,17 +30,12 @@ class StoreListener:
 
 
 class TieredStore:
-    """The DRAM tier over the SSD tier, if there is one.
-
-    Attributes:
-        damaged_blocks: blocks whose bytes in DRAM were found not to match their hashes, since the start.
-    """
+    """The DRAM tier over the SSD tier, if there is one."""
 
     def __init__(self, dram: DramTier, ssd: SsdTier | None, listener: StoreListener) -> None:
         self.dram = dram
         self.ssd = ssd
         self.listener = listener
-        self.damaged_blocks = 0
 
     def __contains__(self, key: bytes) -> bool:
         return key in self.dram or self.durable(key)
@@ -125,14 +120,6 @@ class TieredStore:
             self.dram.release(block)
         if blocks:
             self.listener.room()
-
-    def suspect(self, key: BlockKey) -> None:
-        """Checks a block that a reader reports as damaged; nobody finds it in DRAM any more if it is."""
-        block = self.dram.get(key)
-        if block is not None and not block.is_intact:
-            self.damaged_blocks += 1
-            self.dram.drop(block)
-            self.removed([key])
 
     def removed(self, keys: Sequence[BlockKey]) -> None:
         """Announces those of `keys`, which have left a tier, that are in no other."""

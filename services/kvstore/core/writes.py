@@ -1,65 +1,55 @@
 """Writing sessions: they bring blocks, whole blocks become VISIBLE, blocks committed to the SSD tier DURABLE.
 
-DRAM for a block is reserved when its first bytes come, or those of a block shortly before it. A block that waits for
-the SSD tier is held, so that writers wait for room when the device is slower than they are. A block that the device did
-not take stays in DRAM without a hold and is tried again: by `retry`, or when a writer offers it again. Commits are done
-elsewhere, between `next_plan` and `plan_done`.
+DRAM for a block is reserved when its first bytes come, or those of a block shortly before it.
 """
 
-import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
+from moonpool.kv.deletions import Deletions
 from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.selection import Selection
 from services.kvstore.core.assembly import Assembly, Indices, PutSession, PutSpec
 from services.kvstore.core.tiered_store import TieredStore
+from services.kvstore.core.write_queue import WriteQueue
 from services.kvstore.dram.arena import RETRY_AFTER_S
-from services.kvstore.ssd.commit import WritePlan
-from services.kvstore.ssd.records import record_size
-from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.tenants import TenantBytes
 
 MAX_OPEN_KEYS = 1 << 18
 """Most keys of all open writing sessions together."""
 
 
+class DeletedBlocks(InvalidRequest):
+    """Blocks may be older than a deletion of such blocks."""
+
+
 class Writes:
-    """Writing sessions and the queue to the SSD tier.
+    """Writing sessions.
 
     Args:
         max_sessions: most open sessions.
         batch_bytes: most bytes in one commit, unless one block is larger.
 
     Attributes:
+        queue: blocks on their way to the SSD tier.
         sessions: open sessions.
         unfinished: blocks that are being written.
-        queued: keys of visible blocks on their way to the SSD tier: in the queue or in the plan under way.
-        unsaved: keys of blocks that the SSD tier has not taken yet, the one tried last at the end. Some may have left
-            DRAM meanwhile, or be queued again.
         awaiting: sessions that wait for a block to become durable, each with its index there.
-        blocks_not_durable: blocks that the SSD tier did not take at the first try.
+        deletions: those that this store knows of: what is older must not come back.
     """
 
-    def __init__(self, tiers: TieredStore, *, max_sessions: int, batch_bytes: int) -> None:
+    def __init__(self, tiers: TieredStore, deletions: Deletions, *, max_sessions: int, batch_bytes: int) -> None:
         self._tiers = tiers
         self._max_sessions = max_sessions
-        # A plan cannot reclaim what it stores itself: what it refused for that, the next one would have taken.
-        self._batch_bytes = batch_bytes if tiers.ssd is None else min(batch_bytes, tiers.ssd.space.capacity_bytes // 2)
         self._keys = 0  # of all open sessions
-        self._queue: collections.deque[DramBlock] = collections.deque()
-        self._committing: WritePlan | None = None
-        self._recalled: set[DramBlock] = set()  # deleted while the plan under way writes them
+        self.queue = WriteQueue(tiers, self._durable, batch_bytes)
         self.sessions: set[PutSession] = set()
         self.unfinished: dict[BlockKey, Assembly] = {}
-        self.queued: set[BlockKey] = set()
-        self.unsaved: dict[BlockKey, None] = {}
         self.awaiting: dict[BlockKey, list[tuple[PutSession, int]]] = {}
+        self.deletions = deletions
         self.blocks_put = 0
-        self.blocks_durable = 0
-        self.blocks_not_durable = 0
-        self.failed_batches = 0
 
     def lane(self, tenant: str) -> str | None:
         """In which queue a tenant's sessions wait for room: its own when it has a quota, or (None) the common one."""
@@ -73,27 +63,36 @@ class Writes:
         block; `StoreListener.room` tells when to try again.
 
         Raises:
-            InvalidRequest: it can never be opened.
+            InvalidRequest: it can never be opened; DeletedBlocks if there is a deletion that its writer does not know.
             Overloaded: too many sessions are open, or pins and guarantees of others leave too little.
         """
+        self.check_not_deleted(spec)
         if len(self.sessions) >= self._max_sessions or self._keys + len(spec.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many writing sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
         tiers, dram, size = self._tiers, self._tiers.dram, spec.format.layout.block_bytes
-        present = [index for index, key in enumerate(spec.keys) if self._is_present(key, spec)]
+        present = self.present(spec)
         dram.check_possible((len(spec.keys) - len(present)) * size, spec.tenant, now)
         if len(present) < len(spec.keys) and not dram.can_reserve(size, spec.tenant):
             return None
-        tiers.touch([spec.keys[index] for index in present])
         session = PutSession(spec, present, on_visible, on_durable)
         self._expect(session)
         for index in present:
             self._await_durable(session, index)
-        self._make_durable(block for index in present if (block := dram.get(spec.keys[index])) is not None)
+        self.offered(spec, present)
         tiers.listener.sessions_changed()
         return session
 
+    def offered(self, spec: PutSpec, present: Sequence[int]) -> None:
+        """A writer brought blocks that are here: a use, and a reason to try again what the SSD tier did not take."""
+        keys = [spec.keys[index] for index in present]
+        self._tiers.touch(keys)
+        self.queue.add(filter(None, map(self._tiers.dram.get, keys)))
+
+    def present(self, spec: PutSpec) -> list[int]:
+        """Indices of blocks that are here; raises InvalidRequest if one is, or is being written, in another format."""
+        return [index for index, key in enumerate(spec.keys) if self._is_present(key, spec)]
+
     def _is_present(self, key: BlockKey, spec: PutSpec) -> bool:
-        """Whether a block is here; raises InvalidRequest when it is, or is being written, in another format."""
         found = self._tiers.format_of(key)
         unfinished = self.unfinished.get(key) if found is None else None
         there = found if unfinished is None else unfinished.spec.format
@@ -162,9 +161,15 @@ class Writes:
             if whole:
                 blocks = self._tiers.insert([assembly.block() for assembly in whole])
                 self.blocks_put += len(blocks)
-                self._make_durable(blocks)
+                self.queue.add(blocks)
                 self._tell_visible(whole)
         return True
+
+    def came_whole(self, blocks: Sequence[DramBlock]) -> None:
+        """Takes blocks that are not here, in the place of reserved bytes."""
+        self._tiers.insert(blocks)
+        self.blocks_put += len(blocks)
+        self.arrived(blocks)
 
     def _finish(self, block: Assembly) -> None:
         del self.unfinished[block.key]
@@ -173,25 +178,12 @@ class Writes:
 
     def arrived(self, blocks: Sequence[DramBlock]) -> None:
         """Blocks came into DRAM in another way; tells the sessions that write them, which need not go on."""
-        self._make_durable(blocks)
+        self.queue.add(blocks)
         whole = [found for block in blocks if (found := self.unfinished.get(block.info.key)) is not None]
         for assembly in whole:
             self._finish(assembly)
         self._tiers.unreserve(_by_tenant(each for each in whole if each.reserved))
         self._tell_visible(whole)
-
-    def _make_durable(self, blocks: Iterable[DramBlock]) -> None:
-        """Queues those blocks that are neither durable nor queued."""
-        if self._tiers.ssd is None:
-            return
-        for block in blocks:
-            key = block.info.key
-            if key not in self.queued and not self._tiers.durable(key):
-                self._tiers.dram.hold(block)
-                self.queued.add(key)
-                self._queue.append(block)
-        if self._queue:
-            self._tiers.listener.work()
 
     def _tell_visible(self, whole: Sequence[Assembly]) -> None:
         visible: dict[PutSession, list[int]] = {}
@@ -228,132 +220,39 @@ class Writes:
                 self.awaiting[key] = left
         self._tiers.listener.sessions_changed()
 
-    def next_plan(self) -> WritePlan | None:
-        """The next batch for `SsdTier.commit`; None when there is nothing to do, or one is under way."""
-        ssd = self._tiers.ssd
-        if ssd is None or self._committing is not None or not (self._queue or ssd.has_housekeeping):
-            return None
-        blocks: Sequence[DramBlock] = ()
-        while self._queue and not blocks:
-            batch = self._first_batch(self._queue)
-            for _ in batch:
-                self._queue.popleft()
-            blocks = self._within_quotas(ssd, batch)
-        plan = self._committing = ssd.plan(blocks)
-        self._tiers.removed(plan.removed)
-        self._not_durable(plan.rejected)
-        return plan
+    def check_not_deleted(self, spec: PutSpec) -> None:
+        """Checks that no deletion of a session's blocks is known here of which its writer does not know.
 
-    def _first_batch(self, blocks: Iterable[DramBlock]) -> list[DramBlock]:
-        """The leading blocks that fit into one commit, at least one."""
-        batch: list[DramBlock] = []
-        nbytes = 0
-        for block in blocks:
-            nbytes += record_size(block.info)
-            if batch and nbytes > self._batch_bytes:
-                break
-            batch.append(block)
-        return batch
+        Raises:
+            DeletedBlocks: there is one.
+        """
+        if self.deletions:
+            known = self.deletions.concerning(spec.keys, spec.tenant, spec.format.namespace)
+            if not set(spec.forgotten).issuperset(known):
+                raise DeletedBlocks("keys", "they may be older than a deletion of such blocks")
 
-    def _within_quotas(self, ssd: SsdTier, blocks: Sequence[DramBlock]) -> Sequence[DramBlock]:
-        """The blocks that may be stored. Gives up older blocks of their tenants for them."""
-        account = ssd.account
-        taken: list[DramBlock] = []
-        coming = collections.Counter[str]()
-        for block in blocks:
-            tenant, size = block.info.tenant, record_size(block.info)
-            excess = account.over_quota(tenant, coming[tenant] + size)
-            if excess:
-                oldest = ssd.catalogue.oldest_of(tenant, excess, self._tiers.dram.pins.__contains__)
-                ssd.forget(oldest)
-                self._tiers.removed(oldest)
-                excess = account.over_quota(tenant, coming[tenant] + size)
-            if excess:
-                self._not_durable([block])
-            else:
-                taken.append(block)
-                coming[tenant] += size
-        return taken
+    def forget(self, selection: Selection) -> None:
+        """Blocks are being deleted: sessions that bring such blocks end."""
+        self._end([session for session in self.sessions if session.spec.is_among(selection)])
 
-    def plan_done(self, error: BaseException | None, *, again: bool = False) -> None:
-        """The plan under way was committed, or failed with `error`; `again`: its blocks are tried again at once."""
-        plan, self._committing = self._committing, None
-        ssd = self._tiers.ssd
-        assert plan is not None
-        assert ssd is not None
-        recalled, self._recalled = self._recalled, set()
-        blocks = [block for block in plan.blocks if block not in recalled]
-        if error is not None:
-            self.failed_batches += 1
-            ssd.failed(plan, error)
-            self._tiers.removed(plan.lost)
-            if again:
-                self._queue.extendleft(reversed(blocks))
-            else:
-                self._not_durable(blocks)
-        else:
-            ssd.committed(plan)
-            self._tiers.removed(plan.lost)
-            ssd.erase(place for block in recalled if (place := ssd.catalogue.find(block.info.key)) is not None)
-            self._durable(blocks)
-        self._tiers.release(list(recalled))
+    def recall(self, blocks: Collection[DramBlock]) -> None:
+        """Blocks have left DRAM for good: none of them becomes durable, and who waits for that hears it."""
+        self._end([entry[0] for block in blocks for entry in self.awaiting.get(block.info.key, ())])
+        self.queue.recall(blocks)
 
-    @property
-    def erasing(self) -> bool:
-        """Whether something that was deleted may be on disk still."""
-        return bool(self._recalled) or (self._tiers.ssd is not None and self._tiers.ssd.erasing)
+    def _end(self, sessions: Iterable[PutSession]) -> None:
+        for session in sessions:
+            if not session.closed:
+                session.on_forgotten()
+                self.close(session)
 
-    def recall(self, blocks: set[DramBlock], concerns: Callable[[PutSpec], bool]) -> None:
-        """Blocks were deleted: none of them becomes durable, and the sessions that bring such blocks end."""
-        for session in [session for session in self.sessions if concerns(session.spec)]:
-            session.on_forgotten()
-            self.close(session)
-        waiting = [block for block in self._queue if block in blocks]
-        self._queue = collections.deque(block for block in self._queue if block not in blocks)
-        writing = blocks.intersection(self._committing.blocks if self._committing is not None else ())
-        self._recalled |= writing
-        self.queued.difference_update(block.info.key for block in (*waiting, *writing))
-        self._tiers.release(waiting)
-
-    def _durable(self, blocks: Sequence[DramBlock]) -> None:
-        self.blocks_durable += len(blocks)
+    def _durable(self, keys: Sequence[BlockKey]) -> None:
         durable: dict[PutSession, list[int]] = {}
-        retried = any(block.info.key in self.unsaved for block in blocks)
-        for block in blocks:
-            key = block.info.key
-            self.queued.remove(key)
-            self.unsaved.pop(key, None)
+        for key in keys:
             for session, index in self.awaiting.pop(key, ()):
                 durable.setdefault(session, []).append(index)
-        self._tiers.release(blocks)
         for session, indices in durable.items():
             session.on_durable(indices)
-        if retried:
-            self.retry()
-
-    def _not_durable(self, blocks: Sequence[DramBlock]) -> None:
-        """Keeps blocks in DRAM for as long as there is room; sessions go on waiting for them."""
-        for block in blocks:
-            key = block.info.key
-            self.queued.remove(key)
-            self.blocks_not_durable += key not in self.unsaved
-            self.unsaved.pop(key, None)
-            self.unsaved[key] = None
-        self._tiers.release(blocks)
-        if len(self.unsaved) > 2 * len(self._tiers.dram) + 1024:
-            self.unsaved = dict.fromkeys(key for key in self.unsaved if key in self._tiers.dram)
-
-    def retry(self) -> None:
-        """Queues one batch of the blocks that the SSD tier did not take; when it succeeds, the next one follows."""
-        self._make_durable(self._first_batch(self._to_retry()))
-
-    def _to_retry(self) -> Iterator[DramBlock]:
-        for key in list(self.unsaved):
-            block = self._tiers.dram.get(key)
-            if block is None:
-                del self.unsaved[key]
-            elif key not in self.queued:
-                yield block
 
     def awaits(self, session: PutSession) -> bool:
         """Whether there is an SSD tier and some block of a session is not durable yet."""
@@ -365,7 +264,8 @@ class Writes:
             self.awaiting.setdefault(key, []).append((session, index))
 
     def check_invariants(self) -> None:
-        """Checks that sessions and their blocks know each other, and that waiting blocks are held and not durable."""
+        """Checks that sessions and their blocks know each other, and the queue."""
+        self.queue.check_invariants()
         assert self._keys == sum(len(session.spec.keys) for session in self.sessions)
         for key, block in self.unfinished.items():
             assert block.key == key
@@ -379,15 +279,6 @@ class Writes:
             assert all(self.unfinished[session.spec.keys[at]] is block for at, block in session.unfinished.items())
         reserved = sum(block.nbytes for block in self.unfinished.values() if block.reserved)
         assert self._tiers.dram.reserved.total_bytes >= reserved
-        waiting = [*self._queue, *(self._committing.blocks if self._committing else ())]
-        assert self._recalled <= set(waiting)
-        waiting = [block for block in waiting if block not in self._recalled]
-        assert self.queued == {block.info.key for block in waiting}
-        assert len(self.queued) == len(waiting)
-        assert not any(map(self._tiers.durable, (*self.queued, *self.unsaved)))
-        there = self._tiers.dram
-        assert all(block.holds > 0 for block in waiting)
-        assert all(there.get(block.info.key) is block or block in there.leaving for block in waiting)
         for key, entries in self.awaiting.items():
             assert entries
             assert all(not session.closed and session.spec.keys[index] == key for session, index in entries)

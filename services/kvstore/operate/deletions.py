@@ -1,14 +1,17 @@
 """Deleting on behalf of conductors: each deletion once, answered when it is so on disk too."""
 
+import asyncio
 import dataclasses
+import functools
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from moonpool.cluster.selections import selection_from_proto
 from moonpool.errors import Unavailable
-from moonpool.kv.selection import check_ttls
+from moonpool.kv.selection import Selection, check_ttls
 from moonpool.v1 import kv_pb2
-from services.kvstore.core.forgetting import Forgotten, expire, forget
+from services.kvstore.core.forgetting import Forgotten, Steps, expire, forget
 from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.pin_keeper import PinKeeper
@@ -25,22 +28,55 @@ class Deletions:
     writer: WriteBehind | None
     timeout_s: float
     clock: Callable[[], float] = time.time
+    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
+    unsaved: dict[str, Forgotten] = dataclasses.field(default_factory=dict, init=False)
+    """Carried out, but the ledger does not know it yet: the disk may not have taken them."""
 
     async def forget(self, deletions: Sequence[kv_pb2.Deletion], ttl_s: Mapping[str, float]) -> Forgotten:
         """Carries out what was not carried out before, and deletes what is older than its tenant's time to live.
+
+        Returns what all of these deletions deleted, whenever they did. Those carried out together count as the first.
 
         Raises:
             InvalidRequest: a selection or a time is wrong.
             Unavailable: nobody finds the blocks any more, but the disk did not take it; to be asked again.
         """
         ttl_s = check_ttls(ttl_s)
-        new = {one.id: selection_from_proto(one.selection) for one in deletions if not self.ledger.is_applied(one.id)}
-        done = [forget(self.store, selection) for selection in new.values()]
-        for selection in new.values():
-            self.pins.end_all(selection.tenants)
-        if ttl_s:
-            done.append(expire(self.store, ttl_s, self.clock()))
+        asked = {one.id: selection_from_proto(one.selection) for one in deletions}
+        expired = Forgotten()
+        async with self.turn:
+            new = {name: chosen for name, chosen in asked.items() if self._done(name) is None}
+            if new:
+                together = functools.reduce(operator.or_, new.values(), Selection())
+                for name, selection in new.items():
+                    self.ledger.deletions.add(name, selection)
+                done = await _in_turns(forget(self.store, together))
+                self.pins.end_all(together.tenants)
+                self.unsaved.update(dict.fromkeys(new, Forgotten()) | {next(iter(new)): done})
+            if ttl_s:
+                expired = await _in_turns(expire(self.store, ttl_s, self.clock()))
         if self.writer is not None and not await self.writer.erased(self.timeout_s):
             raise Unavailable("deleted, but not on disk yet, which does not take it")
-        await self.ledger.applied(new)
-        return Forgotten(sum(one.blocks for one in done), sum(one.nbytes for one in done))
+        counts = {name: count for name in asked if (count := self._done(name)) is not None}
+        await self.ledger.applied(
+            {name: (one.blocks, one.nbytes) for name, one in counts.items() if name in self.unsaved}
+        )
+        for name in counts:
+            self.unsaved.pop(name, None)
+        return sum(counts.values(), start=expired)
+
+    def _done(self, name: str) -> Forgotten | None:
+        """What a deletion deleted; None when it was not carried out."""
+        counts = self.ledger.counts(name)
+        return self.unsaved.get(name) if counts is None else Forgotten(*counts)
+
+
+async def _in_turns(steps: Steps) -> Forgotten:
+    """Does all steps, between which others have turns of the event loop."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: Forgotten = end.value
+            return found
+        await asyncio.sleep(0)

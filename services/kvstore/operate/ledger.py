@@ -5,8 +5,9 @@ there leaves the database; its bytes may stay in free pages of the file until th
 """
 
 import asyncio
+import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +15,9 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from moonpool.cluster.records import RecordBook, place_of
-from moonpool.errors import ConfigError
+from moonpool.cluster.selections import DELETION, deletion_from_record
+from moonpool.errors import ConfigError, InvalidRequest
+from moonpool.kv.deletions import Deletions
 from moonpool.v1 import kv_pb2
 from services.kvstore.ssd.files import Files, open_lmdb
 
@@ -22,10 +25,15 @@ MAP_BYTES = 1 << 30
 KEEP_S = 40 * 86400.0
 """How long it is known that a deletion was carried out; conductors repeat theirs for a shorter time."""
 _APPLIED = "applied"
+_COUNTS = struct.Struct("<QQ")
 
 
 class Ledger:
     """The records of one store. Blocking to open; `folder` None keeps them in memory only.
+
+    Attributes:
+        book: the records.
+        deletions: those that the records, or conductors, have named, carried out here or not.
 
     Raises:
         ConfigError: naming `data_dir`: what is there cannot be read.
@@ -33,6 +41,7 @@ class Ledger:
 
     def __init__(self, folder: Path | None, clock: Callable[[], float] = time.time) -> None:
         self.book = RecordBook()
+        self.deletions = Deletions()
         self._applied = RecordBook()
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-ledger")
@@ -47,29 +56,49 @@ class Ledger:
         try:
             with self._env.begin() as txn:
                 records = [kv_pb2.Record.FromString(bytes(value)) for _, value in txn.cursor()]
-        except DecodeError as error:
+            self._note(records)
+        except (DecodeError, InvalidRequest) as error:
             raise ConfigError("data_dir", f"{folder} cannot be read: {error}") from error
         self._applied.merge(record for record in records if record.kind == _APPLIED)
         self.book.merge(record for record in records if record.kind != _APPLIED)
 
     async def take(self, records: Sequence[kv_pb2.Record]) -> None:
-        """Keeps those that are newer than what is here; they are durable on return."""
+        """Keeps those that are newer than what is here; they are durable on return.
+
+        Raises:
+            InvalidRequest: a record is too large, has no place, or should be a deletion and is not.
+            Overloaded: all together are too large; none was taken.
+        """
+        self._note(records)
         await self._write(self.book.merge(records))
 
-    def is_applied(self, deletion: str) -> bool:
-        """Whether a deletion was carried out."""
-        return self._applied.get(_APPLIED, "", deletion) is not None
+    def _note(self, records: Iterable[kv_pb2.Record], *, over: bool = False) -> None:
+        """Keeps up which deletions there are; those in records that are `over` are forgotten."""
+        for record in records:
+            if record.kind == DELETION and record.value and not over:
+                self.deletions.add(record.id, deletion_from_record(record))
+            elif record.kind == DELETION:
+                self.deletions.remove(record.id)
 
-    async def applied(self, deletions: Iterable[str]) -> None:
-        """Deletions were carried out."""
-        now = self._clock()
+    def counts(self, deletion: str) -> tuple[int, int] | None:
+        """Blocks and bytes that a deletion deleted; None when it was not carried out."""
+        mark = self._applied.get(_APPLIED, "", deletion)
+        if mark is None:
+            return None
+        return _COUNTS.unpack(mark.value) if len(mark.value) == _COUNTS.size else (0, 0)  # older marks have none
+
+    async def applied(self, deletions: Mapping[str, tuple[int, int]]) -> None:
+        """Deletions were carried out, and deleted so many blocks and bytes."""
+        over = self._clock() + KEEP_S
         marks = [
-            kv_pb2.Record(kind=_APPLIED, id=one, value=b"1", version=1, expires_at=now + KEEP_S) for one in deletions
+            kv_pb2.Record(kind=_APPLIED, id=name, value=_COUNTS.pack(*counts), version=1, expires_at=over)
+            for name, counts in deletions.items()
         ]
         await self._write(self._applied.merge(marks))
 
     async def _write(self, records: Sequence[kv_pb2.Record]) -> None:
         over = [record for book in (self.book, self._applied) for record in book.prune(self._clock())]
+        self._note(over, over=True)
         if self._env is not None and (records or over):
             await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records, over)
 

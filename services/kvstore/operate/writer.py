@@ -16,7 +16,7 @@ import lmdb
 
 from moonpool.errors import MoonpoolError
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.core.writes import Writes
+from services.kvstore.core.write_queue import WriteQueue
 from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.files import is_full
 from services.kvstore.ssd.tier import SsdTier
@@ -44,12 +44,12 @@ async def within(timeout_s: float, event: asyncio.Event) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class WriteBehind:
-    """Commits the batches of `writes` to `ssd`, when woken. `run` once; `drain` before ending it.
+    """Commits the batches of `queue` to `ssd`, when woken. `run` once; `drain` before ending it.
 
     `on_committed` is told the seconds that a batch took; `clock` times the log messages.
     """
 
-    writes: Writes
+    queue: WriteQueue
     ssd: SsdTier
     on_committed: Callable[[float], None] = lambda seconds: None
     retry_after_s: Sequence[float] = RETRY_AFTER_S
@@ -78,11 +78,11 @@ class WriteBehind:
         self.wake()
         while True:
             await self._wait()
-            while (plan := self.writes.next_plan()) is not None:
+            while (plan := self.queue.next_plan()) is not None:
                 error = await self._commit(plan)
                 again = self._again(plan, error)
                 self._report(plan, error, again)
-                self.writes.plan_done(error, again=again is not None)
+                self.queue.plan_done(error, again=again is not None)
                 self._planned.set()
                 self._planned = asyncio.Event()
                 if again is not None:
@@ -95,7 +95,7 @@ class WriteBehind:
     async def _wait(self) -> None:
         """Waits for work, or until unsaved blocks are due to be tried again, which it begins."""
         now = asyncio.get_running_loop().time
-        if not self.writes.unsaved:
+        if not self.queue.unsaved:
             self._unsaved_tries, self._retry_at = 0, math.inf
         elif self._retry_at == math.inf:
             self._retry_at = now() + self.unsaved_after_s[min(self._unsaved_tries, len(self.unsaved_after_s) - 1)]
@@ -103,7 +103,7 @@ class WriteBehind:
         self._work.clear()
         if self._retry_at <= now():
             self._unsaved_tries, self._retry_at = self._unsaved_tries + 1, math.inf
-            self.writes.retry()
+            self.queue.retry()
 
     async def _commit(self, plan: WritePlan) -> Exception | None:
         begin = time.monotonic()
@@ -127,6 +127,8 @@ class WriteBehind:
 
     def _report(self, plan: WritePlan, error: Exception | None, again: float | None) -> None:
         """Logs errors, each kind at most once per `REPEAT_S`, and the first success after blocks were given up."""
+        if plan.erase_error is not None:
+            self._tell(log.error, "deleted blocks could not be overwritten", len(plan.unerased), plan.erase_error)
         if error is None:
             if self._failing and plan.blocks:
                 self._failing = False
@@ -134,11 +136,16 @@ class WriteBehind:
                 log.info("blocks become durable again")
             return
         self._failing = self._failing or again is None
-        what = "blocks could not be made durable" if again is None else "batches are tried again"
+        if again is None:
+            self._tell(log.error, "blocks could not be made durable", len(plan.blocks), error)
+        else:
+            self._tell(log.warning, "batches are tried again", len(plan.blocks), error)
+
+    def _tell(self, at_level: Callable[..., None], what: str, blocks: int, error: Exception) -> None:
         kind, now = (what, type(error), error.errno if isinstance(error, OSError) else None), self.clock()
         if now - self._told.get(kind, -math.inf) >= REPEAT_S:
             self._told[kind] = now
-            (log.error if again is None else log.warning)(what, blocks=len(plan.blocks), error=str(error))
+            at_level(what, blocks=blocks, error=str(error))
 
     async def drain(self, timeout_s: float) -> bool:
         """Waits until everything visible is durable or unsaved; False when that takes longer than `timeout_s`."""
@@ -148,10 +155,10 @@ class WriteBehind:
         """Waits until what was deleted is overwritten on disk; False when that takes longer than `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.writes.erasing:
+                while self.queue.erasing:
                     self.wake()
                     await self._planned.wait()
-                    if self.writes.erasing:
+                    if self.queue.erasing:
                         await asyncio.sleep(ERASE_AGAIN_S)  # the disk may need some time, or another plan is due
                 return True
         return False

@@ -152,6 +152,7 @@ class Segment:
 
 
 Place = tuple[Segment, int]  # and a slot of it
+Wanted = Callable[[Segment, int], bool]
 
 
 class Catalogue(PartTable[int]):
@@ -217,25 +218,31 @@ class Catalogue(PartTable[int]):
                     nbytes -= segment.nbytes(slot)
         return found
 
-    def chosen(self, selection: Selection) -> list[Place]:
-        """Places of the chosen blocks' records, also of dead ones: without an index, a start would find them again."""
+    def chosen(self, selection: Selection) -> Wanted:
+        """Tells whether a record is of a chosen block."""
         tenants = {number for number, name in self.tenants.by_id.items() if name in selection.tenants}
         formats = {number for number, one in self.formats.by_id.items() if one.namespace in selection.namespaces}
-        return [
-            (segment, slot)
-            for segment in self.segments.values()
-            for slot, (key, owner, kind) in enumerate(zip(segment.keys, segment.tenants, segment.formats, strict=True))
-            if (owner in tenants or kind in formats or key in selection.keys) and slot not in segment.erased
-        ]
+        keys = selection.keys
+        return lambda segment, slot: (
+            segment.tenants[slot] in tenants or segment.formats[slot] in formats or segment.keys[slot] in keys
+        )
 
-    def expired(self, ttl_s: Mapping[str, float], now: float) -> list[Place]:
-        """Places of blocks that are here for longer than their tenants' blocks may be."""
+    def expired(self, ttl_s: Mapping[str, float], now: float) -> Wanted:
+        """Tells whether a record is here for longer than its tenant's blocks may be."""
         oldest = {number: now - ttl_of(ttl_s, name) for number, name in self.tenants.by_id.items()}
+        return lambda segment, slot: segment.written[slot] < oldest[segment.tenants[slot]]
+
+    def places(self, part: int, wanted: Wanted) -> list[Place]:
+        """Places of those blocks of a part whose records are wanted."""
+        found = ((self.segments[place >> _SLOT_BITS], place & _SLOT_MASK) for place in self.parts[part].values())
+        return [(segment, slot) for segment, slot in found if wanted(segment, slot)]
+
+    def dead(self, segment: Segment, slots: range, wanted: Wanted) -> list[Place]:
+        """Dead slots among these whose records are wanted, and are not to be overwritten already."""
         return [
             (segment, slot)
-            for segment in self.segments.values()
-            for slot, (owner, written) in enumerate(zip(segment.tenants, segment.written, strict=True))
-            if written < oldest[owner] and self.is_live(segment, slot)
+            for slot in slots
+            if wanted(segment, slot) and slot not in segment.erased and not self.is_live(segment, slot)
         ]
 
     def touch(self, keys: Iterable[BlockKey]) -> None:

@@ -87,6 +87,7 @@ class WritePlan:
 
     blocks: list[DramBlock]  # durable once the batch is committed
     rejected: list[DramBlock]  # find no room; not written
+    given_up: list[BlockKey]  # older blocks of tenants at their quotas, for the new ones
     victims: list[Victim]
     forgotten: list[Segment]  # to be forgotten by the index; their files may be deleted already
     nameless: list[Segment]  # the index has forgotten them; their files could not be deleted
@@ -97,6 +98,8 @@ class WritePlan:
     carry: list[Append]
     store: list[Append]
     erase: list[Place] = dataclasses.field(default_factory=list)  # records to be overwritten
+    unerased: list[Place] = dataclasses.field(default_factory=list)  # of these, what the device did not take
+    erase_error: OSError | None = None  # the last reason
     cleared: bool = False  # first transaction committed: victims are forgotten, what was carried has its new place
     named: bool = False  # the index has learnt the ids
     unreadable: Segment | None = None  # the plan failed for it
@@ -105,7 +108,7 @@ class WritePlan:
 
     @property
     def removed(self) -> list[BlockKey]:
-        return [victim.segment.keys[slot] for victim in self.victims for slot in victim.removed]
+        return self.given_up + [victim.segment.keys[slot] for victim in self.victims for slot in victim.removed]
 
     @property
     def removed_segments(self) -> list[Segment]:
@@ -113,8 +116,9 @@ class WritePlan:
 
     @property
     def idle(self) -> bool:
-        """Whether committing it changes nothing in the index."""
-        return not (self.carry or self.store or self.dead or self.erase or self.removed_segments)
+        """Whether committing it changes nothing."""
+        erased = len(self.erase) > len(self.unerased)
+        return not (self.carry or self.store or self.dead or erased or self.removed_segments)
 
     @property
     def carried(self) -> list[Append]:
@@ -144,7 +148,7 @@ class Committer:
 
     def _clear(self, plan: WritePlan) -> None:
         """The first transaction, and the files that it makes superfluous."""
-        self._erase(plan.erase)
+        self._erase(plan)
         if plan.full:
             for segment in plan.removed_segments:
                 if not segment.live:
@@ -164,14 +168,27 @@ class Committer:
                 log.error("a segment could not be deleted", path=str(segment.path), error=str(error))
                 plan.undeleted.append(segment)
 
-    def _erase(self, places: Sequence[Place]) -> None:
-        """Overwrites records with zeros, on the device: no start finds them, with an index or without."""
-        for segment, slot in places:
-            nbytes, zeros = segment.nbytes(slot), bytes(min(segment.nbytes(slot), ERASE_BYTES))
-            for at in range(0, nbytes, ERASE_BYTES):
-                self.files.write(segment.path, [zeros[: nbytes - at]], segment.offset(slot) + at)
-        for path in dict.fromkeys(segment.path for segment, _ in places):
-            self.files.sync(path)
+    def _erase(self, plan: WritePlan) -> None:
+        """Overwrites records with zeros, on the device: no start finds them, with an index or without.
+
+        A segment that the device does not take it for stays to be done, and keeps nothing else from being done.
+        """
+        by_segment: dict[Segment, list[Place]] = {}
+        for place in plan.erase:
+            by_segment.setdefault(place[0], []).append(place)
+        for segment, places in by_segment.items():
+            try:
+                for _, slot in places:
+                    self._overwrite(segment, slot)
+                self.files.sync(segment.path)
+            except OSError as error:
+                plan.unerased += places
+                plan.erase_error = error
+
+    def _overwrite(self, segment: Segment, slot: int) -> None:
+        nbytes, zeros = segment.nbytes(slot), bytes(min(segment.nbytes(slot), ERASE_BYTES))
+        for at in range(0, nbytes, ERASE_BYTES):
+            self.files.write(segment.path, [zeros[: nbytes - at]], segment.offset(slot) + at)
 
     def _carry(self, append: Append, plan: WritePlan) -> None:
         """Copies one verified record, but not a bad one. When it cannot be read, another segment may do: EAGAIN."""

@@ -70,6 +70,14 @@ class Space:
         ]
         return len(self._thin)
 
+    def rewrite(self, segments: Iterable[Segment]) -> None:
+        """Has the next plans rewrite some segments, which goes with the end of their files."""
+        for segment in dict.fromkeys(segments):
+            if segment is self.active:
+                self.active = None
+            if segment.number not in self._thin:
+                self._thin.append(segment.number)
+
     def make_room(self, nbytes: int, victims: list[Victim]) -> bool:
         """Reclaims segments until so many bytes fit; False when they cannot. Adds to `victims`."""
         limit = self.capacity_bytes - self._reserve

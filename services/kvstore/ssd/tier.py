@@ -21,7 +21,7 @@ from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import ALIGN, record_size
 from services.kvstore.ssd.recovery import DataFolder, Durability, Recovery
 from services.kvstore.ssd.space import Space
-from services.kvstore.tenancy.tenants import Account
+from services.kvstore.tenancy.tenants import Account, TenantBytes
 
 log = get_logger(__name__)
 
@@ -114,26 +114,36 @@ class SsdTier:
         full, self._device_full = self._device_full, False
         if full:
             self.space.give_up(sum(record_size(block.info) for block in blocks), victims)
-        taken, rejected, coming = [], [], 0
+        taken, rejected, given_up = [], [], []
+        coming = TenantBytes()
         for block in blocks:
             assert block.info.key not in self.catalogue
-            size = record_size(block.info)
-            if self.space.make_room(coming + size, victims):
+            tenant, size = block.info.tenant, record_size(block.info)
+            given_up += self._within_quota(tenant, coming[tenant] + size)
+            fits = not self.account.over_quota(tenant, coming[tenant] + size)
+            if fits and self.space.make_room(coming.total_bytes + size, victims):
                 taken.append(block)
-                coming += size
+                coming.add(tenant, size)
             else:
                 rejected.append(block)
         if not blocks:
             self.space.make_room(0, victims)
             self.space.compact_one(victims)
-        self.space.used_bytes += coming
+        self.space.used_bytes += coming.total_bytes
         carry, store = self._place(taken, victims)
         change = self.catalogue.formats.change(), self.catalogue.tenants.change()
         known = self._forgotten, self._nameless, self._dead
         self._forgotten, self._nameless, self._dead = [], [], []
         erase = [place for place in self._doomed if place[0].number in self.catalogue.segments]
         self._dooming, self._doomed = bool(self._doomed), []
-        return WritePlan(taken, rejected, victims, *known, *change, full, carry, store, erase)
+        return WritePlan(taken, rejected, given_up, victims, *known, *change, full, carry, store, erase)
+
+    def _within_quota(self, tenant: str, nbytes: int) -> list[BlockKey]:
+        """Forgets the oldest blocks of a tenant for so many bytes of new ones, as far as its quota asks for it."""
+        excess = self.account.over_quota(tenant, nbytes)
+        oldest = self.catalogue.oldest_of(tenant, excess, self.space.pins.__contains__) if excess else []
+        self.forget(oldest)
+        return oldest
 
     def _place(self, blocks: Sequence[DramBlock], victims: Sequence[Victim]) -> tuple[list[Append], list[Append]]:
         """Gives every record its place. Sizes of segments change only when the plan is done."""
@@ -186,6 +196,8 @@ class SsdTier:
 
     def _clear(self, plan: WritePlan) -> None:
         """The plan's first transaction was committed."""
+        self._doomed += plan.unerased
+        self.space.rewrite(segment for segment, _ in plan.unerased)
         removed = plan.removed_segments
         numbers = {segment.number for segment in removed}
         self._dead = [slot for slot in self._dead if slot[0] not in numbers]

@@ -123,7 +123,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
                 self._credits.grant(message.credit.bytes)
             case "close":
                 for key in unpack_keys(message.close.damaged_key, "damaged_key", max_keys=1):
-                    self._resources.reads.tiers.suspect(key)
+                    self._resources.reads.suspect(key)
                 self._close(message.close.session)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
@@ -166,7 +166,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             task = self._sessions[number] = self.spawn(self._serve(number, reader, wanted, begin, more))
             task.add_done_callback(lambda task: self._ended(number, task, reader))
         except DamagedSliceError as error:
-            resources.reads.tiers.suspect(lease.keys[error.block])
+            resources.reads.suspect(lease.keys[error.block])
             raise
         finally:
             if task is None:
@@ -221,7 +221,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         except (MoonpoolError, TimeoutError) as error:
             log.warning("read given up", blocks=lease.blocks, error=str(error))
             if isinstance(error, DamagedSliceError):  # its reader never sees it and cannot say so
-                resources.reads.tiers.suspect(lease.keys[error.block])
+                resources.reads.suspect(lease.keys[error.block])
         self._post_done(number)
 
     def _post_done(self, number: int) -> None:

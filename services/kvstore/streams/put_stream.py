@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from google.protobuf.message import Message
 
 from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded
-from moonpool.kv.frames import OpenRun
+from moonpool.kv.frames import FrameOpener, OpenRun
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import MAX_SLICE_BYTES
 from moonpool.streams.credits import CreditReturn, Traffic
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, portions
-from services.kvstore.core.writes import Writes
+from services.kvstore.core.store import BlockStore
+from services.kvstore.core.whole import take_whole
+from services.kvstore.core.writes import DeletedBlocks
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.streams.open_streams import KVStream
 from services.kvstore.streams.rooms import RoomQueue
@@ -39,7 +41,7 @@ class PutResources:
         room_timeout_s: longest wait for DRAM.
     """
 
-    writes: Writes
+    store: BlockStore
     rooms: RoomQueue
     instance: kv_pb2.Instance
     window_bytes: int
@@ -57,7 +59,6 @@ class _Entry:
         task: waits for room, to open the session or to write its backlog.
         backlog: parts of opened frames that wait to be written, and the payload bytes that are dealt with then.
         close: the writer's close, once it has come.
-        silent: the answer to its opening says all.
     """
 
     number: int
@@ -66,7 +67,6 @@ class _Entry:
     task: "asyncio.Task[None] | None" = None
     backlog: collections.deque[tuple[list[OpenRun], int]] = dataclasses.field(default_factory=collections.deque)
     close: kvstore_pb2.PutClose | None = None
-    silent: bool = False
     timer: asyncio.TimerHandle | None = None
 
 
@@ -75,7 +75,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def __init__(self, resources: PutResources, closing: asyncio.Event, lanes: LaneServer | None = None) -> None:
         super().__init__(closing, lanes=lanes)
-        self._writes = resources.writes
+        self._store = resources.store
+        self._writes = resources.store.writes
         self._rooms = resources.rooms
         self._resources = resources
         self._credits = CreditReturn(resources.window_bytes)
@@ -113,12 +114,11 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self.post(kvstore_pb2.PutResponse(credit=kv_pb2.Credit(bytes=credit)))
 
     def _open(self, message: kvstore_pb2.PutOpen, payload: memoryview) -> None:
-        answer = None
-        entry = self._entries.get(message.session)
+        answer, entry = None, self._entries.get(message.session)
         if entry is not None:
             self._refuse(entry, InvalidRequest("session", f"{message.session} is open already"))
         else:
-            entry = self._entries[message.session] = _Entry(message.session, self._loop.time())
+            entry = _Entry(message.session, self._loop.time())
             try:
                 answer = self._begin(entry, message, payload)
             except MoonpoolError as error:
@@ -128,46 +128,38 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     def _begin(
         self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: memoryview
     ) -> kvstore_pb2.PutResponse | None:
-        """Opens a session, now or when there is room; the answer, if all of it came along and is written.
+        """Takes a session that came whole; the answer then. Opens others, now or when there is room.
 
         Raises:
             InvalidRequest, FrameError: the session or its frame is not what it should be.
             Overloaded: there is no room for it.
         """
         spec = self._spec(message)
-        if self._waits(spec) or (session := self._attempt_open(entry, spec)) is None:
-            entry.task = self.spawn(self._when_room(entry, spec))
-            return None
-        entry.session = session
-        if message.HasField("frame") and session.covers_whole_blocks:
+        waits = self._waits(spec)
+        if message.HasField("frame"):
             if message.frame.session != entry.number:
                 raise InvalidRequest("frame.session", f"{message.frame.session} is not the session that is opened")
-            entry.silent = True
-            parts = self._open_frame(session, message.frame, payload)
-            if len(parts) > 1:
-                self._put_off(entry, parts, 0)
-                return None
-            if self._writes.write(session, parts[0], now=entry.progress_at):
-                return self._taken(entry)
-            entry.silent = False
-        self._opened(entry, session)
+            opener = FrameOpener(spec.format.layout, spec.heads, spec.keys)
+            runs = opener.parse(message.frame, payload)
+            present = None if waits else take_whole(self._store, spec, opener, runs, entry.progress_at)
+            if present is not None:
+                opened = kvstore_pb2.PutOpened(session=entry.number, present=present, taken=True)
+                return kvstore_pb2.PutResponse(opened=opened)
+        self._entries[entry.number] = entry
+        session = None if waits else self._attempt_open(entry, spec)
+        if session is None:
+            entry.task = self.spawn(self._when_room(entry, spec))
+        else:
+            self._opened(entry, session)
         return None
-
-    def _taken(self, entry: _Entry) -> kvstore_pb2.PutResponse:
-        """Ends a session that came with its opening; the answer. Raises InvalidRequest unless it is complete."""
-        assert entry.session is not None
-        if not entry.session.complete:
-            raise InvalidRequest("frame", "is not all of the session")
-        self._remove(entry)
-        opened = kvstore_pb2.PutOpened(session=entry.number, present=entry.session.present, taken=True)
-        return kvstore_pb2.PutResponse(opened=opened)
 
     def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
         keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
         parents = unpack_keys(message.parent_keys, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
         layers = range(message.layer_begin, message.layer_end)
         heads = range(message.head_begin, message.head_end)
-        return PutSpec(self.format, keys, parents, message.tenant, layers, heads, int(time.time()))
+        now, forgotten = int(time.time()), frozenset(message.forgotten)
+        return PutSpec(self.format, keys, parents, message.tenant, layers, heads, now, forgotten)
 
     def _waits(self, spec: PutSpec) -> bool:
         return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))
@@ -184,11 +176,11 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         return session
 
     def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[list[OpenRun]]:
-        """Verifies a frame; the parts in which it is written, nearly always one."""
-        runs = session.opener.open(header, payload)
+        """Checks a frame's header; the parts in which it is written and verified, nearly always one."""
+        runs = session.opener.parse(header, payload)
         if session.opener.unfinished_bytes:
             self._check_unfinished()
-        return portions(runs, session.spec)
+        return portions(runs)
 
     def _check_unfinished(self) -> None:
         sessions = [entry.session for entry in self._entries.values() if entry.session is not None]
@@ -215,8 +207,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                     written = self._writes.write(session, runs, now=entry.progress_at)
                     assert written  # the room is its own
             entry.task = None
-            if entry.silent and not session.closed:
-                self._settle(0, self._taken(entry))
         except MoonpoolError as error:
             self._refuse(entry, error)
             return
@@ -279,9 +269,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._ack(entry, blocks, kvstore_pb2.DURABILITY_DURABLE)
 
     def _ack(self, entry: _Entry, blocks: Sequence[int], durability: kvstore_pb2.Durability.ValueType) -> None:
-        if not entry.silent:
-            ack = kvstore_pb2.PutAck(session=entry.number, blocks=blocks, durability=durability)
-            self.post(kvstore_pb2.PutResponse(ack=ack))
+        ack = kvstore_pb2.PutAck(session=entry.number, blocks=blocks, durability=durability)
+        self.post(kvstore_pb2.PutResponse(ack=ack))
 
     def _close_requested(self, message: kvstore_pb2.PutClose) -> None:
         entry = self._entries.get(message.session)
@@ -290,7 +279,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         session = entry.session
         if session is None or message.aborted or session.complete:
             self._remove(entry)
-        elif session.covers_whole_blocks and not entry.backlog:
+        elif session.spec.whole_blocks and not entry.backlog:
             self._refuse(entry, "closed before everything was sent")
         else:
             entry.close = message  # the backlog or other writers bring the rest of its blocks
@@ -318,8 +307,9 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if isinstance(reason, Overloaded):
             refused.code = reason.reason
             refused.retry_after_s = reason.retry_after_s
-        elif isinstance(reason, InvalidRequest | FrameError):
-            refused.code = "invalid_request" if isinstance(reason, InvalidRequest) else "bad_frame"
+        else:
+            codes = {DeletedBlocks: "deleted", InvalidRequest: "invalid_request", FrameError: "bad_frame"}
+            refused.code = next((code for kind, code in codes.items() if isinstance(reason, kind)), "")
         self.post(kvstore_pb2.PutResponse(refused=refused))
 
     def _remove(self, entry: _Entry) -> None:

@@ -5,6 +5,7 @@ from enum import Enum
 
 from moonpool.core.kernel import Cancel
 from moonpool.sched.forgetting import Forgot
+from moonpool.sched.lending import Lent
 
 
 class Refusal(Enum):
@@ -95,7 +96,7 @@ class AbortStep:
 
 @dataclass(frozen=True, slots=True)
 class LoadBlocks:
-    """Read blocks from a kvstore into the pool, layers in order."""
+    """Read blocks from one of the job's sources into the pool, layers in order."""
 
     io: int
     job: int
@@ -106,6 +107,28 @@ class LoadBlocks:
     blocks: tuple[int, ...]
     timeout_s: float
     """Longest time for all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """Read blocks of a copy from its source into the pool."""
+
+    io: int
+    number: int
+    """Of the copy."""
+    first: int
+    """Index in the chain of the first block."""
+    blocks: tuple[int, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndCopy:
+    """A copy is over."""
+
+    number: int
+    blocks: int
+    """That have come; 0 also when it was passed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +192,22 @@ class PutBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A store did not hold a block that it was believed to hold."""
+    """A source did not hold a block that it was believed to hold."""
 
     source: int
     """Index in the job's sources."""
     block: int
-    """Index in the sequence; the store gave those before it."""
+    """Index in the sequence; the source gave those before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A source gave all that it was asked for."""
+
+    source: int
+    """Index in the job's sources."""
+    blocks: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +221,7 @@ class TellToken:
     queue_s: float
     prefill_s: float
     misses: tuple[Miss, ...]
+    loads: tuple[Loaded, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +243,8 @@ Action = (
     | DropShare
     | AbortStep
     | LoadBlocks
+    | CopyBlocks
+    | EndCopy
     | OpenTransfer
     | SendSlices
     | CloseTransfer
@@ -217,5 +253,6 @@ Action = (
     | TellToken
     | EndJob
     | Forgot
+    | Lent
     | Cancel
 )

@@ -8,9 +8,22 @@ from moonpool.core.kernel import Ended, Tick
 from moonpool.cost import Speeds
 from moonpool.errors import ConfigError
 from moonpool.sched.forgetting import ForgetKV, forget
-from services.prefill.core.actions import Accept, Action, EndJob, Outcome, PutBlocks, Refusal, Refuse, TellToken
+from moonpool.sched.lending import LendBlocks, TakeBack
+from services.prefill.core.actions import (
+    Accept,
+    Action,
+    EndCopy,
+    EndJob,
+    Outcome,
+    PutBlocks,
+    Refusal,
+    Refuse,
+    TellToken,
+)
+from services.prefill.core.copies import Copies
 from services.prefill.core.events import (
     Arrive,
+    CopyIn,
     Done,
     Drain,
     Event,
@@ -30,6 +43,7 @@ from services.prefill.core.predict import queue_seconds, speeds_now
 from services.prefill.core.queue import start_next
 from services.prefill.core.sends import Sends
 from services.prefill.core.state import (
+    CopyFlight,
     Job,
     LoadFlight,
     PutFlight,
@@ -55,6 +69,7 @@ class PrefillCore:
         state: jobs, blocks and I/O.
         steps: what the engine computes.
         loads: what is loaded.
+        copies: what is copied here.
         taken: number of the last job that was accepted; numbers grow.
 
     Raises:
@@ -69,6 +84,7 @@ class PrefillCore:
         self._sends = Sends(self.state)
         self.steps = Steps(self.state, self._sends)
         self.loads = Loads(self.state, self.steps, self._sends)
+        self.copies = Copies(self.state, self.loads)
         self._draining = False
         self.taken = 0
         self._stopped = False
@@ -89,8 +105,12 @@ class PrefillCore:
             case Ended():
                 self._ended(event.io, event.result)
             case ForgetKV():
-                requests = ((job.owner, job.keys) for job in self.state.jobs.values())
-                self.state.do(forget(self.state.manager, event, requests))
+                jobs = [(job.owner, job.keys) for job in self.state.jobs.values()]
+                self.state.do(forget(self.state.manager, event, [*jobs, *self.copies.owners]))
+            case CopyIn():
+                self._copy(event)
+            case LendBlocks() | TakeBack():
+                self.state.out += self.state.lending.handle(event, self.state.manager.num_available)
             case Drain():
                 self._draining = True
             case Stop():
@@ -120,9 +140,10 @@ class PrefillCore:
             self.steps.in_flight,
             state.manager.keys(),
             (state.manager.num_free, state.manager.num_cached),
+            state.lending,
             state.tracker.speeds,
             (self._draining, self._stopped, self.taken, self.steps.plan_at),
-            self.loads,
+            (self.loads, self.copies),
         )
 
     # --- figures ---------------------------------------------------------------------------------------------------
@@ -225,6 +246,13 @@ class PrefillCore:
             self._leave(number, Outcome.STOPPED)
         for io in self.steps.in_flight:
             self.state.cancel(io)
+        self.copies.stop()
+
+    def _copy(self, event: CopyIn) -> None:
+        if self._draining or self._stopped:
+            self.state.do(EndCopy(event.number, 0))
+        else:
+            self.copies.begin(event)
 
     # --- ends of I/O -----------------------------------------------------------------------------------------------
 
@@ -237,6 +265,9 @@ class PrefillCore:
             case LoadFlight():
                 assert isinstance(result, LoadEnded)
                 self.loads.ended(io, flight, result)
+            case CopyFlight():
+                assert isinstance(result, LoadEnded)
+                self.copies.ended(flight, result)
             case TransferFlight():
                 assert isinstance(result, Done | Failed)
                 self._transfer_ended(flight, result)
@@ -284,8 +315,8 @@ class PrefillCore:
         job.token_at = now
         began = job.first_step_at if job.first_step_at is not None else now
         computed = job.num_tokens - job.cached - job.loaded
-        told = (job.cached, job.loaded, computed, began - job.added_at, now - began, tuple(job.misses))
-        self.state.do(TellToken(job.number, *told))
+        told = (job.cached, job.loaded, computed, began - job.added_at, now - began)
+        self.state.do(TellToken(job.number, *told, tuple(job.misses), tuple(job.loads)))
         if self._sends.finish(job):
             self._done(job)
 

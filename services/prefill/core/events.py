@@ -4,15 +4,19 @@ from dataclasses import dataclass
 
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.forgetting import ForgetKV
+from moonpool.sched.lending import LendBlocks, TakeBack
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A kvstore to load a prefix from. `store` names it: equal names mean the same store."""
+    """A kvstore, or another engine instance, to load a prefix from."""
 
-    store: str
+    name: str
+    """Equal names mean the same instance."""
     blocks: int
     """Leading blocks it is believed to hold."""
+    peer: bool = False
+    """It is an engine instance, whose pool is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,18 @@ class LayerLoaded:
     layer: int
 
 
-Event = Arrive | Leave | Drain | Stop | LayerComputed | LayerLoaded | ForgetKV
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """A chain's blocks are to be read from a peer and kept. Answered by one `EndCopy`."""
+
+    number: int
+    """Never used twice."""
+    keys: tuple[BlockKey, ...]
+    source: Source
+    tenant: str = ""
+
+
+Event = Arrive | Leave | Drain | Stop | LayerComputed | LayerLoaded | CopyIn | ForgetKV | LendBlocks | TakeBack
 
 # --- results of I/O: each comes in one `Ended` --------------------------------------------------------------------
 
@@ -103,9 +118,9 @@ class LoadEnded:
     blocks: int
     """Leading blocks of the load that are whole in all layers."""
     missing: int | None = None
-    """The first block of the load that the store has lost."""
+    """The first block of the load that the source has lost."""
     failed: bool = False
-    """The store did not do what it should have done: it is left alone for a while."""
+    """The source did not do what it should have done: it is left alone for a while."""
     seconds: float = 0.0
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from services.prefill.core.state import Job, LoadFlight, PutFlight, SendFlight, State, StepFlight, Table
+from services.prefill.core.state import CopyFlight, Job, LoadFlight, PutFlight, SendFlight, State, StepFlight, Table
 from services.prefill.core.steps import Steps
 
 
@@ -23,11 +23,11 @@ def check(state: State, steps: Steps) -> None:
 def _check_holds(state: State) -> None:
     holds: Counter[int] = Counter()
     tables: dict[int, Table] = {}
-    refs: Counter[int] = Counter()
+    refs: Counter[int] = Counter(state.lending)
     owned = [job.table for job in state.jobs.values() if job.table is not None]
     for _, flight in state.ios:
         owned += flight.tables
-        if isinstance(flight, PutFlight):
+        if isinstance(flight, PutFlight | CopyFlight):
             refs.update(flight.blocks)
     for table in owned:
         holds[id(table)] += 1

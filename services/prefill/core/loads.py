@@ -1,12 +1,12 @@
-"""Prefixes loaded from kvstores, ahead of the steps that need them.
+"""Prefixes loaded from kvstores and other instances, ahead of the steps that need them.
 
-A store that fails is not asked for a while: its failure delays one request by one deadline, not every request.
+A source that fails is not asked for a while: its failure delays one request by one deadline, not every request.
 """
 
 from moonpool.core.digest import digest_of
-from moonpool.cost import load_is_cheaper, load_seconds
-from services.prefill.core.actions import LoadBlocks, Miss
-from services.prefill.core.events import LoadEnded
+from moonpool.cost import Speeds, load_is_cheaper, load_seconds
+from services.prefill.core.actions import LoadBlocks, Loaded, Miss
+from services.prefill.core.events import LoadEnded, Source
 from services.prefill.core.sends import Sends
 from services.prefill.core.state import Job, Load, LoadFlight, State
 from services.prefill.core.steps import Steps
@@ -33,7 +33,7 @@ class Loads:
         self.failures = 0
 
     def decide(self, job: Job) -> None:
-        """Loads a prefix into the blocks of a job that starts, from the best store from which it is worth it."""
+        """Loads a prefix into the blocks of a job that starts, from the best source from which it is worth it."""
         while job.next_source < len(job.sources):
             blocks = self._worth(job)
             if blocks:
@@ -54,7 +54,8 @@ class Loads:
 
     def ended(self, io: int, flight: LoadFlight, result: LoadEnded) -> None:
         """Nothing is written into the blocks any more; what did not come is computed."""
-        self._learn(flight, result)
+        self.learn(flight.source, flight.nbytes, flight.wanted, result)
+        self.loaded_blocks += result.blocks
         job = self._state.jobs.get(flight.job)
         if job is None or job.load is None or job.load.io != io:
             return
@@ -62,8 +63,9 @@ class Loads:
         if result.missing is not None:
             job.misses.append(Miss(load.source, load.first + result.missing))
         if result.blocks == flight.wanted:
+            job.loads.append(Loaded(load.source, result.blocks, result.seconds))
             self._settle(job, load.end)
-        # Once a layer is handed on, its blocks may be on their way to decode: another store's copy must not be written
+        # Once a layer is handed on, its blocks may be on their way to decode: another source's copy must not be written
         # over them, it may differ in the last bit.
         elif result.blocks or load.layers or not self._try_next(job, load):
             job.load = None
@@ -71,7 +73,7 @@ class Loads:
             self._settle(job, load.first + result.blocks)
 
     def digest(self) -> bytes:
-        """Hash of which stores are left alone until when, and of the counts."""
+        """Hash of which sources are left alone until when, and of the counts."""
         return digest_of(self._paused, self.loaded_blocks, self.failures)
 
     def _settle(self, job: Job, end: int) -> None:
@@ -85,7 +87,7 @@ class Loads:
 
     def _try_next(self, job: Job, load: Load) -> bool:
         for source in range(load.source + 1, len(job.sources)):
-            if not self._is_paused(job.sources[source].store):
+            if not self.is_paused(job.sources[source]):
                 job.next_source = source
                 self._begin(job, load.first, load.end)
                 return True
@@ -95,21 +97,22 @@ class Loads:
         state = self._state
         assert job.table is not None
         assert first < end <= state.reusable_blocks(job)
-        source, nbytes = job.next_source, (end - first) * state.settings.layers * state.settings.slice_bytes
-        flight = LoadFlight(job.number, job.sources[source].store, nbytes, end - first, (job.table,))
+        index, nbytes = job.next_source, (end - first) * state.settings.layers * state.settings.slice_bytes
+        source = job.sources[index]
+        flight = LoadFlight(job.number, source, nbytes, end - first, (job.table,))
         io = state.begin(flight)
-        job.load = Load(io, source, first, end, state.now)
-        timeout_s = state.settings.load_timeout_s + SLACK * load_seconds(state.tracker.speeds, nbytes)
-        state.do(LoadBlocks(io, job.number, source, first, tuple(job.table.blocks[first:end]), timeout_s))
+        job.load = Load(io, index, first, end, state.now)
+        blocks = tuple(job.table.blocks[first:end])
+        state.do(LoadBlocks(io, job.number, index, first, blocks, self.timeout_s(source, nbytes)))
 
     def _worth(self, job: Job) -> int:
         """Leading blocks that the prompt should have after loading from its next source; 0: computing is cheaper."""
         source, settings = job.sources[job.next_source], self._state.settings
-        if self._is_paused(source.store):
+        if self.is_paused(source):
             return 0
         blocks = min(source.blocks, self._state.reusable_blocks(job))
         cheaper = load_is_cheaper(
-            self._state.tracker.speeds,
+            self._speeds(source),
             total_tokens=job.num_tokens,
             local_tokens=job.cached,
             stored_tokens=blocks * settings.block_tokens,
@@ -118,17 +121,27 @@ class Loads:
         )
         return blocks if cheaper else 0
 
-    def _learn(self, flight: LoadFlight, result: LoadEnded) -> None:
-        self.loaded_blocks += result.blocks
+    def timeout_s(self, source: Source, nbytes: int) -> float:
+        """Longest time for reading so much."""
+        return self._state.settings.load_timeout_s + SLACK * load_seconds(self._speeds(source), nbytes)
+
+    def learn(self, source: Source, nbytes: int, blocks: int, result: LoadEnded) -> None:
+        """How a read of so many blocks has gone: a source that fails is left alone for a while."""
         if result.failed:
             self.failures += 1
-            self._paused = {store: at for store, at in self._paused.items() if at > self._state.now}
-            self._paused[flight.source] = self._state.now + PAUSE_S
-        elif result.blocks == flight.wanted:
-            self._state.tracker.observe_load(flight.nbytes, result.seconds)
+            self._paused = {name: at for name, at in self._paused.items() if at > self._state.now}
+            self._paused[source.name] = self._state.now + PAUSE_S
+        elif result.blocks == blocks:
+            self._state.tracker.observe_load(nbytes, result.seconds, peer=source.peer)
 
-    def _is_paused(self, store: str) -> bool:
-        return self._paused.get(store, 0.0) > self._state.now
+    def _speeds(self, source: Source) -> Speeds:
+        """The instance's speeds, with the rate at which this kind of source is read."""
+        speeds = self._state.tracker.speeds
+        return speeds.loading_from_peers() if source.peer else speeds
+
+    def is_paused(self, source: Source) -> bool:
+        """Whether a source is left alone now."""
+        return self._paused.get(source.name, 0.0) > self._state.now
 
     def _job_of(self, io: int) -> Job | None:
         """The job that the running load is for; None when it has ended or does without it."""

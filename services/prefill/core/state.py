@@ -7,7 +7,8 @@ from moonpool.core.kernel import Cancel, Outstanding
 from moonpool.cost import Speeds, SpeedTracker
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.block_manager import BlockManager, Owner
-from services.prefill.core.actions import Action, Miss
+from moonpool.sched.lending import Lending
+from services.prefill.core.actions import Action, Loaded, Miss
 from services.prefill.core.events import Arrive, Copy, Source
 from services.prefill.core.outgoing import Outgoing
 
@@ -110,6 +111,7 @@ class Job:
     put_until: list[int] = field(default_factory=list)
     """Per copy, blocks before this one were offered or need not be."""
     misses: list[Miss] = field(default_factory=list)
+    loads: list[Loaded] = field(default_factory=list)
 
     @classmethod
     def of(cls, event: Arrive, settings: Settings, now: float) -> "Job":
@@ -166,14 +168,28 @@ class StepFlight:
 
 @dataclass(slots=True, eq=False)
 class LoadFlight:
-    """A read from a kvstore."""
+    """A read from a kvstore, or from another instance's pool."""
 
     job: int
-    source: str
+    source: Source
     nbytes: int
     wanted: int
     """Blocks."""
     tables: tuple[Table, ...]
+
+
+@dataclass(slots=True, eq=False)
+class CopyFlight:
+    """A chain's blocks that are being copied here: those before `first` were here."""
+
+    number: int
+    keys: tuple[BlockKey, ...]
+    owner: Owner
+    blocks: tuple[int, ...]
+    first: int
+    source: Source
+    nbytes: int
+    tables: tuple[Table, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -201,7 +217,7 @@ class PutFlight:
     tables: tuple[Table, ...] = ()
 
 
-Flight = StepFlight | LoadFlight | TransferFlight | SendFlight | PutFlight
+Flight = StepFlight | LoadFlight | CopyFlight | TransferFlight | SendFlight | PutFlight
 
 
 class State:
@@ -210,6 +226,7 @@ class State:
     Attributes:
         settings: what the core was told.
         manager: the pool's blocks.
+        lending: those that other instances read.
         tracker: predicts seconds, and learns from what was measured.
         jobs: all that have not ended, by number.
         shares: of the tenants; steps are charged to them, in predicted seconds.
@@ -223,6 +240,7 @@ class State:
     def __init__(self, settings: Settings, speeds: Speeds) -> None:
         self.settings = settings
         self.manager = BlockManager(settings.blocks)
+        self.lending = Lending(self.manager)
         self.tracker = SpeedTracker(speeds)
         self.jobs: dict[int, Job] = {}
         self.shares = Shares()
@@ -288,7 +306,7 @@ class State:
         match flight:
             case StepFlight():
                 return [share.job for share in flight.shares]
-            case PutFlight():
+            case PutFlight() | CopyFlight():
                 return []
             case _:
                 return [flight.job]

@@ -143,9 +143,11 @@ def test_generation_config_wins(tmp_path: Path) -> None:
     config = load_config(tmp_path)
     assert config.eos_token_ids == (5, 6)
     assert config.bos_token_id == 0
-    assert config.default_sampling == DefaultSampling(temperature=0.7, top_k=20, max_tokens=9)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.7}))
-    assert load_config(tmp_path).default_sampling == DefaultSampling(temperature=0.0)
+    assert config.default_sampling == DefaultSampling(temperature=0.7, top_k=20)
+    assert config.default_sampling.given == {"temperature": 0.7, "top_k": 20}
+    unused = {"do_sample": False, "temperature": 0.7, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(unused))
+    assert load_config(tmp_path).default_sampling == DefaultSampling(repetition_penalty=1.1)
 
 
 def test_hash_follows_the_arithmetic(tmp_path: Path) -> None:

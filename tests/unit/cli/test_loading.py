@@ -20,6 +20,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lines = ["loading: 0 1/2", "what else", "loading: 1 1/3", "loading: 0 2/2", "ready: 127.0.0.1:9"]
     (package / "fake.py").write_text("\n".join(f"print({line!r}, flush=True)" for line in lines))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TERM", "xterm")  # bars are not drawn on one that is "dumb"
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

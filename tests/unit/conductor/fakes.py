@@ -67,6 +67,7 @@ class FakeMember:
     load: conductor_pb2.LoadReport = field(default_factory=conductor_pb2.LoadReport)
     keys: list[bytes] = field(default_factory=list)
     new_keys: list[bytes] = field(default_factory=list)
+    orders: list[conductor_pb2.ReplicateOrder] = field(default_factory=list)
     agent: JoinAgent | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 

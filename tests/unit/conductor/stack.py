@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import moonpool.bundled
+from moonpool.checkpoint import DefaultSampling
 from moonpool.client import AsyncClient
 from moonpool.cluster import HeldKeys, JoinAgent
 from moonpool.rpc.channels import Channels
@@ -70,7 +71,9 @@ class Stack:
         """Let a member that is served join with an agent; returns the agent's task."""
         channels = await self.exit.enter_async_context(Channels())
         held = HeldKeys(1, lambda _: list(member.keys))
-        member.agent = JoinAgent(channels, self.address, hello, lambda: member.load, member.take_events, held)
+        tells = lambda: member.load, member.take_events, held
+        copied = member.orders.append
+        member.agent = JoinAgent(channels, self.address, hello, *tells, on_replicate=copied)
         stopping = asyncio.Event()
         task = asyncio.create_task(member.agent.run(stopping))
 
@@ -116,9 +119,12 @@ class Stack:
 
 
 @asynccontextmanager
-async def stack(*members: FakeMember, **settings: Any) -> AsyncIterator[Stack]:
-    """A conductor that `members` have joined."""
+async def stack(
+    *members: FakeMember, suggested: DefaultSampling | None = None, **settings: Any
+) -> AsyncIterator[Stack]:
+    """A conductor that `members` have joined; its checkpoint has `suggested` sampling."""
     checkpoint = Checkpoint.load(str(TINY))
+    checkpoint = replace(checkpoint, config=replace(checkpoint.config, default_sampling=suggested or DefaultSampling()))
     config = ConductorConfig(
         **{"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0, **settings}
     )

@@ -2,11 +2,13 @@
 
 import pytest
 
+from moonpool.checkpoint import DefaultSampling
 from moonpool.client import (
     InvalidRequest,
     SamplingParams,
     Slo,
 )
+from moonpool.contracts import sampling_from_proto
 
 from .fakes import decode, prefill
 from .stack import stack
@@ -66,3 +68,19 @@ async def test_max_tokens_is_cut_to_the_models_length() -> None:
     async with stack(p, d) as s:
         result = await s.client.generate(token_ids=[5] * 509, sampling=SamplingParams(max_tokens=100))
         assert (len(result.token_ids), result.finish_reason) == (3, "length")
+
+
+async def test_what_a_request_does_not_say_is_what_the_checkpoint_suggests() -> None:
+    suggested = DefaultSampling(temperature=0.25, top_p=0.75, top_k=20, repetition_penalty=1.5)
+    p, d = prefill(), decode()
+    async with stack(p, d, suggested=suggested) as s:
+        await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=1))
+        await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=1, temperature=0.0, top_k=0))
+    unsaid, said = (sampling_from_proto(request.sequence.sampling) for request in p.requests)
+    assert (unsaid.temperature, unsaid.top_p, unsaid.top_k, unsaid.repetition_penalty) == (0.25, 0.75, 20, 1.5)
+    assert (said.temperature, said.top_p, said.top_k, said.repetition_penalty) == (0.0, 0.75, 0, 1.5)
+    p, d = prefill(), decode()
+    async with stack(p, d, suggested=suggested, generation_config="none") as s:
+        await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=1))
+    [neutral] = (sampling_from_proto(request.sequence.sampling) for request in p.requests)
+    assert (neutral.temperature, neutral.top_p, neutral.top_k, neutral.repetition_penalty) == (1.0, 1.0, 0, 1.0)

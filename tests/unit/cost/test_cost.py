@@ -82,6 +82,16 @@ def test_rates_follow_what_was_measured() -> None:
     assert tracker.speeds.transfer_bytes_per_s == pytest.approx(50.0)
 
 
+def test_stores_and_peers_are_read_at_rates_of_their_own() -> None:
+    """What is known of loading from stores is where that from peers begins."""
+    tracker = SpeedTracker(SPEEDS, weight=0.5)
+    assert tracker.speeds.loading_from_peers() == tracker.speeds
+    tracker.observe_load(100, 2.0, peer=True)
+    assert tracker.speeds.load_bytes_per_s == 100
+    assert tracker.speeds.peer_bytes_per_s == pytest.approx(1 / (0.5 / 100 + 0.5 / 50))
+    assert tracker.speeds.loading_from_peers().load_bytes_per_s == tracker.speeds.peer_bytes_per_s
+
+
 CHUNKS = ((16, 0), (300, 0), (512, 512), (100, 900), (512, 0), (64, 1300))
 ENGINE = Speeds(
     prefill_base_s=0.002,

@@ -101,6 +101,9 @@ class Idle:
     def gauges(self) -> Gauges:
         return Gauges([("draining", lambda: self.draining, None)])
 
+    def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
+        raise AssertionError("nobody orders a copy")
+
     def drain(self) -> None:
         self.draining = True
 

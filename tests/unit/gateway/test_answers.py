@@ -157,7 +157,7 @@ async def test_emulated_answers_say_so() -> None:
         ("temperature", 0.5, "temperature", 0.5),
         ("top_p", 0.25, "top_p", 0.25),
         ("top_k", 5, "top_k", 5),
-        ("top_k", -1, "top_k", 0),
+        ("top_k", -1, "top_k", 2**31 - 1),
         ("min_p", 0.25, "min_p", 0.25),
         ("presence_penalty", -0.5, "presence_penalty", -0.5),
         ("frequency_penalty", 0.5, "frequency_penalty", 0.5),

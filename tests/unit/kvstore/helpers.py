@@ -111,7 +111,7 @@ def open_ssd(
 async def writing(driven: "Driven", **settings: Any) -> AsyncIterator[WriteBehind]:
     """Runs the writer thread of a store; settings are those of `WriteBehind`."""
     assert driven.store.tiers.ssd is not None
-    writer = driven.writer = WriteBehind(driven.store.writes, driven.store.tiers.ssd, **settings)
+    writer = driven.writer = WriteBehind(driven.store.writes.queue, driven.store.tiers.ssd, **settings)
     task = asyncio.ensure_future(writer.run())
     try:
         yield writer
@@ -200,15 +200,15 @@ class Driven(StoreListener):
         """Puts blocks, and commits everything that is pending."""
         if keys:
             session = self.put(keys, tenant)
-        while (plan := self.store.writes.next_plan()) is not None:
+        while (plan := self.store.writes.queue.next_plan()) is not None:
             ssd = self.store.tiers.ssd
             assert ssd is not None
             try:
                 ssd.commit(plan)
             except OSError as error:
-                self.store.writes.plan_done(error)
+                self.store.writes.queue.plan_done(error)
             else:
-                self.store.writes.plan_done(None)
+                self.store.writes.queue.plan_done(None)
             if not plan.blocks:
                 break
         if keys:

@@ -16,13 +16,14 @@ from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.server import serving
 from moonpool.rpc.wire import PayloadMessage
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.lanes.dialing import LaneDialer
-from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.config import KVStoreConfig
+from services.kvstore.operate.ledger import Ledger
 from services.kvstore.service import KVStoreService, open_tiers
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, keys_of, slice_of
@@ -47,8 +48,8 @@ class Rig:
     def writer(self, block_format: Any = FORMAT) -> StoreWriter:
         return StoreWriter(self.channels, self.address, self.hello(block_format), LAYOUT, lanes=self.dialer)
 
-    def reader(self, block_format: Any = FORMAT) -> StoreReader:
-        return StoreReader(self.channels, self.address, self.hello(block_format), LAYOUT, lanes=self.dialer)
+    def reader(self, block_format: Any = FORMAT) -> BlockReader:
+        return BlockReader(self.channels, self.address, self.hello(block_format), LAYOUT, lanes=self.dialer)
 
     @property
     def stub(self) -> Any:
@@ -60,12 +61,11 @@ class Rig:
             self.channels.get(self.address), "moonpool.v1.KVStoreService", method, request, response
         )()
 
-    async def put(self, keys: Sequence[BlockKey], tenant: str = "") -> tuple[int, int]:
+    async def put(self, keys: Sequence[BlockKey], tenant: str = "", forgotten: Sequence[str] = ()) -> tuple[int, int]:
         writer = self.writer()
         try:
-            outcome = await writer.put(
-                keys, PARENTS[: len(keys)], tenant, hashed(lambda layer, i: slice_of(keys[i], layer)), timeout_s=10
-            )
+            read = hashed(lambda layer, i: slice_of(keys[i], layer))
+            outcome = await writer.put(keys, PARENTS[: len(keys)], tenant, read, timeout_s=10, forgotten=forgotten)
         finally:
             await writer.aclose()
         return outcome.present, outcome.stored
@@ -115,12 +115,12 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    data_dir: Path | None = None, *, together_bytes: int = FRAME_BYTES, **settings: Any
+    data_dir: Path | None = None, *, together_bytes: int = FRAME_BYTES, ledger: Ledger | None = None, **settings: Any
 ) -> AsyncIterator[Rig]:
     settings = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5} | settings
     config = KVStoreConfig(data_dir=data_dir, **{"lease_bytes": settings["dram_bytes"]} | settings)
     instance = kv_pb2.Instance(id="kvstore-0", incarnation=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
-    service = KVStoreService(config, open_tiers(config), instance)
+    service = KVStoreService(config, open_tiers(config), instance, ledger=ledger)
     get = replace(service.servicer.get, together_bytes=together_bytes)
     service.servicer = replace(service.servicer, get=get)
     async with (

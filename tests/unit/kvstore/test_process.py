@@ -14,7 +14,7 @@ import pytest
 from moonpool.kv.keys import BlockKey
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import serving
-from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
@@ -71,7 +71,7 @@ async def read(address: str, keys: Sequence[BlockKey]) -> list[bytes]:
         out[index] = out.get(index, b"") + data
 
     async with Channels() as channels:
-        reader = StoreReader(channels, address, HELLO, LAYOUT)
+        reader = BlockReader(channels, address, HELLO, LAYOUT)
         count = await reader.read(keys, layers=range(3), on_slice=take, on_layer=lambda _: None, timeout_s=20)
         await reader.aclose()
     return [out[index] for index in range(count)]

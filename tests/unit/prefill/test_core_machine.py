@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from moonpool.sched.lending import Lent
 from services.prefill.core import actions, events
 from tests.unit.prefill.world import BT, LAYERS, World, staged
 
@@ -81,6 +82,36 @@ class PrefillMachine(RuleBasedStateMachine):
         else:
             world.end(io, events.LoadEnded(0, failed=how == "failed"))
 
+    @rule(family=st.integers(0, 2), blocks=st.integers(1, 5))
+    def copy(self, family: int, blocks: int) -> None:
+        self.world.copy(family, blocks)
+
+    def copies(self) -> list[int]:
+        return [io for io, action in self.world.ios.items() if isinstance(action, actions.CopyBlocks)]
+
+    @precondition(lambda self: self.copies())
+    @rule(blocks=st.integers(0, 5))
+    def copied(self, blocks: int) -> None:
+        self.world.end_copy(self.copies()[0], blocks)
+
+    @rule(family=st.integers(0, 2), blocks=st.integers(1, 5))
+    def lend(self, family: int, blocks: int) -> None:
+        self.world.lend(family, blocks)
+
+    @precondition(lambda self: self.world.lent)
+    @rule(which=st.integers(0, 5))
+    def take_back(self, which: int) -> None:
+        self.world.take_back(list(self.world.lent)[which % len(self.world.lent)])
+
+    def share(self, rng: random.Random) -> None:
+        """Other instances read here, or something is copied from them."""
+        if self.copies():
+            self.copied(rng.randint(0, 5))
+        elif len(self.world.lent) > 2:
+            self.take_back(rng.randrange(6))
+        else:
+            rng.choice([self.lend, self.copy])(rng.randint(0, 2), rng.randint(1, 5))
+
     @precondition(lambda self: self.world.steps)
     @rule(which=st.integers(0, 2), gives_up=st.integers(0, 19))
     def compute(self, which: int, gives_up: int) -> None:
@@ -101,7 +132,8 @@ class PrefillMachine(RuleBasedStateMachine):
     def io(self, which: int, fails: int, damaged: int) -> None:
         """A transfer, a batch or a put ends."""
         world = self.world
-        found = [io for io, action in world.ios.items() if not isinstance(action, actions.RunStep | actions.LoadBlocks)]
+        elsewhere = actions.RunStep | actions.LoadBlocks | actions.CopyBlocks
+        found = [io for io, action in world.ios.items() if not isinstance(action, elsewhere)]
         if not found:
             return
         io = found[which % len(found)]
@@ -141,7 +173,9 @@ def walk(seed: int, stages: int) -> World:
             machine.arrive(*prompt, held, sources, copies, rng.choice("ab"), rng.choice([0, 0, 1]))
         elif choice < 0.14:
             machine.leave(rng.randrange(200))
-        elif choice < 0.25:
+        elif choice < 0.17:
+            machine.share(rng)
+        elif choice < 0.28:
             machine.wait(rng.choice([0.0001, 0.002, 0.05]))
         elif choice < 0.45 and machine.loads():
             machine.load(rng.randrange(6), rng.choice(["layer"] * 6 + ["whole", "lost", "failed", "damaged"]))
@@ -158,6 +192,8 @@ def test_long_walks() -> None:
     worlds = [walk(seed, stages) for seed in range(100, 105) for stages in (1, 2, 3)]
     kinds = {type(action) for world in worlds for action in world.done}
     assert {actions.DropShare, actions.AbortStep, actions.PutBlocks, actions.SendSlices} <= kinds
+    assert any(isinstance(a, Lent) and a.blocks for world in worlds for a in world.done)
+    assert any(isinstance(a, actions.EndCopy) and a.blocks for world in worlds for a in world.done)
     shared = [a for world in worlds for a in world.done if isinstance(a, actions.RunStep) and len(a.chunks) > 1]
     assert any(order.gated for order in shared), "no loading job shared a step"
     ends = [client.end for world in worlds for client in world.clients.values()]

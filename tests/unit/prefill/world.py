@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from moonpool.core.kernel import Cancel, Ended, Tick
 from moonpool.cost import Speeds
 from moonpool.kv.keys import BlockKey
+from moonpool.sched.lending import LendBlocks, Lent, TakeBack
 from services.prefill.core import actions, events
 from services.prefill.core.core import PrefillCore
 from services.prefill.core.state import Settings
@@ -74,6 +75,9 @@ class World:
         self.ios: dict[int, actions.Action] = {}
         self.loaded: dict[int, int] = {}
         self.cancelled: set[int] = set()
+        self.lent: dict[int, list[tuple[int, BlockKey]]] = {}
+        """By read: blocks that another instance reads, and their keys."""
+        self.copied: dict[int, tuple[BlockKey, ...]] = {}
         self.done: list[actions.Action] = []
         """All actions, in order."""
 
@@ -143,6 +147,38 @@ class World:
         while self.loaded[io] < LAYERS:
             self.load_layer(io)
         self.end(io, events.LoadEnded(len(order.blocks), seconds=0.01))
+
+    def lend(self, family: int, blocks: int) -> int:
+        """Another instance begins to read a chain; returns the read's number."""
+        number, chain = len(self.done) + 1, keys(family, blocks * BT)
+        [lent] = [action for action in self.post(LendBlocks(number, chain)) if isinstance(action, Lent)]
+        self.lent[number] = list(zip(lent.blocks, chain, strict=False))
+        self._look_at_lent(number)
+        return number
+
+    def take_back(self, number: int) -> None:
+        """The read ends: all the time nobody has written what was lent."""
+        self._look_at_lent(number)
+        del self.lent[number]
+        self.post(TakeBack(number))
+
+    def _look_at_lent(self, number: int) -> None:
+        for block, key in self.lent[number]:
+            assert all(self.pool[layer, block] == ("key", key) for layer in range(LAYERS)), f"read {number} is wrong"
+
+    def copy(self, family: int, blocks: int) -> None:
+        """A chain is to be copied here."""
+        number = len(self.done) + 1
+        self.copied[number] = keys(family, blocks * BT)
+        self.post(events.CopyIn(number, self.copied[number], events.Source("peer", blocks, peer=True)))
+
+    def end_copy(self, io: int, blocks: int) -> None:
+        """So many blocks of a copy have come."""
+        order = self.ios[io]
+        assert isinstance(order, actions.CopyBlocks)
+        came = zip(order.blocks[:blocks], self.copied[order.number][order.first :], strict=False)
+        self.pool |= {(layer, block): ("key", key) for block, key in came for layer in range(LAYERS)}
+        self.end(io, events.LoadEnded(min(blocks, len(order.blocks)), seconds=0.01))
 
     def can_compute(self, io: int) -> bool:
         step = self.steps[io]
@@ -295,6 +331,8 @@ class World:
                     self.end(io, events.LoadEnded(0, failed=True))
                 else:
                     self.load_all(io)
+            case actions.CopyBlocks():
+                self.end_copy(io, 0 if cancelled else len(action.blocks))
             case actions.OpenTransfer():
                 self.clients[action.job].open = not cancelled
                 self.end(io, events.Failed() if cancelled else events.Done())
@@ -307,6 +345,8 @@ class World:
 
     def settle(self) -> None:
         """Everything goes well from now on, until nothing is under way."""
+        for number in list(self.lent):
+            self.take_back(number)
         for _ in range(1000):
             if not self.ios:
                 break

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from moonpool.sched.block_manager import BlockManager, KeyEvents, OutOfBlocks
+from moonpool.kv.keys import BlockKey
+from moonpool.sched.block_manager import COLD_S, BlockManager, KeyEvents, OutOfBlocks
 from tests.unit.sched.helpers import key
 
 
@@ -195,3 +196,22 @@ def test_long_walks(seed: int) -> None:
             machine.listen()
         machine.holds()
     machine.teardown()
+
+
+def test_a_copy_that_nobody_uses_is_evicted_first_when_it_is_cold() -> None:
+    """Its chain's tail before its head; a used one is as any other."""
+    manager = BlockManager(4)
+    blocks = manager.allocate(4)
+    for number, block in enumerate(blocks):
+        manager.register(block, BlockKey(bytes([number]) * 32))
+    manager.release(blocks[:1])
+    manager.release(blocks[1:])
+    manager.note_copies(blocks[1:])
+    manager.now = COLD_S - 1
+    assert manager.allocate(1) == blocks[:1], "used least recently"
+    manager.release(blocks[:1])
+    manager.now = COLD_S
+    manager.acquire(blocks[3:])
+    manager.release(blocks[3:])
+    assert manager.allocate(3) == [blocks[0], blocks[2], blocks[1]]
+    manager.check_invariants()

@@ -49,12 +49,12 @@ class TestPrefill:
         world.events("kvstore-0", KEYS[:3])
         world.events("kvstore-1", KEYS[:2])
         plan = world.plan(64, keys=KEYS[:4])
-        assert (plan.prefill.kvstore, plan.prefill.used_blocks, plan.prefill.prefill_s) == ("kvstore-0", 3, 16.0)
+        assert (plan.prefill.source, plan.prefill.used_blocks, plan.prefill.prefill_s) == ("kvstore-0", 3, 16.0)
         assert plan.prefill.load_s == pytest.approx(3.2)
         assert [(view.id, view.blocks) for view in plan.sources] == [("kvstore-0", 3), ("kvstore-1", 2)]
         world.report("prefill-0", speeds=Speeds(prefill_per_token_s=1.0, load_bytes_per_s=1.0))
         best = world.plan(64, keys=KEYS[:4]).prefill
-        assert (best.kvstore, best.used_blocks, best.load_s, best.prefill_s) == ("", 1, 0.0, 48.0)
+        assert (best.source, best.used_blocks, best.load_s, best.prefill_s) == ("", 1, 0.0, 48.0)
 
     @pytest.mark.parametrize(("threshold", "kvstore"), [(1.0, "kvstore-0"), (1.5, "")])
     def test_the_balancing_threshold_keeps_a_local_prefix_that_is_nearly_as_long(
@@ -64,7 +64,7 @@ class TestPrefill:
         world = World(DECODE, engine, facts("kvstore-0"), balancing_threshold=threshold)
         world.events("prefill-0", KEYS[:2])
         world.events("kvstore-0", KEYS[:3])
-        assert world.plan(64, keys=KEYS[:4]).prefill.kvstore == kvstore
+        assert world.plan(64, keys=KEYS[:4]).prefill.source == kvstore
 
     def test_suspects_come_last_and_those_that_cannot_are_told_with_the_reason(self) -> None:
         world = prefills("prefill-0", "prefill-1", "prefill-2")

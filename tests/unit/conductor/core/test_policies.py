@@ -68,7 +68,7 @@ TABLE: dict[str, list[Row]] = {
 @pytest.mark.parametrize("policy", TABLE)
 def test_each_policy_has_its_order(policy: str) -> None:
     plan = unlike(policy).plan(64, keys=KEYS)
-    rows = [(it.id, it.kvstore, it.used_blocks, it.queue_s, round(it.ttft_s, 9)) for it in plan.candidates]
+    rows = [(it.id, it.source, it.used_blocks, it.queue_s, round(it.ttft_s, 9)) for it in plan.candidates]
     assert rows == TABLE[policy]
     assert plan.prefill == plan.candidates[0]
 
@@ -76,7 +76,7 @@ def test_each_policy_has_its_order(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_only_the_default_reads_and_writes_kvstores(policy: str) -> None:
     plan = unlike(policy).plan(64, keys=KEYS)
-    used = [view.id for view in (*plan.sources, *plan.write_back)]
+    used = [source.id for source in plan.sources] + [view.id for view in plan.write_back]
     assert used == (["kvstore-0", "kvstore-0"] if policy == "kvcache_centric" else [])
 
 

@@ -41,7 +41,7 @@ def prefills(engines: list[tuple[Speeds, int, int]]) -> list[InstanceFacts]:
 def alone_s(one: InstanceFacts, tokens: int) -> float:
     """Predicted time to first token when nobody else is there."""
     demand = Demand(tokens, SHAPE.blocks_for(tokens), SHAPE.blocks_for(tokens), 1)
-    return PrefillModel(demand, SHAPE, None, 1.0).cost(one.speeds, one.stages, one.step_tokens, 0).alone_s
+    return PrefillModel(demand, SHAPE, (), 1.0).cost(one.speeds, one.stages, one.step_tokens, 0).alone_s
 
 
 @settings(deadline=None, max_examples=150)

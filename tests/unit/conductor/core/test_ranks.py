@@ -13,7 +13,7 @@ from services.conductor.core.policies import DEFAULT, POLICIES
 from services.conductor.core.pool import blocks_at
 from services.conductor.core.prefills import Prefills
 from services.conductor.core.ranks import SHORTLIST, Found, RankClass, Ranks
-from services.conductor.core.stores import StoreView
+from services.conductor.core.reads import Source
 
 from .worlds import SHAPE, decode_at, facts, prefill_at
 
@@ -154,15 +154,22 @@ ENGINES = st.lists(
     min_size=1,
     max_size=60,
 )
-STORED = st.one_of(st.none(), st.builds(StoreView, st.just("kvstore-0"), st.integers(1, 9)))
+STORED = st.builds(
+    Source,
+    st.sampled_from(["kvstore-0", "prefill-0"]),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 1e-3, 2.0]),
+    st.sampled_from([0.0, 1e5, 1e7]),
+    st.booleans(),
+)
 
 
 @settings(deadline=None, max_examples=100)
-@given(ENGINES, PREFIXES, STORED, st.sampled_from([1, 60]), st.integers(1, 4))
+@given(ENGINES, PREFIXES, st.lists(STORED, max_size=3), st.sampled_from([1, 60]), st.integers(1, 4))
 def test_the_best_prefills_equal_a_full_scan(
     engines: list[tuple[Speeds, float, float, int, int]],
     prefixes: list[tuple[int, int]],
-    store: StoreView | None,
+    sources: list[Source],
     need: int,
     stages: int,
 ) -> None:
@@ -173,7 +180,7 @@ def test_the_best_prefills_equal_a_full_scan(
         pool.add(prefill_at(slot, one, free_at))
     pool.check_invariants()
     demand = Demand(prompt_tokens=9 * 16 + 1, prompt_blocks=need, total_blocks=need, decode_tokens=1)
-    model = PrefillModel(demand, SHAPE, store, 1.0)
+    model = PrefillModel(demand, SHAPE, sources, 1.0)
 
     def seconds(speeds: Speeds, slot: int) -> float:
         queue_s = max(pool.by_slot[slot].free_at - now, 0.0)

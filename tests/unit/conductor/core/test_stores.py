@@ -172,8 +172,8 @@ def test_reads_of_a_hot_chain_spread_over_its_copies() -> None:
     for _ in range(10):
         plan = world.plan_chain(keys)
         assert {view.id for view in plan.sources} == set(pair)
-        claims.append(world.picture.claim_prefill("prefill-0", 1.0, 0.0, plan.prefill.kvstore))
-        read[plan.prefill.kvstore] += 1
+        claims.append(world.picture.claim_prefill("prefill-0", 1.0, 0.0, plan.prefill.source))
+        read[plan.prefill.source] += 1
     assert read == dict.fromkeys(pair, 5)
     for claim in claims:
         world.picture.release(claim, 1.0)

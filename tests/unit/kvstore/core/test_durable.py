@@ -25,7 +25,7 @@ def test_blocks_on_their_way_to_the_device_are_not_evicted(tmp_path: Path) -> No
     driven = Driven(ssd, dram_bytes=2 * BLOCK)
     session = driven.put([A, B])
     assert driven.visible == [(A,), (B,)]
-    assert len(driven.store.writes.queued) == 2
+    assert len(driven.store.writes.queue.queued) == 2
     assert driven.open(spec_of([C])) is None
     driven.flush()
     assert driven.durable == [(A, B)]
@@ -57,11 +57,11 @@ def test_commits_come_one_at_a_time_in_batches(tmp_path: Path) -> None:
     driven = Driven(ssd, batch_bytes=2 * 8192)
     driven.put(KEYS[:5])
     sizes = []
-    while (plan := driven.store.writes.next_plan()) is not None:
-        assert driven.store.writes.next_plan() is None
+    while (plan := driven.store.writes.queue.next_plan()) is not None:
+        assert driven.store.writes.queue.next_plan() is None
         sizes.append([block.info.key for block in plan.blocks])
         ssd.commit(plan)
-        driven.store.writes.plan_done(None)
+        driven.store.writes.queue.plan_done(None)
     assert sizes == [KEYS[:2], KEYS[2:4], KEYS[4:5]]
     ssd.close()
 
@@ -102,8 +102,8 @@ def test_a_block_that_came_back_another_way_is_not_taken_twice(tmp_path: Path) -
 
 def fail(driven: Driven) -> None:
     """The batch under way meets a device that fails."""
-    assert driven.store.writes.next_plan() is not None
-    driven.store.writes.plan_done(OSError(5, "Input/output error"))
+    assert driven.store.writes.queue.next_plan() is not None
+    driven.store.writes.queue.plan_done(OSError(5, "Input/output error"))
 
 
 def test_a_block_that_failed_to_become_durable_is_queued_again_when_it_is_put_again(tmp_path: Path) -> None:
@@ -111,15 +111,15 @@ def test_a_block_that_failed_to_become_durable_is_queued_again_when_it_is_put_ag
     driven = Driven(ssd)
     first = driven.put([A])
     fail(driven)
-    assert (len(driven.store.writes.queued), len(driven.store.writes.unsaved), driven.durable) == (0, 1, [])
+    assert (len(driven.store.writes.queue.queued), len(driven.store.writes.queue.unsaved), driven.durable) == (0, 1, [])
     driven.store.check_invariants()
     again = driven.open(spec_of([A]))
     assert again is not None
     assert list(again.present) == [0]
-    assert len(driven.store.writes.queued) == 1
+    assert len(driven.store.writes.queue.queued) == 1
     driven.flush()
     assert driven.durable == [(A,), (A,)]  # both sessions hear of it
-    assert (len(driven.store.writes.unsaved), driven.store.writes.blocks_not_durable) == (0, 1)
+    assert (len(driven.store.writes.queue.unsaved), driven.store.writes.queue.blocks_not_durable) == (0, 1)
     driven.store.writes.close(first)
     driven.store.writes.close(again)
     ssd.close()
@@ -135,17 +135,17 @@ def test_blocks_that_failed_are_tried_again_batch_by_batch_while_they_stay_in_dr
     for _ in range(5):
         fail(driven)
     writes = driven.store.writes
-    assert len(writes.unsaved) == 5
-    writes.retry()
-    assert len(writes.queued) == 1  # the others are not held meanwhile
+    assert len(writes.queue.unsaved) == 5
+    writes.queue.retry()
+    assert len(writes.queue.queued) == 1  # the others are not held meanwhile
     fail(driven)
-    assert (len(writes.unsaved), writes.blocks_not_durable) == (5, 5)
+    assert (len(writes.queue.unsaved), writes.queue.blocks_not_durable) == (5, 5)
     writes.close(session)
     writes.close(driven.put([KEYS[5]]))  # evicts one of them
-    writes.retry()
+    writes.queue.retry()
     driven.flush()
     assert set(ssd.catalogue) == set(driven.store.tiers.dram)
-    assert (len(ssd.catalogue), len(writes.unsaved)) == (5, 0)
+    assert (len(ssd.catalogue), len(writes.queue.unsaved)) == (5, 0)
     ssd.close()
 
 
@@ -166,6 +166,18 @@ def test_all_of_a_sustained_put_becomes_durable_however_small_the_tier(tmp_path:
     driven = Driven(ssd, dram_bytes=128 * BLOCK, batch_bytes=1 << 30)
     for chain in range(3):
         driven.flush(keys_of(100, f"sustained-{chain}"))
-    assert (driven.store.writes.blocks_durable, driven.store.writes.blocks_not_durable) == (300, 0)
+    assert (driven.store.writes.queue.blocks_durable, driven.store.writes.queue.blocks_not_durable) == (300, 0)
     assert len(ssd.catalogue) >= 39
+    ssd.close()
+
+
+def test_a_block_that_is_read_into_dram_does_not_evict_the_rest_of_its_chain(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd, dram_bytes=2 * BLOCK)
+    driven.flush([A])
+    driven.flush([B])
+    driven.flush([C])  # in the place of A
+    ssd.forget([B])  # as for its room
+    assert driven.store.tiers.match([A, B]) == 2
+    assert driven.read([A, B], promote=True) == [data_of(A), data_of(B)]
     ssd.close()

@@ -7,7 +7,7 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
-from services.kvstore.core.forgetting import Forgotten, expire, forget
+from services.kvstore.core.forgetting import Forgotten, Steps, expire, forget
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import (
@@ -29,6 +29,16 @@ EVERYTHING = [
     Selection(tenants=frozenset({"ours"})),
     Selection(keys=frozenset(OURS)),
 ]
+
+
+def all_of(steps: Steps) -> Forgotten:
+    """Does all steps of a deletion."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: Forgotten = end.value
+            return found
 
 
 def tier_of(driven: Driven) -> SsdTier:
@@ -53,15 +63,15 @@ def crash(path: Path, to: Path) -> Path:
 def test_nobody_finds_it_any_more_and_it_is_counted_once(tmp_path: Path, selection: Selection) -> None:
     with store(tmp_path, 2 * RECORD) as driven:
         driven.flush(OURS, "ours")
-        forgotten = forget(driven.store, selection)
+        forgotten = all_of(forget(driven.store, selection))
         assert forgotten == Forgotten(4, 4 * BLOCK + 4 * RECORD)
         assert sorted(driven.removed) == sorted(OURS)
         assert driven.read(OURS) == []
         assert driven.store.tiers.match(OURS) == 0
         driven.flush()
-        assert not driven.store.writes.erasing
+        assert not driven.store.writes.queue.erasing
         assert on_disk(tmp_path, OURS) == []
-        assert forget(driven.store, selection) == Forgotten()
+        assert all_of(forget(driven.store, selection)) == Forgotten()
 
 
 @pytest.mark.parametrize("selection", EVERYTHING)
@@ -73,7 +83,7 @@ def test_after_a_restart_others_blocks_are_there_and_deleted_ones_are_not(
     with store(tmp_path, 4 * RECORD) as driven:
         driven.flush(OURS, "ours")
         driven.flush(THEIRS, "theirs")
-        forget(driven.store, selection)
+        all_of(forget(driven.store, selection))
         driven.flush()
     if without == "index":
         shutil.rmtree(tmp_path / "index")
@@ -90,7 +100,7 @@ def test_copies_that_were_superseded_do_not_come_back_with_a_lost_index(tmp_path
         tier_of(driven).forget(OURS[:1])  # as for a quota: its record stays, dead
         driven.store.tiers.dram.drop(driven.store.tiers.dram[OURS[0]])
         driven.flush(OURS[:1], "ours")
-        forget(driven.store, EVERYTHING[1])
+        all_of(forget(driven.store, EVERYTHING[1]))
         driven.flush()
         assert on_disk(tmp_path, OURS[:1]) == []
     shutil.rmtree(tmp_path / "index")
@@ -102,7 +112,7 @@ def test_a_crash_after_the_answer_brings_nothing_back_and_one_before_it_no_wrong
     live = tmp_path / "live"
     with store(live, 4 * RECORD) as driven:
         driven.flush(OURS, "ours")
-        forget(driven.store, EVERYTHING[0])
+        all_of(forget(driven.store, EVERYTHING[0]))
         before = crash(live, tmp_path / "before")
         driven.flush()
         after = crash(live, tmp_path / "after")
@@ -116,13 +126,13 @@ def test_a_crash_between_overwriting_and_the_index_leaves_a_miss(tmp_path: Path)
     live, files = tmp_path / "live", FaultyFiles()
     with store(live, 4 * RECORD, files=files) as driven:
         driven.flush(OURS, "ours")
-        forget(driven.store, EVERYTHING[0])
+        all_of(forget(driven.store, EVERYTHING[0]))
         files.fail("transaction", OSError(5, "an error"), 1)
         driven.flush()
-        assert driven.store.writes.erasing  # it is not said to be done
+        assert driven.store.writes.queue.erasing  # it is not said to be done
         between = crash(live, tmp_path / "between")
         driven.flush()
-        assert not driven.store.writes.erasing
+        assert not driven.store.writes.queue.erasing
     with store(between, 4 * RECORD) as driven:
         assert driven.read(OURS) == []
         assert driven.removed == OURS[:1]
@@ -132,13 +142,13 @@ def test_a_crash_between_overwriting_and_the_index_leaves_a_miss(tmp_path: Path)
 def test_a_block_on_its_way_to_the_disk_does_not_get_there(tmp_path: Path, moment: str) -> None:
     with store(tmp_path, 4 * RECORD) as driven:
         session, writes = driven.put(OURS, "ours"), driven.store.writes
-        plan = writes.next_plan() if moment == "committing" else None
-        forget(driven.store, EVERYTHING[0])
+        plan = writes.queue.next_plan() if moment == "committing" else None
+        all_of(forget(driven.store, EVERYTHING[0]))
         assert session.closed
         if plan is not None:
-            assert writes.erasing
+            assert writes.queue.erasing
             tier_of(driven).commit(plan)
-            writes.plan_done(None)
+            writes.queue.plan_done(None)
         driven.flush()
         assert on_disk(tmp_path, OURS) == []
         assert driven.read(OURS) == []
@@ -150,12 +160,12 @@ def test_a_block_on_its_way_to_the_disk_does_not_get_there(tmp_path: Path, momen
 def test_a_block_that_comes_anew_while_the_deleted_one_is_written_becomes_durable(tmp_path: Path) -> None:
     with store(tmp_path, 4 * RECORD) as driven:
         driven.put(OURS[:1], "ours")
-        plan = driven.store.writes.next_plan()
+        plan = driven.store.writes.queue.next_plan()
         assert plan is not None
-        forget(driven.store, EVERYTHING[0])
+        all_of(forget(driven.store, EVERYTHING[0]))
         again = driven.put(OURS[:1], "ours")
         tier_of(driven).commit(plan)
-        driven.store.writes.plan_done(None)
+        driven.store.writes.queue.plan_done(None)
         assert driven.durable == []
         driven.flush()
         assert driven.durable == [tuple(OURS[:1])]
@@ -170,13 +180,13 @@ def test_a_block_that_is_carried_over_meanwhile_is_overwritten_at_its_new_place(
         driven.flush(keys_of(1, "more"))
         tier_of(driven).forget(THEIRS[:1])
         assert tier_of(driven).space.compact(0.9) == 1
-        plan = driven.store.writes.next_plan()
+        plan = driven.store.writes.queue.next_plan()
         assert plan is not None
         assert {append.key for append in plan.carry} >= set(OURS[:2])
-        forget(driven.store, EVERYTHING[1])
+        all_of(forget(driven.store, EVERYTHING[1]))
         tier_of(driven).commit(plan)
-        driven.store.writes.plan_done(None)
-        assert driven.store.writes.erasing
+        driven.store.writes.queue.plan_done(None)
+        assert driven.store.writes.queue.erasing
         driven.flush()
         assert on_disk(tmp_path, OURS) == []
 
@@ -191,7 +201,7 @@ def test_an_unfinished_block_is_given_up_and_its_writer_told(tmp_path: Path) -> 
         session.on_forgotten = lambda: told.append("ours")
         other.on_forgotten = lambda: told.append("theirs")
         driven.store.writes.write(session, [run_of(OURS[0], 0, 0)])
-        forget(driven.store, EVERYTHING[0])
+        all_of(forget(driven.store, EVERYTHING[0]))
         assert told == ["ours"]
         assert (session.closed, other.closed) == (True, False)
         driven.store.writes.close(other)
@@ -204,7 +214,7 @@ def test_a_reader_ends_with_what_it_has_in_memory_and_misses_the_rest(tmp_path: 
     driven = Driven(open_ssd(tmp_path, 1 << 20, 4 * RECORD), dram_bytes=8 * BLOCK)
     assert driven.read(OURS[:1], promote=True) == [data_of(OURS[0])]
     lease = driven.store.reads.open(OURS[:2], FORMAT, promote=True)
-    forget(driven.store, EVERYTHING[0])
+    all_of(forget(driven.store, EVERYTHING[0]))
     in_memory, cold = lease.sources
     assert b"".join(view_of(in_memory, layer) for layer in range(3)) == data_of(OURS[0])
     assert cold.reader is not None
@@ -228,17 +238,17 @@ def test_blocks_leave_a_tier_when_their_tenants_time_is_over(tmp_path: Path) -> 
                 driven.store.writes.write(session, [run_of(key, 0, layer)])
             driven.store.writes.close(session)
         driven.flush()
-        assert expire(driven.store, {"ours": 600.0}, 1500.0) == Forgotten()
+        assert all_of(expire(driven.store, {"ours": 600.0}, 1500.0)) == Forgotten()
     for lost in (False, True):
         if lost:
             shutil.rmtree(tmp_path / "index")
         with store(tmp_path, 8 * RECORD) as driven:
             assert driven.read(OURS[:1], promote=True) == [data_of(OURS[0])]
-            assert expire(driven.store, {"ours": 600.0}, 1600.0) == Forgotten()
+            assert all_of(expire(driven.store, {"ours": 600.0}, 1600.0)) == Forgotten()
     with store(tmp_path, 8 * RECORD) as driven:
         driven.read(OURS[:1], promote=True)
-        assert expire(driven.store, {"ours": 600.0}, 1601.0) == Forgotten(1, BLOCK + RECORD)
+        assert all_of(expire(driven.store, {"ours": 600.0}, 1601.0)) == Forgotten(1, BLOCK + RECORD)
         driven.flush()
         assert [driven.read([key]) != [] for key in (OURS[0], OURS[1], THEIRS[0])] == [False, True, True]
-        assert expire(driven.store, {"*": 600.0, "theirs": 1e9}, 3000.0) == Forgotten(1, RECORD)
+        assert all_of(expire(driven.store, {"*": 600.0, "theirs": 1e9}, 3000.0)) == Forgotten(1, RECORD)
         assert driven.read(THEIRS[:1]) == [data_of(THEIRS[0])]

@@ -167,7 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.writes.close(entry.session)
                 return
             del entry.unsent[index, layer]
-        if not entry.unsent and entry.session.covers_whole_blocks:
+        if not entry.unsent and entry.session.spec.whole_blocks:
             assert entry.session.complete
 
     @precondition(lambda self: self.sessions)
@@ -259,14 +259,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def try_again(self) -> None:
-        self.store.writes.retry()
+        self.store.writes.queue.retry()
 
     @rule()
     def commit_fails(self) -> None:
-        plan = self.store.writes.next_plan()
+        plan = self.store.writes.queue.next_plan()
         if plan is not None:
             before = set(self.ssd.catalogue)
-            self.store.writes.plan_done(OSError(5, "Input/output error"))
+            self.store.writes.queue.plan_done(OSError(5, "Input/output error"))
             assert set(self.ssd.catalogue) <= before
 
     @precondition(lambda self: not self.leases)

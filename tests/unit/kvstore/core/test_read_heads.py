@@ -12,7 +12,7 @@ from moonpool.kv.frames import FrameOpener, Run, pack_frames, split_run
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.wire import PayloadMessage
-from moonpool.streams.store_reader import StoreReader
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.slices import hashed, slice_to_send
@@ -48,7 +48,7 @@ async def put(store: Rig, keys: Sequence[BlockKey], layout: KVLayout = WIDE) -> 
         await writer.aclose()
 
 
-async def read(reader: StoreReader, heads: range | None, layers: range = ALL, blocks: int = 5) -> list[bytes]:
+async def read(reader: BlockReader, heads: range | None, layers: range = ALL, blocks: int = 5) -> list[bytes]:
     """The leading blocks' parts, layer after layer."""
     out: dict[int, bytes] = {}
 
@@ -61,13 +61,13 @@ async def read(reader: StoreReader, heads: range | None, layers: range = ALL, bl
     return [out[index] for index in range(count)]
 
 
-async def check(reader: StoreReader, heads: range, layers: range = ALL) -> None:
+async def check(reader: BlockReader, heads: range, layers: range = ALL) -> None:
     wanted = [b"".join(part_of(key, layer, heads) for layer in layers) for key in KEYS]
     assert await read(reader, heads, layers) == wanted
 
 
-def reader_of(store: Rig, layout: KVLayout = WIDE) -> StoreReader:
-    return StoreReader(store.channels, store.address, hello(layout), layout)
+def reader_of(store: Rig, layout: KVLayout = WIDE) -> BlockReader:
+    return BlockReader(store.channels, store.address, hello(layout), layout)
 
 
 async def opened(store: Rig, layout: KVLayout, credit_bytes: int = 0, **fields: Any) -> Any:

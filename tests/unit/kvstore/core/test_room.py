@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, Overloaded
-from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.frames import OpenRun, Run
 from moonpool.kv.layout import KVLayout
-from services.kvstore.core.assembly import PORTION_BLOCKS, PORTION_BYTES, portions
+from services.kvstore.core.assembly import PORTION_BLOCKS, portions
 from services.kvstore.core.reads import PORTION_KEYS, ReadLease
 from tests.unit.kvstore.helpers import (
     BLOCK,
@@ -128,7 +127,7 @@ def test_without_a_durable_tier_eviction_is_removal() -> None:
     assert driven.removed == [A]
     assert driven.stored == [A, B, C]
     assert driven.durable == []
-    assert len(driven.store.writes.queued) == 0
+    assert len(driven.store.writes.queue.queued) == 0
     driven.store.check_invariants()
 
 
@@ -238,13 +237,12 @@ def parts_of(layout: KVLayout, layers: int, blocks: int) -> list[list[OpenRun]]:
         )
         for layer in range(layers)
     ]
-    many = keys_of(blocks, "many")
-    return portions(runs, spec_of(many, block_format=BlockFormat(b"x" * 32, layout)))
+    return portions(runs)
 
 
 def test_a_frame_of_few_blocks_is_written_at_once() -> None:
     assert len(parts_of(TINY, 64, 16)) == 1
-    assert portions([], spec_of([A])) == [[]]
+    assert portions([]) == [[]]
 
 
 @pytest.mark.parametrize(("layers", "blocks"), [(1, 1024), (2, 512), (7, 129)])
@@ -259,20 +257,11 @@ def test_a_frame_of_many_blocks_is_written_in_parts(layers: int, blocks: int) ->
     assert all(len(data) == run.block_count * TINY.slice_bytes for part in parts for run, data, _ in part)
 
 
-def test_a_large_slice_is_written_in_parts_and_keeps_its_hash() -> None:
-    parts = parts_of(LARGE, 1, 1)
-    assert [(run.head_begin, run.head_end, len(data)) for [(run, data, _)] in parts] == [
-        (head, head + 2, PORTION_BYTES) for head in range(0, 8, 2)
+def test_large_slices_are_written_one_by_one() -> None:
+    parts = parts_of(LARGE, 1, 3)
+    assert [(run.first_block, run.block_count, len(data), hashes) for [(run, data, hashes)] in parts] == [
+        (block, 1, LARGE.slice_bytes, [block]) for block in range(3)
     ]
-    driven = Driven(dram_bytes=LARGE.block_bytes)
-    session = driven.open(spec_of([A], block_format=BlockFormat(b"x" * 32, LARGE)))
-    assert session is not None
-    for part in parts:
-        assert driven.visible == []
-        driven.store.writes.write(session, part)
-    block = driven.store.tiers.dram.get(A)
-    assert block is not None
-    assert block.hashes == (0,)
 
 
 def test_a_lease_of_many_blocks_is_had_in_portions() -> None:

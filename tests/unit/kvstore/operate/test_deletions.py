@@ -1,16 +1,25 @@
 """Deletions at a store: carried out once, on disk before the answer, known after a restart; records outlive it too."""
 
+import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from moonpool.cluster.records import RecordBook
-from moonpool.errors import InvalidRequest, Overloaded
+from moonpool.cluster.selections import DELETION
+from moonpool.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import pack_keys
+from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from services.kvstore.core.forgetting import Forgotten
+from services.kvstore.operate.deletions import Deletions
 from services.kvstore.operate.ledger import Ledger
-from tests.unit.kvstore.helpers import BLOCK, RECORD, data_of, keys_of
-from tests.unit.kvstore.rig import Rig, answer, opened_put, rig
+from tests.slices import hashed
+from tests.unit.kvstore.faulty_files import FaultyFiles
+from tests.unit.kvstore.helpers import BLOCK, RECORD, block_of, data_of, keys_of, slice_of, writing
+from tests.unit.kvstore.helpers import store as driven_store
+from tests.unit.kvstore.rig import Rig, answer, opened_get, opened_put, put_open, putting, rig
 
 OURS, THEIRS = keys_of(3, "ours"), keys_of(2, "theirs")
 
@@ -35,11 +44,90 @@ async def test_it_is_on_disk_when_it_is_answered_and_is_done_once(tmp_path: Path
         raw = b"".join(path.read_bytes() for path in (tmp_path / "segments").iterdir())
         assert not any(bytes(key) in raw or data_of(key)[:64] in raw for key in OURS)
         assert await store.read(OURS) == []
-        await store.put(OURS, "ours")
-        assert await forget(store, order) == (0, 0)  # what came later stays
+        await store.put(OURS, "ours", forgotten=["one"])
+        assert await forget(store, order) == (3, 3 * (BLOCK + RECORD))  # the same answer, and what came later stays
         assert await store.read(OURS) == [data_of(key) for key in OURS]
         assert await store.read(THEIRS) == [data_of(key) for key in THEIRS]
         await store.at_rest()
+
+
+async def test_told_twice_at_once_it_is_done_once_and_both_are_answered_alike(tmp_path: Path) -> None:
+    order, more = deletion("one", tenants=["ours"]), deletion("two", keys=pack_keys(THEIRS))
+    async with rig(tmp_path, ledger=Ledger(tmp_path / "records")) as store:
+        await store.put(OURS, "ours")
+        await store.put(THEIRS, "theirs")
+        await store.durable()
+        both = await asyncio.gather(forget(store, order), forget(store, order))
+        assert list(both) == [(3, 3 * (BLOCK + RECORD))] * 2
+        assert await forget(store, order, more) == (5, 5 * (BLOCK + RECORD))
+    async with rig(tmp_path, ledger=Ledger(tmp_path / "records")) as store:
+        assert await forget(store, more, order) == (5, 5 * (BLOCK + RECORD))
+
+
+async def test_a_deletion_that_the_disk_did_not_take_is_not_done_anew(tmp_path: Path) -> None:
+    order, files = deletion("one", tenants=["ours"]), FaultyFiles()
+    with driven_store(tmp_path, files=files) as driven:
+        driven.flush(OURS, "ours")
+        ledger = Ledger(None)
+        async with writing(driven, retry_after_s=()) as writer:
+            it = Deletions(driven.store, driven.pins, ledger, writer, timeout_s=0.05)
+            files.fail("transaction", OSError(5, "an error"))
+            with pytest.raises(Unavailable):
+                await it.forget([order], {})
+            assert ledger.counts("one") is None
+            driven.store.tiers.reserve({"ours": BLOCK})
+            driven.store.tiers.insert([block_of(OURS[0], "ours")])
+            files.mend()
+            done = None
+            async with asyncio.timeout(20):
+                while done is None:
+                    with contextlib.suppress(Unavailable):
+                        done = await it.forget([order], {})
+            assert done == Forgotten(3, 3 * (BLOCK + RECORD))
+        ledger.close()
+        assert driven.store.tiers.match(OURS) == 1
+
+
+async def test_a_writer_that_waited_for_room_does_not_bring_back_what_was_deleted() -> None:
+    async with rig(dram_bytes=2 * BLOCK) as store:
+        await store.put(THEIRS)
+        holding = await opened_get(store, keys=pack_keys(THEIRS))
+        assert (await holding.read()).message.opened.blocks == 2
+        async with putting(store, at_rest=False) as call:
+            opening = put_open(1, OURS[:1])
+            opening.tenant = "ours"
+            await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
+            await store.until("sessions_waiting_for_room", 1)
+            assert await forget(store, deletion("one", tenants=["ours"])) == (0, 0)
+            holding.cancel()
+            refused = (await answer(call)).refused
+            assert (refused.code, "older than a deletion" in refused.reason) == ("deleted", True)
+        await store.at_rest()
+
+
+async def test_a_write_back_that_may_be_older_than_a_deletion_is_refused_from_the_order_on(tmp_path: Path) -> None:
+    """Also after a restart; a conductor writes its order to the stores before it has it carried out."""
+    order = deletion("one", tenants=["ours"])
+    kept = kv_pb2.Record(kind=DELETION, id="one", version=1, value=order.SerializeToString(), expires_at=1e12)
+    read = hashed(lambda layer, index: slice_of(OURS[index], layer))
+    for records in ([kept], []):
+        async with rig(ledger=Ledger(tmp_path / "records")) as store:
+            await store.stub.SyncRecords(kvstore_pb2.SyncRecordsRequest(records=records))
+            writer = store.writer()
+            for known in ([], ["two"]):
+                with pytest.raises(InvalidRequest, match="older than a deletion"):
+                    await writer.put(OURS, OURS, "ours", read, timeout_s=10, forgotten=known)
+            assert (await writer.put(OURS, OURS, "ours", read, timeout_s=10, forgotten=["one"])).stored == 3
+            assert (await writer.put(THEIRS, THEIRS, "theirs", read, timeout_s=10)).stored == 2
+            await writer.aclose()
+
+
+async def test_a_record_that_should_be_a_deletion_and_is_not_is_refused() -> None:
+    async with rig() as store:
+        wrong = kv_pb2.Record(kind=DELETION, id="one", version=1, value=b"\xff", expires_at=1e12)
+        with pytest.raises(Exception, match=r"records\.value: is no deletion"):
+            await store.stub.SyncRecords(kvstore_pb2.SyncRecordsRequest(records=[wrong]))
+        assert (await store.stub.SyncRecords(kvstore_pb2.SyncRecordsRequest())).records == []
 
 
 async def test_pins_of_a_deleted_tenant_end() -> None:
@@ -81,11 +169,11 @@ async def test_records_and_what_was_carried_out_outlive_the_process(tmp_path: Pa
     now = [100.0]
     ledger = Ledger(tmp_path / "records", lambda: now[0])
     await ledger.take([record("a", 2), record("b", 1, expires_at=200.0), record("a", 1, b"older")])
-    await ledger.applied(["one"])
+    await ledger.applied({"one": (3, 300)})
     ledger.close()
     again = Ledger(tmp_path / "records", lambda: now[0])
     assert sorted((it.id, it.version) for it in again.book.of("k", "t")) == [("a", 2), ("b", 1)]
-    assert (again.is_applied("one"), again.is_applied("two")) == (True, False)
+    assert (again.counts("one"), again.counts("two")) == ((3, 300), None)
     now[0] = 300.0
     await again.take([record("a", 3, b"")])
     again.close()

@@ -31,7 +31,7 @@ async def test_the_writer_makes_durable_what_is_visible(tmp_path: Path) -> None:
         driven.put(KEYS[4:])
         assert await writer.drain(10)
         assert {key for keys in driven.durable for key in keys} == set(KEYS)
-        assert len(driven.store.writes.queued) == 0
+        assert len(driven.store.writes.queue.queued) == 0
     ssd = open_ssd(tmp_path)
     assert set(ssd.catalogue) == set(KEYS)
     ssd.close()
@@ -60,11 +60,11 @@ async def test_a_session_hears_durable_after_an_error_has_passed(tmp_path: Path)
         driven.put([A])
         assert await writer.drain(10)
         assert not heard.is_set()
-        assert len(driven.store.writes.unsaved) == 1
+        assert len(driven.store.writes.queue.unsaved) == 1
         files.mend()
         async with asyncio.timeout(10):
             await heard.wait()
-        assert (driven.durable, len(driven.store.writes.unsaved)) == ([(A,)], 0)
+        assert (driven.durable, len(driven.store.writes.queue.unsaved)) == ([(A,)], 0)
 
 
 async def test_a_block_put_again_after_an_error_becomes_durable(tmp_path: Path) -> None:

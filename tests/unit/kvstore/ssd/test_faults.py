@@ -48,9 +48,9 @@ async def test_a_full_device_is_tried_again_with_less_on_it(tmp_path: Path, oper
         session = driven.put([KEYS[4]])
         files.fail(operation, error, 2)
         writer = await written(driven)
-        assert (writer.retries, driven.store.writes.failed_batches) == (2, 2)
+        assert (writer.retries, driven.store.writes.queue.failed_batches) == (2, 2)
         assert driven.durable[1:] == [(KEYS[4],)]
-        assert driven.store.writes.blocks_not_durable == 0
+        assert driven.store.writes.queue.blocks_not_durable == 0
         assert driven.removed[0] == KEYS[0]
         assert KEYS[3] in driven.store.tiers
         driven.store.writes.close(session)
@@ -66,8 +66,8 @@ async def test_a_device_that_stays_full_is_given_up(tmp_path: Path) -> None:
         files.fail("write", FULL)
         writer = await written(driven)
         files.mend()
-        assert (writer.retries, driven.store.writes.failed_batches) == (2, 3)
-        assert driven.store.writes.blocks_not_durable == 1
+        assert (writer.retries, driven.store.writes.queue.failed_batches) == (2, 3)
+        assert driven.store.writes.queue.blocks_not_durable == 1
         assert driven.read([KEYS[0]]) == [data_of(KEYS[0])]
         driven.put([KEYS[1]])
         await written(driven)
@@ -95,7 +95,7 @@ async def test_on_a_device_that_stays_full_only_the_first_batch_is_tried_again(t
                 driven.store.writes.close(driven.put([key]))
                 assert await writer.drain(20)
             files.mend()
-            assert (writer.retries, driven.store.writes.failed_batches) == (2, 2 + 4)
+            assert (writer.retries, driven.store.writes.queue.failed_batches) == (2, 2 + 4)
             assert not backend.has_housekeeping
 
 
@@ -145,7 +145,7 @@ async def test_a_broken_or_read_only_device_is_not_tried_again(
         driven.put([KEYS[1]])
         with caplog.at_level(logging.ERROR):
             writer = await written(driven)
-        assert (writer.retries, driven.store.writes.failed_batches) == (0, 1)
+        assert (writer.retries, driven.store.writes.queue.failed_batches) == (0, 1)
         assert "could not be made durable" in caplog.text
         assert driven.read(KEYS[:2]) == [data_of(key) for key in KEYS[:2]]
         assert driven.durable == [(KEYS[0],)]
@@ -249,11 +249,11 @@ def test_a_removed_segment_is_closed_off_the_event_loop(tmp_path: Path) -> None:
     for key in KEYS[:8]:
         driven.flush([key])
     session = driven.put(KEYS[8:9])
-    plan = driven.store.writes.next_plan()
+    plan = driven.store.writes.queue.next_plan()
     assert plan is not None
     reader = ssd.reader(KEYS[0])
     ssd.commit(plan)
-    driven.store.writes.plan_done(None)  # neither this nor the release waits for the closing
+    driven.store.writes.queue.plan_done(None)  # neither this nor the release waits for the closing
     out = memoryview(bytearray(len(data_of(KEYS[0])) // 3))
     reader.read_layers(0, [out])
     assert out == data_of(KEYS[0])[: len(out)]

@@ -69,7 +69,7 @@ def test_what_was_not_committed_is_not_there_and_takes_no_room(tmp_path: Path) -
     with store(tmp_path) as (driven, ssd):
         driven.flush([KEYS[0]])
         driven.put([KEYS[1]])
-        plan = driven.store.writes.next_plan()
+        plan = driven.store.writes.queue.next_plan()
         assert plan is not None
         append = plan.store[0]
         with append.segment.path.open("r+b") as file:  # and then the process ends
@@ -207,7 +207,7 @@ def test_nothing_is_reclaimed_under_a_reader(tmp_path: Path) -> None:
         assert set(ssd.catalogue) == {KEYS[0], KEYS[2]}
         both = driven.store.reads.open([KEYS[0]], FORMAT, promote=False), ssd.reader(KEYS[2])
         driven.flush([KEYS[3]])
-        assert driven.store.writes.blocks_not_durable == 1
+        assert driven.store.writes.queue.blocks_not_durable == 1
         assert KEYS[3] in driven.store.tiers
         assert not driven.store.tiers.durable(KEYS[3])
         for open_lease in (lease, both[0]):
@@ -220,7 +220,7 @@ def test_nothing_is_reclaimed_under_a_reader(tmp_path: Path) -> None:
 def test_a_block_larger_than_the_budget_stays_in_dram(tmp_path: Path) -> None:
     with store(tmp_path, capacity=RECORD - 1, segment=RECORD) as (driven, ssd):
         driven.flush([KEYS[0]])
-        assert (len(ssd.catalogue), driven.store.writes.blocks_not_durable) == (0, 1)
+        assert (len(ssd.catalogue), driven.store.writes.queue.blocks_not_durable) == (0, 1)
         assert driven.durable == []
         assert driven.read([KEYS[0]]) == [data_of(KEYS[0])]
 
@@ -232,7 +232,7 @@ def test_a_full_device_gives_up_its_oldest_segment(tmp_path: Path) -> None:
         files.fail("write", OSError(errno.ENOSPC, "No space left on device"))
         driven.flush([KEYS[3]])
         files.mend()
-        assert driven.store.writes.failed_batches == 1
+        assert driven.store.writes.queue.failed_batches == 1
         assert not driven.store.tiers.durable(KEYS[3])
         assert KEYS[3] in driven.store.tiers
         assert ssd.space.used_bytes == 2 * RECORD

@@ -107,7 +107,7 @@ async def test_a_large_message_of_nothing_useful_is_refused() -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 async def test_a_frame_that_completes_many_blocks_lets_others_have_turns(together: bool) -> None:
-    """Blocks become visible in portions, whether the frame comes with its session's opening or later."""
+    """Blocks become visible in portions; a frame with so many that came with its session's opening is dropped."""
     layout = KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
     many = keys_of(MAX_FRAME_SLICES, "many")
     slices = [slice_to_send(layout, 0, index, bytes(layout.slice_bytes), key=key) for index, key in enumerate(many)]
@@ -120,16 +120,13 @@ async def test_a_frame_that_completes_many_blocks_lets_others_have_turns(togethe
         opening = kvstore_pb2.PutOpen(session=1, keys=pack_keys(many), layer_end=1, head_end=1)
         if together:
             opening.frame.CopyFrom(header)
-            await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), pieces))
-            assert (await answer(call)).opened == kvstore_pb2.PutOpened(session=1, taken=True)
-        else:
-            await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening)))
-            assert (await answer(call)).HasField("opened")
-            await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
-            await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
-            acks = [list((await answer(call)).ack.blocks) for _ in range(len(many) // PORTION_BLOCKS)]
-            assert [len(blocks) for blocks in acks] == [PORTION_BLOCKS] * len(acks)
-            assert [block for blocks in acks for block in blocks] == list(range(len(many)))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), pieces if together else ()))
+        assert (await answer(call)).opened == kvstore_pb2.PutOpened(session=1)
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(frame=header), pieces))
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=1))))
+        acks = [list((await answer(call)).ack.blocks) for _ in range(len(many) // PORTION_BLOCKS)]
+        assert [len(blocks) for blocks in acks] == [PORTION_BLOCKS] * len(acks)
+        assert [block for blocks in acks for block in blocks] == list(range(len(many)))
         assert store.service.store.tiers.match(many) == len(many)
         call.cancel()
         await all_back(store)

@@ -12,9 +12,9 @@ import pytest
 from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import BlockKey
 from moonpool.streams import faults
+from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.credits import Traffic
 from moonpool.streams.faults import Corruptor
-from moonpool.streams.store_reader import StoreReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kvstore_pb2
@@ -31,7 +31,7 @@ class Client:
 
     def __init__(self, rig: Rig, seed: int, frame_bytes: int) -> None:
         self.writer = StoreWriter(rig.channels, rig.address, rig.hello(), LAYOUT, frame_bytes=frame_bytes)
-        self.reader = StoreReader(rig.channels, rig.address, rig.hello(), LAYOUT)
+        self.reader = BlockReader(rig.channels, rig.address, rig.hello(), LAYOUT)
         self.complete = self.failed = 0
         self._random = random.Random(seed)
 

@@ -20,7 +20,7 @@ class Peer:
 
     def __init__(self, driven: Driven, *, session_timeout_s: float) -> None:
         instance = kv_pb2.Instance(id="store")
-        resources = PutResources(driven.store.writes, RoomQueue(9), instance, 1 << 20, session_timeout_s, 1.0)
+        resources = PutResources(driven.store, RoomQueue(9), instance, 1 << 20, session_timeout_s, 1.0)
         self.messages: asyncio.Queue[kvstore_pb2.PutRequest | tuple[Any, Any] | None] = asyncio.Queue()
         self.answers: asyncio.Queue[kvstore_pb2.PutResponse] = asyncio.Queue()
         self.stream = asyncio.ensure_future(PutStream(resources, asyncio.Event()).run(self._requests(), self))
@@ -78,8 +78,8 @@ async def test_a_writer_that_puts_again_after_an_error_hears_durable(tmp_path: P
     peer = Peer(driven, session_timeout_s=60)
     await peer.put(1, [A])
     await peer.answer("ack")
-    assert driven.store.writes.next_plan() is not None
-    driven.store.writes.plan_done(OSError(5, "Input/output error"))
+    assert driven.store.writes.queue.next_plan() is not None
+    driven.store.writes.queue.plan_done(OSError(5, "Input/output error"))
     await peer.messages.put(kvstore_pb2.PutRequest(open=put_open(2, [A])))
     opened = await peer.answer("opened")
     assert (opened.session, list(opened.present)) == (2, [0])

@@ -98,8 +98,7 @@ async def test_a_flip_at_the_writer_is_refused_by_the_store() -> None:
 async def test_a_block_that_is_intact_is_not_dropped_on_a_reader_s_word() -> None:
     async with rig() as store:
         await store.put(KEYS)
-        tiers = store.service.store.tiers
-        tiers.suspect(B)
+        store.service.store.reads.suspect(B)
         assert await store.read(KEYS) == [data_of(key) for key in KEYS]
         assert store.gauges()["damaged_blocks_total"] == 0
         await store.at_rest()
@@ -111,7 +110,7 @@ async def test_a_damaged_block_that_is_held_serves_nobody_and_goes_with_its_last
         it = store.service.store
         lease = it.reads.open([B], FORMAT, promote=True)
         flip(store)
-        it.tiers.suspect(B)
+        it.reads.suspect(B)
         assert await store.read(KEYS) == [data_of(A)]
         it.reads.close(lease)
         assert B not in it.tiers

@@ -48,7 +48,32 @@ async def test_a_part_of_a_session_in_one_message_is_refused() -> None:
         opening.frame.CopyFrom(frame)
         await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), pieces))
         assert (await answer(call)).refused.reason == "frame: is not all of the session"
-        assert (await put_whole(call, [A, B], 2)).opened.present == [0]
+        assert (await put_whole(call, [A, B], 2)).opened == kvstore_pb2.PutOpened(session=2, taken=True)
+
+
+async def test_a_damaged_session_in_one_message_leaves_nothing() -> None:
+    async with rig() as store, putting(store) as call:
+        [(frame, pieces)] = frames_of([A, B])
+        opening = put_open(1, [A, B])
+        opening.frame.CopyFrom(frame)
+        damaged = bytearray(b"".join(pieces))
+        damaged[-1] ^= 1
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=opening), bytes(damaged)))
+        assert (await answer(call)).refused.code == "bad_frame"
+        assert store.gauges()["dram_reserved_bytes"] == 0
+        assert await store.read([A, B]) == []
+        assert (await put_whole(call, [A], 2)).opened.taken
+
+
+async def test_blocks_that_another_session_writes_end_with_those_that_came_whole() -> None:
+    async with rig() as store, putting(store) as call:
+        await call.write(PayloadMessage(kvstore_pb2.PutRequest(open=put_open(1, [B, C]))))
+        assert (await answer(call)).HasField("opened")
+        for number, keys, present in ((2, [A, B], []), (3, [A, C], [0])):
+            assert list((await put_whole(call, keys, number)).ack.blocks) == [number - 2]
+            opened = kvstore_pb2.PutOpened(session=number, present=present, taken=True)
+            assert (await answer(call)).opened == opened
+        assert await store.read([A, B, C]) == [data_of(A), data_of(B), data_of(C)]
 
 
 async def test_a_writer_of_some_layers_is_asked_for_its_frames() -> None:

@@ -198,7 +198,7 @@ def test_pinned_blocks_are_not_given_up_and_what_finds_no_room_stays_in_dram(tmp
     driven.flush([C, D], "x")
     driven.flush([E], "y")
     assert set(ssd.catalogue) == {A, B, E}
-    assert driven.store.writes.blocks_not_durable == 2
+    assert driven.store.writes.queue.blocks_not_durable == 2
     assert driven.read([C, D]) == [data_of(C), data_of(D)]
     driven.now = 9
     driven.pins.expire()

@@ -60,6 +60,40 @@ def test_a_prefix_is_loaded_from_a_store_ahead_of_the_computation() -> None:
     assert third.predicted_ttft_s == pytest.approx(0.079)
 
 
+BUSY = [
+    request(0.0, 640, 1, 0),
+    replace(request(1.0, 1000, 1, 100), hash_ids=(*range(10), *range(110, 116))),
+    request(1.0, 700, 1, 0),
+]
+"""The second prompt keeps the instance busy that has the prefix of the third one."""
+
+
+def test_a_prefix_is_loaded_from_another_instance() -> None:
+    """There is no store: as quick as from one, with the same links."""
+    ended, cluster = run(config(prefill=2, kvstore=0), BUSY)
+    third = ended[2]
+    assert (third.reused, cluster.use()["loaded_from_peers_blocks"]) == (640, 10)
+    assert third.first_at - third.arrived == pytest.approx(ps(0.064 + 0.015), abs=10_000)
+    assert third.predicted_ttft_s == pytest.approx(0.079)
+
+
+def test_without_peers_it_waits_for_the_one_that_has_it() -> None:
+    ended, cluster = run(config(prefill=2, kvstore=0, peers=False), BUSY)
+    assert cluster.use()["loaded_from_peers_blocks"] == 0
+    assert ended[2].first_at - ended[2].arrived > ps(0.360)
+
+
+def test_a_peer_that_is_lost_in_the_middle_of_a_read_costs_time_only() -> None:
+    ended: list[Request] = []
+    cluster = Cluster(config(prefill=2, kvstore=0), ended.append)
+    cluster.feed(BUSY)
+    cluster.world.at(ps(1.030), lambda _: cluster.crash("p0", 1.0))
+    cluster.run()
+    cluster.check_at_rest()
+    assert [one.outcome for one in ended] == [DONE] * 3
+    assert next(one for one in ended if one.number == 3).reused == 0
+
+
 def test_a_lost_store_costs_time_only() -> None:
     trace = [request(0.0, 640, 1, 0), request(1.0, 1000, 1, 0), request(1.0, 700, 1, 0)]
     ended: list[Request] = []

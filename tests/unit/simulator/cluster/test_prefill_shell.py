@@ -29,6 +29,7 @@ from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import kv_pb2, prefill_pb2
 from services.prefill.core import actions, events
 from services.prefill.core.core import PrefillCore
+from services.prefill.loading import BlockRead
 from services.prefill.requests import Request
 from services.prefill.shell import Shell
 from simulator.cluster.config import ClusterConfig
@@ -49,6 +50,7 @@ from tests.unit.simulator.cluster.scripts import (
 from tests.unit.simulator.cluster.virtual_loop import run_virtually
 from tests.unit.streams.fakes import ROOT
 
+KINDS = kv_pb2.INSTANCE_KIND_KVSTORE, kv_pb2.INSTANCE_KIND_DECODE
 SPEEDS = replace(PROFILE.speeds, load_bytes_per_s=1.37e6, transfer_bytes_per_s=0.93e6)
 """So that a load and the sending of what came take different times: what ends at one time has no order here."""
 
@@ -101,14 +103,15 @@ class Outside:
             for action in noted.actions:
                 if isinstance(action, actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict):
                     self._of[type(action).__name__, action.job].append(action.io)
-                elif isinstance(action, actions.PutBlocks):
-                    self._of["PutBlocks", 0].append(action.io)
+                elif isinstance(action, actions.PutBlocks | actions.LoadBlocks):
+                    self._of[type(action).__name__, 0].append(action.io)
 
-    async def load(self, order: actions.LoadBlocks, request: Request, on_layer: Callable[[int], None]) -> Any:
-        for when, layer in self._layers[order.io]:
+    async def load(self, read: BlockRead, on_layer: Callable[[int], None]) -> Any:
+        io = self._of["LoadBlocks", 0].popleft()
+        for when, layer in self._layers[io]:
             await self._until(when)
             on_layer(layer)
-        return await self._end(order.io)
+        return await self._end(io)
 
     async def open(self, request: Request) -> Any:
         return await self._end(self._next("OpenTransfer", request))
@@ -179,8 +182,8 @@ def request_of(event: events.Arrive) -> Request:
     incoming = IncomingRequest(f"r{event.job}", tokens, event.keys, BlockKey(ROOT), "", sampling)
     target = None if event.held_blocks is None else kv_pb2.TransferTarget(held_blocks=event.held_blocks)
     sources = [
-        prefill_pb2.PrefixSource(instance=kv_pb2.Instance(id=source.store), blocks=source.blocks)
-        for source in event.sources
+        prefill_pb2.PrefixSource(instance=kv_pb2.Instance(id=it.name, kind=KINDS[it.peer]), blocks=it.blocks)
+        for it in event.sources
     ]
     copies = [kv_pb2.Instance(id=copy.store) for copy in event.copies]
     return Request(event.job, incoming, incoming.history(), target, sources, copies, [c.held for c in event.copies])
@@ -188,11 +191,11 @@ def request_of(event: events.Arrive) -> Request:
 
 @pytest.mark.parametrize(("blocks", "deadline_s"), [(16, 0.0), (16, 1.5), (400, 0.0)])
 def test_decides_as_the_simulator_does(blocks: int, deadline_s: float, tmp_path: Path) -> None:
-    """In a pool for all, in one for a few, whose prefixes are loaded from a store, and where prompts are given up."""
+    """In a pool for all, in one for a few, whose prefixes are loaded, and where prompts are given up."""
     print(f"seed {SEED}")
     config = ClusterConfig(
         profile=replace(PROFILE, speeds=SPEEDS), prefill=1, decode=1, kvstore=1, block_tokens=BT, step_tokens=2 * BT,
-        pool_blocks=blocks, deadline_s=deadline_s, seed=SEED,
+        pool_blocks=blocks, deadline_s=deadline_s, seed=SEED, copy_share=0.0,
     )  # fmt: skip
     expected = simulated(config, requests(40, random.Random(SEED), blocks=10, shared=9), "p0")
     run_virtually(play(config, expected, tmp_path))

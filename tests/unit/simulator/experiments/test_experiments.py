@@ -19,6 +19,7 @@ from simulator.cluster.config import ClusterConfig
 from simulator.experiments.cache import cache
 from simulator.experiments.faults import faults
 from simulator.experiments.frame import Result, Source
+from simulator.experiments.hot import HotLoad, hot
 from simulator.experiments.memory import MemoryLoad, memory
 from simulator.experiments.serving import ratio, scale, scheduling
 from simulator.experiments.transfer import REST, paper_line, transfer, ttft_s
@@ -109,6 +110,32 @@ def test_when_loading_pays() -> None:
 def test_the_papers_line() -> None:
     """Reference: about 6 GB/s at 8,192 tokens on 8 x A800 (8 x 312e12 operations a second)."""
     assert paper_line(load_profile("llama-70b-a800"), 8192, 8 * 312e12) == pytest.approx(6e9, rel=0.05)
+
+
+def test_hot_prefixes_spread_by_being_loaded() -> None:
+    """Where all are computed again at each instance, first tokens come later."""
+    config = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=4, decode=2, kvstore=0)
+    load = HotLoad(requests=150, rate_per_s=6.0)
+    found = by(hot(config, load, silent), "spread by")
+    none, loading, copies = (found[name] for name in ("none", "loading", "loading and copies"))
+    assert none["loaded_blocks"] == none["copied_blocks"] == loading["copied_blocks"] == 0
+    assert loading["loaded_blocks"] > 0
+    assert loading["reused_share"] > none["reused_share"]
+    assert max(loading["ttft_mean_s"], copies["ttft_mean_s"]) < none["ttft_mean_s"]
+
+
+def test_what_hot_load_sends() -> None:
+    """Nineteen of twenty begin with one of the prefixes; all other blocks come once."""
+    load = HotLoad(requests=400, prefixes=3, prefix_tokens=1024, question_tokens=600)
+    asked = list(load.arrivals())
+    hot_ones = [one for one in asked if one.hash_ids[0] < 6]
+    assert 0.9 < len(hot_ones) / len(asked) < 0.99
+    assert {one.hash_ids[:2] for one in hot_ones} == {(0, 1), (2, 3), (4, 5)}
+    own = [key for one in asked for key in one.hash_ids if key >= 6]
+    assert len(own) == len(set(own))
+    assert {(one.input_length, len(one.hash_ids)) for one in asked} == {(1624, 4)}
+    with pytest.raises(ConfigError, match="prefix_tokens"):
+        HotLoad(prefix_tokens=100)
 
 
 def test_ways_of_filling_the_pool() -> None:

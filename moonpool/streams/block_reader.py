@@ -1,10 +1,14 @@
-"""Reads blocks from a kvstore, layer by layer: the client of its `Get` stream. Callbacks take what comes."""
+"""Reads blocks from a kvstore or from an engine's pool, layer by layer: the client of `Get` and `ReadKV`.
+
+Callbacks take what comes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from itertools import count
+from typing import NamedTuple
 
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.frames import DamagedSliceError, FrameOpener, split_run
@@ -21,21 +25,38 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 
 READ_WINDOW_BYTES = 32 << 20
 
+Asked = kvstore_pb2.GetRequest | kv_pb2.ReadKVRequest
+Answer = kvstore_pb2.GetResponse | kv_pb2.ReadKVResponse
+
+
+class ReadMethod(NamedTuple):
+    """How blocks are read from one kind of instance; the messages of all kinds have the same fields."""
+
+    service: str
+    method: str
+    asked: type[Asked]
+    answer: type[Answer]
+
+
+FROM_STORE = ReadMethod("KVStoreService", "Get", kvstore_pb2.GetRequest, kvstore_pb2.GetResponse)
+FROM_PREFILL = ReadMethod("PrefillService", "ReadKV", kv_pb2.ReadKVRequest, kv_pb2.ReadKVResponse)
+FROM_DECODE = FROM_PREFILL._replace(service="DecodeService")
+
 
 class PrefixLost(TransferFailed):
-    """The store lost blocks of a prefix after whole layers of them had been handed out.
+    """The source lost blocks of a prefix after whole layers of them had been handed out.
 
     Attributes:
         blocks: Leading blocks that are still good.
     """
 
     def __init__(self, blocks: int) -> None:
-        super().__init__(f"the store lost blocks while they were being read; the first {blocks} are good")
+        super().__init__(f"the source lost blocks while they were being read; the first {blocks} are good")
         self.args = (blocks,)
         self.blocks = blocks
 
 
-def _get_session(message: kvstore_pb2.GetResponse) -> Hashable:
+def _get_session(message: Answer) -> Hashable:
     match message.WhichOneof("message"):
         case "frame":
             return message.frame.session
@@ -73,7 +94,7 @@ class PrefixRead:
         self._ledger: SliceLedger | None = None
         self._next_layer = layers.start
 
-    def on_message(self, message: kvstore_pb2.GetResponse, payload: memoryview) -> None:
+    def on_message(self, message: Answer, payload: memoryview) -> None:
         match message.WhichOneof("message"):
             case "opened":
                 self._opened(message.opened.blocks)
@@ -92,11 +113,11 @@ class PrefixRead:
 
     def _check_finished(self) -> None:
         if not self.finished.is_done:
-            raise TransferFailed(f"the store ended a read with {self._left()} slices missing")
+            raise TransferFailed(f"the source ended a read with {self._left()} slices missing")
 
     def _opened(self, blocks: int) -> None:
         if self._ledger is not None or blocks > self.blocks:
-            raise FrameError(f"the store opened a read of {self.blocks} blocks with {blocks}, or twice")
+            raise FrameError(f"the source opened a read of {self.blocks} blocks with {blocks}, or twice")
         self.blocks = blocks
         self._ledger = SliceLedger(self._layers, blocks, self._heads)
         if not blocks:
@@ -143,8 +164,8 @@ class PrefixRead:
         return self._ledger.missing() if self._ledger is not None else self.blocks * len(self._layers)
 
 
-class StoreReader:
-    """One per pair of processes: everything this process reads from one kvstore, on one stream."""
+class BlockReader:
+    """One per pair of processes: everything this process reads from one kvstore or engine, on one stream."""
 
     def __init__(
         self,
@@ -152,6 +173,7 @@ class StoreReader:
         address: str,
         hello: kv_pb2.StreamHello,
         layout: KVLayout,
+        method: ReadMethod = FROM_STORE,
         *,
         window_bytes: int = READ_WINDOW_BYTES,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
@@ -161,30 +183,32 @@ class StoreReader:
 
         Args:
             channels: Where the channel comes from.
-            address: "host:port" of the kvstore.
+            address: "host:port" of the instance.
             hello: This side, and the KV it speaks of.
             layout: Arrangement of that KV.
-            window_bytes: Payload bytes the store may be ahead.
-            connect_timeout_s: Longest wait for the store's welcome.
+            method: How its kind is read.
+            window_bytes: Payload bytes the source may be ahead.
+            connect_timeout_s: Longest wait for the source's welcome.
             lanes: Opens lanes beside gRPC; None to stay on gRPC.
         """
         self._layout = layout
+        self._asked = method.asked
         self._ids = count(1)
-        self._stream: MuxStream[kvstore_pb2.GetRequest, kvstore_pb2.GetResponse] = MuxStream(
-            f"KV from store {address}",
+        self._stream: MuxStream[Asked, Answer] = MuxStream(
+            f"KV from {address}",
             lambda: payload_stream(
                 channels.get(address),
-                "moonpool.v1.KVStoreService",
-                "Get",
-                kvstore_pb2.GetRequest,
-                kvstore_pb2.GetResponse,
+                f"moonpool.v1.{method.service}",
+                method.method,
+                method.asked,
+                method.answer,
             )(),
-            kvstore_pb2.GetRequest(hello=hello),
+            method.asked(hello=hello),
             _get_session,
-            kvstore_pb2.GetResponse,
+            method.answer,
             lanes=lanes,
             window_bytes=window_bytes,
-            credit=lambda credit: kvstore_pb2.GetRequest(credit=credit),
+            credit=lambda credit: method.asked(credit=credit),
             connect_timeout_s=connect_timeout_s,
         )
 
@@ -213,7 +237,7 @@ class StoreReader:
         on_layer: Callable[[int], None],
         timeout_s: float,
     ) -> int:
-        """Reads the leading blocks of `keys` that the store has; returns how many that were (fewer is a miss).
+        """Reads the leading blocks of `keys` that the source has; returns how many that were (fewer is a miss).
 
         Args:
             keys: A chain's keys; their order numbers the blocks.
@@ -229,11 +253,11 @@ class StoreReader:
         Raises:
             InvalidRequest: The layout has no such heads, or they cannot be read apart.
             PrefixLost: A block went missing after a layer had been handed out with it.
-            TransferFailed: It took too long, or the store ended the session early.
-            DamagedSliceError: A slice did not match its hash; the store was told and will look at its block.
+            TransferFailed: It took too long, or the source ended the session early.
+            DamagedSliceError: A slice did not match its hash; the source was told and will look at its block.
             FrameError: What came was not intact, not asked for, or came twice.
-            StreamBroken: The stream has ended, or the store cannot be reached.
-            Mismatch: The store does not take this KV.
+            StreamBroken: The stream has ended, or the source cannot be reached.
+            Mismatch: The source does not take this KV.
         """
         heads = range(self._layout.kv_heads) if heads is None else heads
         if not keys or not layers or not heads:
@@ -251,7 +275,7 @@ class StoreReader:
         return read.blocks
 
     def _check_heads(self, heads: range) -> None:
-        """Here, because the store would end the stream, and with it all other reads."""
+        """Here, because the source would end the stream, and with it all other reads."""
         whole = range(self._layout.kv_heads)
         if heads.step != 1 or heads.start not in whole or heads.stop > whole.stop:
             raise InvalidRequest("heads", f"{heads} are not among the layout's {self._layout.kv_heads}")
@@ -271,7 +295,7 @@ class StoreReader:
                 head_end=heads.stop,
                 takes_frame=True,
             )
-            session.post(kvstore_pb2.GetRequest(open=opening, credit_bytes=session.take_credit()))
+            session.post(self._asked(open=opening, credit_bytes=session.take_credit()))
             await read.finished.wait()
             finished = True
         finally:
@@ -279,13 +303,10 @@ class StoreReader:
             if not finished:
                 self._tell_closed(session, number, read.damaged_key)
 
-    @staticmethod
-    def _tell_closed(
-        session: MuxSession[kvstore_pb2.GetRequest, kvstore_pb2.GetResponse], number: int, damaged_key: bytes
-    ) -> None:
+    def _tell_closed(self, session: MuxSession[Asked, Answer], number: int, damaged_key: bytes) -> None:
         close = kv_pb2.ReadClose(session=number, damaged_key=damaged_key)
         try:
-            session.post(kvstore_pb2.GetRequest(close=close))
+            session.post(self._asked(close=close))
         except StreamBroken:
             return
 

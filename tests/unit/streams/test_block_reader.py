@@ -14,7 +14,7 @@ from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFa
 from moonpool.kv.frames import pack_frames
 from moonpool.kv.hashes import slice_hash
 from moonpool.rpc.channels import Channels
-from moonpool.streams.store_reader import PrefixLost, PrefixRead, StoreReader
+from moonpool.streams.block_reader import BlockReader, PrefixLost, PrefixRead
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.slices import slice_to_send
 from tests.unit.streams.fakes import HELLO, LAYOUT, STORE, FakeStore, content, served
@@ -24,9 +24,9 @@ WIDE = dataclasses.replace(LAYOUT, kv_heads=5)
 
 
 @asynccontextmanager
-async def reading(store: FakeStore, **options: Any) -> AsyncIterator[StoreReader]:
+async def reading(store: FakeStore, **options: Any) -> AsyncIterator[BlockReader]:
     async with served((STORE, store)) as (channels, address):
-        reader = StoreReader(channels, address, HELLO, LAYOUT, **options)
+        reader = BlockReader(channels, address, HELLO, LAYOUT, **options)
         try:
             yield reader
             assert reader.sessions == 0
@@ -51,7 +51,7 @@ class Taken:
 
     async def read(
         self,
-        reader: StoreReader,
+        reader: BlockReader,
         blocks: int = 5,
         layers: range = range(3),
         heads: range | None = None,
@@ -142,7 +142,7 @@ async def test_heads_that_the_layout_lacks_are_refused_before_anything_is_sent(h
 async def test_scaled_slices_are_read_whole() -> None:
     scaled = dataclasses.replace(LAYOUT, scale_bytes=16)
     async with Channels() as channels:
-        reader = StoreReader(channels, "127.0.0.1:1", HELLO, scaled)
+        reader = BlockReader(channels, "127.0.0.1:1", HELLO, scaled)
         with pytest.raises(InvalidRequest, match="whole"):
             await Taken().read(reader, heads=range(1))
         await reader.aclose()

@@ -1,0 +1,143 @@
+"""Hot prefixes on a running stack, spread by loading and copies, beside none of both: `python -m benchmarks.hot`.
+
+Most prompts begin with one of ten prefixes, the others are as long and their own. They come at random times, the same
+in both stacks. Compute is emulated by default: eight prefill instances, no kvstore. So what a prefix costs is the
+profile's time or the time on the links, and where prompts go is the conductor's decision.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.frame import Progress, Row, paired, run
+from moonpool.bundled import model_dir
+from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.client import AsyncClient, GenerateResult, SamplingParams
+
+ORDINARY_TOKENS = (300, 4000)
+BESIDE = "no peers, no copies"
+SPREAD: Sequence[str] = ()
+ALONE = ("--no-peers", "--copy-share", "0")
+"""Flags of the conductor in the two stacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, and when it comes, seconds."""
+
+    at_s: float
+    prompt: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one run: seconds, and the share of the prompts' tokens that was not computed."""
+
+    ttft_s: float
+    ttft_p90_s: float
+    cached: float
+
+
+def arrivals(options: argparse.Namespace, number: int) -> list[Asked]:
+    """What comes in a run; equal seeds give equal ones."""
+    drawn, now = random.Random(f"moonpool hot {options.seed} {number}"), 0.0
+
+    def some(count: int) -> list[int]:
+        return [drawn.randrange(*ORDINARY_TOKENS) for _ in range(count)]
+
+    prefixes = [some(options.prefix_tokens) for _ in range(options.prefixes)]
+    found = []
+    for _ in range(options.requests):
+        now += drawn.expovariate(options.rate)
+        prefix = drawn.choice(prefixes) if drawn.random() < options.share else some(options.prefix_tokens)
+        found.append(Asked(now, [*prefix, *some(options.question_tokens)]))
+    return found
+
+
+async def serve(address: str, asked: Sequence[Asked]) -> list[GenerateResult]:
+    """Sends all prompts at their times."""
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    loop = asyncio.get_running_loop()
+    async with AsyncClient(address) as client:
+        begun = loop.time()
+
+        async def ask(one: Asked) -> GenerateResult:
+            await asyncio.sleep(begun + one.at_s - loop.time())
+            return await client.generate(token_ids=one.prompt, sampling=sampling)
+
+        return await asyncio.gather(*map(ask, asked))
+
+
+def figures(results: Sequence[GenerateResult]) -> Figures:
+    """Of all requests."""
+    ttft_s = sorted(result.timing.ttft_s for result in results)
+    prompt = sum(result.usage.prompt_tokens for result in results)
+    return Figures(
+        statistics.median(ttft_s),
+        ttft_s[min(int(0.9 * len(ttft_s)), len(ttft_s) - 1)],
+        sum(result.usage.cached_tokens for result in results) / prompt,
+    )
+
+
+def one_run(options: argparse.Namespace, number: int, conductor: Sequence[str]) -> Figures:
+    """A fresh stack that gets a run's prompts."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = StackPlan(
+            str(model_dir()),
+            Path(folder),
+            engine=options.engine,
+            time_scale=options.time_scale,
+            prefill=options.prefill,
+            kvstore=0,
+            log_level="warning",
+            extra={"conductor": list(conductor)},
+        )
+        with LocalStack(plan) as stack:
+            return figures(asyncio.run(serve(stack.address, arrivals(options, number))))
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """All rows."""
+    pairs = []
+    for number in range(options.runs):
+        ours, beside = one_run(options, number, SPREAD), one_run(options, number, ALONE)
+        pairs.append((ours, beside))
+        progress(
+            f"run {number + 1} of {options.runs}: p90 of TTFT {ours.ttft_p90_s:.4f} s, {ours.cached:.1%} cached; "
+            f"{beside.ttft_p90_s:.4f} s and {beside.cached:.1%} with {BESIDE}"
+        )
+    return list(rows(pairs))
+
+
+def rows(pairs: Sequence[tuple[Figures, Figures]]) -> Iterator[Row]:
+    """A row per figure."""
+    names: Mapping[str, str] = {"ttft_s": "TTFT, median", "ttft_p90_s": "TTFT, p90"}
+    for key, name in names.items():
+        runs = [(1e3 * getattr(ours, key), 1e3 * getattr(beside, key)) for ours, beside in pairs]
+        yield paired(name, "ms", runs, BESIDE, less_is_better=True)
+    shares = [(100 * ours.cached, 100 * beside.cached) for ours, beside in pairs]
+    yield paired("prompt tokens not computed", "%", shares, BESIDE)
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    add = parser.add_argument
+    add("--engine", default="emulated:llama-70b-a800", help="real, or emulated:PROFILE (default %(default)s)")
+    add("--time-scale", type=float, default=0.0, help="emulated seconds that pass in one second; 0 = the profile's own")
+    add("--prefill", type=int, default=8, help="instances (default 8)")
+    add("--requests", type=int, default=300, help="in a run (default 300)")
+    add("--rate", type=float, default=12.0, help="of them per second, Poisson (default 12)")
+    add("--prefixes", type=int, default=10, help="hot ones (default 10)")
+    add("--prefix-tokens", type=int, default=8192, help="of each (default 8192)")
+    add("--share", type=float, default=0.95, help="of the requests that begin with one (default 0.95)")
+    add("--question-tokens", type=int, default=256, help="after the prefix (default 256)")
+    add("--seed", type=int, default=1, help="of the prompts (default 1)")
+
+
+if __name__ == "__main__":
+    run("hot", measure, flags=flags)

@@ -1,0 +1,235 @@
+"""The serving side of `ReadKV`: other instances read blocks of this one's pool, layer by layer."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from moonpool.engine.instance import InstanceContext
+from moonpool.engine.pool_calls import PoolCalls
+from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
+from moonpool.kv.frames import Slice
+from moonpool.kv.hashes import bind, slice_hash
+from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.kv.pool import KVPool
+from moonpool.sched.lending import LendBlocks, Lending, TakeBack
+from moonpool.streams.credits import ByteCredits, Traffic
+from moonpool.streams.link import Link
+from moonpool.streams.receiving import FrameWriter, check_hello
+from moonpool.streams.serving import ServerStream
+from moonpool.telemetry.gauges import Entry
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import kv_pb2
+
+log = get_logger(__name__)
+
+MAX_BLOCKS = 1 << 15
+"""Keys of one read at most."""
+STALL_S = 10.0
+"""Longest wait for a reader's credits."""
+LEASE_S = 60.0
+"""Longest read; its blocks cannot be evicted so long."""
+
+
+class PoolReads:
+    """What other instances read here.
+
+    Args:
+        instance: this one.
+        namespace: of its KV, the only one that is read.
+        pool: what is read.
+        link: the way out.
+        calls: has the core hold blocks.
+        closing: set when streams are to end.
+
+    Attributes:
+        sessions: reads under way.
+        sent_bytes: so far.
+    """
+
+    def __init__(
+        self,
+        instance: kv_pb2.Instance,
+        namespace: bytes,
+        pool: KVPool,
+        link: Link,
+        calls: PoolCalls,
+        closing: asyncio.Event,
+    ) -> None:
+        self.instance, self.namespace, self.pool, self.link, self.closing = instance, namespace, pool, link, closing
+        self.sessions = self.sent_bytes = 0
+        self._calls = calls
+        self._numbers = itertools.count(1)
+        self._streams: set[ReadStream] = set()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way to all readers."""
+        return sum((stream.traffic for stream in self._streams), Traffic())
+
+    async def serve(self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: object) -> None:
+        """One reader's stream, until it ends; raises as `ServerStream.run`."""
+        stream = ReadStream(self)
+        self._streams.add(stream)
+        try:
+            await stream.run(requests, context)
+        finally:
+            self._streams.discard(stream)
+
+    def lend(self, keys: Sequence[BlockKey]) -> "Lease":
+        """Holds the leading blocks of `keys` that are here."""
+        number = next(self._numbers)
+        blocks = self._calls.lend(LendBlocks(number, tuple(keys)))
+        self.sessions += 1
+        return Lease(number, keys[: len(blocks)], blocks)
+
+    def take_back(self, lease: "Lease", damaged: Sequence[BlockKey] = ()) -> None:
+        """A lease is over."""
+        self.sessions -= 1
+        self._calls.take_back(TakeBack(lease.number, tuple(damaged)))
+
+    def suspect(self, key: BlockKey) -> None:
+        """A reader got a block whose bytes do not match their hash: if they do not here, nobody finds it any more."""
+        lease = self.lend([key])
+        intact = all(
+            self._is_intact(layer, block) for block in lease.blocks for layer in range(self.pool.layout.layers)
+        )
+        self.take_back(lease, () if intact else [key])
+
+    def _is_intact(self, layer: int, block: int) -> bool:
+        data, value = self.pool.read(layer, block)
+        return slice_hash(data) == value
+
+    def slices(self, lease: "Lease", layers: range) -> Iterator[Slice]:
+        """The slices of a lease, layers in order."""
+        full = self.pool.layout.block_tokens
+        for layer in layers:
+            for index, (block, key) in enumerate(zip(lease.blocks, lease.keys, strict=True)):
+                data, value = self.pool.read(layer, block)
+                yield Slice(layer, index, data, full, bind(value, key, layer))
+
+
+def pool_reads(context: InstanceContext, calls: PoolCalls, closing: asyncio.Event) -> PoolReads:
+    """What other instances read of an instance's pool."""
+    setup = context.setup
+    return PoolReads(context.instance, setup.namespace, context.engine.pool, context.link, calls, closing)
+
+
+def read_gauges(reads: PoolReads, lending: Lending) -> list[Entry]:
+    """What other instances read."""
+    return [
+        ("peer_reads", lambda: reads.sessions, 0),
+        ("lent_blocks", lambda: sum(1 for _ in lending), 0),
+        ("read_credits_out_bytes", lambda: reads.traffic.credits_out, 0),
+        ("peer_read_bytes", lambda: reads.sent_bytes, None),
+    ]
+
+
+class Lease:
+    """Blocks that are held for one read."""
+
+    def __init__(self, number: int, keys: Sequence[BlockKey], blocks: tuple[int, ...]) -> None:
+        self.number, self.keys, self.blocks = number, keys, blocks
+
+
+class ReadStream(ServerStream[kv_pb2.ReadKVRequest]):
+    """One reading instance's stream."""
+
+    def __init__(self, reads: PoolReads) -> None:
+        super().__init__(reads.closing)
+        self._reads = reads
+        self._frames: FrameWriter
+        self._credits = ByteCredits()  # those of `_frames`, once there are some
+        self._sessions: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way."""
+        return Traffic(unsent=len(self.outbox), credits_out=self._credits.out)
+
+    async def on_hello(self, message: kv_pb2.ReadKVRequest) -> None:
+        """Takes readers of the pool's own KV only. The welcome gives no credits: on this stream the reader does."""
+        reads = self._reads
+        check_hello(message.hello, namespace=reads.namespace, layout=reads.pool.layout)
+        self._frames = FrameWriter(
+            self.outbox, reads.pool.layout, lambda header: kv_pb2.ReadKVResponse(frame=header), link=reads.link
+        )
+        self._credits = self._frames.credits
+        self.post(kv_pb2.ReadKVResponse(welcome=kv_pb2.StreamWelcome(receiver=reads.instance)))
+
+    def on_message(self, message: kv_pb2.ReadKVRequest, payload: memoryview) -> None:
+        """One message of the reader. What is wrong with a read ends that read only."""
+        if message.credit_bytes:
+            self._credits.grant(message.credit_bytes)
+        match message.WhichOneof("message"):
+            case "open":
+                self._open(message.open)
+            case "credit":
+                self._credits.grant(message.credit.bytes)
+            case "close":
+                for key in unpack_keys(message.close.damaged_key, "damaged_key", max_keys=1):
+                    self._reads.suspect(key)
+                self._close(message.close.session)
+            case other:
+                raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
+
+    def end(self) -> None:
+        """The reader has gone."""
+        for task in list(self._sessions.values()):
+            task.cancel()
+
+    def _close(self, number: int) -> None:
+        task = self._sessions.pop(number, None)
+        if task is not None:
+            task.cancel()
+
+    def _open(self, message: kv_pb2.ReadOpen) -> None:
+        """Begins a read, or answers it as a miss."""
+        number = message.session
+        try:
+            if number in self._sessions:
+                self._close(number)
+                raise InvalidRequest("session", f"{number} was open already")
+            self._begin(number, unpack_keys(message.keys, max_keys=MAX_BLOCKS), self._layers(message))
+        except MoonpoolError as error:
+            # at level debug: a peer that asks too much must not fill the log
+            log.debug("read answered as a miss", error=str(error))
+            self._opened(number, 0)
+
+    def _begin(self, number: int, keys: Sequence[BlockKey], layers: range) -> None:
+        lease = self._reads.lend(keys)
+        try:
+            task = self._sessions[number] = self.spawn(self._serve(number, lease, layers))
+        except BaseException:
+            self._reads.take_back(lease)
+            raise
+        task.add_done_callback(lambda task: self._ended(number, task, lease))
+
+    def _layers(self, message: kv_pb2.ReadOpen) -> range:
+        layout = self._reads.pool.layout
+        if not message.layer_begin < message.layer_end <= layout.layers:
+            raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
+        if (message.head_begin, message.head_end) != (0, layout.kv_heads):
+            raise InvalidRequest("head_end", "slices are read whole")
+        return range(message.layer_begin, message.layer_end)
+
+    def _ended(self, number: int, task: "asyncio.Task[None]", lease: Lease) -> None:
+        self._reads.take_back(lease)  # here, because a task that is cancelled before it has begun cannot do it
+        if self._sessions.get(number) is task:
+            del self._sessions[number]
+
+    def _opened(self, number: int, blocks: int) -> None:
+        self.post(kv_pb2.ReadKVResponse(opened=kv_pb2.ReadOpened(session=number, blocks=blocks)))
+
+    async def _serve(self, number: int, lease: Lease, layers: range) -> None:
+        """One read from its opening to its end."""
+        reads = self._reads
+        self._opened(number, len(lease.blocks))
+        try:
+            async with asyncio.timeout(LEASE_S):
+                sent = await self._frames.send(number, 0, reads.slices(lease, layers), timeout_s=STALL_S)
+            reads.sent_bytes += sent
+        except StreamBroken:
+            return  # the stream itself reports it
+        except (MoonpoolError, TimeoutError) as error:
+            log.warning("read given up", blocks=len(lease.blocks), error=str(error))
+        self.post(kv_pb2.ReadKVResponse(done=kv_pb2.ReadDone(session=number)))

@@ -1,0 +1,180 @@
+"""Slices that arrive are copied to where they belong and verified there, in one pass over the bytes.
+
+Native code does it (native/landing.cpp), built once like the kernels; it calls the xxhash package's own functions.
+Where it cannot be had, memoryviews and xxhash do the same in two passes. The log says once which it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import itertools
+import logging
+import platform
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kernels.native.build import ARCHITECTURES, BuildError, build
+from moonpool.kv.hashes import slice_hash
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "native"
+
+Land = Callable[[list[memoryview], memoryview, Sequence[int]], int]
+"""Cuts bytes into pieces as long as the targets, and copies each to its target; how many leading ones have their hash
+there.
+
+Takes (targets, bytes, hash of each piece). Hashes are made of the targets, after the copy: whatever changes the source
+meanwhile is noticed. From the first piece with another hash on, the targets' bytes are undefined.
+
+Raises:
+    ValueError: targets, bytes and hashes do not fit each other.
+    BufferError: a target cannot be written, or a view is not contiguous.
+"""
+
+
+def land_in_two_passes(targets: list[memoryview], data: memoryview, hashes: Sequence[int]) -> int:
+    """Copies a piece, then hashes it."""
+    if len(targets) != len(hashes) or sum(target.nbytes for target in targets) != data.nbytes:
+        raise _misfit(targets, data, hashes)
+    at = 0
+    for number, (target, value) in enumerate(zip(targets, hashes, strict=True)):
+        if target.readonly or not target.contiguous:
+            raise BufferError("a target cannot be written, or is not contiguous")
+        target[:] = data[at : at + target.nbytes]
+        if slice_hash(target) != value:
+            return number
+        at += target.nbytes
+    return len(hashes)
+
+
+def _misfit(targets: list[memoryview], data: memoryview, hashes: Sequence[int]) -> ValueError:
+    return ValueError(f"{data.nbytes} bytes, {len(hashes)} hashes, targets of {[one.nbytes for one in targets]} bytes")
+
+
+class _Functions(ctypes.Structure):
+    """struct Functions in landing.cpp."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in (
+            "get_buffer",
+            "release_buffer",
+            "list_size",
+            "list_item",
+            "hash",
+            "reset",
+            "update",
+            "digest",
+            "state",
+        )
+    )
+
+
+def load_native(path: Path) -> Land:
+    """The function of a built library.
+
+    Raises:
+        OSError: the library cannot be loaded.
+        AttributeError: it, or the xxhash package, lacks a function.
+        BuildError: what it does is wrong.
+    """
+    library, hashes = ctypes.PyDLL(str(path)), ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+    create = hashes.XXH3_createState
+    create.restype = ctypes.c_void_p
+    given = _Functions(
+        _address(ctypes.pythonapi.PyObject_GetBuffer),
+        _address(ctypes.pythonapi.PyBuffer_Release),
+        _address(ctypes.pythonapi.PyList_Size),
+        _address(ctypes.pythonapi.PyList_GetItem),
+        _address(_best(hashes, "XXH3_64bits")),
+        _address(hashes.XXH3_64bits_reset),
+        _address(_best(hashes, "XXH3_64bits_update")),
+        _address(hashes.XXH3_64bits_digest),
+        create(),
+    )
+    library.mp_init.argtypes, library.mp_init.restype = (ctypes.POINTER(_Functions),), None
+    library.mp_init(given)
+    native = library.mp_land
+    native.argtypes, native.restype = (ctypes.py_object,) * 3, ctypes.c_int64
+
+    def land(targets: list[memoryview], data: memoryview, hashes: Sequence[int]) -> int:
+        found: int = native(targets, data, array("Q", hashes))
+        if found < 0:
+            raise _misfit(targets, data, hashes)
+        return found
+
+    if not _is_right(land):
+        raise BuildError("it copies or hashes wrongly")
+    return land
+
+
+def _best(library: ctypes.CDLL, name: str) -> object:
+    """The function for the processor at hand, where the package chooses among several."""
+    return getattr(library, f"{name}_dispatch", None) or getattr(library, name)
+
+
+def _address(function: object) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]  # a foreign function
+
+
+def _is_right(land: Land) -> bool:
+    """Tries sizes around those at which the code, or the hash, goes another way."""
+    source = memoryview(bytes(range(256)) * 600)
+    memory = memoryview(bytearray(source.nbytes))
+    sizes = (1, 16, 240, 4096, 32768, 32769, 80_000)
+    ends = list(itertools.accumulate(sizes, initial=0))
+    targets = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
+    data, values = source[: ends[-1]], [slice_hash(source[begin:end]) for begin, end in itertools.pairwise(ends)]
+    right = land(targets, data, values) == len(sizes) and memory[: ends[-1]] == data
+    return right and all(
+        land(targets, data, [value ^ (at == number) for at, value in enumerate(values)]) == number
+        for number in range(len(sizes))
+    )
+
+
+class Lander:
+    """Chooses between native code and two passes, at its first use or when `prepare` is called.
+
+    Args:
+        library: builds the native library, or finds it; `BuildError` where it cannot be had.
+    """
+
+    def __init__(self, library: Callable[[], Path]) -> None:
+        self._library = library
+        self._lock = threading.Lock()
+        self._land: Land | None = None
+
+    def __call__(self, targets: list[memoryview], data: memoryview, hashes: Sequence[int]) -> int:
+        """See `Land`."""
+        return (self._land or self.prepare())(targets, data, hashes)
+
+    def prepare(self) -> Land:
+        """Blocking: builds the library if need be, and loads it."""
+        with self._lock:
+            if self._land is None:
+                self._land = self._choose()
+            return self._land
+
+    def _choose(self) -> Land:
+        try:
+            native = load_native(self._library())
+        except (BuildError, OSError, AttributeError) as error:
+            log.warning("slices are copied and hashed in two passes, native code cannot be had: %s", error)
+            return land_in_two_passes
+        log.info("slices are copied and hashed in one native pass")
+        return native
+
+
+def _build() -> Path:
+    architecture = ARCHITECTURES.get(platform.machine())
+    if architecture is None:
+        raise BuildError(f"none for this processor ({platform.machine()})")
+    return build(architecture.targets[-1], SOURCES)  # the plainest: the C library and xxhash look at the processor
+
+
+land = Lander(_build)
+"""This process's."""

@@ -1,0 +1,169 @@
+"""Blocks on their way from DRAM to the SSD tier, in batches.
+
+A block that waits is held, so that writers wait for room when the device is slower than they are. A block that the
+device did not take stays in DRAM without a hold and is tried again: by `retry`, or when a writer offers it again.
+Commits are done elsewhere, between `next_plan` and `plan_done`.
+"""
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from moonpool.kv.blocks import DramBlock
+from moonpool.kv.keys import BlockKey
+from services.kvstore.core.tiered_store import TieredStore
+from services.kvstore.ssd.commit import WritePlan
+from services.kvstore.ssd.records import record_size
+
+
+class WriteQueue:
+    """The queue to the SSD tier, if there is one.
+
+    Args:
+        on_durable: told keys of blocks that were committed.
+        batch_bytes: most bytes in one commit, unless one block is larger.
+
+    Attributes:
+        queued: keys of visible blocks on their way to the SSD tier: in the queue or in the plan under way.
+        unsaved: keys of blocks that the SSD tier has not taken yet, the one tried last at the end. Some may have left
+            DRAM meanwhile, or be queued again.
+        blocks_not_durable: blocks that the SSD tier did not take at the first try.
+    """
+
+    def __init__(self, tiers: TieredStore, on_durable: Callable[[Sequence[BlockKey]], None], batch_bytes: int) -> None:
+        self._tiers = tiers
+        self._on_durable = on_durable
+        # A plan cannot reclaim what it stores itself: what it refused for that, the next one would have taken.
+        self._batch_bytes = batch_bytes if tiers.ssd is None else min(batch_bytes, tiers.ssd.space.capacity_bytes // 2)
+        self._queue: collections.deque[DramBlock] = collections.deque()
+        self._committing: WritePlan | None = None
+        self._recalled: set[DramBlock] = set()  # gone for good while the plan under way writes them
+        self.queued: set[BlockKey] = set()
+        self.unsaved: dict[BlockKey, None] = {}
+        self.blocks_durable = 0
+        self.blocks_not_durable = 0
+        self.failed_batches = 0
+
+    def add(self, blocks: Iterable[DramBlock]) -> None:
+        """Queues those blocks that are neither durable nor queued."""
+        if self._tiers.ssd is None:
+            return
+        for block in blocks:
+            key = block.info.key
+            if key not in self.queued and not self._tiers.durable(key):
+                self._tiers.dram.hold(block)
+                self.queued.add(key)
+                self._queue.append(block)
+        if self._queue:
+            self._tiers.listener.work()
+
+    def next_plan(self) -> WritePlan | None:
+        """The next batch for `SsdTier.commit`; None when there is nothing to do, or one is under way."""
+        ssd = self._tiers.ssd
+        if ssd is None or self._committing is not None or not (self._queue or ssd.has_housekeeping):
+            return None
+        batch = self._first_batch(self._queue)
+        for _ in batch:
+            self._queue.popleft()
+        plan = self._committing = ssd.plan(batch)
+        self._tiers.removed(plan.removed)
+        self._not_durable(plan.rejected)
+        return plan
+
+    def _first_batch(self, blocks: Iterable[DramBlock]) -> list[DramBlock]:
+        """The leading blocks that fit into one commit, at least one."""
+        batch: list[DramBlock] = []
+        nbytes = 0
+        for block in blocks:
+            nbytes += record_size(block.info)
+            if batch and nbytes > self._batch_bytes:
+                break
+            batch.append(block)
+        return batch
+
+    def plan_done(self, error: BaseException | None, *, again: bool = False) -> None:
+        """The plan under way was committed, or failed with `error`; `again`: its blocks are tried again at once."""
+        plan, self._committing = self._committing, None
+        ssd = self._tiers.ssd
+        assert plan is not None
+        assert ssd is not None
+        recalled, self._recalled = self._recalled, set()
+        blocks = [block for block in plan.blocks if block not in recalled]
+        if error is not None:
+            self.failed_batches += 1
+            ssd.failed(plan, error)
+            self._tiers.removed(plan.lost)
+            if again:
+                self._queue.extendleft(reversed(blocks))
+            else:
+                self._not_durable(blocks)
+        else:
+            ssd.committed(plan)
+            self._tiers.removed(plan.lost)
+            ssd.erase(place for block in recalled if (place := ssd.catalogue.find(block.info.key)) is not None)
+            self._durable(blocks)
+        self._tiers.release(list(recalled))
+
+    @property
+    def erasing(self) -> bool:
+        """Whether something that was deleted may be on disk still."""
+        return bool(self._recalled) or (self._tiers.ssd is not None and self._tiers.ssd.erasing)
+
+    def recall(self, blocks: Iterable[DramBlock]) -> None:
+        """Blocks have left DRAM for good: none of them becomes durable."""
+        coming = {block for block in blocks if block.info.key in self.queued}
+        if not coming:
+            return
+        waiting = [block for block in self._queue if block in coming]
+        self._queue = collections.deque(block for block in self._queue if block not in coming)
+        writing = coming.intersection(self._committing.blocks if self._committing is not None else ())
+        self._recalled |= writing
+        self.queued.difference_update(block.info.key for block in (*waiting, *writing))
+        self._tiers.release(waiting)
+
+    def _durable(self, blocks: Sequence[DramBlock]) -> None:
+        self.blocks_durable += len(blocks)
+        retried = any(block.info.key in self.unsaved for block in blocks)
+        for block in blocks:
+            key = block.info.key
+            self.queued.remove(key)
+            self.unsaved.pop(key, None)
+        self._tiers.release(blocks)
+        self._on_durable([block.info.key for block in blocks])
+        if retried:
+            self.retry()
+
+    def _not_durable(self, blocks: Sequence[DramBlock]) -> None:
+        """Keeps blocks in DRAM for as long as there is room; sessions go on waiting for them."""
+        for block in blocks:
+            key = block.info.key
+            self.queued.remove(key)
+            self.blocks_not_durable += key not in self.unsaved
+            self.unsaved.pop(key, None)
+            self.unsaved[key] = None
+        self._tiers.release(blocks)
+        if len(self.unsaved) > 2 * len(self._tiers.dram) + 1024:
+            self.unsaved = dict.fromkeys(key for key in self.unsaved if key in self._tiers.dram)
+
+    def retry(self) -> None:
+        """Queues one batch of the blocks that the SSD tier did not take; when it succeeds, the next one follows."""
+        self.add(self._first_batch(self._to_retry()))
+
+    def _to_retry(self) -> Iterator[DramBlock]:
+        for key in list(self.unsaved):
+            block = self._tiers.dram.get(key)
+            if block is None:
+                del self.unsaved[key]
+            elif key not in self.queued:
+                yield block
+
+    def check_invariants(self) -> None:
+        """Checks that waiting blocks are held and not durable."""
+        waiting = [*self._queue, *(self._committing.blocks if self._committing else ())]
+        assert self._recalled <= set(waiting)
+        waiting = [block for block in waiting if block not in self._recalled]
+        assert self.queued == {block.info.key for block in waiting}
+        assert len(self.queued) == len(waiting)
+        assert not any(map(self._tiers.durable, (*self.queued, *self.unsaved)))
+        there = self._tiers.dram
+        assert all(block.holds > 0 for block in waiting)
+        assert all(there.get(block.info.key) is block or block in there.leaving for block in waiting)

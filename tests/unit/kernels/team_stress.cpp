@@ -1,0 +1,29 @@
+// Three callers with regions of any size, by teams of up to eight threads that sleep now and then: each part is done once.
+#include "parallel.h"
+
+#include <cstdio>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+int main() {
+    std::atomic<int> wrong{0};
+    auto call = [&](unsigned random) {
+        for (int i = 0; i < 4000; i++) {
+            random = random * 1664525 + 1013904223;
+            int threads = 1 + (random >> 16) % 8, count = (random >> 8) % 50;
+            std::atomic<int> done{0};
+            auto part = [&](int64_t) { done++; };
+            if (i % 2) parallel(count, threads, part);
+            else parallel_runs(count, threads, part);
+            wrong += done != count;
+            if (i % 97 == 0) usleep(300);  // the team goes to sleep
+        }
+    };
+    std::vector<std::thread> callers;
+    for (unsigned i = 0; i < 3; i++) callers.emplace_back(call, i);
+    for (auto& caller : callers) caller.join();
+    printf("%d wrong\n", (int)wrong);
+    fflush(stdout);
+    _exit(wrong != 0);  // the team's threads have no end
+}

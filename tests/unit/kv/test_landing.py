@@ -1,0 +1,106 @@
+"""Copying and verifying in one go, by native code and without it."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kernels.native.build import BuildError, compiler
+from moonpool.kv.hashes import slice_hash
+from moonpool.kv.landing import Land, Lander, land, land_in_two_passes
+
+SIZES = (1, 7, 4096, 40_000, 100_001)
+
+
+def native() -> Land:
+    """This machine's; skips where there is no compiler."""
+    try:
+        compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    found = land.prepare()
+    assert found is not land_in_two_passes
+    return found
+
+
+@pytest.fixture(params=["native", "two passes"])
+def landing(request: pytest.FixtureRequest) -> Land:
+    return native() if request.param == "native" else land_in_two_passes
+
+
+def source(nbytes: int) -> memoryview:
+    return memoryview((bytes(range(251)) * (nbytes // 251 + 1))[:nbytes])
+
+
+def pieces(data: memoryview) -> list[memoryview]:
+    ends = [sum(SIZES[: count + 1]) for count in range(len(SIZES))]
+    return [data[end - size : end] for end, size in zip(ends, SIZES, strict=True)]
+
+
+def test_pieces_come_to_their_targets_and_are_verified_there(landing: Land) -> None:
+    data = source(sum(SIZES))
+    memory = bytearray(2 * len(data))
+    targets = pieces(memoryview(memory)[100:])[::-1]
+    cut, at = [], 0
+    for target in targets:
+        cut.append(data[at : at + len(target)])
+        at += len(target)
+    assert landing(targets, data, [slice_hash(piece) for piece in cut]) == len(SIZES)
+    assert [bytes(target) for target in targets] == [bytes(piece) for piece in cut]
+    assert memory[:100] == bytes(100)
+    assert memory[100 + len(data) :] == bytes(len(memory) - 100 - len(data))
+
+
+@pytest.mark.parametrize("wrong", range(len(SIZES)))
+def test_it_says_how_many_leading_pieces_are_intact(landing: Land, wrong: int) -> None:
+    data = source(sum(SIZES))
+    hashes = [slice_hash(piece) ^ (number == wrong) for number, piece in enumerate(pieces(data))]
+    assert landing(pieces(memoryview(bytearray(len(data)))), data, hashes) == wrong
+
+
+@pytest.mark.parametrize(
+    ("targets", "nbytes", "hashes"), [([4, 4], 8, 1), ([4, 4], 8, 3), ([4, 4], 9, 2), ([4, 4], 7, 2), ([4], 8, 1)]
+)
+def test_nothing_is_written_past_a_target_and_misfits_are_refused(
+    landing: Land, targets: list[int], nbytes: int, hashes: int
+) -> None:
+    data, memory = source(nbytes), memoryview(bytearray(64))
+    views = [memory[16 * number : 16 * number + size] for number, size in enumerate(targets)]
+    values = [slice_hash(data[4 * number : 4 * number + 4]) for number in range(hashes)]
+    with pytest.raises(ValueError, match="targets of"):
+        landing(views, data, values)
+    for number, size in enumerate(targets):
+        assert memory[16 * number + size : 16 * number + 16] == bytes(16 - size)
+
+
+def test_memory_that_cannot_be_written_is_refused(landing: Land) -> None:
+    with pytest.raises(BufferError):
+        landing([memoryview(bytes(4))], source(4), [slice_hash(source(4))])
+
+
+def library(error: Exception) -> Callable[[], Path]:
+    def build_it() -> Path:
+        raise error
+
+    return build_it
+
+
+def not_a_library(path: Path) -> Callable[[], Path]:
+    path.write_text("no library")
+    return lambda: path
+
+
+def test_without_native_code_it_goes_in_two_passes_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for build_it in (library(BuildError("no C++ compiler found")), not_a_library(tmp_path / "it.so")):
+        caplog.clear()
+        lander = Lander(build_it)
+        with caplog.at_level(logging.INFO):
+            for _ in range(2):
+                assert lander([memoryview(bytearray(4))], source(4), [slice_hash(source(4))]) == 1
+        assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+            "slices are copied and hashed in two passes, native code cannot be had"
+        ]
+        assert lander.prepare() is land_in_two_passes

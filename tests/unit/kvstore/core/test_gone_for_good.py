@@ -1,0 +1,170 @@
+"""What was deleted, or found damaged, does not come back, and who waits for it hears so."""
+
+import dataclasses
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moonpool.kv.frames import FrameOpener
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.selection import Selection
+from services.kvstore.core.assembly import PutSession, PutSpec
+from services.kvstore.core.forgetting import expire, forget
+from services.kvstore.core.whole import take_whole
+from services.kvstore.core.writes import DeletedBlocks
+from tests.unit.kvstore.core.test_forgetting import all_of, on_disk, tier_of
+from tests.unit.kvstore.faulty_files import FaultyFiles
+from tests.unit.kvstore.helpers import (
+    LAYOUT,
+    RECORD,
+    Driven,
+    data_of,
+    keys_of,
+    run_of,
+    spec_of,
+    store,
+)
+
+OURS, THEIRS = keys_of(4, "ours"), keys_of(2, "theirs")
+MINE = Selection(tenants=frozenset({"ours"}))
+BROKEN = OSError(errno.EIO, "Input/output error")
+
+
+def told_of(session: PutSession) -> list[str]:
+    """What a session hears of blocks that are gone."""
+    told: list[str] = []
+    session.on_forgotten = lambda: told.append("gone")
+    return told
+
+
+def damage(driven: Driven, key: BlockKey) -> None:
+    driven.store.tiers.dram[key].data[5] ^= 1
+
+
+@pytest.mark.parametrize("moment", ["queued", "committing"])
+def test_a_damaged_block_on_its_way_to_the_disk_makes_way_for_a_good_copy(tmp_path: Path, moment: str) -> None:
+    with store(tmp_path, 4 * RECORD) as driven:
+        told = told_of(driven.put(OURS[:2]))
+        plan = driven.store.writes.queue.next_plan() if moment == "committing" else None
+        damage(driven, OURS[0])
+        driven.store.reads.suspect(OURS[0])
+        assert (told, driven.removed) == (["gone"], OURS[:1])
+        again = driven.put(OURS[:1])
+        assert driven.store.writes.queue.queued >= {OURS[0]}  # it does not wait for the other's end
+        if plan is not None:
+            tier_of(driven).commit(plan)
+            driven.store.writes.queue.plan_done(None)
+        driven.flush()
+        driven.store.writes.close(again)
+        driven.store.tiers.dram.drop(driven.store.tiers.dram[OURS[0]])
+        assert driven.read(OURS[:1]) == [data_of(OURS[0])]
+    with store(tmp_path, 4 * RECORD) as driven:
+        assert driven.read(OURS[:2]) == [data_of(key) for key in OURS[:2]]
+
+
+def test_a_session_that_waits_for_durable_hears_at_once_that_its_block_was_too_old(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with store(tmp_path, 4 * RECORD, files=files) as driven:
+        files.fail("write", BROKEN)
+        driven.flush(OURS[:1])  # in DRAM only
+        unsaved, queued = driven.put(OURS[:1]), driven.put(OURS[1:2])
+        told = told_of(unsaved), told_of(queued)
+        all_of(expire(driven.store, {"*": 60.0}, 1000.0))
+        assert told == (["gone"], ["gone"])
+        assert (unsaved.closed, queued.closed) == (True, True)
+        assert driven.store.writes.awaiting == {}
+        files.mend()
+        driven.flush()
+        assert on_disk(tmp_path, OURS) == []
+
+
+def test_a_record_that_cannot_be_overwritten_keeps_no_plan_from_its_end(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with store(tmp_path, 4 * RECORD, files=files) as driven:
+        driven.flush([*OURS[:1], *THEIRS], "ours")
+        all_of(forget(driven.store, Selection(keys=frozenset(OURS))))
+        files.fail("write", BROKEN, 1)
+        session = driven.put(keys_of(1, "more"))
+        plan = driven.store.writes.queue.next_plan()
+        assert plan is not None
+        tier_of(driven).commit(plan)
+        driven.store.writes.queue.plan_done(None)
+        assert driven.durable == [tuple(OURS[:1]) + tuple(THEIRS), tuple(keys_of(1, "more"))]
+        assert driven.store.writes.queue.erasing  # it is not said to be done
+        driven.flush()
+        assert not driven.store.writes.queue.erasing
+        assert on_disk(tmp_path, OURS) == []
+        driven.store.writes.close(session)
+
+
+def test_a_segment_of_which_a_record_cannot_be_overwritten_is_written_anew(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with store(tmp_path, 8 * RECORD, files=files) as driven:
+        driven.flush([*OURS[:1], *THEIRS], "ours")
+        (number,) = tier_of(driven).catalogue.segments
+        all_of(forget(driven.store, Selection(keys=frozenset(OURS))))
+        for _ in range(2):  # the second plan tries it again, and then the file goes
+            files.fail("write", BROKEN, 1)
+            plan = driven.store.writes.queue.next_plan()
+            assert plan is not None
+            tier_of(driven).commit(plan)
+            driven.store.writes.queue.plan_done(None)
+        assert number not in tier_of(driven).catalogue.segments
+        driven.flush()
+        assert not driven.store.writes.queue.erasing
+        assert on_disk(tmp_path, OURS) == []
+        assert driven.read(THEIRS) == [data_of(key) for key in THEIRS]
+
+
+def knowing(keys: list[BlockKey], *forgotten: str, tenant: str = "ours") -> PutSpec:
+    """What a writer opens that has carried out some deletions."""
+    return dataclasses.replace(spec_of(keys, tenant=tenant), forgotten=frozenset(forgotten))
+
+
+def test_what_may_be_older_than_a_deletion_is_refused_and_what_is_younger_is_not() -> None:
+    driven = Driven()
+    driven.store.writes.deletions.add("one", MINE)
+    driven.store.writes.deletions.add("two", Selection(keys=frozenset(THEIRS[:1])))
+    opener = FrameOpener(LAYOUT, keys=OURS[:1])
+    runs = [run_of(OURS[0], 0, layer) for layer in range(LAYOUT.layers)]
+    for spec in (knowing(OURS[:1]), knowing(OURS[:1], "two", "three")):
+        with pytest.raises(DeletedBlocks, match="keys: they may be older than a deletion"):
+            driven.open(spec)
+        with pytest.raises(DeletedBlocks, match="keys: they may be older than a deletion"):
+            take_whole(driven.store, spec, opener, runs)
+    assert take_whole(driven.store, knowing(OURS[:1], "zero", "one"), opener, runs) == []
+    assert driven.open(knowing(OURS[1:2], "one")) is not None
+    with pytest.raises(DeletedBlocks):
+        driven.open(knowing(THEIRS, "one", tenant="theirs"))
+    assert driven.open(knowing(THEIRS, "two", tenant="theirs")) is not None
+    assert driven.open(knowing(keys_of(1, "other"), tenant="others")) is not None
+    assert driven.read(OURS[:1]) == [data_of(OURS[0])]
+
+
+def test_a_deletion_goes_in_steps_and_misses_nothing_that_moves_meanwhile(tmp_path: Path) -> None:
+    """Between any two steps every block changes its tier, and segments are rewritten."""
+    many = keys_of(12, "ours many")
+    with store(tmp_path, 4 * RECORD) as driven:
+        driven.flush(many, "ours")
+        driven.flush(THEIRS, "theirs")
+        dram, steps = driven.store.tiers.dram, forget(driven.store, MINE, step_blocks=1)
+        left = [len(many)]
+        for _ in steps:
+            for key in many:
+                if key in dram:
+                    dram.drop(dram[key])
+                else:
+                    driven.read([key], promote=True)
+            tier_of(driven).space.compact(1.0)
+            driven.flush()
+            left.append(sum(key in driven.store.tiers for key in many))
+        assert left[0] > left[1] > left[len(left) // 3] > left[-1] == 0  # a few at a time
+        driven.flush()
+        assert driven.read(many) == []
+        assert on_disk(tmp_path, many) == []
+        assert driven.read(THEIRS) == [data_of(key) for key in THEIRS]
+    shutil.rmtree(tmp_path / "index")
+    with store(tmp_path, 4 * RECORD) as driven:
+        assert driven.store.tiers.match(many) == 0

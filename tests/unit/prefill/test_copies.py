@@ -1,0 +1,92 @@
+"""Copies of hot blocks: what is read, what is passed over, and that they are kept as cache."""
+
+from moonpool.core.kernel import Ended
+from moonpool.kv.selection import Selection
+from moonpool.sched.forgetting import ForgetKV
+from moonpool.v1 import conductor_pb2
+from services.prefill.core.actions import CopyBlocks, EndCopy
+from services.prefill.core.events import CopyIn, Drain, LoadEnded, Source, Stop
+from tests.unit.instances import BLOCK, prefilling, prompt, spec
+from tests.unit.prefill.calls import begin
+from tests.unit.prefill.world import BT, World, keys
+
+PEER = Source("prefill-9", 4, peer=True)
+
+
+def order(number: int = 1, blocks: int = 4, family: int = 0) -> CopyIn:
+    return CopyIn(number, keys(family, blocks * BT), PEER, "tenant")
+
+
+def test_a_copy_is_read_and_kept() -> None:
+    it = World()
+    [copy] = it.post(order())
+    assert isinstance(copy, CopyBlocks)
+    assert (copy.number, copy.first, len(copy.blocks)) == (1, 0, 4)
+    assert it.post(Ended(copy.io, LoadEnded(4, seconds=0.1))) == [EndCopy(1, 4)]
+    manager = it.core.state.manager
+    assert manager.match(keys(0, 4 * BT)) == list(copy.blocks)
+    assert (manager.num_used, manager.num_cached) == (0, 4)
+    assert it.core.state.tracker.speeds.peer_bytes_per_s > 0
+    assert it.post(order(2)) == [EndCopy(2, 0)], "all of it is here"
+
+
+def test_only_what_is_missing_is_read() -> None:
+    it = World()
+    [copy] = it.post(order(1, 2))
+    assert isinstance(copy, CopyBlocks)
+    it.post(Ended(copy.io, LoadEnded(2)))
+    [copy] = it.post(order(2, 4))
+    assert isinstance(copy, CopyBlocks)
+    assert (copy.first, len(copy.blocks)) == (2, 2)
+    assert it.post(Ended(copy.io, LoadEnded(1, missing=1))) == [EndCopy(2, 1)]
+    assert len(it.core.state.manager.match(keys(0, 4 * BT))) == 3
+
+
+def test_what_cannot_be_spared_is_passed_over() -> None:
+    """More than half of what is free; a second one beside the first; from a source that has just failed."""
+    it = World()
+    assert it.post(order(1, 7)) == [EndCopy(1, 0)]
+    [copy] = it.post(order(2))
+    assert isinstance(copy, CopyBlocks)
+    assert it.post(order(3, 1, family=1)) == [EndCopy(3, 0)]
+    assert it.post(Ended(copy.io, LoadEnded(0, failed=True))) == [EndCopy(2, 0)]
+    assert it.post(order(4, 1, family=1)) == [EndCopy(4, 0)]
+    it.pass_time(3.0)
+    [copy] = it.post(order(5, 1, family=1))
+    assert isinstance(copy, CopyBlocks)
+
+
+def test_no_copy_once_it_drains_and_none_goes_on_when_it_stops() -> None:
+    it = World()
+    [copy] = it.post(order())
+    assert isinstance(copy, CopyBlocks)
+    it.post(Drain())
+    assert it.post(order(2, 1, family=1)) == [EndCopy(2, 0)]
+    it.post(Stop())
+    assert it.post(Ended(copy.io, LoadEnded(0))) == [EndCopy(1, 0)]
+    assert it.core.state.manager.num_free == it.settings.blocks
+
+
+def test_kv_that_is_deleted_while_it_comes_is_not_kept() -> None:
+    it = World()
+    [copy] = it.post(order())
+    assert isinstance(copy, CopyBlocks)
+    it.post(ForgetKV(1, Selection(tenants=frozenset({"tenant"}))))
+    it.post(Ended(copy.io, LoadEnded(4)))
+    assert it.core.state.manager.match(keys(0, 4 * BT)) == []
+    assert it.core.state.manager.num_free == it.settings.blocks
+
+
+async def test_a_copy_by_order_of_the_conductor() -> None:
+    """From another instance's pool; what is wrong with an order is not done."""
+    tokens = prompt(4 * BLOCK + 3)
+    async with prefilling() as peer, prefilling() as it:
+        await (await begin(peer, spec("warm", tokens, max_tokens=1))).to_the_end()
+        wanted = peer.service.manager.keys()
+        message = conductor_pb2.ReplicateOrder(keys=b"".join(wanted), source=peer.instance)
+        it.service.replicate(conductor_pb2.ReplicateOrder(keys=b"".join(wanted)))
+        it.service.replicate(conductor_pb2.ReplicateOrder(keys=b"short", source=peer.instance))
+        it.service.replicate(message)
+        await it.until(lambda: it.service.core.copies.copied_blocks == 4)
+        first = await (await begin(it, spec("a", tokens, max_tokens=1))).to_the_end()
+        assert (first.local_tokens, first.loaded_tokens) == (4 * BLOCK, 0)

@@ -1,0 +1,56 @@
+"""Blocks that other instances read: who gets them, how many, and that they come back."""
+
+from moonpool.kv.keys import BlockKey
+from moonpool.sched.block_manager import BlockManager
+from moonpool.sched.lending import LendBlocks, Lending, Lent, TakeBack
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(bytes([number]) * 32)
+
+
+def pool(blocks: int = 16, keys: int = 6) -> tuple[BlockManager, Lending, list[int]]:
+    """A pool of which some blocks are cached, in the order of their keys."""
+    manager = BlockManager(blocks)
+    held = manager.allocate(keys)
+    for number, block in enumerate(held):
+        manager.register(block, key(number))
+    manager.release(held)
+    return manager, Lending(manager), held
+
+
+def test_the_leading_blocks_that_are_here() -> None:
+    manager, lending, held = pool()
+    wanted = key(0), key(1), key(9), key(2)
+    assert lending.handle(LendBlocks(1, wanted), 16) == [Lent(1, tuple(held[:2]))]
+    assert (sorted(lending), manager.num_used, manager.num_cached) == (sorted(held[:2]), 2, 4)
+    assert lending.handle(TakeBack(1), 16) == []
+    assert (list(lending), manager.num_used, manager.num_cached) == ([], 0, 6)
+    manager.check_invariants()
+
+
+def test_a_part_of_the_pool_at_most() -> None:
+    """A quarter of sixteen; who asks for more gets the beginning."""
+    _, lending, held = pool()
+    keys = tuple(map(key, range(6)))
+    assert lending.handle(LendBlocks(1, keys[:3]), 16) == [Lent(1, tuple(held[:3]))]
+    assert lending.handle(LendBlocks(2, keys), 16) == [Lent(2, tuple(held[:1]))]
+    assert lending.handle(LendBlocks(3, keys), 16) == [Lent(3, ())]
+    lending.handle(TakeBack(3), 16)
+    lending.handle(TakeBack(1), 16)
+    assert list(lending) == held[:1]
+
+
+def test_only_what_can_be_spared() -> None:
+    """Blocks that somebody uses cost nothing; cached ones are missing to others as long as they are lent."""
+    manager, lending, held = pool()
+    manager.acquire(held[:1])
+    assert lending.handle(LendBlocks(1, tuple(map(key, range(3)))), 1) == [Lent(1, tuple(held[:2]))]
+
+
+def test_damaged_blocks_are_found_no_more() -> None:
+    manager, lending, held = pool()
+    lending.handle(LendBlocks(1, (key(0), key(1))), 16)
+    lending.handle(TakeBack(1, (key(1),)), 16)
+    assert manager.match([key(0), key(1)]) == held[:1]
+    manager.check_invariants()
