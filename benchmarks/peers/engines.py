@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import threading
 import venv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ PACKAGES = {"openvino": ("openvino-genai==2026.4.1.0",), "llama_cpp": ("llama-cp
 """That each needs; the last one is compiled for this machine, which takes minutes. transformers is ours."""
 NAMES = {"openvino": "OpenVINO GenAI", "llama_cpp": "llama.cpp", "transformers": "transformers"}
 START_S = 300.0
+"""That one may take to load a model."""
 
 
 class Environment:
@@ -64,7 +66,12 @@ class Peer:
     def __init__(self, name: str, process: "subprocess.Popen[str]") -> None:
         self.name = NAMES[name]
         self._process = process
-        self.version = self._read()["ready"]
+        late = threading.Timer(START_S, process.kill)
+        late.start()
+        try:
+            self.version = self._read()["ready"]
+        finally:
+            late.cancel()
 
     def answer(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[list[int]]]:
         """Seconds of greedy answers of so many tokens to prompts of one length, computed together; and the answers.

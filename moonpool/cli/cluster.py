@@ -5,6 +5,7 @@ import json
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from moonpool.client import Client
@@ -47,7 +48,7 @@ def _tenants(queue: QueueInfo) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for each in queue.tenants:
-        table.add_row(each.tenant or "(none)", f"{each.weight:g}", str(each.requests), str(each.waiting))
+        table.add_row(escape(each.tenant) or "(none)", f"{each.weight:g}", str(each.requests), str(each.waiting))
     return table
 
 

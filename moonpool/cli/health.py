@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import threading
 import time
+from urllib.parse import urlsplit
 
 import grpc
 import typer
@@ -69,16 +70,15 @@ def _ask(address: str, timeout_s: float) -> None:
 
 def _ask_http(address: str, timeout_s: float) -> None:
     """As `_ask`, of a gateway; its certificate must be one that this machine trusts (`SSL_CERT_FILE` names others)."""
-    scheme, _, place = address.rstrip("/").partition("://")
-    host, _, port = place.rpartition(":")
-    connect = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
+    parts = urlsplit(address)
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     try:
-        connection = connect(host, int(port) if port.isdecimal() else None, timeout=timeout_s)
+        connection = connect(parts.hostname or "", parts.port, timeout=timeout_s)
         with contextlib.closing(connection):
             connection.request("GET", "/health")
             answer = connection.getresponse()
             status, text = answer.status, answer.read(MAX_ANSWER_BYTES).decode(errors="replace")
-    except (OSError, OverflowError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise Unavailable(f"{address} does not answer: {error}") from error
     if status != http.HTTPStatus.OK:
         raise Unavailable(f"{address} answers that it is not serving: {text}")

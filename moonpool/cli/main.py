@@ -93,7 +93,10 @@ def up(
         typer.Option(min=0, max=65535, help="The gateway's port; 0 = any free. Default: 8000, or 0 with --port 0."),
     ] = None,
     threads: Annotated[
-        int, typer.Option(min=0, help="Threads of each engine process; 0 = an equal share of the cores.")
+        int,
+        typer.Option(
+            min=0, help="Threads of each engine process at most; 0 = all cores, which engines lend each other."
+        ),
     ] = 0,
     block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
     kv_bytes: Annotated[int, typer.Option(help="Bytes of each KV pool; 0 = 256 MiB, or the emulated hardware's.")] = 0,

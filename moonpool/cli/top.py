@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -139,5 +140,5 @@ def _requests(last: tuple[EndedRequest, ...]) -> Table:
         usage, timing = each.usage, each.timing
         counts = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         times = (f"{1e3 * timing.ttft_s:.0f}", f"{1e3 * timing.tpot_s:.1f}")
-        table.add_row(each.request_id, each.tenant or "-", *map(str, counts), *times)
+        table.add_row(escape(each.request_id), escape(each.tenant) or "-", *map(str, counts), *times)
     return table

@@ -83,7 +83,7 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
                 statuses = stack.stop()
             finally:
                 state.unlink(missing_ok=True)
-    bad = {name: status for name, status in statuses.items() if status != 0}
+    bad = {name: status for name, status in statuses.items() if status not in (0, EXIT_ROLE)}
     if lost:
         typer.echo(lost, err=True)
     if bad:
@@ -131,10 +131,15 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: Say) -> str:
 
 
 def _wait(stack: LocalStack, stopping: threading.Event) -> str:
-    """Waits for a signal or the end of a service; returns which one ended, empty when none did."""
+    """Waits for a signal or the end of a service; returns which one ended, empty when none did.
+
+    One that ended to change its role is started anew.
+    """
     while not stopping.wait(LOOK_S):
-        for service in stack.services.values():
-            if service.returncode is not None:
+        for service in list(stack.services.values()):
+            if service.returncode == EXIT_ROLE:
+                stack.spawn_again(service.id)
+            elif service.returncode is not None:
                 return f"{service.id} ended with status {service.returncode}\n{service.log_tail()}"
     return ""
 

@@ -28,7 +28,7 @@ NAMES = {
     "wait": "waits at the conductor for a place",
     "place": "is tokenised and placed, and room is promised",
     "queue": "waits at the prefill instance",
-    "load": "KV is loaded from a kvstore",
+    "load": "KV is loaded from a kvstore or another instance",
     "chunk": "a step computes a part of the prompt",
     "stream": "KV streams to decode",
     "prompt": "decode computes what it lacks of the prompt",

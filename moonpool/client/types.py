@@ -336,7 +336,7 @@ class Timeline:
         usage: tokens so far.
         timing: times so far; `e2e_s` is 0 while it runs.
         local_tokens: prompt tokens that were in the prefill instance's pool.
-        loads: what it loaded from kvstores.
+        loads: what it loaded from kvstores and other instances.
         chunks: what it computed, step by step; at most the first 256 steps.
         transfer_tail_s: from the first token until all KV was at decode; 0 = before it, or it did not go there.
         sent_bytes: KV that went to decode.

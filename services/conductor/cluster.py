@@ -85,14 +85,14 @@ class Cluster:
             NotFound: it is not here.
             InvalidRequest: it cannot become that; names the field.
         """
-        member, name = self.registry.get(instance_id), kv_pb2.InstanceKind.Name(kind)
+        if kind not in ENGINES:
+            raise InvalidRequest("kind", "must be prefill or decode")
+        member = self.registry.get(instance_id)
         if member is None:
             raise NotFound(f"no instance {instance_id!r} has joined")
-        if kind not in ENGINES or member.kind not in ENGINES or member.kind == kind:
+        if member.kind not in ENGINES or member.kind == kind:
             is_now = kv_pb2.InstanceKind.Name(member.kind)
-            raise InvalidRequest(
-                "kind", f"must be the other of prefill and decode: {instance_id} is {is_now}, not {name}"
-            )
+            raise InvalidRequest("kind", f"must be the other of prefill and decode: {instance_id} is {is_now}")
         if not member.either:
             raise InvalidRequest("instance_id", f"{instance_id} keeps its role: it was started without --either-role")
         if not any(other is not member and not other.load.draining for other in self.registry.of_kind(member.kind)):

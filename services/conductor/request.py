@@ -195,6 +195,7 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> N
     printable = message.request_id.isprintable() and ATTEMPT_MARK not in message.request_id
     _require("request_id", printable, f"printable characters other than {ATTEMPT_MARK!r} only")
     _require("tenant", len(message.tenant) <= MAX_TENANT_CHARS, f"at most {MAX_TENANT_CHARS} characters")
+    _require("tenant", message.tenant.isprintable(), "printable characters only")
     check_priority(message.priority, "priority")
     _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
 

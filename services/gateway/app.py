@@ -47,7 +47,7 @@ def make_app(endpoints: Endpoints) -> Starlette:
         ("GET", FILES, page.file),
         ("GET", STATE, watching.state),
         ("GET", REQUESTS, watching.requests),
-        ("GET", REQUESTS + "/{name}", watching.request),
+        ("GET", REQUESTS + "/{name:path}", watching.request),
     ]
     caching = endpoints.caching
     routes += [

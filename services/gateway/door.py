@@ -56,6 +56,14 @@ class Door:
         own = self.tenant(request)
         return lambda tenant: self._is_operator(own) or tenant == own
 
+    def oversees(self, request: Request) -> bool:
+        """Whether a request is an operator's; without keys everybody is one.
+
+        Raises:
+            Unauthenticated: there is no such key.
+        """
+        return self._is_operator(self.tenant(request))
+
     def operator(self, request: Request) -> None:
         """Let an operator's request pass; without keys everybody is one.
 
@@ -63,7 +71,7 @@ class Door:
             Unauthenticated: there is no such key.
             PermissionDenied: it is another tenant's.
         """
-        if not self._is_operator(self.tenant(request)):
+        if not self.oversees(request):
             raise PermissionDenied("this key's tenant is not among the gateway's --operator-tenants")
 
     def _is_operator(self, tenant: str) -> bool:

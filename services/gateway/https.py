@@ -59,7 +59,7 @@ class Https:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        context.load_cert_chain(self._cert, self._key)
+        context.load_cert_chain(self._cert, self._key, password="")  # one that needs any is refused, not asked for
         return context
 
 

@@ -166,8 +166,8 @@ class ResponsesBody(AnsweredBody):
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
             "metadata": self.metadata or {},
             "tools": [
                 {"strict": False, **tool.model_dump(include={"type", "name", "description", "parameters"})}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -54,6 +54,8 @@ class Watching:
             raise _unknown(name) from None
         if not sees(found.timeline.tenant):
             raise _unknown(name)
+        if not self._door.oversees(request):  # queues of instances are made by others' requests
+            found = replace(found, candidates=())
         drawn = {"phases": [asdict(phase) for phase in phases(found)], "names": NAMES}
         return json_response({"request_id": name, **asdict(found), **drawn}, NO_STORE)
 

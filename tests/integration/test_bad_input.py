@@ -206,6 +206,7 @@ EMPTY: dict[str, tuple[grpc.StatusCode, str]] = {
     "conductor.ListContexts": (CODES.OK, ""),
     "conductor.DeleteContext": (CODES.NOT_FOUND, ""),
     "conductor.DeleteKV": (INVALID, "selection"),
+    "conductor.ChangeRole": (INVALID, "kind"),
     "conductor.ConductorStats": (CODES.OK, ""),
     "conductor.Join": (INVALID, "hello"),
     "prefill.Prefill": (INVALID, "sequence.request_id"),

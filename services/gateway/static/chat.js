@@ -50,7 +50,6 @@ async function send() {
   byId("talk").querySelector(".hint")?.remove();
   byId("text").value = "";
   const before = turns;
-  const conversation = turns;
   const system = byId("system").value.trim();
   turns = [...before, { role: "user", content: said }];
   const messages = system ? [{ role: "system", content: system }, ...turns] : turns;
@@ -60,7 +59,7 @@ async function send() {
   busy(true);
   try {
     const heard = await listen(messages, answer, own.signal);
-    if (conversation === before && turns.length === before.length + 1) turns = [...turns, heard];
+    if (turns.length === before.length + 1) turns = [...turns, heard];
   } catch (error) {
     if (turns.length === before.length + 1) turns = before;
     answer.shown.append(el("p", { class: "problem", role: "alert" }, error.message));

@@ -37,6 +37,7 @@ COVERED = {
     "Explain": "explain",
     "ConductorStats": "stats",
     "DeleteKV": "delete_kv",
+    "ChangeRole": "change_role",
 }
 CONTEXTS = {
     "CreateContext": "create",
