@@ -11,6 +11,7 @@ from moonpool.kv.frames import Slice
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.pool import KVPool
+from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.lending import LendBlocks, Lending, TakeBack
 from moonpool.streams.credits import ByteCredits, Traffic
 from moonpool.streams.lanes.listening import LaneServer
@@ -40,6 +41,7 @@ class PoolReads:
         pool: what is read.
         link: the way out.
         calls: has the core hold blocks.
+        manager: where the core has its blocks; only looked at.
         closing: set when streams are to end.
         lanes: offers lanes to readers.
 
@@ -55,6 +57,7 @@ class PoolReads:
         pool: KVPool,
         link: Link,
         calls: PoolCalls,
+        manager: BlockManager,
         closing: asyncio.Event,
         lanes: LaneServer,
     ) -> None:
@@ -62,6 +65,7 @@ class PoolReads:
         self.lanes = lanes
         self.sessions = self.sent_bytes = 0
         self._calls = calls
+        self._manager = manager
         self._numbers = itertools.count(1)
         self._streams: set[ReadStream] = set()
 
@@ -86,18 +90,19 @@ class PoolReads:
         self.sessions += 1
         return Lease(number, keys[: len(blocks)], blocks)
 
-    def take_back(self, lease: "Lease", damaged: Sequence[BlockKey] = ()) -> None:
+    def take_back(self, lease: "Lease") -> None:
         """A lease is over."""
         self.sessions -= 1
-        self._calls.take_back(TakeBack(lease.number, tuple(damaged)))
+        self._calls.take_back(TakeBack(lease.number))
 
     def suspect(self, key: BlockKey) -> None:
-        """A reader got a block whose bytes do not match their hash: if they do not here, nobody finds it any more."""
-        lease = self.lend([key])
-        intact = all(
-            self._is_intact(layer, block) for block in lease.blocks for layer in range(self.pool.layout.layers)
-        )
-        self.take_back(lease, () if intact else [key])
+        """A reader got a block whose bytes do not match their hash: if they do not here, nobody finds it any more.
+
+        It is not lent for that, which may be impossible just now: nothing is evicted before this returns.
+        """
+        layers = range(self.pool.layout.layers)
+        if not all(self._is_intact(layer, block) for block in self._manager.match([key]) for layer in layers):
+            self._calls.take_back(TakeBack(next(self._numbers), (key,)))
 
     def _is_intact(self, layer: int, block: int) -> bool:
         data, value = self.pool.read(layer, block)
@@ -112,11 +117,11 @@ class PoolReads:
                 yield Slice(layer, index, data, full, bind(value, key, layer))
 
 
-def pool_reads(context: InstanceContext, calls: PoolCalls, closing: asyncio.Event) -> PoolReads:
+def pool_reads(context: InstanceContext, calls: PoolCalls, manager: BlockManager, closing: asyncio.Event) -> PoolReads:
     """What other instances read of an instance's pool."""
     setup = context.setup
     pool, link = context.engine.pool, context.link
-    return PoolReads(context.instance, setup.namespace, pool, link, calls, closing, context.lanes)
+    return PoolReads(context.instance, setup.namespace, pool, link, calls, manager, closing, context.lanes)
 
 
 def read_gauges(reads: PoolReads, lending: Lending) -> list[Entry]:

@@ -1,6 +1,7 @@
 """Blocks of an engine's pool that other instances read, the same for prefill and decode. Plain values, no I/O."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
@@ -8,7 +9,7 @@ from moonpool.kv.keys import BlockKey
 from moonpool.sched.block_manager import BlockManager
 
 SHARE = 4
-"""One block of so many may be lent at once: reading takes no more from those who compute here."""
+"""One block of so many may be lent at once, to however many: reading takes no more from those who compute here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Lending:
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
         self._lent: dict[int, tuple[int, ...]] = {}
+        self._loans: Counter[int] = Counter()  # of each block
         self._most = max(1, manager.num_blocks // SHARE)
 
     def __iter__(self) -> Iterator[int]:
@@ -58,20 +60,29 @@ class Lending:
         """Lends, or takes back; `spare` = blocks that may be taken from those that are free or cached."""
         if isinstance(event, LendBlocks):
             return [self._lend(event, spare)]
-        self._manager.release(self._lent.pop(event.number, ()))
+        self._take_back(self._lent.pop(event.number, ()))
         self._manager.forget(event.damaged)
         return []
 
+    def _take_back(self, blocks: Sequence[int]) -> None:
+        self._manager.release(blocks)
+        for block in blocks:
+            self._loans[block] -= 1
+            if not self._loans[block]:
+                del self._loans[block]
+
     def _lend(self, event: LendBlocks, spare: int) -> Lent:
         blocks = []
-        left = self._most - sum(map(len, self._lent.values()))
-        for block in self._manager.match(event.keys)[: max(left, 0)]:
+        left = self._most - len(self._loans)
+        for block in self._manager.match(event.keys):
+            left -= block not in self._loans
             spare -= self._manager.is_cached(block)
-            if spare < 0:
+            if min(left, spare) < 0:
                 break
             blocks.append(block)
         if blocks:
             self._manager.acquire(blocks)
+            self._loans.update(blocks)
             self._lent[event.number] = tuple(blocks)
         return Lent(event.number, tuple(blocks))
 

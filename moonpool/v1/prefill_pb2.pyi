@@ -197,17 +197,19 @@ Global___PrefillAccepted: _TypeAlias = PrefillAccepted  # noqa: Y015
 
 @_typing.final
 class StoreMiss(_message.Message):
-    """A block that an instance was believed to hold and did not."""
+    """A block that a kvstore was believed to hold and did not. What another engine instance does not give is not told: it
+    may hold the block and not lend it now, and it reports by itself what it loses.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STORE_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
     block: _builtins.int
-    """Index of the block in the sequence; the instance gave those before it."""
+    """Index of the block in the sequence; the kvstore gave those before it."""
     @_builtins.property
     def store(self) -> _kv_pb2.Instance:
-        """The kvstore, or the prefill or decode instance."""
+        """The kvstore."""
 
     def __init__(
         self,
@@ -322,7 +324,7 @@ class FirstToken(_message.Message):
     """The lane on which KV goes to decode: "local", "tcp" or "grpc" (docs/lanes.md); empty while none goes."""
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreMiss]:
-        """Blocks that could not be loaded because who was believed to hold them had lost them."""
+        """Blocks that could not be loaded because the kvstore that was believed to hold them had lost them."""
 
     @_builtins.property
     def further_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -78,7 +78,7 @@ class DecodeInstance:
         self.subscribers: set[Subscriber] = set()
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()
-        self.reads = pool_reads(context, pool, self.closing)
+        self.reads = pool_reads(context, pool, self.core.blocks, self.closing)
         self.lanes = context.lanes
         self.draining = False
         self.taken = 0

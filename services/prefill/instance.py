@@ -74,7 +74,7 @@ class PrefillInstance:
             context.setup.namespace, self.layout.block_bytes, self.write_back, self.shell.pool.forget, carried_out
         )
         self.closing = asyncio.Event()
-        self.reads = pool_reads(context, self.shell.pool, self.closing)
+        self.reads = pool_reads(context, self.shell.pool, self.manager, self.closing)
 
     @property
     def manager(self) -> BlockManager:

@@ -3,7 +3,8 @@
 With the first step, writing sessions that bring such blocks end; older blocks are refused since the store knows of the
 deletion (`Writes.deletions`). The steps go through the parts of all keys: a block that moves between the tiers stays in
 its part, so none is missed. With the last step nobody finds the blocks; what comes meanwhile may be deleted as well. A
-read that has begun may end with what it has in DRAM; what it has not read from the SSD tier yet is a miss. Records are
+read that has begun may end with what it has in DRAM; what it has not read from the SSD tier yet is a miss, unless its
+segment was being rewritten when it began: then it reads on, and nothing of it is kept (`Reads.close`). Records are
 overwritten with the next plans (`SsdTier.erasing`).
 """
 

@@ -162,12 +162,10 @@ class Reads:
         held = held if lease.promote and len(held) < len(keys) else []  # what comes from SSD must not evict its chain
         for block in held:
             dram.hold(block)
-        for key in keys:
-            source = self._source(key, lease)
-            if source is None:
-                break
-            lease.sources.append(source)
-        self.tiers.release(held)
+        try:
+            self._lease_leading(keys, lease)
+        finally:
+            self.tiers.release(held)
         if lease.blocks == end < len(lease.keys):
             return True
         first = self.tiers.dram.get(lease.keys[0]) if lease.keys and not lease.sources else None
@@ -178,6 +176,13 @@ class Reads:
         if lease.counted:
             self._count(lease)
         return False
+
+    def _lease_leading(self, keys: Sequence[BlockKey], lease: ReadLease) -> None:
+        for key in keys:
+            source = self._source(key, lease)
+            if source is None:
+                break
+            lease.sources.append(source)
 
     def _count(self, lease: ReadLease) -> None:
         self.tiers.touch(lease.keys[: lease.blocks])
@@ -230,7 +235,10 @@ class Reads:
             self.tiers.listener.work()
 
     def close(self, lease: ReadLease) -> None:
-        """Ends a lease; what it read whole stays in DRAM. No thread may still be reading for it. Idempotent."""
+        """Ends a lease; what it read whole stays in DRAM if it is on SSD still. Idempotent.
+
+        No thread may still be reading for it.
+        """
         if lease.closed:
             return
         lease.closed = True
@@ -252,7 +260,7 @@ class Reads:
             if not source.reserved:
                 continue
             self.leased_bytes -= layout.block_bytes
-            read = source.promoted(layout)
+            read = self._promoted(source, layout)
             if read is None or promoted.setdefault(read.info.key, read) is not read:
                 unused.add(source.tenant, layout.block_bytes)
             source.fill = None
@@ -264,6 +272,14 @@ class Reads:
         self.tiers.release(held)
         self.tiers.listener.room()
         self.tiers.listener.sessions_changed()
+
+    def _promoted(self, source: LeasedBlock, layout: KVLayout) -> DramBlock | None:
+        """What was read whole and may stay. What the SSD tier has lost meanwhile may not: it may have been deleted.
+
+        A segment that was rewritten while it was read does not tell (`SsdReader.deleted`): only the new copy is erased.
+        """
+        read = source.promoted(layout)
+        return read if read is not None and self.tiers.durable(read.info.key) else None
 
     def check_invariants(self) -> None:
         """Checks that leases keep no more than they may, and nothing when none is open."""

@@ -69,15 +69,24 @@ class Ledger:
             InvalidRequest: a record is too large, has no place, or should be a deletion and is not.
             Overloaded: all together are too large; none was taken.
         """
-        self._note(records)
-        await self._write(self.book.merge(records))
+        for record in filter(_is_deletion, records):
+            deletion_from_record(record)  # raises before any is taken
+        newer = self.book.merge(records)
+        self._note(newer)
+        await self._write(newer)
 
-    def _note(self, records: Iterable[kv_pb2.Record], *, over: bool = False) -> None:
-        """Keeps up which deletions there are; those in records that are `over` are forgotten."""
+    def _note(self, records: Iterable[kv_pb2.Record]) -> None:
+        """Keeps up which deletions there are."""
         for record in records:
-            if record.kind == DELETION and record.value and not over:
+            if _is_deletion(record):
                 self.deletions.add(record.id, deletion_from_record(record))
             elif record.kind == DELETION:
+                self.deletions.remove(record.id)
+
+    def _forget(self, over: Iterable[kv_pb2.Record]) -> None:
+        """Forgets deletions whose time is over: that of the record, or, where there is none, of the mark."""
+        for record in over:
+            if record.kind in (DELETION, _APPLIED) and self.book.get(DELETION, "", record.id) is None:
                 self.deletions.remove(record.id)
 
     def counts(self, deletion: str) -> tuple[int, int] | None:
@@ -98,7 +107,7 @@ class Ledger:
 
     async def _write(self, records: Sequence[kv_pb2.Record]) -> None:
         over = [record for book in (self.book, self._applied) for record in book.prune(self._clock())]
-        self._note(over, over=True)
+        self._forget(over)
         if self._env is not None and (records or over):
             await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records, over)
 
@@ -115,6 +124,11 @@ class Ledger:
         self._thread.shutdown()
         if self._env is not None:
             self._env.close()
+
+
+def _is_deletion(record: kv_pb2.Record) -> bool:
+    """Whether it names what is deleted; one without a value names nothing any more."""
+    return record.kind == DELETION and bool(record.value)
 
 
 def _key(record: kv_pb2.Record) -> bytes:

@@ -192,12 +192,12 @@ class PutBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A source did not hold a block that it was believed to hold."""
+    """A kvstore did not hold a block that it was believed to hold."""
 
     source: int
     """Index in the job's sources."""
     block: int
-    """Index in the sequence; the source gave those before it."""
+    """Index in the sequence; the kvstore gave those before it."""
 
 
 @dataclass(frozen=True, slots=True)

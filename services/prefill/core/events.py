@@ -118,7 +118,7 @@ class LoadEnded:
     blocks: int
     """Leading blocks of the load that are whole in all layers."""
     missing: int | None = None
-    """The first block of the load that the source has lost."""
+    """The first block of the load that the source has lost, or, if it is a peer, does not lend."""
     failed: bool = False
     """The source did not do what it should have done: it is left alone for a while."""
     seconds: float = 0.0

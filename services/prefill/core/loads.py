@@ -60,7 +60,7 @@ class Loads:
         if job is None or job.load is None or job.load.io != io:
             return
         load = job.load
-        if result.missing is not None:
+        if result.missing is not None and not flight.source.peer:  # peers may lend fewer, and tell what they lose
             job.misses.append(Miss(load.source, load.first + result.missing))
         if result.blocks == flight.wanted:
             job.loads.append(Loaded(load.source, result.blocks, result.seconds))

@@ -230,6 +230,18 @@ def test_a_failed_load_is_computed(whole: int, start: int) -> None:
     assert told.misses == (actions.Miss(0, whole),)
 
 
+def test_what_a_peer_does_not_give_is_no_miss() -> None:
+    """It may hold the block and not lend it now; what it loses it reports by itself."""
+    it = world()
+    it.arrive(60, sources=(events.Source("peer", 3, peer=True),))
+    (load,) = loads(it)
+    it.end(load.io, events.LoadEnded(0, missing=0))
+    run(it)
+    told = it.clients[1].token
+    assert told is not None
+    assert (told.computed_tokens, told.misses) == (60, ())
+
+
 def test_a_load_that_fails_under_its_step_is_computed_when_the_step_is_over() -> None:
     it = world(stages=2)
     _, load = loading(it, 60, 3)

@@ -63,14 +63,14 @@ async def test_reads_from_a_decode() -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 2])
-async def test_blocks_that_are_gone_are_a_miss(gone: int) -> None:
-    """They are computed, and the first token says which block was missing."""
+async def test_blocks_that_are_gone_are_computed(gone: int) -> None:
+    """They are not told as missing: the peer reports by itself what it loses."""
     async with prefilling() as peer, prefilling() as it:
         await warm(peer)
         peer.service.shell.pool.forget(ForgetKV(1, Selection(keys=frozenset(KEYS[gone:]))))
         told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), gone * BLOCK)
-        assert [(miss.store.id, miss.block) for miss in told.misses] == [("prefill-0", gone)]
+        assert list(told.misses) == []
 
 
 async def test_a_damaged_block_is_not_used_and_not_lent_again() -> None:
@@ -82,6 +82,23 @@ async def test_a_damaged_block_is_not_used_and_not_lent_again() -> None:
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 0)
         await peer.until(lambda: not peer.service.manager.match(KEYS[1:2]))
         assert {KEYS[0], KEYS[2]} <= set(peer.service.manager.keys())
+
+
+async def test_a_damaged_block_that_cannot_be_lent_just_now_is_found_too() -> None:
+    """A quarter of eight blocks is lent already."""
+    async with prefilling(blocks=8) as peer:
+        await warm(peer)
+        reads, manager = peer.service.reads, peer.service.manager
+        leases = reads.lend(KEYS[:2]), reads.lend(KEYS[3:])
+        assert [len(lease.blocks) for lease in leases] == [2, 0]
+        [damaged] = manager.match(KEYS[3:])
+        peer.engine.pool.slice(1, damaged)[0] ^= 1
+        for key in KEYS:
+            reads.suspect(key)
+        await peer.until(lambda: not manager.match(KEYS[3:]))
+        assert set(manager.keys()) == set(KEYS[:3])
+        for lease in leases:
+            reads.take_back(lease)
 
 
 async def test_a_peer_that_stops_in_the_middle_of_a_read() -> None:

@@ -30,15 +30,20 @@ def test_the_leading_blocks_that_are_here() -> None:
 
 
 def test_a_part_of_the_pool_at_most() -> None:
-    """A quarter of sixteen; who asks for more gets the beginning."""
-    _, lending, held = pool()
+    """A quarter of sixteen, however many read each; who asks for more gets the beginning."""
+    manager, lending, held = pool()
     keys = tuple(map(key, range(6)))
     assert lending.handle(LendBlocks(1, keys[:3]), 16) == [Lent(1, tuple(held[:3]))]
-    assert lending.handle(LendBlocks(2, keys), 16) == [Lent(2, tuple(held[:1]))]
-    assert lending.handle(LendBlocks(3, keys), 16) == [Lent(3, ())]
+    assert lending.handle(LendBlocks(2, keys), 16) == [Lent(2, tuple(held[:4]))]
+    assert lending.handle(LendBlocks(3, keys[1:]), 16) == [Lent(3, tuple(held[1:4]))]
+    assert lending.handle(LendBlocks(4, keys[4:]), 16) == [Lent(4, ())]
+    for number in (4, 2):
+        lending.handle(TakeBack(number), 16)
+    assert lending.handle(LendBlocks(5, keys[4:]), 16) == [Lent(5, ())], "four are lent still"
     lending.handle(TakeBack(3), 16)
-    lending.handle(TakeBack(1), 16)
-    assert list(lending) == held[:1]
+    assert lending.handle(LendBlocks(6, keys[4:]), 16) == [Lent(6, (held[4],))]
+    assert list(lending) == [*held[:3], held[4]]
+    manager.check_invariants()
 
 
 def test_only_what_can_be_spared() -> None:

@@ -17,6 +17,7 @@ from services.kvstore.core.writes import DeletedBlocks
 from tests.unit.kvstore.core.test_forgetting import all_of, on_disk, tier_of
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import (
+    FORMAT,
     LAYOUT,
     RECORD,
     Driven,
@@ -25,6 +26,7 @@ from tests.unit.kvstore.helpers import (
     run_of,
     spec_of,
     store,
+    view_of,
 )
 
 OURS, THEIRS = keys_of(4, "ours"), keys_of(2, "theirs")
@@ -116,6 +118,38 @@ def test_a_segment_of_which_a_record_cannot_be_overwritten_is_written_anew(tmp_p
         assert not driven.store.writes.queue.erasing
         assert on_disk(tmp_path, OURS) == []
         assert driven.read(THEIRS) == [data_of(key) for key in THEIRS]
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_block_that_is_read_while_its_segment_is_rewritten_comes_back_only_if_it_is_there(
+    tmp_path: Path, deleted: bool
+) -> None:
+    """The deletion finds the new copy; what is read is the old one, in a file without a name."""
+    with store(tmp_path, 4 * RECORD) as driven:
+        driven.flush([*OURS[:1], *THEIRS], "ours")
+        driven.flush(keys_of(2, "more"))
+        tiers, queue = driven.store.tiers, driven.store.writes.queue
+        tiers.dram.drop(tiers.dram[OURS[0]])
+        tier_of(driven).forget(THEIRS)
+        assert tier_of(driven).space.compact(0.9) == 1
+        plan = queue.next_plan()
+        assert plan is not None
+        assert OURS[0] in [append.key for append in plan.carry]
+        lease = driven.store.reads.open(OURS[:1], FORMAT, promote=True)
+        tier_of(driven).commit(plan)
+        queue.plan_done(None)
+        if deleted:
+            all_of(forget(driven.store, Selection(keys=frozenset(OURS))))
+            driven.flush()
+        (source,) = lease.sources
+        assert source.reader is not None
+        source.reader.read_layers(0, [view_of(source, layer) for layer in range(LAYOUT.layers)])
+        source.filled = (1 << LAYOUT.layers) - 1
+        driven.store.reads.close(lease)
+        driven.flush()
+        assert (OURS[0] in tiers.dram, OURS[0] in tiers) == (not deleted, not deleted)
+        assert driven.store.reads.promotions == (not deleted)
+        assert on_disk(tmp_path, OURS) == ([] if deleted else OURS[:1])
 
 
 def knowing(keys: list[BlockKey], *forgotten: str, tenant: str = "ours") -> PutSpec:

@@ -1,14 +1,17 @@
 """Room in DRAM: what sessions evict and reserve, frames that fail, and what leases keep."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, Overloaded
 from moonpool.kv.frames import OpenRun, Run
+from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.core.assembly import PORTION_BLOCKS, portions
 from services.kvstore.core.reads import PORTION_KEYS, ReadLease
+from services.kvstore.core.tiered_store import StoreListener
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,
@@ -278,3 +281,29 @@ def test_a_lease_of_many_blocks_is_had_in_portions() -> None:
     reads.extend(half)
     reads.close(half)
     driven.store.check_invariants()
+
+
+class Broken(StoreListener):
+    """Fails when it is told of a removal."""
+
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+        if removed:
+            raise RuntimeError("broken")
+
+
+def test_a_lease_that_fails_in_the_middle_holds_nothing_when_it_is_closed(tmp_path: Path) -> None:
+    """Its first block is in DRAM; the second comes from SSD in the place of one that is nowhere else."""
+    ssd = open_ssd(tmp_path)
+    driven = Driven(ssd, dram_bytes=2 * BLOCK, listener=Broken())
+    dram, reads = driven.store.tiers.dram, driven.store.reads
+    driven.flush([A, B])
+    dram.drop(dram[B])
+    driven.flush([C])
+    ssd.forget([C])
+    lease = reads.begin(ReadLease(FORMAT, [A, B], promote=True))
+    with pytest.raises(RuntimeError, match="broken"):
+        reads.extend(lease)
+    assert driven.removed == [C]
+    reads.close(lease)
+    assert (dram.held_bytes, reads.leased_bytes) == (0, 0)
+    ssd.close()

@@ -10,11 +10,12 @@ from moonpool.cluster.records import RecordBook
 from moonpool.cluster.selections import DELETION
 from moonpool.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import pack_keys
+from moonpool.kv.selection import Selection
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.forgetting import Forgotten
 from services.kvstore.operate.deletions import Deletions
-from services.kvstore.operate.ledger import Ledger
+from services.kvstore.operate.ledger import KEEP_S, Ledger
 from tests.slices import hashed
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import BLOCK, RECORD, block_of, data_of, keys_of, slice_of, writing
@@ -181,6 +182,46 @@ async def test_records_and_what_was_carried_out_outlive_the_process(tmp_path: Pa
     assert [it.id for it in last.book.of("k")] == []
     assert last.book.after(0)[0] == [record("a", 3, b"")]  # that it was deleted is known still
     last.close()
+
+
+def order_of(name: str, version: int, *, over: bool = False) -> kv_pb2.Record:
+    """The record of a deletion, or that there is none any more."""
+    value = b"" if over else deletion(name, tenants=["ours"]).SerializeToString()
+    return kv_pb2.Record(kind=DELETION, id=name, version=version, value=value, expires_at=1e12)
+
+
+async def test_a_deletion_is_known_as_long_as_its_record_or_that_it_was_carried_out(tmp_path: Path) -> None:
+    now = [100.0]
+    ledger = Ledger(tmp_path, lambda: now[0])
+    await ledger.take([order_of("recorded", 1)])
+    ledger.deletions.add("told", Selection(tenants=frozenset({"ours"})))
+    await ledger.applied({"recorded": (1, 10), "told": (2, 20)})
+    assert list(ledger.deletions) == ["recorded", "told"]
+    now[0] += KEEP_S + 1.0
+    await ledger.take([])
+    assert (list(ledger.deletions), ledger.counts("told")) == (["recorded"], None)
+    await ledger.applied({"recorded": (1, 10)})
+    ledger.close()
+    again = Ledger(tmp_path, lambda: now[0])
+    assert (list(again.deletions), again.counts("recorded")) == (["recorded"], (1, 10))
+    again.close()
+
+
+async def test_records_that_are_not_taken_are_no_deletions() -> None:
+    ledger = Ledger(None)
+    ledger.book = RecordBook(max_bytes=400)
+    with pytest.raises(Overloaded):
+        await ledger.take([order_of("one", 1), record("a", 1, bytes(500))])
+    wrong = kv_pb2.Record(kind=DELETION, id="two", version=1, value=b"\xff", expires_at=1e12)
+    with pytest.raises(InvalidRequest, match="is no deletion"):
+        await ledger.take([order_of("one", 1), wrong])
+    assert (list(ledger.deletions), len(ledger.book)) == ([], 0)
+    await ledger.take([order_of("one", 2, over=True)])
+    await ledger.take([order_of("one", 1)])
+    assert list(ledger.deletions) == []
+    await ledger.take([order_of("one", 3)])
+    assert list(ledger.deletions) == ["one"]
+    ledger.close()
 
 
 def test_the_higher_version_is_kept_whoever_brings_it() -> None:
