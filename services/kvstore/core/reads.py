@@ -101,7 +101,7 @@ class Reads:
     """All leases.
 
     Args:
-        writes: is told of blocks that came into DRAM.
+        writes: is told of blocks that were found damaged.
         max_sessions: most open leases.
         lease_bytes: most DRAM that leases keep: blocks, and what is reserved for blocks being read in.
 
@@ -268,13 +268,12 @@ class Reads:
         self.promotions += len(taken)
         self.tiers.dram.arrived(list(promoted))
         self.tiers.unreserve(unused)
-        self._writes.arrived(taken)
         self.tiers.release(held)
         self.tiers.listener.room()
         self.tiers.listener.sessions_changed()
 
     def _promoted(self, source: LeasedBlock, layout: KVLayout) -> DramBlock | None:
-        """What was read whole and may stay. What the SSD tier has lost meanwhile may not: it may have been deleted.
+        """What was read whole and may stay. What has left the SSD tier meanwhile may not: it may have been deleted.
 
         A segment that was rewritten while it was read does not tell (`SsdReader.deleted`): only the new copy is erased.
         """
