@@ -33,6 +33,7 @@ int lent_cores(int threads) {
         if (i == own_slot || other.beat_ns.load(std::memory_order_relaxed) < now - BUSY_NS) continue;
         if (other.cores.load(std::memory_order_relaxed) == cores) all += other.share.load(std::memory_order_relaxed);
     }
+    if (share <= 0 || all <= 0) return threads;
     int64_t most = (int64_t)team_most() * share / all;
     return most < 1 ? 1 : most < threads ? (int)most : threads;
 }

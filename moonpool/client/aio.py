@@ -286,6 +286,9 @@ class AsyncClient:
     ) -> DeletedKV:
         """Delete KV from every tier of every instance: all blocks that one of the arguments names.
 
+        It is carried out once, also if no answer comes and it is asked for again at another conductor; the counts are
+        those of the call that was answered.
+
         Raises:
             InvalidRequest: nothing is named, or a key or namespace has not 32 bytes.
         """

@@ -100,6 +100,7 @@ class DeletedKV:
     Attributes:
         id: names the deletion in logs.
         instances: what each of them did.
+            Where the order had to be repeated because no answer came, what the first one deleted is not in the counts.
         recorded: kvstores that remember the deletion for instances that are away.
     """
 

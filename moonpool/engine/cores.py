@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ _LONGEST_NUMBER = (1 << 63) - 1
 
 def default_page() -> Path:
     """Where this user's page is, in memory."""
-    return Path(f"/dev/shm/moonpool-cores-{os.getuid()}")  # noqa: S108  # ours alone: opened without following links
+    return Path(f"/dev/shm/moonpool-cores-{os.getuid()}")  # noqa: S108  # `claim` looks whose it is
 
 
 def number_of(cores: Sequence[int]) -> int:
@@ -63,15 +64,19 @@ class Cores:
         except OSError as error:
             raise ConfigError("core_page", f"{path}: {error.strerror}") from error
         try:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+                raise ConfigError("core_page", f"{path}: must be a file of this user that others cannot write")
             fcntl.flock(handle, fcntl.LOCK_EX)
             size = SLOTS * SLOT.size
-            if os.fstat(handle).st_size < size:
-                os.ftruncate(handle, size)
+            os.posix_fallocate(handle, 0, size)  # what is mapped but cannot be had would end the process
             page = mmap.mmap(handle, size)
             own = next((index for index in range(SLOTS) if not _alive(_slot(page, index)[0])), None)
             if own is None:
                 raise ConfigError("core_page", f"{path}: all of its {SLOTS} slots are taken")
             SLOT.pack_into(page, own * SLOT.size, os.getpid(), share, number_of([*os.sched_getaffinity(0)]), 0)
+        except OSError as error:
+            raise ConfigError("core_page", f"{path}: {error.strerror}") from error
         finally:
             fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone does not: the mapping has a descriptor of its own
             os.close(handle)

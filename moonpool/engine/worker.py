@@ -38,7 +38,7 @@ from moonpool.engine.messages import (
     Shutdown,
     StageSpec,
 )
-from moonpool.errors import MoonpoolError
+from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.sched.steps import Step
 
 if TYPE_CHECKING:
@@ -141,7 +141,8 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
 def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextManager[None]]:
     """What each step runs in: as many cores as are ours while it does (`moonpool.engine.cores`).
 
-    Native kernels look at that themselves, before each of their regions. Torch's threads are set per step.
+    Native kernels look at that themselves, before each of their regions. Torch's threads are set per step, unless
+    results are to be the same whatever else runs.
 
     Raises:
         ConfigError: the page cannot be used.
@@ -149,18 +150,26 @@ def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextMa
     import torch
 
     from kernels.native import library
-    from moonpool.engine.cores import SLOTS, Cores
+    from moonpool.engine.cores import SLOTS, Cores, default_page
 
     if not engine.core_page:
         return contextlib.nullcontext
-    cores = Cores.claim(Path(engine.core_page), engine.core_share)
+    try:
+        cores = Cores.claim(Path(engine.core_page), engine.core_share)
+    except ConfigError as error:
+        if Path(engine.core_page) != default_page():  # somebody asked for it
+            raise
+        sys.stderr.write(f"cores are not lent: {error}\n")
+        torch.set_num_threads(max(1, engine.threads // engine.stages))
+        return contextlib.nullcontext
     kernels = library.get() if native else None
     if kernels is not None:
         kernels.lend(cores.address, SLOTS, cores.own)
         return cores.computing
 
     def split() -> AbstractContextManager[None]:
-        torch.set_num_threads(min(max(1, engine.threads), cores.fixed_split()))
+        if not engine.deterministic:
+            torch.set_num_threads(min(max(1, engine.threads), cores.fixed_split()))
         return contextlib.nullcontext()
 
     return split

@@ -162,7 +162,7 @@ class Lander:
     def _choose(self) -> Land:
         try:
             native = load_native(self._library())
-        except (BuildError, OSError, AttributeError) as error:
+        except (BuildError, OSError, AttributeError, ImportError) as error:
             log.warning("slices are copied and hashed in two passes, native code cannot be had: %s", error)
             return land_in_two_passes
         log.info("slices are copied and hashed in one native pass")

@@ -2155,8 +2155,9 @@ class DeleteKVRequest(_message.Message):
     SELECTION_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Names the deletion, 16 to 64 characters that nobody else draws: who asks again with it, here or at another
-    conductor, gets the answer to the same deletion. Empty: the conductor draws one.
+    """Names the deletion, 16 to 64 characters that nobody else draws. It is carried out once, also when it is asked for
+    again, here or at another conductor. The counts are those of this call: 0 for what an earlier one has deleted.
+    Empty: the conductor draws one.
     """
     @_builtins.property
     def selection(self) -> _kv_pb2.Selection:

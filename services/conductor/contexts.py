@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from moonpool.errors import InvalidRequest, NotFound, Overloaded
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
+from services.conductor.beside import HITS, TAG, Beside
 from services.conductor.ledger import Ledger
 
-CONTEXT, TAG, HITS, FILLED, PINNED = "context", "tag", "hits", "filled", "pinned"
+CONTEXT, FILLED, PINNED = "context", "filled", "pinned"
 PREFIX = "cache-"
 """Of contexts' ids."""
 DEFAULT_TTL_S = 3600.0
@@ -63,8 +64,8 @@ class Contexts:
     def __init__(self, ledger: Ledger, conductor: str) -> None:
         self._ledger = ledger
         self._conductor = conductor
-        self._beside: dict[tuple[str, str], set[tuple[str, str]]] = {}  # kinds and ids of its tags and hits, by context
-        ledger.heard.append(self._heard)
+        self._beside = Beside(ledger.book)
+        ledger.heard.append(self._beside.heard)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
@@ -98,31 +99,10 @@ class Contexts:
     def __len__(self) -> int:
         return sum(1 for _ in self._ledger.book.of(CONTEXT))
 
-    def _heard(self, records: Iterable[kv_pb2.Record]) -> None:
-        """Notes which tags and hits belong to a context."""
-        for record in records:
-            if record.kind in (TAG, HITS) and record.value:
-                of = record.value.decode() if record.kind == TAG else record.id.partition("/")[0]
-                self._beside.setdefault((record.tenant, of), set()).add((record.kind, record.id))
-
-    def _beside_of(self, tenant: str, context_id: str) -> dict[str, list[kv_pb2.Record]]:
-        """A context's tags and hits, by kind. Those that are not its own any more are forgotten."""
-        book, noted = self._ledger.book, self._beside.get((tenant, context_id), set())
-        found: dict[str, list[kv_pb2.Record]] = {TAG: [], HITS: []}
-        for kind, record_id in list(noted):
-            record = book.get(kind, tenant, record_id)
-            if record is None or (kind == TAG and record.value.decode() != context_id):
-                noted.discard((kind, record_id))
-            else:
-                found[kind].append(record)
-        if not noted:
-            self._beside.pop((tenant, context_id), None)
-        return found
-
     def _read(self, record: kv_pb2.Record) -> pb.Context:
         """A context with what is kept beside it."""
         book, place = self._ledger.book, (record.tenant, record.id)
-        context, beside = pb.Context.FromString(record.value), self._beside_of(*place)
+        context, beside = pb.Context.FromString(record.value), self._beside.of(*place)
         for kind in (FILLED, PINNED):
             kept = book.get(kind, *place)
             if kept is not None:
@@ -210,7 +190,7 @@ class Contexts:
 
     def deleted(self, context: pb.Context) -> list[kv_pb2.Record]:
         """Records by which a context and everything of it is gone, its text too."""
-        tenant, beside = place_of(context)[0], self._beside_of(*place_of(context))
+        tenant, beside = place_of(context)[0], self._beside.of(*place_of(context))
         return [
             *(self._deleted(kind, *place_of(context)) for kind in (CONTEXT, FILLED, PINNED)),
             *(self._deleted(kind, tenant, one.id) for kind, records in beside.items() for one in records),

@@ -87,7 +87,8 @@ class Forgetting:
 
         Args:
             selection: what.
-            name: of the deletion; "" = a new one. One that was ordered before is not ordered once more.
+            name: of the deletion; "" = a new one. One that was ordered before is not ordered once more, and what was
+                deleted then is not counted again.
 
         Raises:
             InvalidRequest: nothing is chosen, or the name is wrong or that of another deletion.

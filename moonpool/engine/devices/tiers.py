@@ -86,9 +86,11 @@ class TwoTiers:
 
     def fetch(self, blocks: Sequence[int], then: Then) -> None:
         """See `KVMemory.fetch`. A part-filled block gets no hash: nothing sends it anywhere."""
-        wanted = [(block, 0) for block in dict.fromkeys(blocks) if block in self._only_here]
-        for layer in range(self._part.layer_begin, self._part.layer_end) if wanted else ():
-            self._carry_out(layer, wanted)
+        wanted = [block for block in dict.fromkeys(blocks) if block in self._only_here]
+        for row in range(len(self._here)) if wanted else ():
+            # What the device has not seen is newer in the pool: the block is another sequence's by now.
+            seen = [(block, 0) for block in wanted if bool(self._written[row, block] == self._seen[row, block])]
+            self._carry_out(self._part.layer_begin + row, seen)
         self._only_here.difference_update(blocks)
         self._courier.send(then)
 

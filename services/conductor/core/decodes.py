@@ -78,7 +78,7 @@ class Decode:
     @property
     def computing(self) -> bool:
         """Whether a sequence runs: an answer of ours has begun, or the last report has one of others."""
-        return self.sequences > len(self.answers) or any(answer.made for answer in self.answers.values())
+        return self.sequences > self.own_sequences or any(answer.made for answer in self.answers.values())
 
     def count(self) -> None:
         """Counts what is there anew: by the last report, and what it did not include."""

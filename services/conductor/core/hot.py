@@ -15,7 +15,8 @@ TOP = 1024
 """Prefixes that are watched, those of most regret; up to twice as many before the others are dropped."""
 HALF_LIFE_S = 30.0
 ASKED = 2.0
-"""Prompts that must have asked for a prefix lately: three in a short time. A conversation's next turn is no demand."""
+"""So much the prompts that asked for a prefix must count together, each 1 at first and half of it after `HALF_LIFE_S`:
+three within about 40 s, or two at the same time. A conversation's next turn is no demand."""
 WORTH = 2.0
 """What was lost must be so many times what the copy takes."""
 

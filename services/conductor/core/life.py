@@ -114,7 +114,7 @@ class Request:
         refusal: what the client is told when waiting is in vain.
         waits_since: when it began to look for a place in vain; None while it has one.
         queued_s: how long it has looked before, as far as that does not count in its limit.
-        charged: its tenant has paid for it.
+        charged: its tenant has paid for it, and it has counted for copies.
         recovering: it was placed before, or could not be for a passing reason: it is not refused early.
     """
 

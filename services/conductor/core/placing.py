@@ -99,8 +99,6 @@ class Placing:
             self._not_kept(now, request, able, plan, out)
         else:
             attempt = self._legs.begin(request, plan, self._options(request, able, now), now)
-            copy = self._picture.hot.placed(request.keys, plan.wish, request.ask.tenant, now)
-            out += [copy] if copy is not None else []
             if plan.decodes:
                 self.ask(now, request, attempt, out)
             else:
@@ -156,7 +154,7 @@ class Placing:
             return
         for kind in ("wait", "pause"):
             self._timers.clear((kind, number))
-        self._charge(request, plan)
+        self._count(now, request, plan, out)
         waited_s, queued_s = attempt.begun - request.ask.arrived, 0.0
         if request.waits_since is not None:
             queued_s = attempt.begun - request.waits_since
@@ -169,11 +167,15 @@ class Placing:
         else:
             self._legs.prefill(request, attempt, out)
 
-    def _charge(self, request: Request, plan: Plan) -> None:
-        """Lets the tenant pay for a request, once."""
-        if not request.charged:
-            request.charged = True
-            self._shares.serve(request.ask.tenant, self._cost_s(plan), request.ask.weight)
+    def _count(self, now: float, request: Request, plan: Plan, out: list[Action]) -> None:
+        """Counts a request once, at its first place: its tenant pays, and it may be a reason for a copy."""
+        if request.charged:
+            return
+        request.charged = True
+        self._shares.serve(request.ask.tenant, self._cost_s(plan), request.ask.weight)
+        wish = None if plan.at_decode else plan.wish
+        copy = self._picture.hot.placed(request.keys, wish, request.ask.tenant, now)
+        out += [copy] if copy is not None else []
 
     def _cost_s(self, plan: Plan) -> float:
         """Predicted seconds of instances: the prompt's at prefill, and those that its answer adds to decode's steps."""

@@ -7,7 +7,8 @@ over the number of instances, and what it will be after a change can be told.
 
 An instance goes to the other pool when that one's pressure has been so many times as high (`ratio`) for `hold_s`, and
 both pools are better off: the pool that gives one stays below its limit, and below what the other one had. Then
-nothing is changed until the change is over and the pressures are known anew; a pool that needs one more gets it after
+nothing is changed until the change is over and the pressures are known anew. An instance that drains and can change is
+taken for a change under way, as another conductor may have ordered it. A pool that needs one more gets it after
 `SETTLE_S`, the other way it takes `hold_s` again. Who has changed stays for `dwell_s`.
 """
 
@@ -93,6 +94,8 @@ class Roles:
     """What is under way."""
     pressures: dict[Kind, Pressure] = field(default_factory=lambda: {kind: Pressure() for kind in OTHER})
     _stays_until: dict[str, float] = field(default_factory=dict)
+    _hung: set[str] = field(default_factory=set)
+    """Instances that drain, but their changes have not ended in time."""
     _sampled_at: float | None = None
 
     def order(self, now: float, instance: str, out: list[Action]) -> None:
@@ -118,16 +121,28 @@ class Roles:
         if not self.limits.swap or (self._sampled_at is not None and now - self._sampled_at < SAMPLE_S):
             return
         self._sample(now)
-        if self.change is not None:
-            if now - self.change.since < CHANGE_S:
-                return
-            self.change = None
+        if self._under_way(now):
+            return
         for kind, pressure in self.pressures.items():
             if pressure.since is not None and now - pressure.since >= self.limits.hold_s:
                 chosen = self._chosen(OTHER[kind], now)
                 if chosen is not None:
                     self.order(now, chosen, out)
                     return
+
+    def _under_way(self, now: float) -> bool:
+        """Whether a change is waited for: one of ours, or one that another conductor seems to have ordered."""
+        pools: tuple[Iterable[Prefill | Decode], ...] = self.prefills, self.decodes
+        drain = {it.facts.id: it.facts.kind for pool in pools for it in pool if it.facts.either and it.load.draining}
+        if self.change is not None and now - self.change.since >= CHANGE_S:
+            self._hung.add(self.change.instance)
+            self.change = None
+        self._hung.intersection_update(drain)
+        if self.change is None and (new := drain.keys() - self._hung):
+            instance = min(new)
+            self.change = Change(instance, OTHER[drain[instance]], now)
+            self._anew()
+        return self.change is not None
 
     def _sample(self, now: float) -> None:
         """Takes the pressures of now into the means, and notes since when one pool is in need."""
@@ -187,7 +202,7 @@ class Roles:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self.change, self.pressures, self._stays_until, self._sampled_at)
+        return digest_of(self.change, self.pressures, self._stays_until, self._hung, self._sampled_at)
 
 
 def _work(one: Prefill | Decode, now: float) -> float:

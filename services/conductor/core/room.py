@@ -13,8 +13,9 @@ from services.conductor.core.crowd import left_free
 
 HOLD_AFTER_S = 5.0
 LOOKS = 64
-"""So many at most that do not fit are looked at for one report. Of those before them one after the other gets an
-instance that is held free, so nobody behind them waits for ever."""
+"""So many at most that do not fit into the room of now are looked at for one report. One after the other of them gets
+an instance that is held free, so nobody behind them waits for ever. Those that an instance is too small for do not
+count: it is never held for them, so they would keep it from the others for as long as they wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,11 @@ class Waiter:
 
 
 class RoomQueue:
-    """The waiting requests. A report costs at most `LOOKS` looks, and one for each that it wakes."""
+    """The waiting requests.
+
+    A report costs at most `LOOKS` looks, one for each that it wakes, and a comparison for each that the instance is too
+    small for.
+    """
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
@@ -103,18 +108,22 @@ class RoomQueue:
         found: list[int] = []
         looks = LOOKS
         most = 1 if self._refused.get(decode) == room else len(self._waiters)
+        if not total:
+            return found
         for number in self._queue:
             if len(found) >= most:
                 break
             waiter = self._waiters[number]
+            if waiter.need.longest > total:
+                continue
             blocks = needs(waiter.need)
             left = left_free(blocks, total) if leaves_room(waiter.place) else 0
-            if blocks + left <= room and waiter.need.longest <= total and self.free_to(decode, waiter.place):
+            if blocks + left <= room and self.free_to(decode, waiter.place):
                 found.append(number)
                 room -= blocks
                 continue
             looks -= 1
-            if self._holds_now(waiter, decode, total, now) or not looks:
+            if self._holds_now(waiter, decode, now) or not looks:
                 break
         return found
 
@@ -129,9 +138,9 @@ class RoomQueue:
         """All of it, for a digest."""
         return self._waiters, self._holds, self._refused
 
-    def _holds_now(self, waiter: Waiter, decode: str, total: int, now: float) -> bool:
+    def _holds_now(self, waiter: Waiter, decode: str, now: float) -> bool:
         """Whether the instance is held for this one, who has waited for long and is too big for its room of now."""
         number = waiter.place.number
-        if waiter.need.longest <= total and now - waiter.since >= HOLD_AFTER_S and number not in self._holds.values():
+        if now - waiter.since >= HOLD_AFTER_S and number not in self._holds.values():
             self._holds.setdefault(decode, number)
         return self._holds.get(decode) == number

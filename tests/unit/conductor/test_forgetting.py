@@ -106,8 +106,8 @@ async def test_what_another_conductor_deletes_marks_what_is_on_its_way_here() ->
     assert [request.sequence.transient for request in p.requests] == [False, True]
 
 
-async def test_who_asks_again_gets_the_answer_to_the_same_deletion() -> None:
-    """Here or at another conductor: it is ordered once, by its name."""
+async def test_a_deletion_that_is_asked_for_again_is_carried_out_once() -> None:
+    """Here or at another conductor: it is ordered once, by its name. The counts are those of each call."""
     store, name = FakeStore(keys=list(KEYS)), "n" * 16
     request = conductor_pb2.DeleteKVRequest(id=name, selection=kv_pb2.Selection(keys=KEYS[0]))
     async with stack(store) as s:

@@ -199,6 +199,10 @@ def story(it: Rig) -> Story:
         it.write(block, [(bytes(len(data)), 0) for data, _ in it.slices(block)])
     for slices, block in zip(saved, (4, 1, 6), strict=True):
         it.write(block, slices)
+    # Another comes into the other's part-filled block and goes again before it has run: the device has old bytes there.
+    it.write(5, saved[0])
+    it.fetch(5)
+    kv.append(it.slices(5))
     while len(moved) <= 3 * SIZE:  # until its third block is full
         sampled = it.run(part(moved, len(moved) - 1, (4, 1, 6))).sampled[0]
         assert sampled is not None

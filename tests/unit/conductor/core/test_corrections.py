@@ -4,7 +4,9 @@ import pytest
 
 from moonpool.cost import Speeds
 from services.conductor.core.corrections import Corrections
-from tests.unit.conductor.core.worlds import World, facts
+from services.conductor.core.decodes import Answer, Decodes
+from services.conductor.core.facts import LoadFacts
+from tests.unit.conductor.core.worlds import World, decode_at, facts
 
 TOLD = Speeds(prefill_per_token_s=1e-3, load_bytes_per_s=1e9)
 TOKENS = 64
@@ -139,3 +141,16 @@ def test_an_answer_that_has_room_but_has_not_begun_does_not_compute() -> None:
     assert here.plan().prefill.company is False
     here.picture.grew(2, 1, 0.0)
     assert here.plan().prefill.company is True
+
+
+def test_several_answers_to_one_prompt_do_not_compute_before_they_begin() -> None:
+    decode, decodes = decode_at(0, facts("decode-0", host="a"), 0, room=90), Decodes()
+    decodes.add(decode)
+    decode.claim(1, Answer(64, 20, sequences=4))
+    assert decodes.company("a") is False
+    decode.report(LoadFacts(running=5, free_blocks=80), 0.0, 0.0)
+    assert decodes.company("a") is True
+    decode.report(LoadFacts(free_blocks=80), 0.0, 0.0)
+    assert decodes.company("a") is False
+    decode.answers[1].made = 1
+    assert decodes.company("a") is True

@@ -106,6 +106,23 @@ def test_a_report_looks_at_a_few_of_those_who_wait_for_room() -> None:
     assert looked <= 2 * LOOKS + 2
 
 
+def test_those_that_an_instance_is_too_small_for_use_up_no_looks() -> None:
+    rooms = RoomQueue(Shares())
+    for number in range(2 * LOOKS):
+        rooms.add(Waiter(place(number), Need(100, 100), since=0.0))
+    rooms.add(Waiter(place(2 * LOOKS), Need(2, 2), since=0.0))
+    asked: list[int] = []
+
+    def needs(need: Need) -> int:
+        asked.append(need.longest)
+        return need.longest
+
+    assert rooms.woken("decode-0", 10, 50, needs, lambda _: False, 60.0) == [2 * LOOKS]
+    assert asked == [2]
+    assert rooms.woken("decode-0", 0, 0, needs, lambda _: False, 60.0) == []
+    assert rooms.woken("decode-1", 110, 1000, needs, lambda _: False, 60.0) == [0]
+
+
 def test_who_leaves_room_is_known_without_a_look_at_all_tenants() -> None:
     def crowd(tenants: int) -> Crowd:
         it = Crowd()

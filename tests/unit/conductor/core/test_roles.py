@@ -205,3 +205,45 @@ def test_a_pool_that_needs_several_gets_them_one_after_the_other() -> None:
     joined = world.now
     world.wait(100)
     assert world.changes[1:] == [(joined + SETTLE_S, "d1", Kind.PREFILL)]
+
+
+def draining(world: World, name: str) -> None:
+    """An instance drains from now on, and nothing of this conductor has made it so."""
+    world.loads[name] = replace(world.loads[name], draining=True)
+
+
+def test_a_change_that_another_conductor_has_ordered_is_waited_for() -> None:
+    world = World(2, 4)
+    world.queue(BUSY)
+    world.wait(50)
+    draining(world, "d2")
+    world.wait(60)
+    assert world.changes == []
+    world.leave("d2")
+    world.wait(20)
+    assert world.changes == []
+    world.join("d2", Kind.PREFILL)
+    world.queue(BUSY)
+    joined = world.now
+    world.wait(100)
+    assert world.changes == [(joined + SETTLE_S, "d0", Kind.PREFILL)]
+
+
+def test_one_that_hangs_in_its_drain_is_waited_for_once() -> None:
+    world = World(2, 4)
+    world.queue(BUSY)
+    world.wait(50)
+    draining(world, "d2")
+    world.wait(int(3 * CHANGE_S))
+    seen = 52.0  # pressures are looked at with the first report of a second, d2's of 51 is not the first
+    assert [(when, name) for when, name, _ in world.changes] == [(seen + CHANGE_S, "d0"), (seen + 2 * CHANGE_S, "d0")]
+
+
+def test_a_drain_of_one_that_cannot_change_is_not_waited_for() -> None:
+    world = World(2, 3)
+    world.either = False
+    world.join("d3", Kind.DECODE)
+    world.queue(BUSY)
+    draining(world, "d3")
+    world.wait(100)
+    assert [name for _, name, _ in world.changes] == ["d0"]

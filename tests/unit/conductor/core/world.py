@@ -77,8 +77,11 @@ class World:
         total: int = 64,
         rest_tokens: int = 0,
         slow_factor: float = 0.0,
+        copy_share: float = 0.0,
     ) -> None:
-        self.core = ConductorCore(limits, CountedPicture(rest_tokens=rest_tokens, slow_factor=slow_factor))
+        copies = {"peers": bool(copy_share), "copy_share": copy_share}
+        picture = CountedPicture(rest_tokens=rest_tokens, slow_factor=slow_factor, **copies)  # type: ignore[arg-type]
+        self.core = ConductorCore(limits, picture)
         self.members: dict[str, InstanceFacts] = {}
         self.now = 0.0
         self.actions: list[Action] = []

@@ -1,0 +1,47 @@
+"""Which placements of requests count as prompts that ask for a copy of a hot prefix."""
+
+from services.conductor.core.hot import Replicate
+from services.conductor.core.messages import Announce, Finish, Prefill, Reserve, Start
+
+from .world import NO_ROOM, World
+
+KEYS = tuple(bytes([number]) * 32 for number in range(2))
+
+
+def holding(rest_tokens: int = 0) -> World:
+    """Decode holds the beginning of all prompts, which prefill would have gained from."""
+    world = World(prefills=1, decodes=1, rest_tokens=rest_tokens, copy_share=0.1)
+    world.holds("decode-0", KEYS)
+    return world
+
+
+def test_a_prompt_counts_once_however_often_it_is_placed() -> None:
+    world = holding()
+    world.arrive(keys=KEYS)
+    for room in range(20, 24):
+        world.end(world.one(Reserve), NO_ROOM)
+        assert world.open(Prefill) == []
+        world.report("decode-0", room)
+    world.promise(world.one(Reserve))
+    [told] = world.all(Announce)
+    assert told.plan.wish is not None
+    assert world.all(Replicate) == []
+    for _ in range(3):
+        world.arrive(keys=KEYS)
+        world.promise(world.one(Reserve))
+    [copy] = world.all(Replicate)
+    assert (copy.instance, copy.source, copy.keys) == ("prefill-0", "decode-0", KEYS)
+    world.finish_all()
+
+
+def test_a_prompt_that_decode_computes_is_no_reason_for_a_copy() -> None:
+    world = holding(rest_tokens=32)
+    for _ in range(4):
+        world.arrive(keys=KEYS)
+        world.promise(world.one(Reserve), held=len(KEYS))
+        start = world.one(Start)
+        world.more(start, 8, Finish.LENGTH, known=True)
+        world.end(start)
+    assert [(told.plan.at_decode, told.plan.wish is None) for told in world.all(Announce)] == 4 * [(True, False)]
+    assert world.all(Replicate) == []
+    world.finish_all()
