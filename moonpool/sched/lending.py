@@ -1,6 +1,5 @@
 """Blocks of an engine's pool that other instances read, the same for prefill and decode. Plain values, no I/O."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,7 +48,7 @@ class Lending:
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
         self._lent: dict[int, tuple[int, ...]] = {}
-        self._loans: Counter[int] = Counter()  # of each block
+        self._loans: dict[int, int] = {}  # of each block, how many
         self._most = max(1, manager.num_blocks // SHARE)
 
     def __iter__(self) -> Iterator[int]:
@@ -82,7 +81,8 @@ class Lending:
             blocks.append(block)
         if blocks:
             self._manager.acquire(blocks)
-            self._loans.update(blocks)
+            for block in blocks:
+                self._loans[block] = self._loans.get(block, 0) + 1
             self._lent[event.number] = tuple(blocks)
         return Lent(event.number, tuple(blocks))
 
