@@ -57,7 +57,7 @@ def test_the_grpc_profile_differs_in_its_rates_alone() -> None:
     assert grpc == dataclasses.replace(paper, name=grpc.name, hardware=grpc.hardware, speeds=speeds)
     assert rates["load_bytes_per_s"] == pytest.approx(measured("kvstore", "DRAM, Get, blocks of 1024 KiB"), rel=0.25)
     assert rates["transfer_bytes_per_s"] == pytest.approx(
-        measured("kv_stream", "ReceiveKV, frames of 1024 KiB"), rel=0.25
+        measured("kv_stream", "ReceiveKV over grpc, frames of 1024 KiB"), rel=0.25
     )
 
 
