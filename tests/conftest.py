@@ -5,10 +5,21 @@ draws the same examples each time, however slow the machine is.
 """
 
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; engines are told a number of their own
 
 settings.register_profile("moonpool", deadline=None, derandomize=True)
 settings.load_profile("moonpool")
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A folder for unix sockets, whose paths may have 107 bytes: `tmp_path` can be longer than that leaves."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="mp-") as folder:  # ours alone
+        yield Path(folder)

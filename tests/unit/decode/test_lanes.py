@@ -55,8 +55,8 @@ async def transferring(
 
 
 @pytest.mark.parametrize("lane", LANES)
-async def test_a_prompt_arrives_whole_and_is_what_prefill_computed(tmp_path: Path, lane: str) -> None:
-    async with transferring(tmp_path, lane) as (it, sender, _, pool), conducting(it) as conductor:
+async def test_a_prompt_arrives_whole_and_is_what_prefill_computed(sockets: Path, lane: str) -> None:
+    async with transferring(sockets, lane) as (it, sender, _, pool), conducting(it) as conductor:
         target = await reserve(it, spec("a", TOKENS, max_tokens=6))
         await conductor.start("a", target, 9)
         async with await sender.open(target) as outbound:
@@ -68,8 +68,8 @@ async def test_a_prompt_arrives_whole_and_is_what_prefill_computed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("lane", LANES)
-async def test_what_comes_after_a_transfer_s_end_is_dropped_and_its_memory_is_free(tmp_path: Path, lane: str) -> None:
-    async with transferring(tmp_path, lane) as (it, sender, dialer, pool):
+async def test_what_comes_after_a_transfer_s_end_is_dropped_and_its_memory_is_free(sockets: Path, lane: str) -> None:
+    async with transferring(sockets, lane) as (it, sender, dialer, pool):
         target = await reserve(it, spec("a", TOKENS))
         outbound = await sender.open(target)
         await outbound.send(slices(pool, range(1)))
@@ -87,8 +87,8 @@ async def test_what_comes_after_a_transfer_s_end_is_dropped_and_its_memory_is_fr
 
 
 @pytest.mark.parametrize("lane", ["local", "tcp"])
-async def test_a_lane_that_breaks_fails_its_transfers_and_the_next_goes_over_grpc(tmp_path: Path, lane: str) -> None:
-    async with transferring(tmp_path, lane) as (it, sender, dialer, pool):
+async def test_a_lane_that_breaks_fails_its_transfers_and_the_next_goes_over_grpc(sockets: Path, lane: str) -> None:
+    async with transferring(sockets, lane) as (it, sender, dialer, pool):
         first = await sender.open(await reserve(it, spec("a", TOKENS)))
         await first.send(slices(pool, range(1)))
         dialer.cut()
@@ -103,8 +103,8 @@ async def test_a_lane_that_breaks_fails_its_transfers_and_the_next_goes_over_grp
             it.service.shell.end(request, "not wanted")
 
 
-async def test_a_damaged_block_is_named(tmp_path: Path) -> None:
-    async with transferring(tmp_path, "local") as (it, sender, _, pool):
+async def test_a_damaged_block_is_named(sockets: Path) -> None:
+    async with transferring(sockets, "local") as (it, sender, _, pool):
         pool.slice(1, 2)[7] ^= 1
         outbound = await sender.open(await reserve(it, spec("a", TOKENS)))
         with pytest.raises(TransferFailed, match="layer 1 of block 2: wrong hash"):

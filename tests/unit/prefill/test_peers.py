@@ -41,8 +41,8 @@ async def test_reads_from_another_prefill() -> None:
 
 
 @pytest.mark.parametrize("lane", ["local", "tcp"])
-async def test_reads_over_a_lane(lane: str, tmp_path: Path) -> None:
-    lanes: dict[str, Any] = {"kv_lanes": lane, "kv_lanes_dir": tmp_path}
+async def test_reads_over_a_lane(lane: str, sockets: Path) -> None:
+    lanes: dict[str, Any] = {"kv_lanes": lane, "kv_lanes_dir": sockets}
     async with prefilling(incarnation=6, **lanes) as peer, prefilling(**lanes) as it:
         await warm(peer)
         told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()

@@ -55,8 +55,8 @@ def expected(count: int = len(KEYS)) -> list[bytes]:
 
 
 @pytest.mark.parametrize("lane", LANES)
-async def test_blocks_come_back_as_they_were_put(tmp_path: Path, lane: str) -> None:
-    async with storing(tmp_path, lane) as (store, dialer, pool), writing(store) as writer:
+async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> None:
+    async with storing(sockets, lane) as (store, dialer, pool), writing(store) as writer:
         assert (await store.put(KEYS[:2])) == (0, 2)  # whole with its opening, from memory that is no region
         outcome = await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)
         assert (outcome.present, outcome.stored, writer.lane) == (2, len(KEYS) - 2, lane)
@@ -79,9 +79,9 @@ async def test_blocks_come_back_as_they_were_put(tmp_path: Path, lane: str) -> N
 
 @pytest.mark.parametrize("lane", ["local", "tcp"])
 async def test_a_lane_that_breaks_is_grpc_s_for_the_next_and_comes_back_later(
-    tmp_path: Path, lane: str, caplog: pytest.LogCaptureFixture
+    sockets: Path, lane: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with storing(tmp_path, lane, retry_s=0.0) as (store, dialer, pool), writing(store) as writer:
+    async with storing(sockets, lane, retry_s=0.0) as (store, dialer, pool), writing(store) as writer:
         assert (await writer.put(KEYS[:2], PARENTS[:2], "", pool.read, timeout_s=10)).stored == 2
         late: list[int] = []
 
@@ -102,8 +102,8 @@ async def test_a_lane_that_breaks_is_grpc_s_for_the_next_and_comes_back_later(
 
 
 @pytest.mark.parametrize("lane", ["local", "tcp"])
-async def test_until_it_may_be_tried_again_grpc_is_used(tmp_path: Path, lane: str) -> None:
-    async with storing(tmp_path, lane) as (store, dialer, pool), writing(store) as writer:
+async def test_until_it_may_be_tried_again_grpc_is_used(sockets: Path, lane: str) -> None:
+    async with storing(sockets, lane) as (store, dialer, pool), writing(store) as writer:
         await writer.put(KEYS[:1], PARENTS[:1], "", pool.read, timeout_s=10)
         dialer.cut()
         for index, used in ((1, "grpc"), (2, "grpc")):
@@ -115,8 +115,8 @@ async def test_until_it_may_be_tried_again_grpc_is_used(tmp_path: Path, lane: st
         assert await store.read(KEYS[:3]) == expected(3)
 
 
-async def test_a_lane_that_cannot_be_opened_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with storing(tmp_path, "local") as (store, dialer, pool), writing(store) as writer:
+async def test_a_lane_that_cannot_be_opened_is_told_once(sockets: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with storing(sockets, "local") as (store, dialer, pool), writing(store) as writer:
         os.unlink(store.service.lanes.addresses["local"])
         assert (await writer.put(KEYS[:2], PARENTS[:2], "", pool.read, timeout_s=10)).stored == 2
         assert await store.read(KEYS[:2]) == expected(2)
@@ -124,8 +124,8 @@ async def test_a_lane_that_cannot_be_opened_is_told_once(tmp_path: Path, caplog:
         assert sum("lane failed" in record.getMessage() for record in caplog.records) == 1
 
 
-async def test_a_put_that_is_cancelled_leaves_credits_and_lane_as_they_were(tmp_path: Path) -> None:
-    async with storing(tmp_path, "local") as (store, dialer, pool), writing(store) as writer:
+async def test_a_put_that_is_cancelled_leaves_credits_and_lane_as_they_were(sockets: Path) -> None:
+    async with storing(sockets, "local") as (store, dialer, pool), writing(store) as writer:
         began = asyncio.Event()
 
         def read(layer: int, index: int) -> tuple[memoryview, int]:
@@ -143,17 +143,17 @@ async def test_a_put_that_is_cancelled_leaves_credits_and_lane_as_they_were(tmp_
 
 
 @pytest.mark.parametrize("lane", ["local", "tcp"])
-async def test_what_changes_on_its_way_is_never_stored(tmp_path: Path, lane: str) -> None:
+async def test_what_changes_on_its_way_is_never_stored(sockets: Path, lane: str) -> None:
     """A pool's block that is overwritten before the store has pulled it: its hash is another one."""
-    async with storing(tmp_path, lane) as (store, _, pool), writing(store) as writer:
+    async with storing(sockets, lane) as (store, _, pool), writing(store) as writer:
         pool.slice(1, 3)[5] ^= 1
         with pytest.raises(FrameError, match="wrong hash"):
             await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)
         assert len(await store.read(KEYS)) <= 3
 
 
-async def test_the_store_s_end_ends_its_lanes_with_its_reason(tmp_path: Path) -> None:
-    async with storing(tmp_path, "local") as (store, dialer, pool), writing(store) as writer:
+async def test_the_store_s_end_ends_its_lanes_with_its_reason(sockets: Path) -> None:
+    async with storing(sockets, "local") as (store, dialer, pool), writing(store) as writer:
         await writer.put(KEYS[:1], PARENTS[:1], "", pool.read, timeout_s=10)
         await store.service.finish()
         with pytest.raises(StreamBroken, match="shutting down"):

@@ -92,8 +92,8 @@ async def raw(offer: kv_pb2.Lane, opening: kv_pb2.LaneOpen, fds: list[int] | Non
 
 
 @pytest.mark.parametrize("name", BOTH)
-async def test_an_offer_that_is_taken_is_a_lane(tmp_path: Path, name: str) -> None:
-    async with ends(tmp_path, name) as it:
+async def test_an_offer_that_is_taken_is_a_lane(sockets: Path, name: str) -> None:
+    async with ends(sockets, name) as it:
         offer = it.offer()
         lane = await it.dial(offer)
         assert (lane.name, [opened.name for opened in it.opened]) == (name, [name])
@@ -109,8 +109,8 @@ async def test_an_offer_that_is_taken_is_a_lane(tmp_path: Path, name: str) -> No
         assert [read() for _, read, _ in it.dialer.gauges()] == [0, 0, 0]
 
 
-async def test_a_pool_is_shown_to_those_who_read_it_only(tmp_path: Path) -> None:
-    async with ends(tmp_path, "local") as it:
+async def test_a_pool_is_shown_to_those_who_read_it_only(sockets: Path) -> None:
+    async with ends(sockets, "local") as it:
         await it.dial(it.offer())
         await it.dial(it.offer(), lend_bytes=0)
         reading, writing = it.opened
@@ -118,8 +118,8 @@ async def test_a_pool_is_shown_to_those_who_read_it_only(tmp_path: Path) -> None
         assert (list(writing.readable), writing.lent is not None) == ([1], False)
 
 
-async def test_the_client_s_best_lane_that_both_have_is_offered(tmp_path: Path) -> None:
-    async with ends(tmp_path) as it:
+async def test_the_client_s_best_lane_that_both_have_is_offered(sockets: Path) -> None:
+    async with ends(sockets) as it:
         for lanes, kind in ((["tcp", "local"], "TCP"), (["local", "tcp"], "LOCAL"), (["tcp"], "TCP")):
             hello = kv_pb2.StreamHello(lane_place=it.settings.place)
             hello.lanes.extend(kv_pb2.LaneKind.Value(f"LANE_KIND_{each.upper()}") for each in lanes)
@@ -127,22 +127,22 @@ async def test_the_client_s_best_lane_that_both_have_is_offered(tmp_path: Path) 
             assert offer is not None
             assert offer.kind == kv_pb2.LaneKind.Value(f"LANE_KIND_{kind}")
         assert it.server.offer(kv_pb2.StreamHello(lanes=[7]), it.opened.append) is None  # type: ignore[list-item]
-    async with ends(tmp_path, "grpc") as it:
+    async with ends(sockets, "grpc") as it:
         assert it.offer(lane_place="anywhere") is None
 
 
-async def test_another_machine_user_or_folder_gets_no_local_lane(tmp_path: Path) -> None:
-    async with ends(tmp_path, "local") as it:
+async def test_another_machine_user_or_folder_gets_no_local_lane(sockets: Path) -> None:
+    async with ends(sockets, "local") as it:
         assert it.offer(lane_place="elsewhere") is None
-    async with ends(tmp_path) as it:
+    async with ends(sockets) as it:
         offer = it.offer(lane_place="elsewhere")
         assert offer is not None
         assert offer.kind == kv_pb2.LANE_KIND_TCP
 
 
 @pytest.mark.parametrize("name", BOTH)
-async def test_a_token_opens_one_lane_of_its_kind_at_its_incarnation(tmp_path: Path, name: str) -> None:
-    async with ends(tmp_path) as it:
+async def test_a_token_opens_one_lane_of_its_kind_at_its_incarnation(sockets: Path, name: str) -> None:
+    async with ends(sockets) as it:
         kind = kv_pb2.LaneKind.Value(f"LANE_KIND_{name.upper()}")
         hello = kv_pb2.StreamHello(lanes=[kind], lane_place=it.settings.place)
         offers = [it.server.offer(hello, it.opened.append) for _ in range(4)]
@@ -161,15 +161,15 @@ async def test_a_token_opens_one_lane_of_its_kind_at_its_incarnation(tmp_path: P
         await it.dial(wrong)  # it has not been used up by those who did not have it
 
 
-async def test_another_user_is_refused(tmp_path: Path) -> None:
-    async with ends(tmp_path, "local", uid=os.getuid() + 1) as it:
+async def test_another_user_is_refused(sockets: Path) -> None:
+    async with ends(sockets, "local", uid=os.getuid() + 1) as it:
         with pytest.raises(MoonpoolError, match="refused: it is another user's"):
             await it.dial(it.offer())
         assert not it.opened
 
 
-async def test_regions_that_are_not_what_was_told_are_refused(tmp_path: Path) -> None:
-    async with ends(tmp_path, "local") as it:
+async def test_regions_that_are_not_what_was_told_are_refused(sockets: Path) -> None:
+    async with ends(sockets, "local") as it:
         for size, seals, says in ((4096, 0, "shorter"), (8192, fcntl.F_SEAL_SHRINK, "4096 bytes, not 8192")):
             fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
             os.truncate(fd, 4096)
@@ -188,8 +188,8 @@ async def test_regions_that_are_not_what_was_told_are_refused(tmp_path: Path) ->
         assert not it.opened
 
 
-async def test_one_who_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
-    async with ends(tmp_path, "local", handshake_s=0.01) as it:
+async def test_one_who_says_nothing_is_not_waited_for(sockets: Path) -> None:
+    async with ends(sockets, "local", handshake_s=0.01) as it:
         offer = it.offer()
         assert offer is not None
         reader, writer = await asyncio.open_unix_connection(offer.address)
@@ -199,8 +199,8 @@ async def test_one_who_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
         writer.close()
 
 
-async def test_one_who_leaves_at_once_or_talks_otherwise_harms_nobody(tmp_path: Path) -> None:
-    async with ends(tmp_path, "local") as it:
+async def test_one_who_leaves_at_once_or_talks_otherwise_harms_nobody(sockets: Path) -> None:
+    async with ends(sockets, "local") as it:
         offer = it.offer()
         assert offer is not None
         for sent in (
@@ -218,25 +218,25 @@ async def test_one_who_leaves_at_once_or_talks_otherwise_harms_nobody(tmp_path: 
         assert len(it.opened) == 1
 
 
-async def test_a_dialer_takes_what_it_asked_for_only_and_no_longer_than_it_may(tmp_path: Path) -> None:
-    async with ends(tmp_path, "local") as it:
+async def test_a_dialer_takes_what_it_asked_for_only_and_no_longer_than_it_may(sockets: Path) -> None:
+    async with ends(sockets, "local") as it:
         with pytest.raises(FrameError, match="tcp was not asked for"):
             await it.dial(kv_pb2.Lane(kind=kv_pb2.LANE_KIND_TCP, address="127.0.0.1:1"))
         with pytest.raises(OSError, match="No such file"):
-            await it.dial(kv_pb2.Lane(kind=kv_pb2.LANE_KIND_LOCAL, address=str(tmp_path / "nobody.sock")))
+            await it.dial(kv_pb2.Lane(kind=kv_pb2.LANE_KIND_LOCAL, address=str(sockets / "nobody.sock")))
         hung = socket.socket(socket.AF_UNIX)
-        hung.bind(str(tmp_path / "hung"))
+        hung.bind(str(sockets / "hung"))
         hung.listen()
         dialer = LaneDialer(it.settings, dial_s=0.01)
-        offer = kv_pb2.Lane(kind=kv_pb2.LANE_KIND_LOCAL, address=str(tmp_path / "hung"))
+        offer = kv_pb2.Lane(kind=kv_pb2.LANE_KIND_LOCAL, address=str(sockets / "hung"))
         with pytest.raises(TimeoutError):
             await dialer.dial(offer, INCARNATION, kvstore_pb2.GetResponse, 0, it.acknowledged.append)
         hung.close()
-        (tmp_path / "hung").unlink()
+        (sockets / "hung").unlink()
 
 
-async def test_lanes_of_a_peer_that_failed_are_left_alone_for_a_while(tmp_path: Path) -> None:
-    async with ends(tmp_path) as it:
+async def test_lanes_of_a_peer_that_failed_are_left_alone_for_a_while(sockets: Path) -> None:
+    async with ends(sockets) as it:
         dialer = LaneDialer(it.settings, retry_s=60.0)
         now = asyncio.get_running_loop().time()
         dialer.failed("KV to x", "local", 4, StreamBroken("gone"))
