@@ -122,8 +122,11 @@ def gguf_of(model: Path, folder: Path) -> Path:
     """The same model as a GGUF file in float16, which is what its peers read without quantising."""
     from benchmarks.peers.gguf_files import write_gguf
 
+    file = folder / f"{model.name}.gguf"
+    if file.exists():  # another peer has read it
+        return file
     kind = json.loads((model / "config.json").read_text())["model_type"]
-    return write_gguf(kind, model, folder / f"{model.name}.gguf", "F16", metadata={"general.file_type": 1})
+    return write_gguf(kind, model, file, "F16", metadata={"general.file_type": 1})
 
 
 def measured(

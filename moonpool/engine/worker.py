@@ -160,7 +160,7 @@ def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextMa
         if Path(engine.core_page) != default_page():  # somebody asked for it
             raise
         sys.stderr.write(f"cores are not lent: {error}\n")
-        torch.set_num_threads(max(1, engine.threads // engine.stages))
+        torch.set_num_threads(min(engine.threads, max(1, len(os.sched_getaffinity(0)) // engine.stages)))
         return contextlib.nullcontext
     kernels = library.get() if native else None
     if kernels is not None:

@@ -48,6 +48,13 @@ def test_a_page_that_cannot_be_had_names_the_setting(tmp_path: Path) -> None:
         Cores.claim(tmp_path / "page", 1)
 
 
+def test_others_cannot_write_to_the_page(tmp_path: Path) -> None:
+    (tmp_path / "page").touch()
+    (tmp_path / "page").chmod(0o666)
+    with pytest.raises(ConfigError, match="others cannot write"):
+        Cores.claim(tmp_path / "page", 1)
+
+
 def test_torch_has_its_share_among_all_that_are_alive(tmp_path: Path) -> None:
     cores = Cores.claim(tmp_path / "page", 1)
     assert cores.fixed_split() == MOST
