@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.build import BuildError, build
-from kernels.native.structures import Attention, Model, Panels, Step
+from kernels.native.structures import Attention, Model, Panels, Sampling, Step
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_arrange": (_pointer(Panels), _P, _I),
     "mp_rows": (_pointer(Panels), _P, _L, _P, _I),
     "mp_product": (_pointer(Panels), _P, _L, _L, _P, _I, _I),
+    "mp_sample": (_pointer(Sampling), _I),
     "mp_lend": (_P, _I, _I),
     "mp_threads_used": (_I,),
     "mp_read": (_P, _L, _I),
@@ -191,6 +192,10 @@ class Library:
         came = int(self._c.mp_step(model, step))
         self._done(came < 0)
         return came
+
+    def sample(self, sampling: Sampling) -> None:
+        """Choose tokens, see sample.cpp."""
+        self._done(self._c.mp_sample(sampling, torch.get_num_threads()))
 
     def read(self, memory: Tensor) -> None:
         """Read a large tensor once, as fast as it can be: a benchmark's ceiling."""
