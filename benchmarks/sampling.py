@@ -14,13 +14,14 @@ import tempfile
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.frame import Absent, Progress, Row, paired, run
+from kernels.native import library
 from moonpool.checkpoint import Tokenizer, kv_layout, load_config
 from moonpool.engine.devices.opening import place_on
 from moonpool.engine.gates import Gates
@@ -77,7 +78,9 @@ class Stage:
             kv_layout(config, "bfloat16", BLOCK_TOKENS), BATCH * self._blocks, [(0, config.num_layers)]
         )
         self._ends = config.eos_token_ids
-        self._masks = Masks(lambda: Tokenizer.load(folder), vocabulary, self._ends)
+        native = library.get()
+        aside = nullcontext if native is None else native.aside
+        self._masks = Masks(lambda: Tokenizer.load(folder), vocabulary, self._ends, aside)
         model = load_stage(folder, config, torch.bfloat16, 0, config.num_layers)
         self._events: list[LayerDone | StepDone] = []
         [part] = self._pool.parts
