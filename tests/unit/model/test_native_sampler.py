@@ -21,6 +21,9 @@ from moonpool.sched.sampling import SequenceSampling
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
 
+NO_MASKS: Mapping[int, bytes] = {}
+
+
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -39,7 +42,9 @@ class Both:
         self._patch.setenv(VARIABLE, mode)
         return sample(logits.clone(), specs, masks)
 
-    def __call__(self, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] | None = None) -> Sampled:
+    def __call__(
+        self, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] | None = None
+    ) -> Sampled:
         mine, theirs = (self.by(mode, logits, specs, masks or {}) for mode in ("native", "torch"))
         assert mine.tokens == theirs.tokens
         assert mine.failed == theirs.failed
@@ -126,8 +131,10 @@ def test_anything_that_a_request_may_ask_for(vocabulary: int, both: Both) -> Non
 def test_a_large_vocabulary(both: Both) -> None:
     """Of a size that is in use, and no multiple of anything."""
     logits = torch.randn(4, 151_937, generator=torch.Generator().manual_seed(2)) * 2
-    ways = [{"top_p": 0.95, "logprobs": 20}, {"top_k": 50}, {}, {"top_p": 0.5, "min_p": 1e-4}]
-    both(logits, [SampleSpec(SamplingParams(temperature=0.8, **way), seed, samples=50) for seed, way in enumerate(ways)])
+    ways: list[dict[str, Any]] = [{"top_p": 0.95, "logprobs": 20}, {"top_k": 50}, {}, {"top_p": 0.5, "min_p": 1e-4}]
+    both(
+        logits, [SampleSpec(SamplingParams(temperature=0.8, **way), seed, samples=50) for seed, way in enumerate(ways)]
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -158,10 +165,10 @@ def test_a_number_at_the_border_of_two_tokens_is_the_same_token() -> None:
 
 
 def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both) -> None:
-    """Preempted, computed anew, resumed elsewhere, in whatever company: what is chosen is a function of what a step brings."""
+    """Preempted, computed anew, resumed elsewhere, in any company: a choice is a function of what a step brings."""
     chosen = random.Random(3)
     table = torch.randn(97, 97, generator=torch.Generator().manual_seed(4)) * 2
-    ways = [
+    ways: list[dict[str, Any]] = [
         {"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.2},
         {"temperature": 1.3, "top_k": 30, "min_tokens": 12, "bad_words": ["x"]},
         {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.3, "logit_bias": {5: 2.0}},
