@@ -39,6 +39,7 @@ class Request:
         logprobs: of these tokens, where they are wanted.
         scores: of the prompt's tokens but the first, where they are wanted.
         error: why its I/O has failed, if it has.
+        forgotten: deletions that concern its blocks and that had been carried out here before it came.
         loads, chunks: tokens that were loaded, and computed step by step, with their times.
         lane: on which its KV goes to decode.
     """
@@ -55,6 +56,7 @@ class Request:
     logprobs: Logprobs | None = None
     scores: Logprobs = dataclasses.field(default_factory=Logprobs)
     error: MoonpoolError | None = None
+    forgotten: Sequence[str] = ()
     loads: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
     chunks: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
     _came: float = dataclasses.field(default_factory=time.monotonic)
