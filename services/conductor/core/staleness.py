@@ -14,7 +14,7 @@ from services.conductor.core.failures import Stale
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
 
-MOST = 4
+MOST = 8
 """Answers in a row for one placement. The next instance takes the prompt however long its queue is."""
 SLACK = 0.2
 """Of the predicted time to first token, by which a queue may be longer than it was thought to be."""
