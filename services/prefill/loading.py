@@ -196,8 +196,14 @@ class Loading:
             if counts[layer] == wanted:
                 on_layer(layer)
 
-        told = {"on_slice": take, "on_layer": layer_done}
-        return await reader.read(read.keys, layers=layers, timeout_s=read.timeout_s, tenant=read.tenant, **told)
+        return await reader.read(
+            read.keys,
+            layers=layers,
+            on_slice=take,
+            on_layer=layer_done,
+            timeout_s=read.timeout_s,
+            tenant=read.tenant,
+        )
 
 
 def _open(open_reader: Callable[[str, ReadMethod], BlockReader], method: ReadMethod, address: str) -> BlockReader:
