@@ -28,6 +28,7 @@ from moonpool.engine.gates import Gates
 from moonpool.engine.messages import (
     MAX_FETCHES,
     AbortStep,
+    CutRun,
     DropShare,
     EngineSpec,
     Failed,
@@ -70,6 +71,8 @@ class Receiver:
                     self._gates.open(message.step_id, message.layer)
                 elif isinstance(message, DropShare):
                     self._gates.drop(message.step_id, message.index)
+                elif isinstance(message, CutRun):
+                    self._gates.cut(message.step_id)
                 elif isinstance(message, AbortStep):
                     self._gates.abort(message.step_id)
                 else:
@@ -194,8 +197,10 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
         if isinstance(order, Fetch):
             runner.fetch(order)
         else:
-            with turn():
-                runner.run(order)
+            step: Step | None = order
+            while step is not None:
+                with turn():
+                    step = runner.run(step)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

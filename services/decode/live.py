@@ -69,11 +69,14 @@ class LiveSequence:
         if self.logprobs is not None:
             self.logprobs, self.scored_from = logprobs, self.output_tokens - 1
 
-    def append(self, token: int, max_tokens: int, logprobs: Logprobs | None = None) -> kv_pb2.FinishReason.ValueType:
-        """Takes the next token; returns why the answer ends with it, unspecified when it goes on."""
+    def append(self, token: int, logprobs: Logprobs | None = None) -> None:
+        """Takes the next token."""
         self.tokens.append(token)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.extend(logprobs)
+
+    def judge(self, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
+        """Why the answer ends with its last token, unspecified when it goes on; at the end of a run."""
         self.finish = kv_pb2.FINISH_REASON_STOP if self.stopped else self.sampling.finish(self.tokens, max_tokens)
         return self.finish
 
@@ -87,14 +90,18 @@ class LiveSequence:
         """Key of the block before the one at `index`."""
         return self.keys[index - 1] if index else self.request.incoming.chain_root
 
-    def filled(self, block_tokens: int) -> BlockKey | None:
-        """Key of the block that became full when all tokens so far were computed; None when none did."""
+    def steady(self, max_tokens: int) -> int:
+        """Steps that it can take in one run."""
+        return self.sampling.steady(len(self.tokens), max_tokens)
+
+    def filled(self, block_tokens: int) -> list[tuple[int, BlockKey]]:
+        """Its number and the key of the block that became full when all tokens so far were computed, if one did."""
         index, rest = divmod(len(self.tokens), block_tokens)
         if rest or index <= len(self.keys):
-            return None
+            return []
         [key] = block_keys(self.parent(index - 1), self.tokens[-block_tokens:], block_tokens)
         self.keys.append(key)
-        return key
+        return [(self.id, key)]
 
     def fill(self, block_tokens: int) -> tuple[BlockKey, ...]:
         """Notes the keys of all blocks that are full with the tokens before the last one; those that are new."""
@@ -104,13 +111,17 @@ class LiveSequence:
         self.keys += new
         return new
 
-    def step(self, start: int, count: int, block_tokens: int, *, sample: bool) -> SequenceStep:
-        """Its share of a step: `count` tokens from `start` on; the last ones of the sequence when it samples."""
+    def step(self, start: int, count: int, block_tokens: int, *, sample: bool, steps: int = 1) -> SequenceStep:
+        """Its share of a step: `count` tokens from `start` on; the last ones of the sequence when it samples.
+
+        With it may begin a run of `steps`.
+        """
         return SequenceStep(
             token_ids=tokens_to_bytes(self.tokens[start : start + count]),
             start=start,
-            block_table=self.table[: -(-(start + count) // block_tokens)],
+            block_table=self.table[: -(-(start + count + steps - 1) // block_tokens)],
             sample=self.sampling.at(self.tokens) if sample else None,
+            end_token_ids=self.sampling.end_token_ids if steps > 1 else frozenset(),
             history=self.history,
         )
 
