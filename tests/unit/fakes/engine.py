@@ -102,6 +102,8 @@ class FakeEngine:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.before_layer: Callable[[Step, int], Awaitable[None]] | None = None
         self.steps: list[Step] = []
+        self.runs: list[int] = []
+        """Steps of each run."""
         self.aborts: list[int] = []
         self.cuts: list[int] = []
         self.fetched: list[tuple[int, ...]] = []
@@ -155,8 +157,10 @@ class FakeEngine:
     async def _steps_of_run(
         self, step: Step, on_layer: Callable[[LayerDone], None] | None, on_step: Callable[[StepResult], None] | None
     ) -> StepResult:
+        self.runs.append(0)
         while True:
             self.steps.append(step)
+            self.runs[-1] += 1
             result = await self._run(step, on_layer)
             following = None if result.aborted or step.step_id in self.cuts else step.after(result.sampled)
             if following is None:
