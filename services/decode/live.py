@@ -17,6 +17,9 @@ from services.decode.core.actions import Ranked, Select
 from services.decode.core.events import Beams, Candidates
 from services.decode.subscriber import Subscriber, identity
 
+GATHERED_TOKENS = 16
+"""Of an answer for which nobody waits token by token, so many are told together."""
+
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
@@ -33,6 +36,7 @@ class LiveSequence:
         finish: why it has ended by itself.
         stopped: the conductor has all that it wants of it: it is told no more, and ends with its next token.
         logprobs: of its tokens from the output position `scored_from` on; None where they are not wanted.
+        told: tokens generated that its conductor knows.
     """
 
     request: "LiveRequest"
@@ -46,6 +50,7 @@ class LiveSequence:
     stopped: bool = False
     logprobs: Logprobs | None = None
     scored_from: int = 0
+    told: int = 0
 
     @property
     def id(self) -> int:
@@ -61,7 +66,7 @@ class LiveSequence:
         """Takes the first token; a beam begins with the prompt alone."""
         self.tokens = array("i", [*self.request.incoming.token_ids, *first_token])
         self.history = self.request.incoming.history(self.tokens)
-        self.scored_from = self.output_tokens
+        self.scored_from = self.told = self.output_tokens
         self.logprobs = Logprobs() if self.sampling.params.logprobs is not None else None
 
     def take_first(self, logprobs: Logprobs) -> None:
@@ -125,13 +130,19 @@ class LiveSequence:
             history=self.history,
         )
 
-    def tell(self, position: int, token_ids: list[int]) -> None:
-        """Tells the conductor of tokens, and of the end if it has come, if it wants them."""
-        request = self.request
-        if request.subscriber is not None and not self.stopped:
-            its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
-            request.subscriber.tokens(request.request_id, position, token_ids, self.finish, self.choice, logprobs=its)
-            request.subscriber.flush()
+    def tell(self) -> None:
+        """Tells the conductor of new tokens, and of the end if it has come, if it wants them now."""
+        request, position = self.request, self.told
+        if request.subscriber is None or self.stopped:
+            return
+        few = self.output_tokens - position < GATHERED_TOKENS
+        if request.gather and few and position and not self.finish:
+            return
+        self.told = self.output_tokens
+        tokens = self.tokens[self.sampling.prompt_tokens + position :].tolist()
+        its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
+        request.subscriber.tokens(request.request_id, position, tokens, self.finish, self.choice, logprobs=its)
+        request.subscriber.flush()
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +200,7 @@ class LiveRequest:
         subscriber: gets its tokens; set when it is started.
         known: tokens behind the first one that it began with, and keys of the blocks that they fill.
         send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
+        gather: nobody waits for single tokens.
     """
 
     incoming: IncomingRequest
@@ -204,6 +216,7 @@ class LiveRequest:
     subscriber: Subscriber | None = None
     send_verdict: Callable[[InboundTransfer], None] | None = None
     known: tuple[int, tuple[BlockKey, ...]] = (0, ())
+    gather: bool = False
 
     def __post_init__(self) -> None:
         for choice in range(self.incoming.width):

@@ -96,7 +96,7 @@ class Running:
                 continue
             filled += sequence.filled(self._block_tokens)
             sequence.append(token, result.logprobs.get(index))
-            sequence.tell(sequence.output_tokens - 1, [token])
+            sequence.tell()
         self._post(Stepped(run.step, 1, self._seconds(run, sequences, result), tuple(filled)))
         if filled:
             self._notify()
@@ -118,7 +118,7 @@ class Running:
             sequence.append(token, result.logprobs.get(index))
             if reason := sequence.judge(self._max_tokens):
                 ended.append((sequence.id, int(reason)))
-            sequence.tell(sequence.output_tokens - 1, [token])
+            sequence.tell()
         seconds = self._seconds(run, sequences, result)
         told = tuple(ended), tuple(filled)
         self._post(StepDone(run.step, result.aborted, seconds, *told, candidates=tuple(candidates)))

@@ -234,7 +234,7 @@ class DecodeShell:
         elif (misfit := self._live.misfit(live, message, subscriber)) is not None:
             subscriber.failed(message.request_id, misfit)
         else:
-            live.subscriber, stream = subscriber, self._streams[subscriber]
+            live.subscriber, live.gather, stream = subscriber, message.gather, self._streams[subscriber]
             if message.compute_prompt:
                 live.compute()
                 self._post(Compute(live.id, stream))
@@ -334,7 +334,7 @@ class DecodeShell:
             case Finish(number, reason):
                 sequence = self._live.sequences[number]
                 sequence.finish = kv_pb2.FinishReason.ValueType(reason)
-                sequence.tell(sequence.output_tokens, [])
+                sequence.tell()
             case Select(number) | Ranked(number):
                 self._live.requests[number].follow(action, self._max_tokens)
             case Ending(number, why):

@@ -4,6 +4,7 @@ import pytest
 
 from moonpool.kv.keys import block_keys
 from moonpool.v1 import kv_pb2
+from services.decode.live import GATHERED_TOKENS
 from tests.unit.decode.calls import conducting, reserve, transfer
 from tests.unit.fakes.engine import continuation
 from tests.unit.instances import BLOCK, decoding, prompt, spec
@@ -27,6 +28,21 @@ async def test_a_run_goes_on_across_blocks() -> None:
         assert set(it.service.manager.keys()) == set(block_keys(ROOT, [*tokens, *answer[:-1]], BLOCK))
         assert it.engine.runs[0] == BLOCK + (BLOCK - 3)  # to the end of the block behind the one that it begins in
         assert sum(it.engine.runs) == len(it.engine.steps) == it.service.shell.running.steps == MANY - 1
+
+
+@pytest.mark.parametrize("run_steps", [1, MANY])
+async def test_tokens_for_which_nobody_waits_are_told_together(run_steps: int) -> None:
+    tokens, count = prompt(20), 2 * GATHERED_TOKENS + 6
+    answer = continuation(tokens, count)
+    async with decoding(run_steps=run_steps) as it, conducting(it) as conductor:
+        target = await reserve(it, spec("a", tokens, max_tokens=count))
+        await transfer(it, target, tokens)
+        await conductor.start("a", target, answer[0], gather=True)
+        await conductor.until(lambda: len(conductor.tokens.get("a", ())) >= GATHERED_TOKENS)
+        assert conductor.messages == 1
+        await conductor.until(lambda: "a" in conductor.reasons)
+        assert conductor.tokens["a"] == answer[1:]
+        assert conductor.messages <= 3
 
 
 @pytest.mark.parametrize("ends", [True, False])
