@@ -67,10 +67,10 @@ def main() -> None:
     receiver = Receiver(channel, gates, spec.engine.stages, spec.rendezvous)
     receiver.start()
     channel.send(Ready(0.0, 0))
-    while not isinstance(order := receiver.orders.get(), Shutdown):
-        following = order if isinstance(order, Step) else None
-        while following is not None:
-            following = run(following, spec, gates, channel)
+    following: Step | None = None
+    while not isinstance(order := receiver.next_order(following), Shutdown):
+        if isinstance(order, Step):
+            following = run(order, spec, gates, channel)
 
 
 if __name__ == "__main__":
