@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.choice import VARIABLE
-from kernels.native import library
+from kernels.native import build, library
+from kernels.native.library import Library
 from moonpool.model import sample
 from moonpool.model.draw import draw, scale_of, weights_of
 from moonpool.model.native_sampler import choose
@@ -21,6 +22,7 @@ from moonpool.sched.sampling import SequenceSampling
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
 
+OTHERS = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()][1:]
 NO_MASKS: Mapping[int, bytes] = {}
 
 
@@ -148,10 +150,10 @@ def test_what_is_not_finite(bad: float, both: Both) -> None:
     both(logits, [SampleSpec()] * 4, {0: bytes(mask), 1: bytes(mask), 3: bytes(38)})
 
 
-def test_a_number_at_the_border_of_two_tokens_is_the_same_token() -> None:
-    """Weights and sums are the same to the last bit: so are borders."""
-    native, params = library.get(), SamplingParams(temperature=0.7)
-    assert native is not None
+@pytest.mark.parametrize("target", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_a_number_at_the_border_of_two_tokens_is_the_same_token(target: str | None) -> None:
+    """Weights and sums are the same to the last bit, by any instructions: so are borders."""
+    native, params = Library(build.build(target)), SamplingParams(temperature=0.7)
     logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(9)) * 3
     weights = weights_of(logits, torch.tensor([scale_of(params)]))[0].double()
     sums = weights.cumsum(0) / weights.sum()
