@@ -125,7 +125,7 @@ class PrefillInstance:
         keys = sequence.keys(self._config.block_tokens)
         self._prompts[self._came] = Prompt(sequence, keys, target, sources, copies, client)
         held = None if target is None else target.held_blocks
-        self._tell(events.Arrive(self._came, sequence.tokens, keys, held, sources, copies))
+        self._tell(events.Arrive(self._came, sequence.tokens, keys, held, sources, copies, sequence.request.tenant))
         return self._came
 
     def replicate(self, keys: tuple[BlockKey, ...], source: events.Source) -> None:
