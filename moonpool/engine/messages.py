@@ -75,6 +75,7 @@ class StepDone:
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     scores: Mapping[int, Logprobs] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,8 @@ class _Flight:
         end_ns = max(done.end_ns for done in self.done)
         sampled = () if aborted else last.sampled
         told = last.several, last.logprobs, last.scores, last.failed
-        return StepResult(sampled, aborted, start_ns, end_ns, *told)
+        share = sum(done.share for done in self.done) / len(self.done)
+        return StepResult(sampled, aborted, start_ns, end_ns, *told, share)
 
 
 @dataclass(slots=True, eq=False)

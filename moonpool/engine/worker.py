@@ -92,6 +92,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     gc.disable()  # importing makes no garbage, and looking for it takes a tenth of the time
     import torch
 
+    from kernels.native import library
     from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
     from moonpool.engine.devices.opening import open_device, place_on
@@ -135,7 +136,11 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     masks = None
     if model.is_last:
         masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids)
-    return StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
+    runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
+    kernels = library.get() if model.native else None
+    if kernels is not None:
+        runner.share = kernels.had
+    return runner
 
 
 def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextManager[None]]:
