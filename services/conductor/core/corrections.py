@@ -3,56 +3,49 @@
 from dataclasses import replace
 
 from moonpool.cost import DEFAULT_BYTES_PER_S, Regression, Speeds
+from services.conductor.core.company import MOST_LOST
 
-OVERHEAD_S = 0.02
-"""How uncertain the fixed part is before anything was measured."""
-OVERHEAD_DRIFT = 5e-3
-"""About the last five count: it follows how busy the machine is."""
+OVERHEADS = 15
+"""The overhead is the median of so many: a few that took long do not count, and it follows how busy the machine is."""
 SPREAD = 0.2
-"""The same of the factors of waiting, loading and computing."""
+"""How uncertain the factors of waiting, loading and computing are before anything was measured."""
 CHANGE = 16
 """An instance learns from each of its steps and tells what it has learnt. The factors are about what it cannot see, and
 are in no hurry: otherwise both would learn one slow moment, and it would count twice."""
 LEAST_S = 0.005
 """Errors of predictions shorter than this count as those of one so long."""
-COMPANY_SPREAD = 0.3
-"""How uncertain it is that prompts take longer while others of their host compute."""
+LOST, LOST_SPREAD = 0.3, 0.3
+"""Of its speed that an engine is believed to lose while others of its host compute, and how uncertain that is."""
+LEAST_ALONE = 0.2
+"""Share of a prompt's time that counts at least as its own."""
 
 
 Factors = tuple[float, float, float]
 """Of waiting, loading and computing."""
 
 
-class Company:
-    """What is learnt of prompts that found the other engines of their host in one state.
+class Overhead:
+    """Seconds that each prompt takes beside waiting, loading and computing.
 
     Attributes:
-        overhead_s: seconds that each prompt takes beside waiting, loading and computing.
-        factor: so many times as long as otherwise all three take.
+        seconds: the median of the last ones.
     """
 
-    __slots__ = ("_factor", "_overhead", "factor", "overhead_s")
+    __slots__ = ("_latest", "seconds")
 
     def __init__(self) -> None:
-        self._overhead = Regression((0.0,), (OVERHEAD_S,), drift=OVERHEAD_DRIFT, least_s=LEAST_S)
-        self._factor = Regression((1.0,), (COMPANY_SPREAD,), change=CHANGE, least_s=LEAST_S)
-        self.overhead_s, self.factor = 0.0, 1.0
+        self._latest: tuple[float, ...] = ()
+        self.seconds = 0.0
 
-    def alone(self, otherwise_s: float, there_s: float) -> float:
-        """Learns that a prompt took `there_s` instead of `otherwise_s`; returns what it would have taken otherwise."""
-        self._factor.observe((otherwise_s,), there_s)
-        (self.factor,) = self._factor.coefficients
-        return there_s / self.factor
-
-    def observe_overhead(self, seconds: float) -> None:
+    def observe(self, seconds: float) -> None:
         """Learns what a prompt took from being placed to its first token, less what it took at its instance."""
-        self._overhead.observe((1.0,), seconds)
-        (self.overhead_s,) = self._overhead.coefficients
+        self._latest = (*self._latest[-OVERHEADS + 1 :], max(seconds, 0.0))
+        self.seconds = sorted(self._latest)[len(self._latest) // 2]
 
     @property
-    def state(self) -> tuple[object, ...]:
+    def state(self) -> tuple[float, ...]:
         """Everything that later predictions depend on."""
-        return *self._overhead.state, *self._factor.state
+        return self._latest
 
 
 class Corrections:
@@ -64,22 +57,26 @@ class Corrections:
     What is left of the time that the conductor measures is overhead: calls, tokenising, tokens on their way, and all
     else that does not grow with the prompt.
 
-    Where engines share a host, a prompt takes longer while another one computes. So there are two `Company`: of prompts
-    that found the others busy, and of those that found them idle.
+    Where engines share a host, a prompt takes longer while another one computes, which loses it a share of its speed.
+    Prompts that were expected to have company teach that share. There are two overheads: of prompts that had company
+    when they were placed, and of those that had none, as the services' own work is slower then, too.
 
     Attributes:
-        factors: of waiting, loading and computing, in company and out of it.
+        factors: of waiting, loading and computing alone.
+        lost: share of the speed that is lost in company.
     """
 
-    __slots__ = ("_busy", "_idle", "_parts", "_speeds", "_told", "_waiting", "factors")
+    __slots__ = ("_lost", "_overheads", "_parts", "_speeds", "_told", "_waiting", "factors", "lost")
 
     def __init__(self, told: Speeds) -> None:
         self._told = told
-        self._busy, self._idle = Company(), Company()
+        self._overheads = Overhead(), Overhead()
         self._waiting = Regression((1.0,), (SPREAD,), change=CHANGE, least_s=LEAST_S)
         self._parts = Regression((1.0, 1.0), (SPREAD, SPREAD), change=CHANGE, least_s=LEAST_S)
+        self._lost = Regression((LOST,), (LOST_SPREAD,), change=CHANGE, least_s=LEAST_S)
         self._speeds: Speeds | None = None
         self.factors: Factors = (1.0, 1.0, 1.0)
+        self.lost = LOST
 
     @property
     def speeds(self) -> Speeds:
@@ -96,12 +93,12 @@ class Corrections:
         if speeds != self._told:
             self._told, self._speeds = speeds, None
 
-    def company(self, *, busy: bool | None) -> Company:
-        """What is learnt of prompts that find other engines of the host busy, or idle; None = there are none."""
-        return self._busy if busy else self._idle
+    def overhead(self, *, company: bool) -> Overhead:
+        """Of prompts that have company when they are placed, or of those that have none."""
+        return self._overheads[company]
 
     def observe(
-        self, foreseen: tuple[float, float, float], by: Factors, there_s: float, *, busy: bool | None = None
+        self, foreseen: tuple[float, float, float], by: Factors, there_s: float, shared_s: float | None = None
     ) -> None:
         """Learns from a prompt what it took at its instance, in seconds from its coming to its first token.
 
@@ -109,12 +106,14 @@ class Corrections:
             foreseen: seconds of waiting, loading and computing, as it was placed.
             by: the factors in them.
             there_s: measured by the instance.
-            busy: other engines of its host were, when it was placed; None = there were none.
+            shared_s: of the time that was foreseen, in company; None = it has none on its host.
         """
         waits_s, load_s, compute_s = (seconds / factor for seconds, factor in zip(foreseen, by, strict=True))
         alone_s = self._parts.seconds((load_s, compute_s))
-        if busy is not None:
-            there_s = self.company(busy=busy).alone(self._waiting.seconds((waits_s,)) + alone_s, there_s)
+        if shared_s:
+            self._lost.observe((shared_s,), there_s, known_s=self._waiting.seconds((waits_s,)) + alone_s)
+            self.lost = min(self._lost.coefficients[0], MOST_LOST)
+            there_s = max(there_s - self.lost * shared_s, LEAST_ALONE * there_s)
         if waits_s > 0.0:
             self._waiting.observe((waits_s,), there_s, known_s=alone_s)
         else:
@@ -126,4 +125,5 @@ class Corrections:
     @property
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
-        return self._told, *self._waiting.state, *self._parts.state, *self._busy.state, *self._idle.state
+        learnt = *self._waiting.state, *self._parts.state, *self._lost.state
+        return self._told, *learnt, *[one.state for one in self._overheads]

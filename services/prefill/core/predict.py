@@ -30,7 +30,7 @@ def speeds_now(state: State, now: float) -> Speeds:
     speeds, front = state.tracker.speeds, _front(state)
     if front is None or front.gated:
         return speeds
-    expected_s = _step_seconds(state, front)
+    expected_s = _step_seconds(state, front) / state.share
     late = (now - max(front.began_at, front.moved_at)) / expected_s if expected_s else 1.0
     return speeds.slowed_prefill(late) if late > OVERDUE else speeds
 
