@@ -12,6 +12,8 @@ SPREAD = 0.2
 CHANGE = 16
 """An instance learns from each of its steps and tells what it has learnt. The factors are about what it cannot see, and
 are in no hurry: otherwise both would learn one slow moment, and it would count twice."""
+DRIFT = 5e-3
+"""Of the factors: prompts of the last minute or so count."""
 LEAST_S = 0.005
 """Errors of predictions shorter than this count as those of one so long."""
 LOST, LOST_SPREAD = 0.3, 0.3
@@ -71,9 +73,9 @@ class Corrections:
     def __init__(self, told: Speeds) -> None:
         self._told = told
         self._overheads = Overhead(), Overhead()
-        self._waiting = Regression((1.0,), (SPREAD,), change=CHANGE, least_s=LEAST_S)
-        self._parts = Regression((1.0, 1.0), (SPREAD, SPREAD), change=CHANGE, least_s=LEAST_S)
-        self._lost = Regression((LOST,), (LOST_SPREAD,), change=CHANGE, least_s=LEAST_S)
+        self._waiting = Regression((1.0,), (SPREAD,), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
+        self._parts = Regression((1.0, 1.0), (SPREAD, SPREAD), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
+        self._lost = Regression((LOST,), (LOST_SPREAD,), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
         self._speeds: Speeds | None = None
         self.factors: Factors = (1.0, 1.0, 1.0)
         self.lost = LOST

@@ -8,7 +8,7 @@ OVERDUE = 2.0
 
 
 def queue_seconds(state: State, now: float) -> float:
-    """Seconds until everything that is queued now is computed: when a prompt that comes now would begin.
+    """Seconds until everything that is queued now is computed, with all of the engine's cores.
 
     Each prompt counts by itself, so that its tokens attend to its own context only. Short prompts share steps. Stages
     work on several steps at once: the time of all steps is divided among them. The step in front is partly done.
@@ -40,7 +40,7 @@ def _done_seconds(state: State, now: float) -> float:
     front = _front(state)
     if front is None or state.settings.stages > 1:
         return 0.0
-    return min(now - front.began_at, _step_seconds(state, front))
+    return min(state.share * (now - front.began_at), _step_seconds(state, front))
 
 
 def _front(state: State) -> StepFlight | None:
