@@ -5,7 +5,7 @@ from dataclasses import replace
 from moonpool.cost import DEFAULT_BYTES_PER_S, Regression, Speeds
 from services.conductor.core.company import MOST_LOST
 
-OVERHEADS = 15
+OVERHEADS = 9
 """The overhead is the median of so many: a few that took long do not count, and it follows how busy the machine is."""
 SPREAD = 0.2
 """How uncertain the factors of waiting, loading and computing are before anything was measured."""
