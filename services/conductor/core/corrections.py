@@ -12,7 +12,7 @@ SPREAD = 0.2
 CHANGE = 16
 """An instance learns from each of its steps and tells what it has learnt. The factors are about what it cannot see, and
 are in no hurry: otherwise both would learn one slow moment, and it would count twice."""
-DRIFT = 5e-3
+DRIFT = 2e-3
 """Of the factors: prompts of the last minute or so count."""
 LEAST_S = 0.005
 """Errors of predictions shorter than this count as those of one so long."""
