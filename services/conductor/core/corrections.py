@@ -5,8 +5,10 @@ from dataclasses import replace
 from moonpool.cost import DEFAULT_BYTES_PER_S, Regression, Speeds
 from services.conductor.core.company import MOST_LOST
 
-OVERHEADS = 9
+OVERHEADS = 15
 """The overhead is the median of so many: a few that took long do not count, and it follows how busy the machine is."""
+CROWDS = 4
+"""Overheads are learnt apart for prompts that find no other request on their host, one, two, and more."""
 SPREAD = 0.2
 """How uncertain the factors of waiting, loading and computing are before anything was measured."""
 CHANGE = 16
@@ -26,28 +28,31 @@ Factors = tuple[float, float, float]
 """Of waiting, loading and computing."""
 
 
-class Overhead:
-    """Seconds that each prompt takes beside waiting, loading and computing.
+class Overheads:
+    """Seconds that each prompt takes beside waiting, loading and computing, by how many others its host has."""
 
-    Attributes:
-        seconds: the median of the last ones.
-    """
-
-    __slots__ = ("_latest", "seconds")
+    __slots__ = ("_latest",)
 
     def __init__(self) -> None:
-        self._latest: tuple[float, ...] = ()
-        self.seconds = 0.0
+        self._latest: list[tuple[float, ...]] = [()] * CROWDS
 
-    def observe(self, seconds: float) -> None:
+    def seconds(self, others: int) -> float:
+        """The median of the last ones; where there are none, of those with the next number of others."""
+        crowd = min(others, CROWDS - 1)
+        for near in sorted(range(CROWDS), key=lambda it: abs(it - crowd)):
+            if self._latest[near]:
+                return sorted(self._latest[near])[len(self._latest[near]) // 2]
+        return 0.0
+
+    def observe(self, others: int, seconds: float) -> None:
         """Learns what a prompt took from being placed to its first token, less what it took at its instance."""
-        self._latest = (*self._latest[-OVERHEADS + 1 :], max(seconds, 0.0))
-        self.seconds = sorted(self._latest)[len(self._latest) // 2]
+        crowd = min(others, CROWDS - 1)
+        self._latest[crowd] = (*self._latest[crowd][-OVERHEADS + 1 :], max(seconds, 0.0))
 
     @property
-    def state(self) -> tuple[float, ...]:
+    def state(self) -> tuple[tuple[float, ...], ...]:
         """Everything that later predictions depend on."""
-        return self._latest
+        return tuple(self._latest)
 
 
 class Corrections:
@@ -60,19 +65,20 @@ class Corrections:
     else that does not grow with the prompt.
 
     Where engines share a host, a prompt takes longer while another one computes, which loses it a share of its speed.
-    Prompts that were expected to have company teach that share. There are two overheads: of prompts that had company
-    when they were placed, and of those that had none, as the services' own work is slower then, too.
+    Prompts that were expected to have company teach that share. The services' own work is slower then, too: so the
+    overhead depends on how many other requests the host has.
 
     Attributes:
+        overheads: what prompts take beside.
         factors: of waiting, loading and computing alone.
         lost: share of the speed that is lost in company.
     """
 
-    __slots__ = ("_lost", "_overheads", "_parts", "_speeds", "_told", "_waiting", "factors", "lost")
+    __slots__ = ("_lost", "_parts", "_speeds", "_told", "_waiting", "factors", "lost", "overheads")
 
     def __init__(self, told: Speeds) -> None:
         self._told = told
-        self._overheads = Overhead(), Overhead()
+        self.overheads = Overheads()
         self._waiting = Regression((1.0,), (SPREAD,), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
         self._parts = Regression((1.0, 1.0), (SPREAD, SPREAD), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
         self._lost = Regression((LOST,), (LOST_SPREAD,), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
@@ -94,10 +100,6 @@ class Corrections:
         """The instance tells its speeds. What was learnt stays true until it is measured anew."""
         if speeds != self._told:
             self._told, self._speeds = speeds, None
-
-    def overhead(self, *, company: bool) -> Overhead:
-        """Of prompts that have company when they are placed, or of those that have none."""
-        return self._overheads[company]
 
     def observe(
         self, foreseen: tuple[float, float, float], by: Factors, there_s: float, shared_s: float | None = None
@@ -128,4 +130,4 @@ class Corrections:
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
         learnt = *self._waiting.state, *self._parts.state, *self._lost.state
-        return self._told, *learnt, *[one.state for one in self._overheads]
+        return self._told, *learnt, *self.overheads.state

@@ -239,8 +239,8 @@ class Prefills(Pool[Prefill]):
             load_s, prefill_s, busy_s = load_s * belief, prefill_s * belief, busy_s * belief
             factors = factors[0], factors[1] * belief, factors[2] * belief
         predicted = queue_s, load_s, prefill_s, busy_s
-        here = bool(company) and min(company).begin_s <= 0.0
-        corrected = learnt.overhead(company=here).seconds, factors, shared_s, here, read_s
+        others = max(len(company or ()), len(instance.prompts))
+        corrected = learnt.overheads.seconds(others), factors, shared_s, others, read_s
         return PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, *corrected)
 
     def _excluded(

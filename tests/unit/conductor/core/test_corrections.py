@@ -21,7 +21,7 @@ def world() -> World:
 def test_what_an_instance_tells_is_believed_first() -> None:
     learnt = Corrections(TOLD)
     assert learnt.speeds is TOLD
-    assert (learnt.overhead(company=False).seconds, learnt.factors) == (0.0, (1.0, 1.0, 1.0))
+    assert (learnt.overheads.seconds(0), learnt.factors) == (0.0, (1.0, 1.0, 1.0))
     other = Speeds(prefill_per_token_s=2e-3)
     learnt.told(other)
     assert learnt.speeds is other
@@ -30,9 +30,8 @@ def test_what_an_instance_tells_is_believed_first() -> None:
 def test_overhead_is_learnt_apart() -> None:
     learnt = Corrections(TOLD)
     for _ in range(30):
-        learnt.overhead(company=False).observe(0.009)
-    assert learnt.overhead(company=False).seconds == 0.009
-    assert learnt.overhead(company=True).seconds == 0.0
+        learnt.overheads.observe(0, 0.009)
+    assert learnt.overheads.seconds(0) == 0.009
     assert learnt.factors == (1.0, 1.0, 1.0)
 
 
@@ -102,13 +101,24 @@ class TestPicture:
 
 
 def test_a_few_that_took_long_do_not_change_the_overhead() -> None:
-    overhead = Corrections(TOLD).overhead(company=True)
+    overheads = Corrections(TOLD).overheads
     for seconds in (0.004, 0.006, 0.005, 0.3, 0.005, 0.2, 0.004):
-        overhead.observe(seconds)
-    assert overhead.seconds == 0.005
-    for _ in range(5):
-        overhead.observe(0.011)
-    assert overhead.seconds == 0.011  # most of the last nine
+        overheads.observe(1, seconds)
+    assert overheads.seconds(1) == 0.005
+    for _ in range(8):
+        overheads.observe(1, 0.011)
+    assert overheads.seconds(1) == 0.011, "most of the last fifteen"
+
+
+def test_the_overhead_depends_on_how_many_others_there_are() -> None:
+    """Where nothing was measured, it is that of the next number."""
+    overheads = Corrections(TOLD).overheads
+    assert overheads.seconds(0) == 0.0
+    overheads.observe(2, 0.02)
+    assert [overheads.seconds(others) for others in range(6)] == [0.02] * 6
+    overheads.observe(0, 0.005)
+    overheads.observe(7, 0.03)
+    assert [overheads.seconds(others) for others in range(6)] == [0.005, 0.005, 0.02, 0.03, 0.03, 0.03]
 
 
 @pytest.mark.parametrize(
@@ -152,10 +162,10 @@ def test_a_prompt_is_predicted_by_what_decode_will_compute_beside_it() -> None:
         facts("decode-0", host="a", speeds=Speeds(decode_base_s=0.002)), facts("prefill-0", speeds=TOLD, host="a")
     )
     idle = here.plan().prefill
-    assert (idle.shared_s, idle.company, idle.prefill_s) == (0.0, False, pytest.approx(0.064))
+    assert (idle.shared_s, idle.others, idle.prefill_s) == (0.0, 0, pytest.approx(0.064))
     here.picture.claim_decode("decode-0", Answer(64, 2, told_at=0.0, made=1, tokens=11))
     busy = here.plan().prefill
-    assert (busy.shared_s, busy.company) == (pytest.approx(0.020), True)
+    assert (busy.shared_s, busy.others) == (pytest.approx(0.020), 1)
     assert busy.prefill_s == pytest.approx(0.064 + 0.3 * 0.020)
     later = here.plan(now=0.015).prefill
     assert later.shared_s == pytest.approx(0.005)
