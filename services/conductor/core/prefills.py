@@ -241,8 +241,8 @@ class Prefills(Pool[Prefill]):
         predicted = queue_s, load_s, prefill_s, busy_s
         others = max(len(company or ()), len(instance.prompts))
         overhead_s = learnt.overheads.seconds(others)
-        choice = PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, overhead_s, factors)
-        return choice._replace(shared_s=shared_s, others=others, read_s=read_s)
+        beside = shared_s, others, read_s
+        return PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, overhead_s, factors, *beside)
 
     def _excluded(
         self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand
