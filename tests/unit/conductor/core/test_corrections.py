@@ -175,6 +175,11 @@ def test_a_prompt_is_predicted_by_what_decode_will_compute_beside_it() -> None:
     assert here.plan(now=0.015).prefill.prefill_s == pytest.approx(0.064 / 0.7)
 
 
+def spans(decodes: Decodes, now: float) -> list[float]:
+    """Begins and ends."""
+    return [time for span in decodes.company("a", now) or () for time in span]
+
+
 def test_answers_compute_from_their_first_token_to_the_last_that_is_expected() -> None:
     decode, decodes = (
         decode_at(0, facts("decode-0", host="a", speeds=Speeds(decode_base_s=0.01)), 0, room=90),
@@ -182,11 +187,11 @@ def test_answers_compute_from_their_first_token_to_the_last_that_is_expected() -
     )
     decodes.add(decode)
     decode.claim(1, Answer(64, 20, sequences=4, told_at=3.0, tokens=10))
-    assert decodes.company("a", 1.0) == [pytest.approx((2.0, 2.1))]
+    assert spans(decodes, 1.0) == pytest.approx([2.0, 2.1])
     assert decodes.company("b", 1.0) is None
     decode.answers[1].made, decode.answers[1].told_at = 6, 3.5
-    assert decodes.company("a", 3.5) == [pytest.approx((0.0, 0.04))]
-    assert decodes.company("a", 9.0) == [pytest.approx((0.0, 0.01))], "longer than expected"
+    assert spans(decodes, 3.5) == pytest.approx([0.0, 0.04])
+    assert spans(decodes, 9.0) == pytest.approx([0.0, 0.01]), "longer than expected"
     decode.known(1, 1)
     decode.report(LoadFacts(running=4, free_blocks=80, taken=1), 0.0, 0.0)
     assert decode.others == 0
