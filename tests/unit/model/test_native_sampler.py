@@ -177,11 +177,9 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
         for at, (way, prompt) in enumerate(zip(ways, prompts, strict=True))
     ]
 
-    def generate(company: int, lengths: list[int]) -> list[list[int]]:
-        """Tokens of all up to 20 each, `lengths` of them are there already; in steps of some sequences at a time."""
-        tokens = [array("i", its) for its in prompts]
-        for at, length in enumerate(lengths):
-            tokens[at].extend(whole[at][:length] if length else [])
+    def generate(company: int, known: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Tokens of all up to 20 each, those that are `known` are there already; in steps of some sequences at a time."""
+        tokens = [prompt + array("i", its) for prompt, its in zip(prompts, known, strict=True)]
         while running := [at for at in range(3) if len(tokens[at]) < 25]:
             step = chosen.sample(running, min(company, len(running)))
             logits = torch.stack([table[tokens[at][-1]] for at in step])
@@ -190,6 +188,8 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
                 tokens[at].append(token)
         return [its[5:].tolist() for its in tokens]
 
-    whole = generate(1, [0, 0, 0])
-    assert generate(3, [0, 7, 19]) == generate(2, [11, 0, 1]) == whole
+    whole = generate(1, [[], [], []])
+    first, second, third = whole
+    assert generate(3, [[], second[:7], third[:19]]) == whole
+    assert generate(2, [first[:11], [], third[:1]]) == whole
     assert not {1, 2} & set(whole[1][:12])
