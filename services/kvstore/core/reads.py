@@ -208,9 +208,10 @@ class Reads:
             self.leased_bytes += 0 if leases else size
             self._leased[key] = leases + 1
             return LeasedBlock(block)
-        if ssd is None or ssd.catalogue.format_of(key) != lease.format:
+        kind = None if ssd is None else ssd.catalogue.kind_of(key)
+        if ssd is None or kind is None or kind.format != lease.format:
             return None
-        source = LeasedBlock(reader=ssd.reader(key), tenant=ssd.catalogue.tenant_of(key) or "")
+        source = LeasedBlock(reader=ssd.reader(key), tenant=kind.tenant)
         if lease.promote and fits and self.tiers.reserve({source.tenant: size}):
             self.leased_bytes += size
             source.allocate = functools.partial(dram.arena.allocate, ahead=False)

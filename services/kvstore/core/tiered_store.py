@@ -62,7 +62,8 @@ class TieredStore:
         block = self.dram.get(key)
         if block is not None:
             return block.info.format
-        return None if self.ssd is None else self.ssd.catalogue.format_of(key)
+        kind = None if self.ssd is None else self.ssd.catalogue.kind_of(key)
+        return None if kind is None else kind.format
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks of a chain are here."""

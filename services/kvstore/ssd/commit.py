@@ -13,10 +13,10 @@ import errno
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from moonpool.kv.blocks import BlockFormat, DramBlock
+from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, IdChange, Place, Row, Segment, Slot
+from services.kvstore.ssd.catalogue import ENTRY, Place, Row, Segment, Slot
 from services.kvstore.ssd.files import Buffer, Files
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.reader import read_record
@@ -92,8 +92,6 @@ class WritePlan:
     forgotten: list[Segment]  # to be forgotten by the index; their files may be deleted already
     nameless: list[Segment]  # the index has forgotten them; their files could not be deleted
     dead: list[Slot]  # the index does not know that they are
-    formats: IdChange[BlockFormat]
-    tenants: IdChange[str]
     full: bool
     carry: list[Append]
     store: list[Append]
@@ -101,7 +99,6 @@ class WritePlan:
     unerased: list[Place] = dataclasses.field(default_factory=list)  # of these, what the device did not take
     erase_error: OSError | None = None  # the last reason
     cleared: bool = False  # first transaction committed: victims are forgotten, what was carried has its new place
-    named: bool = False  # the index has learnt the ids
     unreadable: Segment | None = None  # the plan failed for it
     undeleted: list[Segment] = dataclasses.field(default_factory=list)
     lost: list[BlockKey] = dataclasses.field(default_factory=list)  # of bad records, once the plan has ended
@@ -232,8 +229,8 @@ class Committer:
             before = collections.Counter(append.segment for append in (plan.carried if plan.cleared else ()))
             entries = {(one.number, len(one.keys) + before[one]): packed for one, packed in pack(appends).items()}
             committed = {segment.number: size for segment, size in sizes.items()}
-            self.index.commit(IndexChange(going, dropped, entries, committed, plan.formats, plan.tenants))
-        plan.named = True
+            kinds = {segment.number: segment.named for segment in sizes}
+            self.index.commit(IndexChange(going, dropped, entries, committed, kinds))
 
     def _cut(self, plan: WritePlan) -> None:
         """Takes back what was written behind the committed ends, as far as the device lets us."""

@@ -19,7 +19,7 @@ import lmdb
 
 from moonpool.errors import ConfigError
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Segment, Slot
+from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Kind, Segment, Slot
 from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES, Index, IndexChange, IndexImage, IndexLostError
 from services.kvstore.ssd.reader import Found, list_segments, read_record, scan, segment_path
@@ -121,7 +121,7 @@ class Recovery:
             image = self._load(is_first_start=not sizes)
             self.next_segment = max([0, *sizes, *image.segments]) + 1  # was never used
             self.rebuilt = bool(sizes) and self.index is None  # from the segments
-            self.catalogue = Catalogue(image.formats, image.tenants, account)
+            self.catalogue = Catalogue(account)
             adopted = self._fill(sizes, image)
             self._tell(self._difference(image, adopted))
         except BaseException as error:
@@ -161,12 +161,13 @@ class Recovery:
         entries, deleted_bytes = dict[Slot, bytes](), 0
         for number, size in sizes.items():
             segment = Segment(number, segment_path(folder.segments, number), named.get(number, 0))
+            segment.name(image.kinds.get(number, ()))
             known = image.entries.get(number, b"") if segment.size else b""
             records = next(scanned) if number in newer else ()
             if records is not None:  # else it could not be read: another start may
                 deleted_bytes += _trim(folder.files, segment, size, records)
             if segment.size:
-                adopted = _pack(self.catalogue, records or ())
+                adopted = _pack(segment, records or ())
                 self.catalogue.add(segment, known + adopted)
                 if adopted:
                     entries[number, len(known) // ENTRY.size] = adopted
@@ -232,14 +233,14 @@ class Recovery:
             blocks = len(lost) + sum(len(image.entries.get(one, b"")) // ENTRY.size for one in gone)
             log.warning("segments are missing or cut off; their blocks are dropped", blocks=blocks, segments=len(gone))
         sizes = {segment.number: segment.size for segment in changed}
-        return IndexChange(gone, lost, adopted, sizes, catalogue.formats.change(), catalogue.tenants.change())
+        return IndexChange(gone, lost, adopted, sizes, {segment.number: segment.named for segment in changed})
 
     def _tell(self, change: IndexChange) -> None:
         """Tells the index what it must learn, in one transaction; makes a lost one anew.
 
         A full device is no reason not to start: a new index is given up with its room, an old one stays as it is.
         """
-        is_new, written = self.index is None, True
+        is_new = self.index is None
         try:
             if self.index is None:
                 self.index = self._open_index()
@@ -258,10 +259,7 @@ class Recovery:
                     error=str(error),
                 )
             else:
-                written = False
                 log.warning("the device is too full to update the index; the next start does", error=str(error))
-        self.catalogue.formats.settle(written=written)
-        self.catalogue.tenants.settle(written=written)
 
 
 def _trim(files: Files, segment: Segment, size: int, records: Sequence[Found]) -> int:
@@ -282,11 +280,11 @@ def _is_whole(files: Files, path: Path, found: Found) -> bool:
     return True
 
 
-def _pack(catalogue: Catalogue, found: Sequence[Found]) -> bytes:
+def _pack(segment: Segment, found: Sequence[Found]) -> bytes:
     """Entries of records."""
-    formats, tenants = catalogue.formats, catalogue.tenants
-    ids = ((formats.id_of(one.info.format), tenants.id_of(one.info.tenant), one.info.written_at) for one in found)
     return b"".join(
-        ENTRY.pack(info.key, at // ALIGN, nbytes // ALIGN, *last)
-        for (at, nbytes, info), last in zip(found, ids, strict=True)
+        ENTRY.pack(
+            info.key, at // ALIGN, nbytes // ALIGN, segment.number_of(Kind(info.format, info.tenant)), info.written_at
+        )
+        for at, nbytes, info in found
     )

@@ -158,7 +158,7 @@ class Space:
         segment.asked_at = self._plans
 
     def _is_kept(self, segment: Segment, slot: int) -> bool:
-        tenant = self.catalogue.tenants[segment.tenants[slot]]
+        tenant = segment.kind(slot).tenant
         return segment.keys[slot] in self.pins or self.account.guards(tenant, segment.nbytes(slot))
 
     def _take(self, segment: Segment, spared: Container[int]) -> Victim:

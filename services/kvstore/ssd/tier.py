@@ -13,7 +13,7 @@ import lmdb
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import Place, Segment, Slot
+from services.kvstore.ssd.catalogue import Kind, Place, Segment, Slot
 from services.kvstore.ssd.commit import Append, Committer, Victim, WritePlan, ends, pack
 from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES
@@ -75,7 +75,7 @@ class SsdTier:
         assert found is not None
         segment, slot = found
         segment.used[slot] = 1
-        return SsdReader(self._files, segment, slot, self.catalogue.formats[segment.formats[slot]])
+        return SsdReader(self._files, segment, slot)
 
     def drop(self, reader: SsdReader) -> bool:
         """Marks a bad record dead; False when the block lies elsewhere by now. Only for a `BadRecordError`."""
@@ -131,12 +131,11 @@ class SsdTier:
             self.space.compact_one(victims)
         self.space.used_bytes += coming.total_bytes
         carry, store = self._place(taken, victims)
-        change = self.catalogue.formats.change(), self.catalogue.tenants.change()
         known = self._forgotten, self._nameless, self._dead
         self._forgotten, self._nameless, self._dead = [], [], []
         erase = [place for place in self._doomed if place[0].number in self.catalogue.segments]
         self._dooming, self._doomed = bool(self._doomed), []
-        return WritePlan(taken, rejected, given_up, victims, *known, *change, full, carry, store, erase)
+        return WritePlan(taken, rejected, given_up, victims, *known, full, carry, store, erase)
 
     def _within_quota(self, tenant: str, nbytes: int) -> list[BlockKey]:
         """Forgets the oldest blocks of a tenant for so many bytes of new ones, as far as its quota asks for it."""
@@ -150,15 +149,15 @@ class SsdTier:
         carry, store = [], []
         sizes: dict[Segment, int] = {}
         for source in ((victim.segment, slot) for victim in victims for slot in victim.carried):
-            key, _, length, format_id, tenant_id, written = source[0].row(source[1])
+            key, _, length, _, written = source[0].row(source[1])
             segment, start = self.space.place(length, sizes)
-            carry.append(Append(segment, (key, start, length, format_id, tenant_id, written), source=source))
-        formats, tenants = self.catalogue.formats, self.catalogue.tenants
+            number = segment.number_of(source[0].kind(source[1]))
+            carry.append(Append(segment, (key, start, length, number, written), source=source))
         for block in blocks:
             info, length = block.info, record_size(block.info) // ALIGN
             segment, start = self.space.place(length, sizes)
-            ids = formats.id_of(info.format), tenants.id_of(info.tenant)
-            store.append(Append(segment, (info.key, start, length, *ids, info.written_at), block))
+            number = segment.number_of(Kind(info.format, info.tenant))
+            store.append(Append(segment, (info.key, start, length, number, info.written_at), block))
         return carry, store
 
     def committed(self, plan: WritePlan) -> None:
@@ -237,8 +236,6 @@ class SsdTier:
                 self._nameless.append(segment)
                 self.space.active = None
         self.space.recount()
-        self.catalogue.formats.settle(written=plan.named)
-        self.catalogue.tenants.settle(written=plan.named)
 
     def close(self) -> None:
         """Blocking. Closes all files and unlocks the folder; what was not synced on the way is synced now."""
@@ -262,8 +259,8 @@ class SsdTier:
         self._folder.close()
 
     def check_invariants(self) -> None:
-        """Segments, places, bytes and ids agree with each other. Only between plans."""
-        self.catalogue.check_invariants(self._forgotten)
+        """Segments, places and bytes agree with each other. Only between plans."""
+        self.catalogue.check_invariants()
         assert self.space.used_bytes == sum(segment.size for segment in self.catalogue.segments.values())
 
 

@@ -107,6 +107,12 @@ def open_ssd(
     return open_tier(path, capacity, segment, pins=pins, account=account, files=files, map_bytes=1 << 16)
 
 
+def owner_of(ssd: SsdTier, key: BlockKey) -> str | None:
+    """The tenant of a block; None when it is not there."""
+    kind = ssd.catalogue.kind_of(key)
+    return None if kind is None else kind.tenant
+
+
 @asynccontextmanager
 async def writing(driven: "Driven", **settings: Any) -> AsyncIterator[WriteBehind]:
     """Runs the writer thread of a store; settings are those of `WriteBehind`."""

@@ -12,7 +12,7 @@ from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of
+from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of, owner_of
 
 KEYS = keys_of(60)
 SEGMENT = 2 * RECORD
@@ -133,14 +133,14 @@ def test_a_guarantee_holds_for_all_of_a_segment_together(tmp_path: Path) -> None
         assert account.used == {"a": 4 * RECORD, "b": 26 * RECORD}
         assert put(ssd, KEYS[30:33], "b").removed == [KEYS[0], *KEYS[4:8]]
         assert account.used == {"a": 3 * RECORD, "b": 25 * RECORD}
-        assert ssd.catalogue.tenant_of(KEYS[1]) == "a"
+        assert owner_of(ssd, KEYS[1]) == "a"
     again = Account(guarantees={"a": 3 * RECORD})
     with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, account=again) as ssd:
         assert again.used == account.used
         assert (
-            ssd.catalogue.tenant_of(KEYS[1]),
-            ssd.catalogue.tenant_of(KEYS[9]),
-            ssd.catalogue.tenant_of(KEYS[0]),
+            owner_of(ssd, KEYS[1]),
+            owner_of(ssd, KEYS[9]),
+            owner_of(ssd, KEYS[0]),
         ) == ("a", "b", None)
 
 

@@ -320,5 +320,4 @@ def test_a_block_held_in_no_format_twice(tmp_path: Path) -> None:
         ssd.commit(plan)
         ssd.committed(plan)
     with store(tmp_path) as (driven, ssd):
-        assert (ssd.catalogue.format_of(block), ssd.catalogue.format_of(KEYS[1])) == (FORMAT, OTHER_FORMAT)
-        assert ssd.catalogue.format_of(KEYS[2]) is None
+        assert [ssd.catalogue.kind_of(key) for key in (block, *KEYS[1:3])] == [(FORMAT, ""), (OTHER_FORMAT, ""), None]
