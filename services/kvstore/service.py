@@ -124,7 +124,7 @@ class KVStoreService(StoreListener):
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
-        put = PutResources(store, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
+        put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
         lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
         get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read)
         operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
@@ -171,16 +171,13 @@ class KVStoreService(StoreListener):
 
     def _tiers(self) -> list[conductor_pb2.TierLoad]:
         dram, ssd = self.store.tiers.dram, self.store.tiers.ssd
-        tiers = [
-            conductor_pb2.TierLoad(
-                name="dram", blocks=len(dram), used_bytes=dram.block_bytes, capacity_bytes=dram.capacity_bytes
-            )
-        ]
+        tiers = [("dram", len(dram), dram.block_bytes, dram.capacity_bytes)]
         if ssd is not None:
-            used, size = ssd.space.used_bytes, ssd.space.capacity_bytes
-            blocks = len(ssd.catalogue)
-            tiers.append(conductor_pb2.TierLoad(name="ssd", blocks=blocks, used_bytes=used, capacity_bytes=size))
-        return tiers
+            tiers.append(("ssd", len(ssd.catalogue), ssd.space.used_bytes, ssd.space.capacity_bytes))
+        return [
+            conductor_pb2.TierLoad(name=name, blocks=blocks, used_bytes=used, capacity_bytes=size)
+            for name, blocks, used, size in tiers
+        ]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -1,8 +1,7 @@
 """Leases on leading blocks of a chain, and blocks that come back from the SSD tier into DRAM.
 
-A lease keeps its blocks from being evicted or reclaimed until it is closed. Blocks that a lease reads whole from the
-SSD tier are read into DRAM that was reserved for them, and stay there. All leases together keep at most `lease_bytes`
-of DRAM; a lease that would need more gets fewer leading blocks. Reading the device is done elsewhere.
+A lease keeps its blocks from being evicted or reclaimed until it is closed. Blocks that it reads whole from the SSD
+tier are read into DRAM that was reserved for them, and stay there. Reading the device is done elsewhere.
 """
 
 import dataclasses
@@ -19,31 +18,22 @@ from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.tenancy.tenants import TenantBytes
 
-PORTION_KEYS = 2048
-"""Keys that are leased without letting others have the event loop."""
+PORTION_KEYS = 2048  # leased without letting others have the event loop
 
 
 @dataclasses.dataclass(slots=True)
 class LeasedBlock:
-    """Where one block of a lease comes from: `block` in DRAM, held, or `reader` on the SSD tier.
-
-    Attributes:
-        tenant: whose block `reader` reads.
-        allocate: gives memory for the whole block, which may stay in DRAM then; None when no DRAM was reserved for it.
-        fill: memory that `reader` reads to then, from the first slice on.
-        filled: one bit per layer whose verified bytes are in `fill`.
-    """
+    """Where one block of a lease comes from: `block` in DRAM, held, or `reader` on the SSD tier."""
 
     block: DramBlock | None = None
     reader: SsdReader | None = None
-    tenant: str = ""
-    allocate: Callable[[int], memoryview] | None = None
-    fill: memoryview | None = None
-    filled: int = 0
+    tenant: str = ""  # whose block `reader` reads
+    allocate: Callable[[int], memoryview] | None = None  # gives memory for the block, where DRAM was reserved for it
+    fill: memoryview | None = None  # that memory, from the first slice on
+    filled: int = 0  # one bit per layer whose verified bytes are in it
 
     @property
     def reserved(self) -> bool:
-        """Whether DRAM was reserved for the whole block."""
         return self.allocate is not None
 
     def memory(self, layer: int, layout: KVLayout) -> memoryview:
@@ -72,23 +62,17 @@ class LeasedBlock:
 
 @dataclasses.dataclass(slots=True)
 class ReadLease:
-    """Blocks that stay until the lease is closed, in the order of the reader's keys.
-
-    Attributes:
-        promote: the reader reads whole blocks, so that those of the SSD tier may stay in DRAM.
-        counted: among hits and misses.
-    """
+    """Blocks that stay until the lease is closed, in the order of the reader's keys."""
 
     format: BlockFormat
     keys: Sequence[BlockKey]
     sources: list[LeasedBlock] = dataclasses.field(default_factory=list)
-    promote: bool = False
-    counted: bool = True
+    promote: bool = False  # whole blocks are read, so that those of the SSD tier may stay in DRAM
+    counted: bool = True  # among hits and misses
     closed: bool = False
 
     @property
     def blocks(self) -> int:
-        """How many blocks it holds."""
         return len(self.sources)
 
     @property
@@ -98,35 +82,22 @@ class ReadLease:
 
 
 class Reads:
-    """All leases.
+    """All leases, `max_sessions` at most, which keep `lease_bytes` of DRAM: blocks, and room for those being read in.
 
-    Args:
-        writes: is told of blocks that were found damaged.
-        max_sessions: most open leases.
-        lease_bytes: most DRAM that leases keep: blocks, and what is reserved for blocks being read in.
-
-    Attributes:
-        leases: number of open leases.
-        leased_bytes: DRAM that leases keep.
-        damaged_blocks: blocks whose bytes in DRAM were found not to match their hashes, since the start.
-        bad_blocks: the same, of those on SSD.
+    `writes` is told of blocks that were found damaged.
     """
 
     def __init__(self, tiers: TieredStore, writes: Writes, *, max_sessions: int, lease_bytes: int) -> None:
         self.tiers = tiers
         self._writes = writes
         self._max_sessions = max_sessions
-        self._lease_bytes = lease_bytes
-        self._leased: dict[BlockKey, int] = {}  # leases of each block in DRAM
-        self._keys = 0
-        self.leased_bytes = 0
-        self.leases = 0
-        self.dram_hits = 0
-        self.ssd_hits = 0
-        self.misses = 0
-        self.promotions = 0
-        self.bad_blocks = 0
-        self.damaged_blocks = 0
+        self.lease_bytes = lease_bytes
+        self.leased: dict[BlockKey, int] = {}  # leases of each block in DRAM
+        self.open_keys = 0
+        self.leased_bytes = self.leases = 0
+        self.dram_hits = self.ssd_hits = self.misses = self.promotions = 0
+        self.bad_blocks = 0  # on SSD, that did not match their hashes
+        self.damaged_blocks = 0  # the same, in DRAM
 
     def open(
         self, keys: Sequence[BlockKey], block_format: BlockFormat, *, promote: bool, counted: bool = True
@@ -143,9 +114,9 @@ class Reads:
         Raises:
             Overloaded: too many are open.
         """
-        if self.leases >= self._max_sessions or self._keys + len(lease.keys) > MAX_OPEN_KEYS:
+        if self.leases >= self._max_sessions or self.open_keys + len(lease.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many reading sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
-        self._keys += len(lease.keys)
+        self.open_keys += len(lease.keys)
         self.leases += 1
         self.tiers.listener.sessions_changed()
         return lease
@@ -198,15 +169,15 @@ class Reads:
     def _source(self, key: BlockKey, lease: ReadLease) -> LeasedBlock | None:
         """Leases one block; None when it is not here, or leases keep as much DRAM as they may."""
         dram, ssd, size = self.tiers.dram, self.tiers.ssd, lease.format.layout.block_bytes
-        fits = self.leased_bytes + size <= self._lease_bytes
+        fits = self.leased_bytes + size <= self.lease_bytes
         block = dram.get(key)
         if block is not None:
-            leases = self._leased.get(key, 0)
+            leases = self.leased.get(key, 0)
             if not (leases or fits) or not self._is_wanted(block, lease):
                 return None
             dram.hold(block)
             self.leased_bytes += 0 if leases else size
-            self._leased[key] = leases + 1
+            self.leased[key] = leases + 1
             return LeasedBlock(block)
         kind = None if ssd is None else ssd.catalogue.kind_of(key)
         if ssd is None or kind is None or kind.format != lease.format:
@@ -244,13 +215,13 @@ class Reads:
             return
         lease.closed = True
         self.leases -= 1
-        self._keys -= len(lease.keys)
+        self.open_keys -= len(lease.keys)
         layout = lease.format.layout
         held = [source.block for source in lease.sources if source.block is not None]
         for block in held:
-            left = self._leased.pop(block.info.key) - 1
+            left = self.leased.pop(block.info.key) - 1
             if left:
-                self._leased[block.info.key] = left
+                self.leased[block.info.key] = left
             else:
                 self.leased_bytes -= layout.block_bytes
         promoted: dict[BlockKey, DramBlock] = {}
@@ -280,10 +251,3 @@ class Reads:
         """
         read = source.promoted(layout)
         return read if read is not None and self.tiers.durable(read.info.key) else None
-
-    def check_invariants(self) -> None:
-        """Checks that leases keep no more than they may, and nothing when none is open."""
-        assert 0 <= self.leased_bytes <= self._lease_bytes
-        assert all(count > 0 for count in self._leased.values())
-        if not self.leases:
-            assert (self.leased_bytes, self._leased, self._keys) == (0, {}, 0)

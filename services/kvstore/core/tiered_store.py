@@ -48,7 +48,7 @@ class TieredStore:
 
         A block that moves between the tiers stays in its part; a walk over one tier and then the other could miss it.
         """
-        found = self.dram.part(number)
+        found = self.dram.parts[number]
         if self.ssd is None:
             return list(found)
         return [*found, *itertools.filterfalse(found.__contains__, self.ssd.catalogue.parts[number])]
@@ -58,7 +58,6 @@ class TieredStore:
         return self.ssd is not None and key in self.ssd.catalogue
 
     def format_of(self, key: BlockKey) -> BlockFormat | None:
-        """The block's format; None when it is not here."""
         block = self.dram.get(key)
         if block is not None:
             return block.info.format
@@ -74,7 +73,6 @@ class TieredStore:
         return len(keys)
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
-        """Counts blocks of `chain`, head first, as used."""
         self.dram.touch(chain)
         if self.ssd is not None:
             self.ssd.catalogue.touch(chain)
@@ -92,7 +90,6 @@ class TieredStore:
         return True
 
     def unreserve(self, nbytes: Mapping[str, int]) -> None:
-        """Gives reserved bytes back, by tenant."""
         for tenant, count in nbytes.items():
             self.dram.unreserve(count, tenant)
         if nbytes:
@@ -116,7 +113,6 @@ class TieredStore:
         return taken
 
     def release(self, blocks: Sequence[DramBlock]) -> None:
-        """Ends one hold on each."""
         for block in blocks:
             self.dram.release(block)
         if blocks:

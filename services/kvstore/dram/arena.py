@@ -54,13 +54,11 @@ class _Slab:
         self.bare = list(range(self.slots))[::-1]
 
     @property
-    def resident(self) -> int:
-        """Slots that may have memory."""
+    def resident(self) -> int:  # slots that may have memory
         return self.slots - len(self.bare)
 
     @property
-    def live(self) -> int:
-        """Slots that are handed out."""
+    def live(self) -> int:  # slots that are handed out
         return self.resident - len(self.free)
 
 
@@ -107,11 +105,10 @@ _Place = tuple[_SizeClass, _Slab, int]
 
 
 class Arena:
-    """Memory for blocks of any size.
+    """Memory for blocks of any size, no more than `budget_bytes` of it handed out.
 
-    The owner hands out no more than `budget_bytes`; free slots keep memory only while all slots together take little
-    more. With `ahead` a thread brings memory to slots before they are needed, within the budget, so that the first
-    bytes written to them cost the caller no page faults. Such slots count as handed out meanwhile.
+    With `ahead` a thread brings memory to slots before they are needed, so that the first bytes written to them cost
+    the caller no page faults. Such slots count as handed out meanwhile.
     """
 
     def __init__(self, budget_bytes: int, *, ahead: bool = False) -> None:
@@ -134,7 +131,6 @@ class Arena:
 
     @property
     def mapped_bytes(self) -> int:
-        """Address space."""
         return sum(len(each.slabs) * each.slab_bytes for each in self._classes.values())
 
     def allocate(self, nbytes: int, *, ahead: bool = True) -> memoryview:
@@ -225,7 +221,6 @@ class Arena:
             self._thread = None
 
     def check_invariants(self) -> None:
-        """Checks that every slot is in one state, and that the bytes add up."""
         self.collect()
         live = resident = free = 0
         for size, each in self._classes.items():

@@ -22,8 +22,7 @@ from moonpool.v1 import kv_pb2
 from services.kvstore.ssd.files import Files, open_lmdb
 
 MAP_BYTES = 1 << 30
-KEEP_S = 40 * 86400.0
-"""How long it is known that a deletion was carried out; conductors repeat theirs for a shorter time."""
+KEEP_S = 40 * 86400.0  # it is known that a deletion was carried out; conductors repeat theirs for a shorter time
 _APPLIED = "applied"
 _COUNTS = struct.Struct("<QQ")
 
@@ -31,9 +30,7 @@ _COUNTS = struct.Struct("<QQ")
 class Ledger:
     """The records of one store. Blocking to open; `folder` None keeps them in memory only.
 
-    Attributes:
-        book: the records.
-        deletions: those that the records, or conductors, have named, carried out here or not.
+    `deletions` are those that the records, or conductors, have named, carried out here or not.
 
     Raises:
         ConfigError: naming `data_dir`: what is there cannot be read.
@@ -76,7 +73,6 @@ class Ledger:
         await self._write(newer)
 
     def _note(self, records: Iterable[kv_pb2.Record]) -> None:
-        """Keeps up which deletions there are."""
         for record in records:
             if _is_deletion(record):
                 self.deletions.add(record.id, deletion_from_record(record))

@@ -19,7 +19,6 @@ class PinKeeper:
         self._pinned = asyncio.Event()
 
     async def run(self) -> None:
-        """Works until cancelled."""
         while True:
             self.expire()
             await within(self._pins.next_expiry - self._clock(), self._pinned)
@@ -38,17 +37,14 @@ class PinKeeper:
         return None if block_format is None else block_format.layout.block_bytes
 
     def unpin(self, tenant: str, name: str) -> bool:
-        """Ends a pin; False when there is none."""
         changed = self._pins.unpin(tenant, name)
         self._changed(changed)
         return bool(changed)
 
     def end_all(self, tenants: Container[str]) -> None:
-        """Ends all pins of tenants."""
         self._changed(self._pins.end_all(tenants))
 
     def expire(self) -> None:
-        """Ends the pins whose time is over."""
         self._changed(self._pins.expire(self._clock()))
 
     def _changed(self, keys: Collection[BlockKey]) -> None:

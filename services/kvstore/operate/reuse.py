@@ -1,8 +1,7 @@
 """LRU's hit share at every store size, estimated from the reuse distances of a sample of the keys.
 
-A key's reuse distance is the number of different keys used since its last use, itself included: LRU finds the key in a
-store of at least that many blocks. The sample and the adjustment of its estimate are those of fixed-size SHARDS
-(Waldspurger, Park, Garthwaite, Ahmad, FAST'15): distances and uses in the sample stand for 1 / rate as many.
+A key's reuse distance is the number of different keys used since its last use, itself included. The sample and the
+adjustment are those of fixed-size SHARDS (Waldspurger et al., FAST'15): a use in it stands for 1 / rate uses.
 """
 
 import bisect
@@ -15,8 +14,7 @@ from services.kvstore.policies.sample import KeySample
 SAMPLE_KEYS = 16384  # at most, about 250 bytes each
 _STEPS_PER_OCTAVE = 32  # distances are counted to within 1/32 of a power of two, that is 2.2 %
 
-Curve = Sequence[tuple[int, float]]
-"""(size, share of block uses that would be hits), ascending in both."""
+Curve = Sequence[tuple[int, float]]  # (size, share of block uses that would be hits), ascending in both
 
 
 class ReuseSample:

@@ -110,7 +110,6 @@ def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> Verif
 
 
 def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -> Catalogue:
-    """The index's entries of the segments that are there."""
     catalogue = Catalogue()
     for number in files:
         segment = Segment(number, segment_path(folder, number), image.segments.get(number, 0))

@@ -23,11 +23,9 @@ from services.kvstore.ssd.tier import SsdTier
 
 log = get_logger(__name__)
 
+# Seconds before a failed batch is tried again, the first time and so on, and then its blocks, which are in DRAM only.
 RETRY_AFTER_S = (0.0, 0.1, 1.0)
-"""Seconds before a failed batch is tried again: the first time, the second and so on; then its blocks are unsaved."""
 UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
-"""Seconds before unsaved blocks, which are in DRAM only, are tried again: the first time, the second and so on."""
-
 ERASE_AGAIN_S = 0.02
 REPEAT_S = 60.0  # the same kind of error is logged once in this time, unless blocks became durable meanwhile
 _Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file it happened with
@@ -164,5 +162,4 @@ class WriteBehind:
         return False
 
     async def aclose(self) -> None:
-        """Waits for the thread; call when `run` has ended."""
         await asyncio.to_thread(self._executor.shutdown)

@@ -108,17 +108,14 @@ class Catalogue(PartTable[int]):
         self.live = (account or Account()).used  # bytes of the records that are places of blocks
 
     def kind_of(self, key: BlockKey) -> Kind | None:
-        """A block's format and tenant; None when it is not here."""
         found = self.find(key)
         return None if found is None else found[0].kind(found[1])
 
     def find(self, key: BlockKey) -> tuple[Segment, int] | None:
-        """A block's segment and slot; None when it is not here."""
         place = self.parts[key[0]].get(key)
         return None if place is None else (self.segments[place >> _SLOT_BITS], place & _SLOT_MASK)
 
     def is_live(self, segment: Segment, slot: int) -> bool:
-        """Whether that is the place of its block."""
         key = segment.keys[slot]
         return self.parts[key[0]].get(key) == segment.number << _SLOT_BITS | slot
 
@@ -183,7 +180,6 @@ class Catalogue(PartTable[int]):
         ]
 
     def touch(self, keys: Iterable[BlockKey]) -> None:
-        """Those of the blocks that are here were used."""
         for segment, slot in filter(None, map(self.find, keys)):
             segment.used[slot] = 1
 
@@ -238,24 +234,3 @@ class Catalogue(PartTable[int]):
         for slot in list(self.live_slots(segment)):
             self.forget(segment.keys[slot])
         self.segments.pop(segment.number, None)
-
-    def check_invariants(self) -> None:
-        """Places, bytes and kinds agree with each other."""
-        live = TenantBytes()
-        for number, segment in self.segments.items():
-            assert segment.number == number
-            assert segment.size
-            assert not segment.going
-            assert segment.readers >= 0
-            slots = list(self.live_slots(segment))
-            assert all(segment.offset(slot) + segment.nbytes(slot) <= segment.size for slot in slots)
-            assert segment.live == TenantBytes.of((segment.kind(slot).tenant, segment.nbytes(slot)) for slot in slots)
-            assert segment.numbers == {kind: number for number, kind in enumerate(segment.named)}
-            columns = (segment.starts, segment.lengths, segment.kinds, segment.written, segment.used)
-            assert {len(segment.keys)} == set(map(len, columns))
-            for tenant, nbytes in segment.live.items():
-                live.add(tenant, nbytes)
-        for key, place in self.items():
-            assert self.segments[place >> _SLOT_BITS].keys[place & _SLOT_MASK] == key
-        assert self.live == live
-        assert self.live.total_bytes == live.total_bytes

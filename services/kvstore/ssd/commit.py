@@ -1,9 +1,8 @@
 """What the writer thread does for one plan: carry over, remove, append. Everything here blocks.
 
 The order makes a block durable and keeps it so: records written, segments synced, then the index transaction that names
-them. A file is deleted only after the transaction that forgets it and names elsewhere what was carried over from it.
-There are two transactions at most: the first carries and removes, so that its room is free, the second stores new
-blocks.
+them. A file is deleted only after the transaction that forgets it. There are two transactions at most: the first
+carries and removes, so that its room is free, the second stores new blocks.
 """
 
 import collections

@@ -63,7 +63,6 @@ def _is_aligned(out: memoryview) -> bool:
 
 
 def _advance(views: list[memoryview], count: int) -> None:
-    """Takes `count` bytes off the front."""
     while views and count >= len(views[0]):
         count -= len(views.pop(0))
     if count:

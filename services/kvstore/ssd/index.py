@@ -2,9 +2,8 @@
 
 Everything in it can be rebuilt from the segments, so whatever is wrong with it is answered by making it anew.
 
-It is kept by segment, not by block: one value holds all records that one commit appended to one segment. So a commit
-touches a page or two instead of one per block, a segment is forgotten with a few deletions, and a million blocks load
-in the time it takes to read a table. Blocks that are dropped one by one leave a mark.
+It is kept by segment: one value holds all records that one commit appended to one segment. So a commit touches a page
+or two, a segment is forgotten with a few deletions, and a million blocks load in the time it takes to read a table.
 
     meta        version, ...
     segments    segment -> committed bytes
@@ -12,8 +11,7 @@ in the time it takes to read a table. Blocks that are dropped one by one leave a
     dropped     segment, slot -> "": that slot is dead
     kinds       segment, number -> format and tenant, as the entries of that segment number them
 
-`load` and `close` are called while nothing else uses the index; `commit` only by the single writer thread (an LMDB
-write transaction belongs to the thread that began it).
+`commit` is called by the single writer thread only: an LMDB write transaction belongs to the thread that began it.
 """
 
 import collections
@@ -122,7 +120,7 @@ class Index:
     def _load_kinds(self, txn: lmdb.Transaction) -> dict[int, list[Kind]]:
         kinds = collections.defaultdict[int, list[Kind]](list)
         for key, value in txn.cursor(self._kinds):
-            kinds[_SEGMENT_KEY.unpack_from(key)[0]].append(_unpack_kind(value))
+            kinds[_SEGMENT_KEY.unpack_from(key)[0]].append(_unpack_kind(bytes(value)))
         return kinds
 
     def _load_entries(self, txn: lmdb.Transaction) -> dict[int, bytes]:

@@ -1,8 +1,7 @@
 """What a data folder holds: what its index names, and what its segments hold besides. Everything here blocks.
 
 Records that the index does not name are read and adopted: all of them where the index is lost, else those of segments
-and ends of segments that are newer than it. Reading needs no room on the device; where there is none for an index, what
-was read is served all the same, and the next start reads it again.
+and ends of segments that are newer than it.
 """
 
 import collections
@@ -32,8 +31,7 @@ _SCAN_THREADS = 8
 _PROGRESS_STEPS = 10
 _SPARE_BYTES = 1 << 20
 
-Durability = Literal["power", "process"]
-"""What a block that was committed survives: a loss of power, or the death of this process only."""
+Durability = Literal["power", "process"]  # whose loss a committed block survives: that of power, or of this process
 
 
 class DataFolder:

@@ -1,9 +1,8 @@
 """Segments as room: where the next record goes, which segment makes room for it, and what is carried over.
 
 Oldest first, with a second chance: a block that was used since it was written is written anew once, into the newest
-segment, and must be used again to be spared again; at most half a segment is spared so. Blocks that are pinned, or that
-a guarantee covers, are always carried. What this gains over dropping whole segments, and over other choices:
-docs/adr/0004-ssd-tier.md.
+segment; at most half a segment is spared so. Blocks that are pinned, or that a guarantee covers, are always carried.
+What this gains: docs/adr/0004-ssd-tier.md.
 """
 
 import dataclasses

@@ -29,9 +29,8 @@ log = get_logger(__name__)
 class SsdTier:
     """A bounded, durable set of blocks. Made by `open_tier`.
 
-    While a segment of which much must stay is rewritten, the segment files may exceed the budget by what is carried; so
-    they may after a start, if the process ended meanwhile, until the next plan. `commit` does a plan, blocking, in the
-    writer thread; then its blocks are as durable as `durability` says.
+    While a segment of which much must stay is rewritten, the files may exceed the budget by what is carried. `commit`
+    does a plan, blocking, in the writer thread; then its blocks are as durable as `durability` says.
     """
 
     def __init__(
@@ -223,7 +222,6 @@ class SsdTier:
         self._leaving = [segment for segment in (*self._leaving, *removed) if segment.readers]
 
     def _add(self, appends: Sequence[Append]) -> None:
-        """These records are committed."""
         for segment, size in ends(appends).items():
             segment.size = size
         for segment, packed in pack(appends).items():
@@ -257,11 +255,6 @@ class SsdTier:
         if self._index is not None:
             self._index.close()
         self._folder.close()
-
-    def check_invariants(self) -> None:
-        """Segments, places and bytes agree with each other. Only between plans."""
-        self.catalogue.check_invariants()
-        assert self.space.used_bytes == sum(segment.size for segment in self.catalogue.segments.values())
 
 
 def open_tier(

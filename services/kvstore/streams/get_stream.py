@@ -31,25 +31,16 @@ log = get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GetResources:
-    """What all Get streams of a store use.
-
-    Attributes:
-        pool: threads that read the SSD tier.
-        ahead: budget of the read-ahead.
-        session_timeout_s: longest wait for a reader's credits.
-        lease_timeout_s: longest life of a session, whose blocks cannot be evicted.
-        on_read: told of sessions that ended well: whether blocks came from the SSD tier, and the seconds.
-        together_bytes: largest read that is answered in one message.
-    """
+    """What all Get streams of a store use."""
 
     reads: Reads
-    pool: ThreadPoolExecutor
-    ahead: ByteCredits
+    pool: ThreadPoolExecutor  # reads the SSD tier
+    ahead: ByteCredits  # budget of the read-ahead
     instance: kv_pb2.Instance
-    session_timeout_s: float
-    lease_timeout_s: float
-    on_read: Callable[[bool, float], None]
-    together_bytes: int = FRAME_BYTES
+    session_timeout_s: float  # longest wait for a reader's credits
+    lease_timeout_s: float  # longest life of a session, whose blocks cannot be evicted
+    on_read: Callable[[bool, float], None]  # told of what ended well: whether blocks came from SSD, and the seconds
+    together_bytes: int = FRAME_BYTES  # largest read that is answered in one message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -199,7 +190,6 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         return self._frames.offer(number, slices, wrap)
 
     async def _serve(self, number: int, reader: LayerReader, wanted: _Wanted, begin: float, more: bool) -> None:
-        """One session from its opening to its end: layer by layer, each as soon as it is read."""
         resources, lease = self._resources, reader.lease
         try:
             while more:

@@ -51,7 +51,6 @@ class OpenStreams:
 
     @property
     def kv(self) -> list[KVStream[Any]]:
-        """Those that carry KV."""
         return [stream for stream in self._open if isinstance(stream, KVStream)]
 
     @property
@@ -60,7 +59,6 @@ class OpenStreams:
 
     @contextmanager
     def running(self, stream: object) -> Iterator[None]:
-        """Counts `stream` while the body runs."""
         self._open.add(stream)
         self.quiet.clear()
         try:

@@ -12,10 +12,7 @@ _Wanted = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class RoomQueue:
-    """Waiting attempts to get room, in lanes: one lane does not keep another waiting.
-
-    At most `max_waiting` attempts wait; further ones fail at once.
-    """
+    """At most `max_waiting` attempts to get room, in lanes: one lane does not keep another waiting."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting

@@ -26,6 +26,7 @@ from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import Account
+from tests.unit.kvstore.invariants import check
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 FORMAT = BlockFormat(b"n" * 32, LAYOUT)
@@ -219,7 +220,7 @@ class Driven(StoreListener):
                 break
         if keys:
             self.store.writes.close(session)
-        self.store.check_invariants()
+        check(self.store)
 
     def read(self, keys: Sequence[BlockKey], *, promote: bool = False) -> list[bytes]:
         """The leading blocks' bytes, read layer by layer without threads; bad ones end it."""
@@ -244,7 +245,7 @@ class Driven(StoreListener):
                     out[index] += view
         finally:
             reads.close(lease)
-        self.store.check_invariants()
+        check(self.store)
         return [bytes(block) for block in out]
 
 

@@ -15,6 +15,7 @@ from tests.unit.kvstore.helpers import (
     spec_of,
     view_of,
 )
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(8)
 A, B, C, D = KEYS[:4]
@@ -111,7 +112,7 @@ def test_a_block_that_failed_to_become_durable_is_queued_again_when_it_is_put_ag
     first = driven.put([A])
     fail(driven)
     assert (len(driven.store.writes.queue.queued), len(driven.store.writes.queue.unsaved), driven.durable) == (0, 1, [])
-    driven.store.check_invariants()
+    check(driven.store)
     again = driven.open(spec_of([A]))
     assert again is not None
     assert list(again.present) == [0]

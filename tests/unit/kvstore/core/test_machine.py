@@ -33,6 +33,7 @@ from tests.unit.kvstore.helpers import (
     spec_of,
     view_of,
 )
+from tests.unit.kvstore.invariants import check
 
 CHAINS = {"": keys_of(6, "nobody"), "a": keys_of(5, "a"), "b": keys_of(5, "b")}
 OWNER = {key: tenant for tenant, keys in CHAINS.items() for key in keys}
@@ -282,10 +283,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def sound(self) -> None:
-        self.store.check_invariants()
+        check(self.store)
         assert self.announced == set(self.store.tiers)
         assert self.ssd.account.used is self.ssd.catalogue.live
-        self.ssd.check_invariants()
+        check(self.ssd)
 
     @invariant()
     def pins_keep(self) -> None:

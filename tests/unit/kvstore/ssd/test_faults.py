@@ -16,6 +16,7 @@ from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, store, writing
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(12)
 
@@ -30,7 +31,7 @@ async def written(driven: Driven, *, retry_after_s: tuple[float, ...] = (0.0, 0.
     """Lets the writer thread do all there is to do."""
     async with writing(driven, retry_after_s=retry_after_s) as writer:
         assert await writer.drain(20)
-    driven.store.check_invariants()
+    check(driven.store)
     return writer
 
 
@@ -200,7 +201,7 @@ async def test_a_passing_error_while_carrying_takes_no_kept_block(tmp_path: Path
     assert {KEYS[0], KEYS[8]} <= set(ssd.catalogue)
     assert not pins & set(driven.removed)
     assert driven.read([KEYS[0]]) == [data_of(KEYS[0])]
-    ssd.check_invariants()
+    check(ssd)
     ssd.close()
     ssd = open_ssd(tmp_path, 8 * RECORD, 2 * RECORD)
     assert Driven(ssd).read([KEYS[0]]) == [data_of(KEYS[0])]

@@ -26,6 +26,7 @@ from services.kvstore.ssd.recovery import Durability
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, owner_of, slice_of
+from tests.unit.kvstore.invariants import check
 from tests.unit.kvstore.ssd.power import PowerFiles
 
 KEYS = keys_of(14)
@@ -252,7 +253,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def sound(self) -> None:
-        self.ssd.check_invariants()
+        check(self.ssd)
         assert self.account.used is self.ssd.catalogue.live
         assert {key: owner_of(self.ssd, key) for key in self.ssd.catalogue} == self.model
         assert self.ssd.space.used_bytes <= self.ssd.space.capacity_bytes or self.found_anew

@@ -13,6 +13,7 @@ from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.tenants import Account, TenantRow
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, info_of, keys_of, open_ssd, owner_of
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(64)
 SLOTS = 8  # records that the tier has room for, and so the most names in use
@@ -31,7 +32,7 @@ def put(ssd: SsdTier, number: int, *, fail: bool = False) -> None:
     else:
         ssd.commit(plan)
         ssd.committed(plan)
-    ssd.check_invariants()
+    check(ssd)
 
 
 def names_of(path: Path) -> list[str]:
@@ -103,7 +104,7 @@ def test_half_a_plan_leaves_no_names(tmp_path: Path) -> None:
         ssd.commit(plan)
     files.mend()
     ssd.failed(plan, error)
-    ssd.check_invariants()
+    check(ssd)
     put(ssd, 21)
     assert tenant(20) not in names_of(tmp_path)
     ssd.close()
@@ -122,8 +123,8 @@ def test_a_tenant_that_is_gone_leaves_nothing_anywhere(tmp_path: Path) -> None:
         driven.store.writes.close(driven.put([KEYS[number + 1]], f"asks-{number}"))  # has nothing of its own to bring
     dram = driven.store.tiers.dram
     assert len(account.used) <= SLOTS
-    ssd.check_invariants()
+    check(ssd)
     assert len(dram.account.used) <= 4
     assert dram.reserved.total_bytes == 0
-    dram.check_invariants()
+    check(dram)
     ssd.close()

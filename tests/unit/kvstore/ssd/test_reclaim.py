@@ -13,6 +13,7 @@ from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of, owner_of
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(60)
 SEGMENT = 2 * RECORD
@@ -40,7 +41,7 @@ def put(ssd: SsdTier, keys: Sequence[BlockKey], tenant: str = "") -> WritePlan:
     plan = ssd.plan([block_of(key, tenant) for key in keys])
     ssd.commit(plan)
     ssd.committed(plan)
-    ssd.check_invariants()
+    check(ssd)
     assert ssd.space.used_bytes <= ssd.space.capacity_bytes
     return plan
 
@@ -177,7 +178,7 @@ def test_a_carried_block_is_readable_all_the_time(tmp_path: Path) -> None:
             assert not ssd.drop(reader)
             reader.release()
         assert read(ssd, KEYS[0]) == data_of(KEYS[0])
-        ssd.check_invariants()
+        check(ssd)
 
 
 def test_a_block_that_is_dropped_while_it_is_carried_stays_dropped(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_a_block_that_is_dropped_while_it_is_carried_stays_dropped(tmp_path: Pat
         reader.release()
         ssd.committed(plan)
         assert KEYS[0] not in ssd.catalogue
-        ssd.check_invariants()
+        check(ssd)
         assert ssd.has_housekeeping
         put(ssd, [])
     with tier(tmp_path) as ssd:
@@ -249,7 +250,7 @@ def test_nothing_durable_is_lost_wherever_a_plan_breaks_off(tmp_path: Path, step
         files.left, files.broken = -1, 0
         if not crash:
             ssd.failed(plan, OSError("broken"))
-            ssd.check_invariants()
+            check(ssd)
             assert set(ssd.catalogue) == set(KEYS[:15]) - set(plan.removed)
             put(ssd, KEYS[18:20])
             assert kept <= set(ssd.catalogue)
@@ -258,7 +259,7 @@ def test_nothing_durable_is_lost_wherever_a_plan_breaks_off(tmp_path: Path, step
         assert set(KEYS[:15]) - set(plan.removed) <= here | (set() if crash else {KEYS[4], KEYS[6]})
         assert kept <= here <= set(KEYS[:20])
         assert all(read(ssd, key) == data_of(key) for key in here)
-        ssd.check_invariants()
+        check(ssd)
 
 
 def test_compacting_rewrites_thin_segments_and_loses_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, owner_of, store
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(12)
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -55,7 +56,7 @@ def test_a_lost_index_waits_for_room_and_its_blocks_do_not(
             now = [(file.name, file.read_bytes()) for file in sorted((tmp_path / "segments").iterdir())]
             assert now[: len(segments)] == segments
             driven.flush([KEYS[len(here)]], "t")  # where the data find room, blocks become durable all the same
-            ssd.check_invariants()
+            check(ssd)
     for rebuilt in (True, False):
         caplog.clear()
         with caplog.at_level(logging.INFO), store(tmp_path, 2 * RECORD) as driven:
@@ -155,7 +156,7 @@ def test_records_that_the_index_does_not_name_are_adopted(tmp_path: Path, caplog
             ssd = ssd_of(driven)
             assert [owner_of(ssd, key) for key in KEYS[:9]] == ["a"] + ["b"] * 8
             assert driven.read(KEYS) == [data_of(key) for key in KEYS[:9]]
-            ssd.check_invariants()
+            check(ssd)
     caplog.clear()
     with store(tmp_path, 4 * RECORD) as driven:  # the index names them now
         assert "more than the index names" not in caplog.text

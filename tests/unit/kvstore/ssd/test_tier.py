@@ -24,6 +24,7 @@ from tests.unit.kvstore.helpers import (
     keys_of,
     open_ssd,
 )
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(12)
 
@@ -125,7 +126,7 @@ def test_a_cut_or_missing_segment_costs_its_blocks_only(tmp_path: Path) -> None:
         with store(tmp_path, segment=2 * RECORD) as (driven, ssd):
             assert set(driven.store.tiers) == {KEYS[2], KEYS[4], KEYS[5]}
             assert driven.read([KEYS[2]]) == [data_of(KEYS[2])]
-            ssd.check_invariants()
+            check(ssd)
 
 
 @pytest.mark.parametrize("position", [RECORD + 10, RECORD + 40, RECORD + 4096, RECORD + 4096 + LAYOUT.block_bytes - 1])
@@ -161,7 +162,7 @@ def test_a_bad_block_that_was_replaced_meanwhile_is_kept(tmp_path: Path) -> None
         driven.store.reads.close(second)
         assert driven.store.reads.bad_blocks == 1
         assert driven.store.tiers.durable(KEYS[0])
-        ssd.check_invariants()
+        check(ssd)
 
 
 def test_the_budget_is_kept_by_dropping_the_oldest_segment(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""What must hold between any two events in the parts of a store."""
+
+import collections
+import functools
+
+from services.kvstore.core.reads import Reads
+from services.kvstore.core.store import BlockStore
+from services.kvstore.core.writes import Writes
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.ssd.catalogue import Catalogue, Segment
+from services.kvstore.ssd.tier import SsdTier
+from services.kvstore.tenancy.pins import Pins
+from services.kvstore.tenancy.tenants import TenantBytes, sum_by_tenant
+
+
+@functools.singledispatch
+def check(part: object) -> None:
+    """Asserts what must hold of a part; of one with an SSD tier only while no plan is being committed."""
+    raise TypeError(part)
+
+
+@check.register
+def _(store: BlockStore) -> None:
+    dram, ssd = store.tiers.dram, store.tiers.ssd
+    check(dram)
+    if ssd is not None:
+        check(ssd)
+    _check_writes(store.writes, store)
+    _check_queue(store)
+    _check_reads(store.reads)
+    check(dram.pins)
+    assert len(set(store.tiers)) == len(list(store.tiers))
+    if not store.reads.leases and not store.writes.sessions:
+        assert not dram.reserved
+        assert store.writes.queue.queued or dram.held_bytes == 0
+
+
+@check.register
+def _(dram: DramTier) -> None:
+    blocks = [*dram.values(), *dram.leaving]
+    assert all(block.holds and not block.pinned for block in dram.leaving)
+    assert dram.held_bytes == sum(block.info.nbytes for block in blocks if block.holds)
+    assert dram.free_bytes >= 0
+    assert set(dram.policy.candidates()) == {key for key, block in dram.items() if not block.pinned}
+    assert all(block.info.key == key and block.holds >= 0 for key, block in dram.items())
+    assert all(block.pinned == (key in dram.pins) for key, block in dram.items())
+    sized = [(block, (block.info.tenant, block.info.nbytes)) for block in blocks]
+    assert dram.account.used == sum_by_tenant(size for _, size in sized)
+    assert dram.fixed == sum_by_tenant(size for block, size in sized if block.holds or block.pinned)
+    assert dram.pinned == sum_by_tenant(size for block, size in sized if block.pinned)
+    for count in (dram.account.used, dram.reserved, dram.fixed, dram.pinned):
+        assert count.total_bytes == count.total()
+        assert all(nbytes > 0 for nbytes in count.values())
+    for tenant, used in dram.account.used.items():
+        quota = dram.account.quota(tenant)
+        assert quota is None or used + dram.reserved[tenant] <= quota
+    dram.arena.check_invariants()
+
+
+@check.register
+def _(ssd: SsdTier) -> None:
+    _check_catalogue(ssd.catalogue)
+    assert ssd.space.used_bytes == sum(segment.size for segment in ssd.catalogue.segments.values())
+
+
+def _check_catalogue(catalogue: Catalogue) -> None:
+    live = TenantBytes()
+    for number, segment in catalogue.segments.items():
+        assert segment.number == number
+        _check_segment(catalogue, segment)
+        for tenant, nbytes in segment.live.items():
+            live.add(tenant, nbytes)
+    for key in catalogue:
+        found = catalogue.find(key)
+        assert found is not None
+        assert found[0].keys[found[1]] == key
+    assert catalogue.live == live
+    assert catalogue.live.total_bytes == live.total_bytes
+
+
+def _check_segment(catalogue: Catalogue, segment: Segment) -> None:
+    assert segment.size
+    assert not segment.going
+    assert segment.readers >= 0
+    slots = list(catalogue.live_slots(segment))
+    assert all(segment.offset(slot) + segment.nbytes(slot) <= segment.size for slot in slots)
+    assert segment.live == sum_by_tenant((segment.kind(slot).tenant, segment.nbytes(slot)) for slot in slots)
+    assert segment.numbers == {kind: number for number, kind in enumerate(segment.named)}
+    columns = (segment.starts, segment.lengths, segment.kinds, segment.written, segment.used)
+    assert {len(segment.keys)} == set(map(len, columns))
+
+
+def _check_queue(store: BlockStore) -> None:
+    """Waiting blocks are held and not durable."""
+    queue, there = store.writes.queue, store.tiers.dram
+    waiting = [*queue.waiting, *(queue.committing.blocks if queue.committing else ())]
+    assert queue.recalled <= set(waiting)
+    waiting = [block for block in waiting if block not in queue.recalled]
+    assert queue.queued == {block.info.key for block in waiting}
+    assert len(queue.queued) == len(waiting)
+    assert not any(map(store.tiers.durable, (*queue.queued, *queue.unsaved)))
+    assert all(block.holds > 0 for block in waiting)
+    assert all(there.get(block.info.key) is block or block in there.leaving for block in waiting)
+
+
+def _check_writes(writes: Writes, store: BlockStore) -> None:
+    """Sessions and their blocks know each other."""
+    assert writes.open_keys == sum(len(session.spec.keys) for session in writes.sessions)
+    for key, block in writes.unfinished.items():
+        assert block.key == key
+        assert block.writers
+        assert block.reserved or not block.data
+        assert not block.data or len(block.hashes) < block.spec.format.layout.layers
+        assert writes.sessions.issuperset(block.writers)
+        assert all(session.unfinished[index] is block for session, index in block.writers.items())
+    for session in writes.sessions:
+        assert not session.closed
+        assert all(writes.unfinished[session.spec.keys[at]] is block for at, block in session.unfinished.items())
+    reserved = sum(block.nbytes for block in writes.unfinished.values() if block.reserved)
+    assert store.tiers.dram.reserved.total_bytes >= reserved
+    for key, entries in writes.awaiting.items():
+        assert entries
+        assert all(not session.closed and session.spec.keys[index] == key for session, index in entries)
+
+
+def _check_reads(reads: Reads) -> None:
+    assert 0 <= reads.leased_bytes <= reads.lease_bytes
+    assert all(count > 0 for count in reads.leased.values())
+    if not reads.leases:
+        assert (reads.leased_bytes, reads.leased, reads.open_keys) == (0, {}, 0)
+
+
+@check.register
+def _(pins: Pins) -> None:
+    """The pinned blocks and bytes are those of the pins, within the limits."""
+    counts = collections.Counter((key, tenant) for (tenant, _), pin in pins.by_name.items() for key in pin.keys)
+    assert {(key, tenant): n for key, kept in pins.pinned.items() for tenant, n in kept.pins.items()} == counts
+    assert all(pinned.pins for pinned in pins.pinned.values())
+    assert pins.account.used == sum_by_tenant((tenant, pins.pinned[key].nbytes) for key, tenant in counts)
+    assert pins.nbytes == sum(pinned.nbytes for pinned in pins.pinned.values()) <= pins.budget_bytes
+    assert len(pins) <= pins.max_pins
+    assert counts.total() <= pins.max_entries
