@@ -47,14 +47,8 @@ class LeasedBlock:
 
     def promoted(self, layout: KVLayout) -> DramBlock | None:
         """The block that was read from the SSD tier into reserved DRAM; None when not all of it was read."""
-        reader = self.reader
-        if (
-            reader is None
-            or reader.deleted
-            or reader.info is None
-            or self.fill is None
-            or self.filled != (1 << layout.layers) - 1
-        ):
+        reader, whole = self.reader, self.filled == (1 << layout.layers) - 1
+        if reader is None or reader.deleted or reader.info is None or self.fill is None or not whole:
             return None
         hashes = [reader.hashes[layer] for layer in range(layout.layers)]
         return DramBlock(dataclasses.replace(reader.info, tenant=self.tenant), self.fill, hashes)
@@ -134,7 +128,10 @@ class Reads:
         for block in held:
             dram.hold(block)
         try:
-            self._lease_leading(keys, lease)
+            for key in keys:
+                if (source := self._source(key, lease)) is None:
+                    break
+                lease.sources.append(source)
         finally:
             self.tiers.release(held)
         if lease.blocks == end < len(lease.keys):
@@ -147,13 +144,6 @@ class Reads:
         if lease.counted:
             self._count(lease)
         return False
-
-    def _lease_leading(self, keys: Sequence[BlockKey], lease: ReadLease) -> None:
-        for key in keys:
-            source = self._source(key, lease)
-            if source is None:
-                break
-            lease.sources.append(source)
 
     def _count(self, lease: ReadLease) -> None:
         self.tiers.touch(lease.keys[: lease.blocks])
@@ -232,8 +222,14 @@ class Reads:
             if not source.reserved:
                 continue
             self.leased_bytes -= layout.block_bytes
-            read = self._promoted(source, layout)
-            if read is None or promoted.setdefault(read.info.key, read) is not read:
+            read = source.promoted(layout)
+            # What has left the SSD tier meanwhile may not stay: it may have been deleted. A segment that was rewritten
+            # while it was read does not tell (`SsdReader.deleted`): only the new copy is erased.
+            if (
+                read is None
+                or not self.tiers.durable(read.info.key)
+                or promoted.setdefault(read.info.key, read) is not read
+            ):
                 unused.add(source.tenant, layout.block_bytes)
             source.fill = None
         taken = self.tiers.insert(list(promoted.values()))
@@ -243,11 +239,3 @@ class Reads:
         self.tiers.release(held)
         self.tiers.listener.room()
         self.tiers.listener.sessions_changed()
-
-    def _promoted(self, source: LeasedBlock, layout: KVLayout) -> DramBlock | None:
-        """What was read whole and may stay. What has left the SSD tier meanwhile may not: it may have been deleted.
-
-        A segment that was rewritten while it was read does not tell (`SsdReader.deleted`): only the new copy is erased.
-        """
-        read = source.promoted(layout)
-        return read if read is not None and self.tiers.durable(read.info.key) else None

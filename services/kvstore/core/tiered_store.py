@@ -54,7 +54,6 @@ class TieredStore:
         return [*found, *itertools.filterfalse(found.__contains__, self.ssd.catalogue.parts[number])]
 
     def durable(self, key: bytes) -> bool:
-        """Whether the block survives a restart."""
         return self.ssd is not None and key in self.ssd.catalogue
 
     def format_of(self, key: BlockKey) -> BlockFormat | None:

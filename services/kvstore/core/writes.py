@@ -131,7 +131,6 @@ class Writes:
         return found is not None
 
     def _expect(self, session: PutSession) -> None:
-        """Takes a session; its blocks that are not present are expected from now on."""
         present = set(session.present)
         for index, key in enumerate(session.spec.keys):
             if index in present:
@@ -257,7 +256,7 @@ class Writes:
 
     def forget(self, selection: Selection) -> None:
         """Blocks are being deleted: sessions that bring such blocks end."""
-        self._end([session for session in self.sessions if session.spec.is_among(selection)])
+        self._end({session for session in self.sessions if session.spec.is_among(selection)})
 
     def recall(self, blocks: Collection[DramBlock]) -> None:
         """Blocks have left DRAM for good: none of them becomes durable, and who waits for that hears it."""

@@ -66,13 +66,11 @@ class Deletions:
         return sum(counts.values(), start=expired)
 
     def _done(self, name: str) -> Forgotten | None:
-        """What a deletion deleted; None when it was not carried out."""
         counts = self.ledger.counts(name)
         return self.unsaved.get(name) if counts is None else Forgotten(*counts)
 
 
 async def _in_turns(steps: Steps) -> Forgotten:
-    """Does all steps, between which others have turns of the event loop."""
     while True:
         try:
             next(steps)

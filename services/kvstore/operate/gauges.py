@@ -76,7 +76,6 @@ def gauges_of(
 
 
 def _add_attributes(gauges: Gauges, name: str, source: object, *attributes: str) -> None:
-    """One gauge per attribute of `source`; `name` is a format for the names."""
     for attribute in attributes:
         gauges.add(name.format(attribute), functools.partial(getattr, source, attribute))
 

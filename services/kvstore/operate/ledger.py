@@ -116,7 +116,6 @@ class Ledger:
                 txn.put(_key(record), record.SerializeToString())
 
     def close(self) -> None:
-        """Blocking. Ends it; what was taken is durable."""
         self._thread.shutdown()
         if self._env is not None:
             self._env.close()

@@ -27,7 +27,6 @@ class Observer:
         self.followed: KeySample[tuple[float, float]] = KeySample(sample_keys)  # times: stored, used last
 
     def read(self, cold: bool, seconds: float) -> None:
-        """A reading session has ended well; `cold` when some of its blocks came from the SSD tier."""
         (self._cold_reads if cold else self._warm_reads).observe(seconds)
 
     def asked(self, keys: Sequence[BlockKey]) -> None:

@@ -25,7 +25,6 @@ class PinKeeper:
             self._pinned.clear()
 
     def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> PinOutcome:
-        """Pins the leading keys that are here; see `Pins.pin`."""
         self.expire()
         outcome, changed = self._pins.pin(tenant, name, keys, self._size_of, now=self._clock(), ttl_s=ttl_s)
         self._changed(changed)

@@ -22,9 +22,9 @@ class ReuseSample:
 
     def __init__(self, sample_keys: int = SAMPLE_KEYS) -> None:
         self.last_uses: KeySample[int] = KeySample(sample_keys)  # time of each key's last use
-        self._times: list[int] = []  # all last uses, ascending
+        self.times: list[int] = []  # all last uses, ascending
         self._time = 0
-        self._weights: dict[int, float] = {}  # uses by step of distance
+        self.weights: dict[int, float] = {}  # uses by step of distance
         self._weight = 0.0  # uses that the sampled ones stand for, first ones included
         self.uses = 0  # blocks asked for, in the sample or not
 
@@ -42,8 +42,8 @@ class ReuseSample:
         # The sample's uses are more or fewer than its share of all: mostly those of the hottest keys (SHARDS_adj).
         total = self.uses - self._weight
         points: list[tuple[int, float]] = []
-        for step in sorted(self._weights):
-            total += self._weights[step]
+        for step in sorted(self.weights):
+            total += self.weights[step]
             share = min(1.0, max(total / self.uses, points[-1][1] if points else 0.0))
             points.append((int(2 ** (step / _STEPS_PER_OCTAVE)), share))
         return points
@@ -54,15 +54,10 @@ class ReuseSample:
         self._weight += weight
         before = self.last_uses.get(key)
         if before is not None:
-            place = bisect.bisect_left(self._times, before)
-            step = math.ceil(_STEPS_PER_OCTAVE * math.log2((len(self._times) - place) * weight))
-            self._weights[step] = self._weights.get(step, 0.0) + weight
-            del self._times[place]
-        self._times.append(self._time)
+            place = bisect.bisect_left(self.times, before)
+            step = math.ceil(_STEPS_PER_OCTAVE * math.log2((len(self.times) - place) * weight))
+            self.weights[step] = self.weights.get(step, 0.0) + weight
+            del self.times[place]
+        self.times.append(self._time)
         if self.last_uses.put(key, self._time):
-            self._times = list(self.last_uses.values())
-
-    def check_invariants(self) -> None:
-        self.last_uses.check_invariants()
-        assert self._times == sorted(self._times) == list(self.last_uses.values())
-        assert all(weight >= 0 for weight in self._weights.values())
+            self.times = list(self.last_uses.values())

@@ -151,7 +151,6 @@ def _check_segment(
 
 
 def _check_entry(found: Found, segment: Segment, slot: int) -> None:
-    """Raises how the index differs from a record."""
     if (segment.keys[slot], segment.nbytes(slot)) != (found.info.key, found.nbytes):
         raise BadRecordError("the index names another block")
     if segment.kind(slot) != (found.info.format, found.info.tenant):

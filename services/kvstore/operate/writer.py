@@ -67,7 +67,6 @@ class WriteBehind:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
 
     def wake(self) -> None:
-        """There may be something to do."""
         self._idle.clear()
         self._work.set()
 

@@ -36,7 +36,3 @@ class KeySample(collections.OrderedDict[BlockKey, T]):
             for other in [other for other in self if not self.accepts(other)]:
                 del self[other]
         return self.rate < before
-
-    def check_invariants(self) -> None:
-        assert len(self) <= self.size
-        assert all(map(self.accepts, self))

@@ -209,7 +209,6 @@ class Catalogue(PartTable[int]):
                 parts[key[0]][key] = place
 
     def _count(self, segment: Segment, tenant: str, nbytes: int) -> None:
-        """So many bytes of a segment and a tenant's are live now; or, where they are negative, no longer."""
         segment.live.add(tenant, nbytes)
         self.live.add(tenant, nbytes)
 

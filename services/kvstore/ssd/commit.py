@@ -118,7 +118,6 @@ class WritePlan:
 
     @property
     def carried(self) -> list[Append]:
-        """What was carried over, once `cleared`."""
         return [append for append in self.carry if not append.bad]
 
 
@@ -175,16 +174,14 @@ class Committer:
         for segment, places in by_segment.items():
             try:
                 for _, slot in places:
-                    self._overwrite(segment, slot)
+                    nbytes = segment.nbytes(slot)
+                    for at in range(0, nbytes, ERASE_BYTES):
+                        zeros = bytes(min(nbytes - at, ERASE_BYTES))
+                        self.files.write(segment.path, [zeros], segment.offset(slot) + at)
                 self.files.sync(segment.path)
             except OSError as error:
                 plan.unerased += places
                 plan.erase_error = error
-
-    def _overwrite(self, segment: Segment, slot: int) -> None:
-        nbytes, zeros = segment.nbytes(slot), bytes(min(segment.nbytes(slot), ERASE_BYTES))
-        for at in range(0, nbytes, ERASE_BYTES):
-            self.files.write(segment.path, [zeros[: nbytes - at]], segment.offset(slot) + at)
 
     def _carry(self, append: Append, plan: WritePlan) -> None:
         """Copies one verified record, but not a bad one. When it cannot be read, another segment may do: EAGAIN."""
@@ -202,7 +199,6 @@ class Committer:
         self.files.write(append.segment.path, [record], append.offset)
 
     def _write(self, appends: Sequence[Append]) -> None:
-        """Writes new blocks, those that lie one behind the other together."""
         parts: list[Buffer] = []
         for append, after in zip(appends, (*appends[1:], None), strict=True):
             if not parts:
@@ -217,7 +213,6 @@ class Committer:
     def _commit(
         self, plan: WritePlan, appends: Sequence[Append], going: Iterable[int] = (), dropped: Iterable[Slot] = ()
     ) -> None:
-        """Syncs what was written, and names it in the index."""
         sizes = ends(appends)
         if self.sync:
             for segment in sizes:

@@ -79,7 +79,6 @@ class _File:
         os.close(self.fd)
 
     def read(self, outs: Sequence[memoryview], offset: int) -> int:
-        """Fills `outs` one after the other from `offset` on; bytes read, fewer only at the end of the file."""
         views = [out for out in outs if len(out)]
         position = offset
         while views:
@@ -111,7 +110,6 @@ class _File:
         return position - offset
 
     def write(self, parts: Sequence[Buffer], offset: int) -> int:
-        """Writes parts one after the other from `offset` on; where they end."""
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         while views:
             count = os.pwritev(self.fd, views[:_IOV_MAX], offset)

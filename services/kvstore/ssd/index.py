@@ -169,7 +169,6 @@ class Index:
             txn.put(_SLOT_KEY.pack(*slot), packed, db=self._entries)
 
     def sync(self) -> None:
-        """Makes durable what was committed without `sync`."""
         assert self._files is not None
         self._files.sync_index(self._env)
 

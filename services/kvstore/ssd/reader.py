@@ -39,7 +39,6 @@ class SsdReader:
 
     @property
     def info(self) -> BlockInfo | None:
-        """Known once a slice was read."""
         return self._header.info if self._header is not None else None
 
     def read_layers(self, first: int, outs: Sequence[memoryview]) -> None:
@@ -140,7 +139,6 @@ class _Pieces:
     data: bytes = b""
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """These bytes; they are fewer only where the file ends."""
         if not self.begin <= offset <= self.begin + len(self.data) - nbytes:
             self.data, self.begin = self.files.peek(self.path, max(nbytes, self.size), offset), offset
         return self.data[offset - self.begin : offset - self.begin + nbytes]

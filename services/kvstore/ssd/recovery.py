@@ -279,7 +279,6 @@ def _is_whole(files: Files, path: Path, found: Found) -> bool:
 
 
 def _pack(segment: Segment, found: Sequence[Found]) -> bytes:
-    """Entries of records."""
     return b"".join(
         ENTRY.pack(
             info.key, at // ALIGN, nbytes // ALIGN, segment.number_of(Kind(info.format, info.tenant)), info.written_at

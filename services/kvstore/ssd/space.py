@@ -50,13 +50,11 @@ class Space:
         self.recount()
 
     def recount(self) -> None:
-        """Counts what is used, for the next plan."""
         self._plans += 1
         self.used_bytes = sum(segment.size for segment in self.catalogue.segments.values())
 
     @property
     def has_work(self) -> bool:
-        """Whether segments are to be rewritten or reclaimed."""
         return bool(self._thin) or self.used_bytes > self.capacity_bytes
 
     def compact(self, min_live_share: float) -> int:
@@ -150,7 +148,6 @@ class Space:
         return best if best is not None and best.kept_share < 1 else None
 
     def _ask(self, segment: Segment) -> None:
-        """Finds out how much of a segment must stay."""
         slots = self.catalogue.live_slots(segment)
         kept_bytes = sum(segment.nbytes(slot) for slot in slots if self._is_kept(segment, slot))
         segment.kept_share = kept_bytes / segment.size

@@ -69,7 +69,6 @@ class SsdTier:
         return self.written_bytes / self.user_bytes if self.user_bytes else 1.0
 
     def reader(self, key: BlockKey) -> SsdReader:
-        """Begins reading a block that is here."""
         found = self.catalogue.find(key)
         assert found is not None
         segment, slot = found
@@ -118,7 +117,10 @@ class SsdTier:
         for block in blocks:
             assert block.info.key not in self.catalogue
             tenant, size = block.info.tenant, record_size(block.info)
-            given_up += self._within_quota(tenant, coming[tenant] + size)
+            if excess := self.account.over_quota(tenant, coming[tenant] + size):
+                oldest = self.catalogue.oldest_of(tenant, excess, self.space.pins.__contains__)
+                self.forget(oldest)
+                given_up += oldest
             fits = not self.account.over_quota(tenant, coming[tenant] + size)
             if fits and self.space.make_room(coming.total_bytes + size, victims):
                 taken.append(block)
@@ -135,13 +137,6 @@ class SsdTier:
         erase = [place for place in self._doomed if place[0].number in self.catalogue.segments]
         self._dooming, self._doomed = bool(self._doomed), []
         return WritePlan(taken, rejected, given_up, victims, *known, full, carry, store, erase)
-
-    def _within_quota(self, tenant: str, nbytes: int) -> list[BlockKey]:
-        """Forgets the oldest blocks of a tenant for so many bytes of new ones, as far as its quota asks for it."""
-        excess = self.account.over_quota(tenant, nbytes)
-        oldest = self.catalogue.oldest_of(tenant, excess, self.space.pins.__contains__) if excess else []
-        self.forget(oldest)
-        return oldest
 
     def _place(self, blocks: Sequence[DramBlock], victims: Sequence[Victim]) -> tuple[list[Append], list[Append]]:
         """Gives every record its place. Sizes of segments change only when the plan is done."""
@@ -160,7 +155,6 @@ class SsdTier:
         return carry, store
 
     def committed(self, plan: WritePlan) -> None:
-        """The plan was committed: its blocks are here from now on."""
         self._dooming = False
         self._clear(plan)
         self._add(plan.store)

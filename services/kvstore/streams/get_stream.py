@@ -142,7 +142,6 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             self._post_done(message.session)
 
     def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, wanted: _Wanted) -> None:
-        """Serves a lease, at once or by a task; it is closed in any case."""
         resources, number, begin = self._resources, message.session, time.monotonic()
         task = None
         try:

@@ -210,7 +210,6 @@ class LayerReader:
         return band
 
     def _cost(self, blocks: range | list[int]) -> int:
-        """Bytes of the read-ahead's budget that one layer of some blocks needs."""
         sources = (self.lease.sources[block] for block in blocks)
         return self._slice_bytes * sum(source.block is None and not source.reserved for source in sources)
 

@@ -25,7 +25,6 @@ class KVStream(ServerStream[Req]):
         return Traffic(unsent=len(self.outbox))
 
     def welcome(self) -> Message:
-        """The answer to the peer's hello."""
         raise NotImplementedError
 
     async def on_hello(self, message: Any) -> None:

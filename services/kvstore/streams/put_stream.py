@@ -159,13 +159,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             session.on_forgotten = lambda: self._refuse(entry, InvalidRequest("keys", "blocks of them were deleted"))
         return session
 
-    def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[list[OpenRun]]:
-        """Checks a frame's header; the parts in which it is written and verified, nearly always one."""
-        runs = session.opener.parse(header, payload)
-        if session.opener.unfinished_bytes:
-            self._check_unfinished()
-        return portions(runs)
-
     def _check_unfinished(self) -> None:
         sessions = [entry.session for entry in self._entries.values() if entry.session is not None]
         if sum(session.opener.unfinished_bytes for session in sessions) > MAX_UNFINISHED_BYTES:
@@ -227,21 +220,19 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if session is None:
             raise InvalidRequest("session", f"{header.session} is not open yet")
         entry.progress_at = self._loop.time()
-        parts = self._open_frame(session, header, payload)
+        runs = session.opener.parse(header, payload)
+        if session.opener.unfinished_bytes:
+            self._check_unfinished()
+        parts = portions(runs)  # nearly always one
         if not (len(parts) > 1 or entry.backlog):
             waits = self._waits(session.spec) and session.begun_by(parts[0])
             if not waits and self._writes.write(session, parts[0], now=entry.progress_at):
                 return True
-        self._put_off(entry, parts, payload.nbytes)
-        return False
-
-    def _put_off(self, entry: _Entry, parts: list[list[OpenRun]], nbytes: int) -> None:
-        """Has the parts of a frame written by a task, and `nbytes` of credit handed back with the last."""
-        assert entry.session is not None
-        entry.backlog += [(runs, 0) for runs in parts[:-1]]
-        entry.backlog.append((parts[-1], nbytes))
+        entry.backlog += [(part, 0) for part in parts[:-1]]
+        entry.backlog.append((parts[-1], payload.nbytes))  # its credit is handed back with the last
         if entry.task is None:
-            entry.task = self.spawn(self._when_room(entry, entry.session.spec))
+            entry.task = self.spawn(self._when_room(entry, session.spec))
+        return False
 
     def _visible(self, entry: _Entry, blocks: Sequence[int]) -> None:
         self._ack(entry, blocks, kvstore_pb2.DURABILITY_VISIBLE)

@@ -110,7 +110,6 @@ class Journal:
         return self._kept[sequence]
 
     def close(self) -> None:
-        """Ends all watching, once the watchers have what was told."""
         self._closed = True
         self._wake()
 
@@ -134,6 +133,5 @@ class Unreported:
             self._changes.clear()
 
     def take(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Stored and removed keys since the last call."""
         changes, self._changes = self._changes, {}
         return [key for key, here in changes.items() if here], [key for key, here in changes.items() if not here]

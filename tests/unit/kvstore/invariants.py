@@ -2,11 +2,19 @@
 
 import collections
 import functools
+from typing import Any
 
 from services.kvstore.core.reads import Reads
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.writes import Writes
+from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.operate.reuse import ReuseSample
+from services.kvstore.policies.base import EvictionPolicy
+from services.kvstore.policies.kv_aware import KVAware, is_current
+from services.kvstore.policies.queues import LFU, MOST_USES, S3FIFO
+from services.kvstore.policies.returns import ReturnRates
+from services.kvstore.policies.sample import KeySample
 from services.kvstore.ssd.catalogue import Catalogue, Segment
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.pins import Pins
@@ -54,7 +62,7 @@ def _(dram: DramTier) -> None:
     for tenant, used in dram.account.used.items():
         quota = dram.account.quota(tenant)
         assert quota is None or used + dram.reserved[tenant] <= quota
-    dram.arena.check_invariants()
+    check(dram.arena)
 
 
 @check.register
@@ -140,3 +148,83 @@ def _(pins: Pins) -> None:
     assert pins.nbytes == sum(pinned.nbytes for pinned in pins.pinned.values()) <= pins.budget_bytes
     assert len(pins) <= pins.max_pins
     assert counts.total() <= pins.max_entries
+
+
+@check.register
+def _(arena: Arena) -> None:
+    """Every slot is in one state, and the bytes add up."""
+    arena.collect()
+    live = resident = free = 0
+    for size, each in arena.classes.items():
+        assert size == each.size
+        for slab in each.slabs:
+            slots = {*slab.free, *slab.bare}
+            assert len(slots) == len(slab.free) + len(slab.bare) <= slab.slots
+            assert all(slot < slab.slots for slot in slots)
+            assert (slab in each.warm) == bool(slab.free)
+            live += slab.live * size
+            resident += slab.resident * size
+            free += 0 if each.small else len(slab.free)
+    assert (arena.live_bytes, arena.resident_bytes) == (live, resident)
+    assert live == sum(place[0].size for _, place in arena.live.values())
+    assert not free or resident <= arena.limit
+
+
+@check.register
+def _(policy: EvictionPolicy) -> None:
+    """Those without a check of their own have one part, which cannot contradict itself."""
+
+
+@check.register
+def _(policy: LFU) -> None:
+    assert policy.order == sorted(policy.queues)
+    assert all(policy.queues.values())
+    assert policy.ranks == {key: rank for rank, queue in policy.queues.items() for key in queue}
+
+
+@check.register
+def _(policy: S3FIFO) -> None:
+    assert not policy.small.keys() & policy.main.keys()
+    assert policy.uses.keys() == policy.small.keys() | policy.main.keys()
+    assert not policy.ghosts.keys() & policy.uses.keys()
+    assert all(0 <= uses <= MOST_USES for uses in policy.uses.values())
+
+
+@check.register
+def _(policy: KVAware) -> None:
+    children = collections.Counter(node.parent for node in policy.nodes.values())
+    for key, node in policy.nodes.items():
+        assert node.key == key
+        assert node.children == children[node]
+        assert node.held or node.children
+        assert node.parent is None or policy.nodes[node.parent.key] is node.parent
+    nodes = [node for node in policy.nodes.values() if node.held]
+    assert len(nodes) == policy.held
+    queued = {entry[2]: kind for kind, heap in enumerate(policy.leaves) for entry in heap if is_current(entry)}
+    assert queued == {node: node.kind for node in nodes if not node.children}
+    assert all(node.queued == 0 for node in policy.nodes.values() if node not in queued)
+    check(policy.rates)
+
+
+@check.register
+def _(rates: ReturnRates) -> None:
+    check_sample(rates.sample)
+    since = [since for since, _ in rates.sample.values()]
+    assert since == sorted(since)
+    for tally in rates.tallies:
+        assert min(*tally.ends, *tally.inside, *tally.returns) >= 0
+        assert all(count <= ends for count, ends in zip(tally.returns, tally.ends, strict=True))
+    assert rates.curve == sorted(rates.curve, reverse=True)
+
+
+@check.register
+def _(reuse: ReuseSample) -> None:
+    check_sample(reuse.last_uses)
+    assert reuse.times == sorted(reuse.times) == list(reuse.last_uses.values())
+    assert all(weight >= 0 for weight in reuse.weights.values())
+
+
+def check_sample(sample: KeySample[Any]) -> None:
+    """A sample has no more keys than it may, and such alone as belong to it."""
+    assert len(sample) <= sample.size
+    assert all(map(sample.accepts, sample))
