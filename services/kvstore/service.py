@@ -53,11 +53,7 @@ END_STREAMS_S = 2.0
 
 
 def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
-    """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD, if any, with what it held before.
-
-    Raises:
-        ConfigError: naming `data_dir`.
-    """
+    """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD, if any, with what it held before."""
     pins = Pins(config.pin_budget_bytes, Account.of(config.tenants, "pins"), max_pins=config.max_pins)
     account, arena = Account.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
@@ -105,7 +101,8 @@ class KVStoreService(StoreListener):
             deletions=self._ledger.deletions,
         )
         ssd = self.store.tiers.ssd
-        self.writer = None if ssd is None else WriteBehind(self.store.writes.queue, ssd, self._observer.committed)
+        rate, queue, observe = config.ssd_write_bytes_per_s, self.store.writes.queue, self._observer.committed
+        self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, bytes_per_s=rate)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
         self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
@@ -219,12 +216,7 @@ class KVStoreService(StoreListener):
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
-    """A kvstore process, until it is told to stop.
-
-    Raises:
-        ConfigError: a setting cannot be used.
-        Mismatch: the conductor refuses this store.
-    """
+    """A kvstore process, until it is told to stop; raises ConfigError, or Mismatch when a conductor refuses it."""
     raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config)
     await asyncio.to_thread(land.prepare)

@@ -170,10 +170,7 @@ class PutSession:
     def take(self, runs: Sequence[OpenRun], allocate: Allocate) -> Iterator[Assembly]:
         """Writes a parsed frame into its blocks; yields those that are whole, which the caller must finish at once.
 
-        Raises:
-            DamagedSliceError: a slice's bytes are not what was sent.
-            FrameError: it does not belong to the session.
-            Overloaded: there is no memory.
+        Raises DamagedSliceError, FrameError when it does not belong to the session, Overloaded without memory.
         """
         unfinished, layout, all_heads = self.unfinished, self.spec.format.layout, self.spec.all_heads
         for run, data, hashes in runs:

@@ -53,13 +53,10 @@ class Writes:
     def open(self, spec: PutSpec, on_visible: Indices, on_durable: Indices, *, now: float = 0.0) -> PutSession | None:
         """Opens a session; evicts and reserves nothing, since that is done when data comes.
 
-        `on_visible` is told indices of blocks that others can read from now on; `on_durable` is told indices of blocks
-        that survive a restart from now on, present ones among them. Returns None while there is no room for one more
-        block; `StoreListener.room` tells when to try again.
-
-        Raises:
-            InvalidRequest: it can never be opened; DeletedBlocks if there is a deletion that its writer does not know.
-            Overloaded: too many sessions are open, or pins and guarantees of others leave too little.
+        `on_visible` is told indices of blocks that others can read from now on, `on_durable` of those that survive a
+        restart, present ones among them. Returns None while there is no room for one more block; `StoreListener.room`
+        tells when to try again. Raises InvalidRequest if it can never be opened, Overloaded if too many are open, or
+        pins and guarantees of others leave too little.
         """
         self.check_not_deleted(spec)
         if len(self.sessions) >= self._max_sessions or self.open_keys + len(spec.keys) > MAX_OPEN_KEYS:
@@ -81,12 +78,7 @@ class Writes:
         """Stores the blocks of a parsed frame that has all of them; None, without effect, when it takes a session.
 
         Returns the indices of those that were here already. It takes a session when there is no room, or when it would
-        hold the event loop for long.
-
-        Raises:
-            FrameError: the frame is damaged, or is not what was declared.
-            InvalidRequest: the frame is not all of the session, or the blocks can never be stored.
-            Overloaded: pins and guarantees of others leave too little, or there is no memory.
+        hold the event loop for long. Raises what `open` and `write` do.
         """
         tiers, size, count = self._tiers, spec.format.layout.block_bytes, len(spec.keys)
         small = count <= PORTION_BLOCKS and count * size <= PORTION_BYTES
@@ -149,11 +141,8 @@ class Writes:
     def reserve(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
         """Reserves DRAM for those blocks of a frame whose first bytes it brings, all or (False) none.
 
-        Where there is room, the session's next blocks get theirs too: as much as it has had so far, to spare a
-        reservation for each block.
-
-        Raises:
-            Overloaded: pins and guarantees of others leave too little; the session must be closed.
+        Where there is room, the session's next blocks get theirs too: as much as it has had so far. Raises Overloaded
+        when pins and guarantees of others leave too little; the session must be closed then.
         """
         begun = session.begun_by(runs)
         if not begun:
@@ -173,9 +162,7 @@ class Writes:
     def write(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
         """Takes an opened frame of a session and makes whole blocks visible; False, with no effect, without room.
 
-        Raises:
-            FrameError: it does not belong to the session, which must be closed.
-            Overloaded: there is no memory, or pins and guarantees of others leave too little; close the session.
+        What it raises ends the session: FrameError, or Overloaded for want of memory.
         """
         assert not session.closed
         if not self.reserve(session, runs, now=now):
@@ -244,11 +231,7 @@ class Writes:
         self._tiers.listener.sessions_changed()
 
     def check_not_deleted(self, spec: PutSpec) -> None:
-        """Checks that no deletion of a session's blocks is known here of which its writer does not know.
-
-        Raises:
-            DeletedBlocks: there is one.
-        """
+        """Raises DeletedBlocks if a deletion of a session's blocks is known here of which its writer does not know."""
         if self.deletions:
             known = self.deletions.concerning(spec.keys, spec.tenant, spec.format.namespace)
             if not set(spec.forgotten).issuperset(known):

@@ -133,10 +133,9 @@ class Arena:
         return sum(len(each.slabs) * each.slab_bytes for each in self.classes.values())
 
     def allocate(self, nbytes: int, *, ahead: bool = True) -> memoryview:
-        """Writable memory of `nbytes`, of undefined content. Not `ahead`: other threads write to it, page by page.
+        """Writable memory of undefined content; raises Overloaded when the operating system gives none.
 
-        Raises:
-            Overloaded: the operating system gives no more address space.
+        Not `ahead`: other threads write to it, page by page.
         """
         assert nbytes > 0
         self.collect()

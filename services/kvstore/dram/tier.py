@@ -69,9 +69,7 @@ class DramTier(PartTable[DramBlock]):
     def check_possible(self, nbytes: int, tenant: str, now: float) -> None:
         """Checks that `reserve` can succeed once nothing is held or reserved any more.
 
-        Raises:
-            InvalidRequest: it never can.
-            Overloaded: pins or guarantees of others leave too little; says when the next pin ends.
+        Raises InvalidRequest if it never can, Overloaded while pins or guarantees of others leave too little.
         """
         if nbytes > self.capacity_bytes:
             raise InvalidRequest("keys", f"the session needs {nbytes} bytes, all DRAM has {self.capacity_bytes}")
@@ -99,8 +97,9 @@ class DramTier(PartTable[DramBlock]):
         victims = self._victims(nbytes, tenant)
         if victims is None:
             return None
-        self._discard(victims)
-        self.evictions += len(victims)
+        if victims:
+            self._discard(victims)
+            self.evictions += len(victims)
         self.reserved.add(tenant, nbytes)
         return [block.info.key for block in victims]
 
@@ -114,7 +113,9 @@ class DramTier(PartTable[DramBlock]):
         Each block is judged as if those before it had left. Guarantees do not protect a tenant's blocks from itself.
         """
         over = nbytes - self.free_bytes
-        own = self.account.over_quota(tenant, self.reserved[tenant] + nbytes)
+        own = self.account.over_quota(tenant, self.reserved.get(tenant, 0) + nbytes)
+        if over <= 0 >= own:
+            return []
         evictable = self.block_bytes - self.fixed.total_bytes - self.account.guarded_from(tenant, self.fixed)
         if over > evictable or own > self.account.used[tenant] - self.fixed[tenant]:
             return None  # decides the common cases without a walk over the blocks

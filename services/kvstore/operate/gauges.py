@@ -88,7 +88,8 @@ def _add_ssd(gauges: Gauges, ssd: SsdTier) -> None:
     add("ssd_bytes", lambda: ssd.space.used_bytes)
     add("ssd_live_bytes", lambda: ssd.catalogue.live.total_bytes)
     _add_attributes(gauges, "ssd_{}", ssd.space, "capacity_bytes")
-    _add_attributes(gauges, "ssd_{}", ssd, "write_amplification", "indexed")
+    add("ssd_write_amplification", lambda: ssd.written_bytes / ssd.user_bytes if ssd.user_bytes else 1.0)
+    add("ssd_indexed", lambda: ssd.indexed)
     add("ssd_housekeeping", lambda: ssd.has_housekeeping)
     counts = "written_bytes", "user_bytes", "carried_bytes", "lost_blocks", "dropped_segments"
     _add_attributes(gauges, "ssd_{}_total", ssd, *counts)

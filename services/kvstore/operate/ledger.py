@@ -30,10 +30,8 @@ _COUNTS = struct.Struct("<QQ")
 class Ledger:
     """The records of one store. Blocking to open; `folder` None keeps them in memory only.
 
-    `deletions` are those that the records, or conductors, have named, carried out here or not.
-
-    Raises:
-        ConfigError: naming `data_dir`: what is there cannot be read.
+    `deletions` are those that the records, or conductors, have named, carried out here or not. Raises ConfigError
+    naming `data_dir` when what is there cannot be read.
     """
 
     def __init__(self, folder: Path | None, clock: Callable[[], float] = time.time) -> None:
@@ -62,9 +60,7 @@ class Ledger:
     async def take(self, records: Sequence[kv_pb2.Record]) -> None:
         """Keeps those that are newer than what is here; they are durable on return.
 
-        Raises:
-            InvalidRequest: a record is too large, has no place, or should be a deletion and is not.
-            Overloaded: all together are too large; none was taken.
+        Raises, without having taken any, InvalidRequest if one is wrong, Overloaded if all together are too large.
         """
         for record in filter(_is_deletion, records):
             deletion_from_record(record)  # raises before any is taken

@@ -67,8 +67,7 @@ class VerifyReport:
 def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
     """Checks a data folder; `on_segment` is called with the number of segments done, and of all.
 
-    Raises:
-        ConfigError: `path` holds no store, cannot be read, or a kvstore is using it.
+    Raises ConfigError when `path` holds no store, cannot be read, or is used by a kvstore.
     """
     try:
         lock = (path / "lock").open("rb")
@@ -100,12 +99,11 @@ def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> Verif
     def check(number: int) -> VerifyReport:
         return _check_segment(reading, segment_path(folder, number), number, files[number], catalogue)
 
-    with contextlib.ExitStack() as stack:
-        stack.callback(reading.close_all)
-        pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify"))
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify") as pool:
         for done, part in enumerate(pool.map(check, files), 1):
             report.merge(part)
             on_segment(done, len(files))
+    reading.close_all()
     return report
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import errno
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
@@ -44,7 +44,8 @@ async def within(timeout_s: float, event: asyncio.Event) -> bool:
 class WriteBehind:
     """Commits the batches of `queue` to `ssd`, when woken. `run` once; `drain` before ending it.
 
-    `on_committed` is told the seconds that a batch took; `clock` times the log messages.
+    It writes `bytes_per_s` on average, if not 0: after a batch it pauses. `on_committed` is told the seconds that a
+    batch took; `clock` times the log messages.
     """
 
     queue: WriteQueue
@@ -53,6 +54,7 @@ class WriteBehind:
     retry_after_s: Sequence[float] = RETRY_AFTER_S
     unsaved_after_s: Sequence[float] = UNSAVED_AFTER_S
     clock: Callable[[], float] = time.monotonic
+    bytes_per_s: int = 0
 
     def __post_init__(self) -> None:
         self.retries = 0  # batches that were tried again
@@ -62,6 +64,8 @@ class WriteBehind:
         self._delays = iter(self.retry_after_s)
         self._unsaved_tries = 0
         self._retry_at = math.inf
+        self._hurry = asyncio.Event()  # the end, and deletions, wait for no pause
+        self._free_at = 0.0  # when what has been written so far is within the rate
         self._told: dict[_Kind, float] = {}  # when a message was logged last
         self._failing = False  # blocks were given up since one became durable
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
@@ -76,18 +80,27 @@ class WriteBehind:
         while True:
             await self._wait()
             while (plan := self.queue.next_plan()) is not None:
+                written = self.ssd.written_bytes
                 error = await self._commit(plan)
                 again = self._again(plan, error)
                 self._report(plan, error, again)
                 self.queue.plan_done(error, again=again is not None)
                 self._planned.set()
                 self._planned = asyncio.Event()
+                await self._pause(self.ssd.written_bytes - written)
                 if again is not None:
                     await asyncio.sleep(again)
                 elif not plan.blocks and (plan.idle or error is not None):
                     break  # housekeeping that could not be finished waits for the next reason to wake
             if not self._work.is_set():
                 self._idle.set()
+
+    async def _pause(self, nbytes: int) -> None:
+        """Waits until so many bytes more are within the rate."""
+        if self.bytes_per_s:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(now, self._free_at) + nbytes / self.bytes_per_s
+            await within(self._free_at - now, self._hurry)
 
     async def _wait(self) -> None:
         """Waits for work, or until unsaved blocks are due to be tried again, which it begins."""
@@ -146,11 +159,12 @@ class WriteBehind:
 
     async def drain(self, timeout_s: float) -> bool:
         """Waits until everything visible is durable or unsaved; False when that takes longer than `timeout_s`."""
-        return await within(timeout_s, self._idle)
+        with self._hurrying():
+            return await within(timeout_s, self._idle)
 
     async def erased(self, timeout_s: float) -> bool:
         """Waits until what was deleted is overwritten on disk; False when that takes longer than `timeout_s`."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError), self._hurrying():
             async with asyncio.timeout(timeout_s):
                 while self.queue.erasing:
                     self.wake()
@@ -159,6 +173,14 @@ class WriteBehind:
                         await asyncio.sleep(ERASE_AGAIN_S)  # the disk may need some time, or another plan is due
                 return True
         return False
+
+    @contextlib.contextmanager
+    def _hurrying(self) -> Iterator[None]:
+        self._hurry.set()
+        try:
+            yield
+        finally:
+            self._hurry.clear()
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._executor.shutdown)

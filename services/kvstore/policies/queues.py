@@ -118,8 +118,7 @@ class S3FIFO(EvictionPolicy):
     """S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP'23).
 
     New blocks queue in a small FIFO. A block that reaches its front unused leaves; one that was used moves to the main
-    queue, as does one that is back soon after it left. In the main queue every use is worth another round. The sizes
-    follow from the number of keys when room is made, that is, when the tier is full.
+    queue, as does one that is back soon after it left. In the main queue every use is worth another round.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,8 @@
 """How soon blocks are used again, by class and age: an estimate from a sample of the keys.
 
 The model is that of proportional hazards (Cox 1972): the rate at which unused blocks are used again is one curve over
-the age, common to all classes, times one factor per class. The curve is returns over time spent at an age. A class's
-factor is its returns over those the curve predicts for it (indirect standardisation), so a class that was only seen
-young is compared with others at that age. Evicted keys are followed too, so a wrong eviction shows. Ages and times
-count block references.
+the age, common to all classes, times one factor per class: its returns over those the curve predicts for it. Evicted
+keys are followed too, so a wrong eviction shows. Ages and times count block references.
 """
 
 import bisect

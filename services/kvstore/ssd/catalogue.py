@@ -76,9 +76,6 @@ class Segment:
     def nbytes(self, slot: int) -> int:
         return self.lengths[slot] * ALIGN
 
-    def row(self, slot: int) -> Row:
-        return self.keys[slot], self.starts[slot], self.lengths[slot], self.kinds[slot], self.written[slot]
-
     def kind(self, slot: int) -> Kind:
         return self.named[self.kinds[slot]]
 

@@ -12,7 +12,7 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,14 @@ def _advance(views: list[memoryview], count: int) -> None:
         views[0] = views[0][count:]
 
 
+def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, views: list[memoryview], offset: int) -> int:
+    """Reads or writes all of the views one after the other, or up to the end of the file; where it ends."""
+    while views and (count := call(fd, views[:_IOV_MAX], offset)):
+        offset += count
+        _advance(views, count)
+    return offset
+
+
 class _File:
     """An open file, closed with the last reference to it: so never under a call, whoever forgets it meanwhile."""
 
@@ -79,15 +87,7 @@ class _File:
         os.close(self.fd)
 
     def read(self, outs: Sequence[memoryview], offset: int) -> int:
-        views = [out for out in outs if len(out)]
-        position = offset
-        while views:
-            count = os.preadv(self.fd, views[:_IOV_MAX], position)
-            if not count:
-                break
-            position += count
-            _advance(views, count)
-        return position - offset
+        return _transfer(os.preadv, self.fd, [out for out in outs if len(out)], offset) - offset
 
     def read_direct(self, outs: Sequence[memoryview], offset: int) -> int:
         """As `read`, past the page cache; an OSError with EINVAL says that the file system has no direct reads."""
@@ -110,12 +110,7 @@ class _File:
         return position - offset
 
     def write(self, parts: Sequence[Buffer], offset: int) -> int:
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
-        while views:
-            count = os.pwritev(self.fd, views[:_IOV_MAX], offset)
-            offset += count
-            _advance(views, count)
-        return offset
+        return _transfer(os.pwritev, self.fd, [memoryview(part).cast("B") for part in parts if len(part)], offset)
 
 
 class Files:
@@ -274,11 +269,7 @@ class Files:
 
     @contextlib.contextmanager
     def lmdb_errors(self, folder: Path) -> Iterator[None]:
-        """Turns an error without a class of its own into DiskError when the device has no room.
-
-        LMDB says that a device is full only when not a byte fits. Where part of a page fits it reports an input/output
-        error, and for a quota an error that its binding has no class for.
-        """
+        """Turns an error without a class of its own into DiskError where the device is full: LMDB has such for some."""
         try:
             yield
         except lmdb.Error as error:

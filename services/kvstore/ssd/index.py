@@ -79,11 +79,8 @@ class Index:
     """The LMDB database in a folder. It is whole with its first commit; `load` refuses it before.
 
     Without `files` it is a look, which changes and makes nothing. The memory map of `map_bytes` is doubled whenever it
-    is full. With `sync` a commit survives a loss of power; else only the death of this process.
-
-    Raises:
-        IndexLostError: the files there are not a usable LMDB database.
-        OSError, lmdb.Error: the folder cannot be written.
+    is full. With `sync` a commit survives a loss of power; else only the death of this process. Raises IndexLostError
+    when the files there are not a usable LMDB database, OSError or lmdb.Error when the folder cannot be written.
     """
 
     def __init__(self, files: Files | None, path: Path, map_bytes: int = MAP_BYTES, *, sync: bool = True) -> None:

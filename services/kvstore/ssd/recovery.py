@@ -37,8 +37,7 @@ Durability = Literal["power", "process"]  # whose loss a committed block survive
 class DataFolder:
     """A locked data folder, made if need be. `durability` is what commits survive from now on.
 
-    Raises:
-        ConfigError: naming `data_dir`: it cannot be made or written, or another process has it.
+    Raises ConfigError naming `data_dir` when it cannot be made or written, or another process has it.
     """
 
     def __init__(self, path: Path, files: Files, durability: Durability = "power") -> None:
@@ -105,8 +104,7 @@ class DataFolder:
 class Recovery:
     """What a data folder holds. Blocking: reads it, and makes its index and its files agree.
 
-    Raises:
-        ConfigError: naming `data_dir`: the folder cannot be used.
+    Raises ConfigError naming `data_dir` when the folder cannot be used.
     """
 
     def __init__(self, folder: DataFolder, account: Account | None = None, map_bytes: int = MAP_BYTES) -> None:

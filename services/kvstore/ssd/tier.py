@@ -63,11 +63,6 @@ class SsdTier:
         """Blocks that are being read, of removed segments too."""
         return sum(segment.readers for segment in (*self.catalogue.segments.values(), *self._leaving))
 
-    @property
-    def write_amplification(self) -> float:
-        """Bytes written over bytes of new blocks, in this process' life; 1.0 before the first."""
-        return self.written_bytes / self.user_bytes if self.user_bytes else 1.0
-
     def reader(self, key: BlockKey) -> SsdReader:
         found = self.catalogue.find(key)
         assert found is not None
@@ -143,10 +138,10 @@ class SsdTier:
         carry, store = [], []
         sizes: dict[Segment, int] = {}
         for source in ((victim.segment, slot) for victim in victims for slot in victim.carried):
-            key, _, length, _, written = source[0].row(source[1])
-            segment, start = self.space.place(length, sizes)
-            number = segment.number_of(source[0].kind(source[1]))
-            carry.append(Append(segment, (key, start, length, number, written), source=source))
+            old, slot = source
+            segment, start = self.space.place(old.lengths[slot], sizes)
+            row = old.keys[slot], start, old.lengths[slot], segment.number_of(old.kind(slot)), old.written[slot]
+            carry.append(Append(segment, row, source=source))
         for block in blocks:
             info, length = block.info, record_size(block.info) // ALIGN
             segment, start = self.space.place(length, sizes)
@@ -265,11 +260,8 @@ def open_tier(
     """Blocking. Locks the data folder `path`, made if need be, finds out what it holds, and opens the tier on it.
 
     At `segment_bytes` a segment is closed and the next begun; a larger record gets one of its own. Blocks in `pins`
-    stay, and those that `account` guarantees; it is told of every record that comes or goes, and of those that are here
-    at once. `map_bytes` is the size of the index's memory map to begin with.
-
-    Raises:
-        ConfigError: naming `data_dir`: the folder cannot be used.
+    stay, and those that `account` guarantees, which is kept up to date. `map_bytes` is the size of the index's memory
+    map to begin with. Raises ConfigError naming `data_dir` when the folder cannot be used.
     """
     files, account = files or Files(direct=durability == "power"), account or Account()
     folder = DataFolder(path, files, durability)

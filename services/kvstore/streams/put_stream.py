@@ -112,12 +112,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     def _begin(
         self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: memoryview
     ) -> kvstore_pb2.PutResponse | None:
-        """Takes a session that came whole; the answer then. Opens others, now or when there is room.
-
-        Raises:
-            InvalidRequest, FrameError: the session or its frame is not what it should be.
-            Overloaded: there is no room for it.
-        """
+        """Takes a session that came whole; the answer then. Opens others, now or when there is room."""
         spec = self._spec(message)
         waits = self._waits(spec)
         if message.HasField("frame"):

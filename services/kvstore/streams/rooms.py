@@ -35,9 +35,7 @@ class RoomQueue:
         """The attempt's result, once there is one.
 
         `attempt` returns None while there is no room. `undo` takes back what came after the caller was cancelled.
-
-        Raises:
-            DeadlineExceeded: there was no room within `timeout_s`, or too many wait already.
+        Raises DeadlineExceeded when there was no room within `timeout_s`, or too many wait already.
         """
         if len(self) >= self._max_waiting:
             raise DeadlineExceeded("no room, and many others wait for it")

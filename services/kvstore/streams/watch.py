@@ -70,9 +70,7 @@ class Journal:
     async def watch(self, incarnation: int, after_sequence: int) -> AsyncGenerator[kv_pb2.KVEvents, None]:
         """The messages, without end, of a watcher that has seen `after_sequence` of an incarnation (0 for none).
 
-        Raises:
-            Unavailable: it was too slow and may come again, or the store is closing.
-            Overloaded: too many watch.
+        Raises Unavailable when it was too slow, or the store is closing; Overloaded if too many watch.
         """
         if self.watchers >= self.max_watchers:
             raise Overloaded("too many watchers", reason="kvstore_watchers", retry_after_s=RETRY_AFTER_S)

@@ -95,11 +95,7 @@ class Pins:
         """Keeps the leading keys that are here and fit the budgets; replaces the tenant's pin of that name.
 
         Call `expire` first: a pin whose time is over still counts here. Also returns the keys that may be pinned or no
-        longer pinned by this.
-
-        Raises:
-            InvalidRequest: naming the field of the request.
-            Overloaded: there are too many pins or keys in pins.
+        longer pinned by this. Raises Overloaded when there are too many pins or keys in pins.
         """
         _check(tenant, name, keys, ttl_s)
         others = [pin for place, pin in self.by_name.items() if place != (tenant, name)]

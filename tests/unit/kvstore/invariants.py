@@ -9,7 +9,7 @@ from services.kvstore.core.store import BlockStore
 from services.kvstore.core.writes import Writes
 from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.operate.reuse import ReuseSample
+from services.kvstore.operate.observe import ReuseSample
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.kv_aware import KVAware, is_current
 from services.kvstore.policies.queues import LFU, MOST_USES, S3FIFO
