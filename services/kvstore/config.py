@@ -73,7 +73,6 @@ class KVStoreConfig(LaneConfig):
 
     @property
     def durable_bytes(self) -> int:
-        """Budget of the SSD tier in bytes; 0 without one."""
         return 0 if self.data_dir is None else self.ssd_bytes
 
     @property

@@ -32,10 +32,6 @@ class LeasedBlock:
     fill: memoryview | None = None  # that memory, from the first slice on
     filled: int = 0  # one bit per layer whose verified bytes are in it
 
-    @property
-    def reserved(self) -> bool:
-        return self.allocate is not None
-
     def memory(self, layer: int, layout: KVLayout) -> memoryview:
         """Memory to read one layer to: in `fill`, else new; raises Overloaded when the operating system gives none."""
         size = layout.slice_bytes
@@ -71,7 +67,6 @@ class ReadLease:
 
     @property
     def cold(self) -> bool:
-        """Whether some of them are not in DRAM."""
         return any(source.reader is not None for source in self.sources)
 
 
@@ -214,7 +209,7 @@ class Reads:
         for source in lease.sources if len(held) < lease.blocks else ():
             if source.reader is not None:
                 source.reader.release()
-            if not source.reserved:
+            if source.allocate is None:
                 continue
             self.leased_bytes -= layout.block_bytes
             read = source.promoted(layout)

@@ -44,10 +44,7 @@ class TieredStore:
         return itertools.chain.from_iterable(map(self.part, range(PARTS)))
 
     def part(self, number: int) -> list[BlockKey]:
-        """Every key of one part, once. A walk over all parts misses no key that stays.
-
-        A block that moves between the tiers stays in its part; a walk over one tier and then the other could miss it.
-        """
+        """Every key of one part, once. A walk over all parts misses no key that stays: none changes its part."""
         found = self.dram.parts[number]
         if self.ssd is None:
             return list(found)

@@ -55,8 +55,6 @@ class DramTier(PartTable[DramBlock]):
     def _ordered(self, chain: Sequence[BlockKey]) -> list[BlockKey]:
         return [block.info.key for block in filter(None, map(self.get, chain)) if not block.pinned]
 
-    # Room
-
     @property
     def block_bytes(self) -> int:
         return self.account.used.total_bytes
@@ -141,8 +139,6 @@ class DramTier(PartTable[DramBlock]):
 
     def unreserve(self, nbytes: int, tenant: str = "") -> None:
         self.reserved.add(tenant, -nbytes)
-
-    # Blocks
 
     def insert(self, blocks: Sequence[DramBlock]) -> None:
         """Takes whole blocks in, in the place of as many bytes that were reserved for their tenants."""

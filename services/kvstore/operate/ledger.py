@@ -75,12 +75,6 @@ class Ledger:
             elif record.kind == DELETION:
                 self.deletions.remove(record.id)
 
-    def _forget(self, over: Iterable[kv_pb2.Record]) -> None:
-        """Forgets deletions whose time is over: that of the record, or, where there is none, of the mark."""
-        for record in over:
-            if record.kind in (DELETION, _APPLIED) and self.book.get(DELETION, "", record.id) is None:
-                self.deletions.remove(record.id)
-
     def counts(self, deletion: str) -> tuple[int, int] | None:
         """Blocks and bytes that a deletion deleted; None when it was not carried out."""
         mark = self._applied.get(_APPLIED, "", deletion)
@@ -99,7 +93,9 @@ class Ledger:
 
     async def _write(self, records: Sequence[kv_pb2.Record]) -> None:
         over = [record for book in (self.book, self._applied) for record in book.prune(self._clock())]
-        self._forget(over)
+        for record in over:  # of a deletion its own time counts, or, where there is no record of it, its mark's
+            if record.kind in (DELETION, _APPLIED) and self.book.get(DELETION, "", record.id) is None:
+                self.deletions.remove(record.id)
         if self._env is not None and (records or over):
             await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records, over)
 

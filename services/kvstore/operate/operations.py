@@ -35,7 +35,6 @@ class Operations:
 
     @property
     def ssd(self) -> SsdTier:
-        """The SSD tier; raises Unsupported when there is none."""
         ssd = self.store.tiers.ssd
         if ssd is None:
             raise Unsupported("this kvstore has no SSD tier")
@@ -64,7 +63,7 @@ class Operations:
             return blocks, nbytes
 
     async def _portions(self) -> AsyncGenerator[tuple[BlockFormat, list[BlockKey]], None]:
-        """Blocks of the SSD tier that are not in DRAM, newest first, in portions of one format."""
+        """Blocks that are not in DRAM, newest first, in portions of one format."""
         tiers = self.store.tiers
         for step in self.ssd.catalogue.newest_first(self.step_blocks):
             cold = [key for key in step if key not in tiers.dram]

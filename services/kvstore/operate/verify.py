@@ -17,7 +17,7 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.catalogue import Catalogue, Segment
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.index import Index, IndexImage, IndexLostError
-from services.kvstore.ssd.reader import Found, list_segments, read_record, scan, segment_path
+from services.kvstore.ssd.reader import list_segments, read_record, scan, segment_path
 from services.kvstore.ssd.records import BadRecordError
 
 _THREADS = 4
@@ -137,7 +137,10 @@ def _check_segment(
         report.bytes_read += found.nbytes
         try:
             if segment is not None and slot is not None:
-                _check_entry(found, segment, slot)
+                if (segment.keys[slot], segment.nbytes(slot)) != (found.info.key, found.nbytes):
+                    raise BadRecordError("the index names another block")
+                if segment.kind(slot) != (found.info.format, found.info.tenant):
+                    raise BadRecordError("the index names another format or tenant")
             read_record(files, path, found.info.key, found.offset, found.nbytes)
             report.blocks += 1
         except (BadRecordError, OSError) as error:
@@ -146,10 +149,3 @@ def _check_segment(
         assert segment is not None
         report.add(Fault(number, offset, segment.keys[slot], "the index names a record that is not there"))
     return report
-
-
-def _check_entry(found: Found, segment: Segment, slot: int) -> None:
-    if (segment.keys[slot], segment.nbytes(slot)) != (found.info.key, found.nbytes):
-        raise BadRecordError("the index names another block")
-    if segment.kind(slot) != (found.info.format, found.info.tenant):
-        raise BadRecordError("the index names another format or tenant")

@@ -36,7 +36,6 @@ class LRU(EvictionPolicy):
             self.order.move_to_end(key)
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
-        """Puts blocks that came head first in their order of leaving."""
         self.touched(chain)
 
     def removed(self, key: BlockKey) -> None:
@@ -139,7 +138,6 @@ class S3FIFO(EvictionPolicy):
             self.uses[key] = min(self.uses[key] + 1, MOST_USES)
 
     def removed(self, key: BlockKey) -> None:
-        """Remembers a key that leaves the small queue for a while."""
         held = len(self.uses)
         del self.uses[key]
         if key in self.small:
@@ -149,11 +147,7 @@ class S3FIFO(EvictionPolicy):
             self.ghosts.popitem(last=False)
 
     def candidates(self) -> Iterator[BlockKey]:
-        """The blocks in the order in which they leave when no new ones come.
-
-        Used blocks at the fronts move on now, until an unused one is at the front. Until that one leaves, asking again
-        changes nothing.
-        """
+        """In the order in which they leave when no new ones come; used blocks at the fronts move on now."""
         self._settle()
         return self._walk()
 

@@ -1,7 +1,6 @@
 """What the SSD tier holds, in memory: which record of which segment is which block.
 
-Built to be small: per block one entry of a dict, its key, one integer and 21 bytes in arrays.
-
+Per block that is one entry of a dict, its key, one integer and 21 bytes in arrays.
 A block's *place* is its segment's number and its *slot*, the index of its record within that segment. A slot is dead
 when its key has another place, or none: its bytes are free once the segment is reclaimed.
 """

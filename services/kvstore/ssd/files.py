@@ -117,7 +117,7 @@ class Files:
     """Files and folders of one data folder. Failing operations raise OSError, or lmdb.Error where LMDB failed.
 
     `direct` keeps segments out of the page cache: reads go past it where the file system can, and what is written goes
-    to the device at once. At most `max_open` files stay open; the least recently used one makes way for the next.
+    to the device at once. At most `max_open` files stay open.
     """
 
     def __init__(self, *, direct: bool = False, max_open: int = MAX_OPEN) -> None:
@@ -231,7 +231,6 @@ class Files:
             self.sync_folder(path.parent)
 
     def sync_folder(self, folder: Path) -> None:
-        """Makes new and removed names in a folder durable."""
         file = _File(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
         self.flush(file.fd, folder)
 
@@ -264,7 +263,6 @@ class Files:
             yield txn
 
     def sync_index(self, env: lmdb.Environment) -> None:
-        """Makes durable what was committed without syncs."""
         env.sync(True)
 
     @contextlib.contextmanager

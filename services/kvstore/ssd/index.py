@@ -95,7 +95,9 @@ class Index:
             present = (path / "data.mdb").stat().st_size
             if present < needed:  # touching pages behind its end would kill the process (SIGBUS)
                 raise IndexLostError(f"the index has {present} bytes instead of {needed}")
-            with self._writing() if files is not None else contextlib.nullcontext() as txn:  # one commit makes them all
+            with (
+                files.transaction(self._env) if files is not None else contextlib.nullcontext() as txn
+            ):  # one commit makes them all
                 self._meta, self._segments, self._entries, self._dropped, self._kinds = (
                     self._env.open_db(name, txn, create=files is not None) for name in _TABLES
                 )
@@ -133,7 +135,8 @@ class Index:
         """Does the change in one transaction, for which the map grows; on an lmdb.Error nothing has changed."""
         while True:
             try:
-                with self._writing() as txn:
+                assert self._files is not None
+                with self._files.transaction(self._env) as txn:
                     self._apply(txn, change)
                 return
             except lmdb.MapFullError:
@@ -141,10 +144,6 @@ class Index:
                 if size >= _MAX_MAP_BYTES:
                     raise
                 self._env.set_mapsize(size * 2)
-
-    def _writing(self) -> contextlib.AbstractContextManager[lmdb.Transaction]:
-        assert self._files is not None
-        return self._files.transaction(self._env)
 
     def _apply(self, txn: lmdb.Transaction, change: IndexChange) -> None:
         txn.put(_VERSION_KEY, _VERSION, overwrite=False, db=self._meta)

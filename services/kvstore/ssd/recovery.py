@@ -5,6 +5,7 @@ and ends of segments that are newer than it.
 """
 
 import collections
+import contextlib
 import fcntl
 import functools
 import itertools
@@ -269,11 +270,9 @@ def _trim(files: Files, segment: Segment, size: int, records: Sequence[Found]) -
 
 
 def _is_whole(files: Files, path: Path, found: Found) -> bool:
-    try:
-        read_record(files, path, found.info.key, found.offset, found.nbytes)
-    except BadRecordError:
-        return False
-    return True
+    with contextlib.suppress(BadRecordError):
+        return bool(read_record(files, path, found.info.key, found.offset, found.nbytes))
+    return False
 
 
 def _pack(segment: Segment, found: Sequence[Found]) -> bytes:

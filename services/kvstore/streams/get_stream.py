@@ -104,7 +104,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         return kvstore_pb2.GetResponse(welcome=kv_pb2.StreamWelcome(receiver=self._resources.instance))
 
     def on_message(self, message: kvstore_pb2.GetRequest, payload: memoryview) -> None:
-        """One message of the reader. What is wrong with a session ends that session only."""
+        """What is wrong with a session ends that session only."""
         if message.credit_bytes:
             self._credits.grant(message.credit_bytes)
         match message.WhichOneof("message"):

@@ -149,7 +149,7 @@ class LayerReader:
                 group.append(Cell(layer, block, source.block.slice(layer), source.block.hashes[layer]))
             elif source.reader is not None and block in band.slices:
                 group.append(Cell(layer, block, band.slices[block][depth], source.reader.hashes[layer]))
-                if not source.reserved:
+                if source.allocate is None:
                     self._walked += self._slice_bytes
                     band.ahead -= self._slice_bytes
             else:
@@ -211,7 +211,7 @@ class LayerReader:
 
     def _cost(self, blocks: range | list[int]) -> int:
         sources = (self.lease.sources[block] for block in blocks)
-        return self._slice_bytes * sum(source.block is None and not source.reserved for source in sources)
+        return self._slice_bytes * sum(source.block is None and source.allocate is None for source in sources)
 
     def _next_blocks(self, band: _Band) -> tuple[list[int], int]:
         """Blocks of a band that one fetch should read, and before which block it ends."""

@@ -77,7 +77,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         return kvstore_pb2.PutResponse(welcome=welcome)
 
     def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
-        """What is wrong with a session ends that session only."""
         match message.WhichOneof("message"):
             case "open":
                 self._open(message.open, payload)
@@ -186,7 +185,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._close_requested(entry.close)
 
     def _reserve_first(self, entry: _Entry, session: PutSession) -> bool | None:
-        """Reserves room for the first of the backlog; None while there is none."""
         entry.progress_at = self._loop.time()
         return self._writes.reserve(session, entry.backlog[0][0], now=entry.progress_at) or None
 

@@ -92,7 +92,7 @@ class TenantBytes(collections.Counter[str]):
 class Account:
     """What tenants are granted in one tier or for their pins, and what they have of it, in bytes.
 
-    The tier or the pins keep `used` up to date, with each block that leaves: so the next one is judged after it.
+    The tier or the pins keep `used` up to date, block by block.
     """
 
     guarantees: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of tenants that have one

@@ -254,7 +254,7 @@ def test_the_dram_part_measures_and_checks() -> None:
 
 @pytest.mark.slow
 async def test_a_sustained_put_moves_three_times_what_its_tier_holds(tmp_path: Path) -> None:
-    assert await put_sustained(tmp_path / "data", Memory(1 << 20), 1, MIN_BLOCKS) > 0
+    assert await put_sustained(tmp_path / "data", Memory(1 << 20), 1, MIN_BLOCKS, MIN_BLOCKS // TIMES_PUT) > 0
     kept = sum(path.stat().st_size for path in (tmp_path / "data" / "segments").iterdir())
     assert 0 < TIMES_PUT * kept <= blocks_bytes(MIN_BLOCKS)
 
