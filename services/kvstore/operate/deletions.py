@@ -62,6 +62,10 @@ class Deletions:
             self.unsaved.pop(name, None)
         return sum(counts.values(), start=expired)
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a deletion was carried out: nobody finds such blocks here that are older."""
+        return isinstance(name, str) and self._done(name) is not None
+
     def _done(self, name: str) -> Forgotten | None:
         counts = self.ledger.counts(name)
         return self.unsaved.get(name) if counts is None else Forgotten(*counts)
