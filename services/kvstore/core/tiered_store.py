@@ -1,11 +1,10 @@
 """The union of the two tiers: a key is here when either has it; each arrival and each departure is told once."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
-from moonpool.kv.parts import PARTS
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.ssd.tier import SsdTier
 
@@ -39,9 +38,6 @@ class TieredStore:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self.dram or self.durable(key)
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        return itertools.chain.from_iterable(map(self.part, range(PARTS)))
 
     def part(self, number: int) -> list[BlockKey]:
         """Every key of one part, once. A walk over all parts misses no key that stays: none changes its part."""

@@ -110,8 +110,8 @@ def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> Verif
 def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -> Catalogue:
     catalogue = Catalogue()
     for number in files:
-        segment = Segment(number, segment_path(folder, number), image.segments.get(number, 0))
-        segment.name(image.kinds.get(number, ()))
+        path, kinds = segment_path(folder, number), image.kinds.get(number, [])
+        segment = Segment(number, path, image.segments.get(number, 0), named=kinds)
         catalogue.add(segment, image.entries.get(number, b""))
     for number, slot in image.dropped:
         catalogue.mark_dead(number, slot)

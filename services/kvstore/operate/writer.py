@@ -1,7 +1,4 @@
-"""The writer thread: commits batches to the SSD tier, one after the other, and tries failed ones again.
-
-While one batch is being committed, the next one gathers.
-"""
+"""The writer thread: commits batches to the SSD tier, one after the other, and tries failed ones again."""
 
 import asyncio
 import contextlib

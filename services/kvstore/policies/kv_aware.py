@@ -65,8 +65,6 @@ class KVAware(EvictionPolicy):
     latest request on the block's chain did: by how many blocks it made the chain longer, in powers of two (a question
     adds few, a document many), and whether it was the first to continue the chain (a turn of a conversation). Blocks
     that many requests share have a class of their own. The last block of a chain has a class beside that of the others.
-
-    Until the classes differ, the order is that of LRU.
     """
 
     def __init__(self, refit_least: int = REFIT_LEAST) -> None:

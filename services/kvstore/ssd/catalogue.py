@@ -66,8 +66,11 @@ class Segment:
     written: "array[int]" = dataclasses.field(default_factory=_column)  # seconds since 1970
     erased: set[int] = dataclasses.field(default_factory=set)  # slots whose records are, or are to be, overwritten
     used: bytearray = dataclasses.field(default_factory=bytearray)  # 1: the block was used since it was written here
-    numbers: dict[Kind, int] = dataclasses.field(default_factory=dict)  # ascending from 0; they go with the segment
-    named: list[Kind] = dataclasses.field(default_factory=list)  # kinds by number
+    named: list[Kind] = dataclasses.field(default_factory=list)  # kinds by number; they go with the segment
+    numbers: dict[Kind, int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numbers = {kind: number for number, kind in enumerate(self.named)}
 
     def offset(self, slot: int) -> int:
         return self.starts[slot] * ALIGN
@@ -84,11 +87,6 @@ class Segment:
         if number == len(self.named):
             self.named.append(kind)
         return number
-
-    def name(self, kinds: Iterable[Kind]) -> None:
-        """Gives kinds their numbers, as an index has them."""
-        self.named += kinds
-        self.numbers.update((kind, number) for number, kind in enumerate(self.named))
 
 
 Place = tuple[Segment, int]  # and a slot of it

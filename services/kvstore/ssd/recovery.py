@@ -157,8 +157,8 @@ class Recovery:
         scanned = self._scan(newer)
         entries, deleted_bytes = dict[Slot, bytes](), 0
         for number, size in sizes.items():
-            segment = Segment(number, segment_path(folder.segments, number), named.get(number, 0))
-            segment.name(image.kinds.get(number, ()))
+            path, kinds = segment_path(folder.segments, number), image.kinds.get(number, [])
+            segment = Segment(number, path, named.get(number, 0), named=kinds)
             known = image.entries.get(number, b"") if segment.size else b""
             records = next(scanned) if number in newer else ()
             if records is not None:  # else it could not be read: another start may

@@ -12,6 +12,7 @@ from moonpool.kv.frames import OpenRun, Run
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.parts import PARTS
 from services.kvstore.core.assembly import PutSession, PutSpec
 from services.kvstore.core.reads import LeasedBlock
 from services.kvstore.core.store import BlockStore
@@ -106,6 +107,11 @@ def open_ssd(
 ) -> SsdTier:
     """A tier that keeps what is in `pins` and what `account` guarantees."""
     return open_tier(path, capacity, segment, pins=pins, account=account, files=files, map_bytes=1 << 16)
+
+
+def held(store: BlockStore) -> set[BlockKey]:
+    """Every key that is in a tier."""
+    return {key for number in range(PARTS) for key in store.tiers.part(number)}
 
 
 def owner_of(ssd: SsdTier, key: BlockKey) -> str | None:

@@ -4,6 +4,7 @@ import collections
 import functools
 from typing import Any
 
+from moonpool.kv.parts import PARTS
 from services.kvstore.core.reads import Reads
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.writes import Writes
@@ -37,7 +38,8 @@ def _(store: BlockStore) -> None:
     _check_queue(store)
     _check_reads(store.reads)
     check(dram.pins)
-    assert len(set(store.tiers)) == len(list(store.tiers))
+    keys = [key for number in range(PARTS) for key in store.tiers.part(number)]
+    assert len(set(keys)) == len(keys)
     if not store.reads.leases and not store.writes.sessions:
         assert not dram.reserved
         assert store.writes.queue.queued or dram.held_bytes == 0

@@ -9,6 +9,7 @@ from tests.unit.kvstore.helpers import (
     RECORD,
     Driven,
     data_of,
+    held,
     keys_of,
     open_ssd,
     run_of,
@@ -33,7 +34,7 @@ def test_blocks_on_their_way_to_the_device_are_not_evicted(tmp_path: Path) -> No
     driven.store.writes.close(session)
     driven.flush([C])
     assert driven.removed == []  # demoted, not gone
-    assert set(driven.store.tiers) == {A, B, C}
+    assert held(driven.store) == {A, B, C}
     assert driven.read([A, B]) == [data_of(A), data_of(B)]
     ssd.close()
 

@@ -27,6 +27,7 @@ from tests.unit.kvstore.helpers import (
     RECORD,
     Driven,
     data_of,
+    held,
     keys_of,
     open_ssd,
     run_of,
@@ -103,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.leases: list[ReadLease] = []
         self.pinned: dict[tuple[str, str], tuple[Sequence[BlockKey], float]] = {}
         self.lost: set[BlockKey] = set()
-        self.announced = set(self.store.tiers)
+        self.announced = held(self.store)
         self.actor: str | None = None
         self.used = dict(self.store.tiers.dram.account.used)
 
@@ -284,7 +285,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         check(self.store)
-        assert self.announced == set(self.store.tiers)
+        assert self.announced == held(self.store)
         assert self.ssd.account.used is self.ssd.catalogue.live
         check(self.ssd)
 

@@ -18,6 +18,7 @@ from tests.unit.kvstore.helpers import (
     LAYOUT,
     Driven,
     data_of,
+    held,
     keys_of,
     open_ssd,
     run_of,
@@ -102,7 +103,7 @@ def test_many_frames_that_fail_cost_no_room() -> None:
             driven.store.writes.write(session, [*runs, runs[0]])
         driven.store.writes.close(session)
         check(driven.store)
-    assert set(driven.store.tiers) == set(KEYS[-2:])
+    assert held(driven.store) == set(KEYS[-2:])
 
 
 def test_a_session_that_waits_uses_its_present_blocks_once() -> None:

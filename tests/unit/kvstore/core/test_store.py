@@ -12,6 +12,7 @@ from tests.unit.kvstore.helpers import (
     OTHER_FORMAT,
     Driven,
     data_of,
+    held,
     keys_of,
     run_of,
     spec_of,
@@ -53,7 +54,7 @@ def test_an_abandoned_session_leaves_nothing() -> None:
     driven.store.writes.close(session)
     assert driven.store.tiers.dram.reserved.total_bytes == 0
     assert (len(driven.store.writes.sessions), len(driven.store.writes.unfinished)) == (0, 0)
-    assert list(driven.store.tiers) == [A]
+    assert list(held(driven.store)) == [A]
     check(driven.store)
 
 

@@ -15,7 +15,7 @@ from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, store, writing
+from tests.unit.kvstore.helpers import RECORD, Driven, data_of, held, keys_of, open_ssd, store, writing
 from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(12)
@@ -56,8 +56,8 @@ async def test_a_full_device_is_tried_again_with_less_on_it(tmp_path: Path, oper
         assert KEYS[3] in driven.store.tiers
         driven.store.writes.close(session)
     with store(tmp_path) as driven:
-        assert {KEYS[3], KEYS[4]} <= set(driven.store.tiers)
-        assert not set(driven.removed) & set(driven.store.tiers)
+        assert {KEYS[3], KEYS[4]} <= held(driven.store)
+        assert not set(driven.removed) & held(driven.store)
 
 
 async def test_a_device_that_stays_full_is_given_up(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from moonpool.errors import ConfigError
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
-from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, owner_of, store
+from tests.unit.kvstore.helpers import RECORD, Driven, data_of, held, keys_of, open_ssd, owner_of, store
 from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(12)
@@ -130,11 +130,11 @@ def test_what_segments_have_lost_need_not_be_noted_at_once(tmp_path: Path) -> No
     files = FaultyFiles()
     files.fail("transaction", FULL_INDEX, after=1)
     with store(tmp_path, files=files) as driven:
-        assert set(driven.store.tiers) == {KEYS[0], KEYS[2]}
+        assert held(driven.store) == {KEYS[0], KEYS[2]}
     with store(tmp_path) as driven:
         driven.flush([KEYS[3]])
     with store(tmp_path) as driven:
-        assert set(driven.store.tiers) == {KEYS[0], KEYS[2], KEYS[3]}
+        assert held(driven.store) == {KEYS[0], KEYS[2], KEYS[3]}
 
 
 # Segments that are newer than the index
@@ -234,7 +234,7 @@ def test_an_index_without_syncs_is_trusted_in_the_same_boot_only(tmp_path: Path)
         driven = Driven(ssd)
         if is_first:
             driven.flush(KEYS[:3])
-        assert set(ssd.catalogue) == set(driven.store.tiers) == set(KEYS[:3])
+        assert set(ssd.catalogue) == held(driven.store) == set(KEYS[:3])
         assert files.named("sync") == []
         assert (tmp_path / "unsynced").read_text() == boot
         ssd.abandon()  # and then the process ends
