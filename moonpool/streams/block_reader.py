@@ -15,7 +15,7 @@ from moonpool.kv.frames import DamagedSliceError, FrameOpener, split_run
 from moonpool.kv.hashes import bind
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
-from moonpool.rpc.channels import Channels, payload_stream
+from moonpool.rpc.channels import Channels, Metadata, payload_stream
 from moonpool.streams.credits import Traffic
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.ledger import SliceLedger
@@ -178,6 +178,7 @@ class BlockReader:
         window_bytes: int = READ_WINDOW_BYTES,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         lanes: LaneDialer | None = None,
+        metadata: Metadata = (),
     ) -> None:
         """Connects when the first read begins.
 
@@ -190,6 +191,7 @@ class BlockReader:
             window_bytes: Payload bytes the source may be ahead.
             connect_timeout_s: Longest wait for the source's welcome.
             lanes: Opens lanes beside gRPC; None to stay on gRPC.
+            metadata: Of the call, such as an API key.
         """
         self._layout = layout
         self._asked = method.asked
@@ -202,7 +204,7 @@ class BlockReader:
                 method.method,
                 method.asked,
                 method.answer,
-            )(),
+            )(metadata=metadata),
             method.asked(hello=hello),
             _get_session,
             method.answer,

@@ -141,6 +141,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
                 self._close(message.session)
                 raise InvalidRequest("session", f"{message.session} was open already")
             keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
+            self.owner.check(keys)
             wanted = _wanted(message, layout)
             lease = ReadLease(self.format, keys, promote=len(wanted.layers) == layout.layers)
             self._begin(message, self._resources.reads.begin(lease), wanted)

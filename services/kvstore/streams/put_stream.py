@@ -155,11 +155,13 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
         keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
+        self.owner.check(keys)
+        tenant = self.owner.speaks_for(message.tenant)
         parents = unpack_keys(message.parent_keys, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
         layers = range(message.layer_begin, message.layer_end)
         heads = range(message.head_begin, message.head_end)
         now, forgotten = int(time.time()), frozenset(message.forgotten)
-        return PutSpec(self.format, keys, parents, message.tenant, layers, heads, now, forgotten)
+        return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten)
 
     def _waits(self, spec: PutSpec) -> bool:
         return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))
