@@ -68,8 +68,8 @@ class LaneSocket:
                 self._begin, self._end = 0, await self._receive_some(self._buffer)
                 at += self._from_buffer(data[at:])
 
-    async def receive_onto(self, targets: Sequence[memoryview], live: Callable[[], bool]) -> None:
-        """Fills targets with the next bytes, one after the other; drops the rest once they are not `live`.
+    async def receive_onto(self, targets: Sequence[memoryview], live: Callable[[], bool]) -> bool:
+        """Fills targets with the next bytes, one after the other; drops the rest, and says False, once not `live`.
 
         Raises as `receive`.
         """
@@ -77,7 +77,7 @@ class LaneSocket:
         while left:
             if not live():
                 await self.receive(sum(target.nbytes for target in left))
-                return
+                return False
             if self._begin < self._end:
                 left = _behind(left, self._from_buffer(left[0]))
                 continue
@@ -91,6 +91,7 @@ class LaneSocket:
             if not count:
                 raise StreamBroken("the peer has closed its end")
             left = _behind(left, count)
+        return True
 
     async def send(self, parts: Sequence[memoryview | bytes]) -> None:
         """Returns when the system has taken all parts: their memory is free then. To be called by one task at a time.

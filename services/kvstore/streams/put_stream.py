@@ -16,6 +16,7 @@ from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloade
 from moonpool.kv.frames import FrameOpener, OpenRun
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import MAX_SLICE_BYTES
+from moonpool.kv.scattered import Bytes
 from moonpool.streams.credits import CreditReturn, Traffic
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -71,7 +72,9 @@ class _Entry:
 
 
 class PutStream(KVStream[kvstore_pb2.PutRequest]):
-    """One writer process' stream."""
+    """One writer process' stream. Blocks are copied and verified straight from the writer's memory (`land`)."""
+
+    borrows = True
 
     def __init__(self, resources: PutResources, closing: asyncio.Event, lanes: LaneServer | None = None) -> None:
         super().__init__(closing, lanes=lanes)
@@ -92,7 +95,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         welcome = kv_pb2.StreamWelcome(receiver=self._resources.instance, credit_bytes=self._resources.window_bytes)
         return kvstore_pb2.PutResponse(welcome=welcome)
 
-    def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
+    def on_message(self, message: kvstore_pb2.PutRequest, payload: Bytes) -> None:
         """What is wrong with a session ends that session only."""
         match message.WhichOneof("message"):
             case "open":
@@ -113,7 +116,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         elif credit:
             self.post(kvstore_pb2.PutResponse(credit=kv_pb2.Credit(bytes=credit)))
 
-    def _open(self, message: kvstore_pb2.PutOpen, payload: memoryview) -> None:
+    def _open(self, message: kvstore_pb2.PutOpen, payload: Bytes) -> None:
         answer, entry = None, self._entries.get(message.session)
         if entry is not None:
             self._refuse(entry, InvalidRequest("session", f"{message.session} is open already"))
@@ -125,9 +128,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 self._refuse(entry, error)
         self._settle(payload.nbytes, answer)
 
-    def _begin(
-        self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: memoryview
-    ) -> kvstore_pb2.PutResponse | None:
+    def _begin(self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: Bytes) -> kvstore_pb2.PutResponse | None:
         """Takes a session that came whole; the answer then. Opens others, now or when there is room.
 
         Raises:
@@ -177,7 +178,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             session.on_forgotten = lambda: self._refuse(entry, InvalidRequest("keys", "blocks of them were deleted"))
         return session
 
-    def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[list[OpenRun]]:
+    def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: Bytes) -> list[list[OpenRun]]:
         """Checks a frame's header; the parts in which it is written and verified, nearly always one."""
         runs = session.opener.parse(header, payload)
         if session.opener.unfinished_bytes:
@@ -229,7 +230,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._durable(entry, durable)
         self._arm(entry)
 
-    def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
+    def _frame(self, header: kv_pb2.FrameHeader, payload: Bytes) -> None:
         entry = self._entries.get(header.session)
         try:
             if entry is not None and not self._take_frame(entry, header, payload):
@@ -239,7 +240,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._refuse(entry, error)
         self._settle(payload.nbytes)
 
-    def _take_frame(self, entry: _Entry, header: kv_pb2.FrameHeader, payload: memoryview) -> bool:
+    def _take_frame(self, entry: _Entry, header: kv_pb2.FrameHeader, payload: Bytes) -> bool:
         """Writes a frame; False when it has to wait, for room or because it is large."""
         session = entry.session
         if session is None:
@@ -256,6 +257,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     def _put_off(self, entry: _Entry, parts: list[list[OpenRun]], nbytes: int) -> None:
         """Has the parts of a frame written by a task, and `nbytes` of credit handed back with the last."""
         assert entry.session is not None
+        if self.lent:  # the writer has its memory back before this is written
+            parts = [[run._replace(data=memoryview(bytes(run.data))) for run in runs] for runs in parts]
         entry.backlog += [(runs, 0) for runs in parts[:-1]]
         entry.backlog.append((parts[-1], nbytes))
         if entry.task is None:
