@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from services.conductor.core.cost import DecodeChoice
-from services.conductor.core.failures import Failure
+from services.conductor.core.failures import Failure, Series
 from services.conductor.core.messages import ATTEMPT_MARK, Ask, Target
 from services.conductor.core.plan import Plan
 
@@ -103,7 +103,7 @@ class Request:
         phase: what is waited for.
         tokens: length of the answer so far; 0 when there are several, which begin again at each placement.
         attempts: placements so far; the next one's number.
-        failures: attempts that failed, the first of them at `failing_since`.
+        failures: the latest attempts, as far as they failed.
         suspects: instances that failed it.
         attempt: the present one; None while it waits.
         adopted: the call that follows a sequence without an attempt: another conductor had it, or it is being moved;
@@ -123,8 +123,7 @@ class Request:
     phase: Phase = Phase.PLACED
     tokens: int = 0
     attempts: int = 0
-    failures: int = 0
-    failing_since: float = 0.0
+    failures: Series = field(default_factory=Series)
     suspects: list[str] = field(default_factory=list)
     attempt: Attempt | None = None
     adopted: int = 0

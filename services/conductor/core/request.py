@@ -272,12 +272,11 @@ class Requests:
             stay(request, now)
             return
         self._legs.end(request, now, out)
-        request.failures += 1
         request.recovering = True
         if failure.kind in FINAL:
             self._book.fail(now, request, failure, out)
-        elif self._placing.is_given_up(now, request, failure):
-            self._book.fail(now, request, given_up(failure, request.failures), out)
+        elif self._placing.is_last_failure(now, request, failure):
+            self._book.fail(now, request, given_up(failure, request.failures.count), out)
         else:
             self._placing.anew(now, request, failure, out)
 
