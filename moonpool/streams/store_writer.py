@@ -206,8 +206,9 @@ class StoreWriter:
             await put.opened.wait()
             if not put.taken:
                 slices = missing_slices(keys, put.missing, read, self._layout, self._frame_bytes)
-                for header, pieces in frames_to_send(put.session, 0, slices, self._layout, self._frame_bytes):
-                    await session.send(kvstore_pb2.PutRequest(frame=header), pieces, timeout_s=timeout_s)
+                frames = frames_to_send(put.session, 0, slices, self._layout, self._frame_bytes)
+                messages = ((kvstore_pb2.PutRequest(frame=header), pieces) for header, pieces in frames)
+                await session.send(messages, timeout_s=timeout_s)
                 self._end(session, put, aborted=False)
             aborted = False
             if put.missing and not put.taken:
@@ -240,7 +241,7 @@ class StoreWriter:
         slices = missing_slices(keys, set(range(len(keys))), read, self._layout, self._frame_bytes)
         [(header, pieces)] = frames_to_send(opening.session, 0, slices, self._layout, self._frame_bytes)
         opening.frame.CopyFrom(header)
-        await session.send(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s=timeout_s)
+        await session.send([(kvstore_pb2.PutRequest(open=opening), pieces)], timeout_s=timeout_s)
 
     @staticmethod
     def _end(session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse], put: _Put, *, aborted: bool) -> None:

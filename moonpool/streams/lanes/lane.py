@@ -8,6 +8,7 @@ whoever gets it. So what is verified is what is used, whatever the peer writes m
 
 from __future__ import annotations
 
+import asyncio
 import collections
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +30,9 @@ from moonpool.streams.lanes.sockets import LENGTHS, LaneSocket
 from moonpool.v1 import kv_pb2
 
 M = TypeVar("M", bound=Message)
+
+PULLS_AT_ONCE = 2
+"""Payloads that are pulled before their sender is told, while there are more."""
 
 
 def _nowhere(message: Message, nbytes: int) -> None:
@@ -75,6 +79,8 @@ class Lane(Generic[M]):
         self._lent = lent
         self._ring = Ring(lent[1].nbytes) if lent else None
         self._acknowledge = acknowledge
+        self._pulls = 0  # payloads that the peer has not been told of
+        self._told = False  # of some, since the last turn of the event loop
         self._unpulled: collections.deque[Held | None] = collections.deque()  # None: a piece of the ring
         self._unsent: list[Held] = []  # their sending failed; they are told when the lane is closed
         self._error: Exception | None = None
@@ -98,6 +104,10 @@ class Lane(Generic[M]):
             FrameError: What came is not proper; nothing more can be read.
         """
         while True:
+            self._tell_pulled()
+            if self._told:
+                self._told = False
+                await asyncio.sleep(0)  # that goes out before more is pulled
             size, follow = LENGTHS.unpack(await self._sock.receive(LENGTHS.size))
             if size + follow > MESSAGE_BYTES:
                 raise FrameError(f"a message of {size} bytes with {follow} bytes of payload")
@@ -214,16 +224,24 @@ class Lane(Generic[M]):
         """Copies a payload from where it lies, and tells the peer; or lends it."""
         landing = place(sum(part.nbytes for part in parts))
         if landing is None and lend:
-            return Lent(parts[0] if len(parts) == 1 else Scattered(parts), self._tell_pulled)
+            return Lent(parts[0] if len(parts) == 1 else Scattered(parts), self._was_pulled)
         if landing is not None:
             payload: memoryview | Landed = Landed(landing, land(landing.targets, Scattered(parts), landing.hashes))
         else:
             payload = memoryview(b"".join(parts))
-        self._tell_pulled()
+        self._was_pulled()
         return payload
 
+    def _was_pulled(self) -> None:
+        self._pulls += 1
+        self._tell_pulled()
+
     def _tell_pulled(self) -> None:
-        self._acknowledge(kv_pb2.LaneFrame(pulled=1))
+        """Tells the peer what was pulled, several at once while more is there: each word may wake it."""
+        if self._pulls >= PULLS_AT_ONCE or (self._pulls and not self._sock.has_more):
+            pulls, self._pulls = self._pulls, 0
+            self._told = True
+            self._acknowledge(kv_pb2.LaneFrame(pulled=pulls))
 
     def _parts(self, frame: kv_pb2.LaneFrame, follow: memoryview) -> list[memoryview]:
         """Where the extents of a payload say that it lies."""

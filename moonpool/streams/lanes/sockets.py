@@ -47,6 +47,11 @@ class LaneSocket:
         self._waits: set[asyncio.Future[None]] = set()
         self._error: Exception | None = None
 
+    @property
+    def has_more(self) -> bool:
+        """Something has been received that nobody has asked for yet."""
+        return self._begin < self._end
+
     async def receive(self, nbytes: int) -> memoryview:
         """The next bytes, in memory of their own.
 
