@@ -39,7 +39,7 @@ def test_a_value_comes_back_whole(nbytes: int) -> None:
     source = ValueSource(memoryview(data))
     target = ValueTarget(source.layout)
     through(data, target, source)
-    assert (target.length(), target.value()) == (nbytes, data)
+    assert (target.length(), target.value()) == (nbytes, bytearray(data))
 
 
 @pytest.mark.parametrize("nbytes", EDGES)
