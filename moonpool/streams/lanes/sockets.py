@@ -33,6 +33,10 @@ _new_bytes = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytes.argtypes, _new_bytes.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
 
 
+class NothingSaid(StreamBroken):
+    """The peer has left without a word."""
+
+
 class LaneSocket:
     """A connected stream socket with one reader and one writer. Owns it."""
 
@@ -133,6 +137,8 @@ class LaneSocket:
         except OSError as error:
             raise self._failure(error) from error
         fds += found
+        if not data:
+            raise NothingSaid("the peer has closed its end")
         if len(data) < LENGTHS.size:
             raise StreamBroken("the peer has closed its end")
         return _parsed(kv_pb2.LaneOpen, await self._after(data, MAX_OPEN_BYTES))
