@@ -76,6 +76,10 @@ class Deletions:
         if self.writer is not None and not await self.writer.erased(self.timeout_s):
             raise Unavailable("deleted, but not on disk yet, which does not take it")
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a deletion was carried out: nobody finds such blocks here that are older."""
+        return isinstance(name, str) and self._done(name) is not None
+
     def _done(self, name: str) -> Forgotten | None:
         """What a deletion deleted; None when it was not carried out."""
         counts = self.ledger.counts(name)
