@@ -148,7 +148,7 @@ class Outbox:
         """Withdraws payloads that the lane has not begun, and lets it end the others; their memory is free then."""
         begun = []
         for held in items:
-            if held.done.done():
+            if held.done.done() or held.withdrawn:
                 continue
             if held.begun:
                 begun.append(held.done)
