@@ -61,7 +61,8 @@ async def lane_rows(
 
 
 async def _measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
-    pool, rows = filled_pool(HALF_B), []
+    pool = filled_pool(HALF_B)
+    rows: list[Row] = []
     blocks = str(4 * HALF_B.blocks)
     decode = ("--conductor", "127.0.0.1:1", "--model", "0.5b", "--blocks", blocks, "--log-level", "warning")
     with child("benchmarks.kv_decode", *decode, "--kv-lanes", "local,tcp") as far, child("benchmarks.limits") as raw:
