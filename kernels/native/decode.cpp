@@ -82,8 +82,9 @@ INLINE void find(Rows& t, const Attention& a, const int32_t* table, int head, in
         const char* vals = keys + (int64_t)bt * row;
         for (int i = 0, k = at - begin; i < count; i++, k++) t.k[k] = keys + i * row, t.v[k] = vals + i * row;
         if (a.scales) {
-            const float* scale = a.scales + block * a.scale_stride + 2 * head;
-            for (int k = at - begin; k < at - begin + count; k++) t.k_scale[k] = scale[0], t.v_scale[k] = scale[1];
+            const float* scale = a.scales + block * a.scale_stride + (int64_t)head * 2 * bt + slot;
+            memcpy(t.k_scale + (at - begin), scale, 4 * count);
+            memcpy(t.v_scale + (at - begin), scale + bt, 4 * count);
         }
         at += count;
     }

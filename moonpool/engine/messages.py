@@ -27,9 +27,9 @@ class EngineSpec:
     checkpoint: str
     """Folder of the checkpoint (already resolved: engines never reach for a hub)."""
     dtype: str
-    """Element type of weights and KV: "float32", "bfloat16" or "float16"."""
+    """Element type of weights and of what is computed: "float32", "bfloat16" or "float16"."""
     layout: KVLayout
-    """Arrangement of the KV of all layers."""
+    """Arrangement of the KV of all layers, and its element type."""
     blocks: int
     """Blocks in the KV pool."""
     stages: int = 1

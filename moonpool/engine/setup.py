@@ -81,7 +81,13 @@ class EngineConfig(CoreServiceConfig, LaneConfig):
     )
     model: str = Field(description="folder or GGUF file of the checkpoint, or its id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="element type of weights and KV; auto = the checkpoint's own"
+        "auto",
+        description="element type of weights, and of KV unless --kv-dtype says otherwise; auto = the checkpoint's own",
+    )
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto",
+        description="element type of KV; int8 and fp8 (e4m3) take about half of bfloat16's memory and transfers, and "
+        "change the answers a little (docs/kernels.md); one in the cluster; auto = as the weights",
     )
     block_tokens: int = Field(64, ge=16, multiple_of=16, description="tokens per KV block; one size in the cluster")
     kv_bytes: int = Field(
@@ -205,7 +211,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
     lends = config.core_share and DeviceName.parse(config.device).kind != "cuda"
     dtype = resolve_dtype(model, config.dtype)
-    layout = kv_layout(model, dtype, config.block_tokens)
+    layout = kv_layout(model, dtype, config.block_tokens, config.kv_dtype)
     longest = min(config.max_tokens or model.max_position_embeddings, model.max_position_embeddings)
     spec = EngineSpec(
         checkpoint=str(folder),
@@ -221,7 +227,14 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         max_tokens=longest,
         speeds=_calibrated(config.profile, layout),
     )
-    return _setup(config, model, spec, weights_fingerprint(folder))
+    return _setup(config, model, spec, _computed_by(weights_fingerprint(folder), spec))
+
+
+def _computed_by(fingerprint: bytes, spec: EngineSpec) -> bytes:
+    """The fingerprint of what KV is computed by: weights, and their type where the layout does not tell it."""
+    if not spec.layout.scale_bytes:
+        return fingerprint
+    return blake3(b"moonpool quantised kv v1\0" + spec.dtype.encode() + b"\0" + fingerprint).digest()
 
 
 def _calibrated(profile: str, layout: KVLayout) -> Speeds | None:
@@ -250,6 +263,8 @@ def _emulated_setup(
         raise ConfigError("profile", f"emulated compute has its own, {profile.name}; leave it out")
     if config.dtype != "auto":
         raise ConfigError("dtype", f"emulated compute has none of its own; leave it 'auto', not {config.dtype!r}")
+    if config.kv_dtype != "auto":
+        raise ConfigError("kv_dtype", f"emulated compute has none of its own; leave it 'auto', not {config.kv_dtype!r}")
     if config.device != "cpu":
         raise ConfigError("device", f"emulated compute is on none; leave it out, not {config.device!r}")
     if config.deterministic:
