@@ -3,20 +3,13 @@
 #include "pool.h"
 #include "rows.h"
 
-INLINE vi nearest(vf x) {  // to nearest even, |x| < 2^22: the sum's last bits are the number
-    return (vi)(x + 12582912.0f) - 0x4b400000;
-}
-INLINE void store_rounded(int8_t* p, vf x) {
-    vb b = __builtin_convertvector(nearest(x), vb);
-    memcpy(p, &b, sizeof b);
-}
+INLINE void store_rounded(int8_t* p, vf x) { store_bytes(p, nearest(x)); }
 INLINE void store_rounded(f8* p, vf x) {  // e4m3fn, to nearest even; |x| <= 448
     vu u = (vu)x, a = u & 0x7fffffff;
     vu normal = (a - (120u << 23) + 0x7ffff + (a >> 20 & 1)) >> 20;
     vu small = (vu)nearest((vf)a * 512.0f);  // below 2^-6: multiples of 2^-9
     vu is_small = (vu)((vi)a < 0x3c800000);
-    vub b = __builtin_convertvector((is_small & small) | (~is_small & normal) | (u >> 24 & 0x80), vub);
-    memcpy(p, &b, sizeof b);
+    store_bytes(p, (vi)((is_small & small) | (~is_small & normal) | (u >> 24 & 0x80)));
 }
 // D numbers of a token in one head and plane; returns their scale.
 template <class S, class T> INLINE float quantize(const T* from, S* to, int D, float limit) {
