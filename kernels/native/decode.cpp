@@ -10,20 +10,10 @@
 enum { SPLIT = 512, UNIT = 1 + W, STATE };  // of a row's state: its query's unit is behind the sums
 enum { TOUCH = 32 * 4096 };  // bytes of the pool whose pages' addresses are translated at once
 
-// Weights of one tile in the type of its products; returns what one of them stands for.
-template <class C> INLINE float weigh(const float* s, float, C* p, int n) {
-    for (int k = 0; k < n; k += W) narrow(p + k, load(s + k));
-    return 1;
-}
-#if defined(MP_BF16)
-INLINE float weigh(const float* s, float, bf16_f8* p, int n) { return weigh(s, 0, (bf16*)p, n); }
-INLINE float weigh(const float* s, float top, fixed* p, int n) { return to_fixed(s, top, p, n); }
-#endif
-
 // Running softmax of one head over one tile: s becomes weights p, o is scaled to the new maximum. state: the maximum,
-// then W sums of weights. Returns what one of the weights stands for.
+// then W sums of weights.
 template <class C>
-INLINE float softmax(float* s, const Tile<C>& t, bool scaled, float scale, float* state, float* o, int width, C* p) {
+INLINE void softmax(float* s, const Tile<C>& t, bool scaled, float scale, float* state, float* o, int width, C* p) {
     constexpr int DEGREE = sizeof(C) == 2 ? 4 : 6;
     vf top = splat(-__builtin_inff());
     int full = (t.n + W - 1) / W * W;
@@ -43,21 +33,18 @@ INLINE float softmax(float* s, const Tile<C>& t, bool scaled, float scale, float
         state[0] = m;
     }
     m = state[0];
-    vf most = {};
     for (int k = 0; k < full; k += W) {
         vf e = exp2v<DEGREE>(load(s + k) - m);
         l += e;
         if (scaled) e = e * load(t.v_scale + k);
-        most = vmax(most, e);
-        store(s + k, e);
+        narrow(p + k, e);
     }
     store(state + 1, l);
-    return weigh(s, max_of(most), p, full);
 }
 
 template <int HB, class C>
 static __attribute__((noinline)) void heads_of(const C* q, const Tile<C>& t, const Attention& a, float* state, float* o, int width) {
-    float s[HB * ROW] __attribute__((aligned(64))), units[HB];
+    float s[HB * ROW] __attribute__((aligned(64)));
     C p[HB * TILE] __attribute__((aligned(64)));
 #if defined(MP_BF16)
     if constexpr (sizeof(C) == 2 && HB >= 5) scores_turned<HB>(q, t, a.head_dim, s);
@@ -66,9 +53,9 @@ static __attribute__((noinline)) void heads_of(const C* q, const Tile<C>& t, con
     scores<HB>(q, t, a.head_dim, s);
     for (int h = 0; h < HB; h++) {
         float scale = __builtin_fabsf(a.scale) * LOG2E * state[STATE * h + UNIT];
-        units[h] = softmax(s + h * ROW, t, a.scales, scale, state + STATE * h, o + h * width, width, p + h * TILE);
+        softmax(s + h * ROW, t, a.scales, scale, state + STATE * h, o + h * width, width, p + h * TILE);
     }
-    values_row<HB>(p, units, t, a.head_dim, o, width);
+    values_row<HB>(p, t, a.head_dim, o, width);
 }
 template <int HB, class C>
 INLINE void block_of(int heads, const C* q, const Tile<C>& t, const Attention& a, float* state, float* o, int width) {
@@ -81,6 +68,18 @@ INLINE const char* row_of(int type, const char* from, float* to, int D) {
     convert(type, from, to, D);
     return (const char*)to;
 }
+
+// What a tile's weights, 1 at most, are in the type of its products: in fixed point FIXED_ONE is the largest scale.
+template <class C> INLINE void weigh(Tile<C>&) {}
+#if defined(MP_BF16)
+INLINE void weigh(Tile<fixed>& t) {
+    vf top = {};
+    for (int k = 0; k < t.n; k += W) top = vmax(top, load(t.v_scale + k));
+    float most = max_of(top), times = most > 0 ? FIXED_ONE / most : 0;
+    for (int k = 0; k < t.n; k += W) store(t.v_scale + k, load(t.v_scale + k) * times);
+    t.weight_unit = most / FIXED_ONE;
+}
+#endif
 
 // Keys and values are taken by the group: those after the end are the last one again, and weigh nothing.
 INLINE void repeat_last(Rows& t) {
@@ -105,7 +104,7 @@ INLINE void find(Rows& t, const Attention& a, const int32_t* table, int head, in
         at += count;
     }
     repeat_last(t);
-    if (a.scales) for (int k = t.n; k < (t.n + W - 1) / W * W; k++) t.k_scale[k] = t.v_scale[k] = 1;
+    if (a.scales) for (int k = t.n; k < (t.n + W - 1) / W * W; k++) t.k_scale[k] = 1, t.v_scale[k] = 0;
 }
 
 // Tokens [begin, end) of one sequence for heads [head0, head1): one split. Its steps are a tile of one head each, all
@@ -146,7 +145,9 @@ INLINE float query(int type, const char* from, fixed* to, int D, float sign) {
     vf top = {};
     convert(type, from, row, D, sign);
     for (int d = 0; d < D; d += W) top = vmax(top, vmax(load(row + d), -load(row + d)));
-    return to_fixed(row, max_of(top), to, D);
+    float most = max_of(top), times = most > 0 ? FIXED_ONE / most : 0;
+    for (int d = 0; d < D; d += W) narrow(to + d, load(row + d) * times);
+    return most / FIXED_ONE;
 }
 #endif
 
@@ -180,6 +181,7 @@ static void walk(const Attention& a, const Part& part, const Part* then, float* 
         for (int last = begin + (step / heads + 2) * TILE; touched < last && touched < end; touched += span)
             part.touch(a, touched, touched + span);
         (Rows&)t = found[step % 2];
+        weigh(t);
         Rows* next = &found[(step + 1) % 2];
         t.next = next;
         if (step + 1 < steps) {

@@ -49,11 +49,6 @@ template <> struct Pairs<fixed> {
     static INLINE_IN void begin(vi& sum, const float*) { sum = (vi){}; }
     static INLINE_IN void end(vi sum, float unit, float* o) { store(o, ::load(o) + number(sum) * unit); }
 };
-// n floats, a multiple of 16, in fixed point: the largest, `top` in magnitude, becomes FIXED_ONE. Returns what 1 means.
-INLINE float to_fixed(const float* from, float top, fixed* to, int n) {
-    float times = top > 0 ? FIXED_ONE / top : 0;
-    for (int i = 0; i < n; i += W)
-        _mm256_storeu_si256((__m256i*)(to + i), _mm512_cvtepi32_epi16((__m512i)nearest(load(from + i) * times)));
-    return top / FIXED_ONE;
-}
+INLINE void narrow(fixed* p, vf x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)nearest(x))); }
+INLINE void narrow(bf16_f8* p, vf x) { narrow((bf16*)p, x); }
 #endif

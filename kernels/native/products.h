@@ -21,6 +21,7 @@ template <class C> struct Tile : Rows {
     const Rows* next;  // what is worked on after this, fetched meanwhile; itself where there is nothing
     int row_bytes;
     int part;          // bytes of 32 elements
+    float weight_unit; // what 1 of a weight in fixed point stands for
     // Row i of the next, into the second cache. A few rows at a time, between products: what finds all of the cache's
     // requests taken waits, and so does all behind it. Whole rows in order: the machine's own prefetcher sees a stream.
     __attribute__((always_inline)) void fetch(const char* const* far, int i) const {
@@ -33,9 +34,10 @@ template <class C> struct Tile : Rows {
     // The rows that come NEAR rows after row i of the keys, and of the values.
     const char* const* near_keys(int i) const { return i + NEAR < TILE ? k + i + NEAR : v + (i + NEAR - TILE); }
     const char* const* near_values(int i) const { return i + NEAR < TILE ? v + i + NEAR : next->k + (i + NEAR - TILE); }
-    // Both for 32 elements from d on.
+    // Both for 32 elements from d on; once for each line.
     __attribute__((always_inline)) void fetch_part(const char* const* far, const char* near, int i, int d) const {
         int at = part * (d >> 5);
+        if (at & 63) return;
         __builtin_prefetch(far[i] + at, 0, 1);
         __builtin_prefetch(near + at, 0, 3);
     }
@@ -81,7 +83,7 @@ template <int HB, int NC> INLINE void values(const float* p, const Tile<float>& 
     }
     for (int h = 0; h < HB; h++) for (int c = 0; c < NC; c++) store(o + h * stride + d + c * W, acc[h][c]);
 }
-template <int HB> INLINE void values_row(const float* p, const float*, const Tile<float>& t, int D, float* o, int stride) {
+template <int HB> INLINE void values_row(const float* p, const Tile<float>& t, int D, float* o, int stride) {
     constexpr int NC = HB > 4 ? 2 : NC_MAX;
     int d = NC * W <= D ? NC * W : W;
     if (NC * W <= D) values<HB, NC>(p, t, 0, o, stride);
@@ -142,7 +144,7 @@ template <int HB, class C> INLINE void scores_turned(const C* q, const Tile<C>& 
 }
 // Two rows at a time, interleaved: 32 elements of o lie as two vectors in the order of unpacking, until the end.
 template <int HB, int NC, class C>
-INLINE void values(const C* p, const float* units, const Tile<C>& t, int d, int left, float* o, int stride) {
+INLINE void values(const C* p, const Tile<C>& t, int d, int left, float* o, int stride) {
     typename Pairs<C>::Sum acc[HB][2 * NC];
     for (int h = 0; h < HB; h++) for (int c = 0; c < 2 * NC; c++) Pairs<C>::begin(acc[h][c], o + h * stride + d + c * W);
     for (int k = 0; k < t.n; k += 2) {
@@ -162,16 +164,16 @@ INLINE void values(const C* p, const float* units, const Tile<C>& t, int d, int 
             for (int c = 0; c < 2 * NC; c++) acc[h][c] = Pairs<C>::dot(acc[h][c], weight, value[c]);
         }
     }
-    for (int h = 0; h < HB; h++) for (int c = 0; c < 2 * NC; c++) Pairs<C>::end(acc[h][c], units[h], o + h * stride + d + c * W);
+    for (int h = 0; h < HB; h++) for (int c = 0; c < 2 * NC; c++) Pairs<C>::end(acc[h][c], t.weight_unit, o + h * stride + d + c * W);
 }
 template <int HB, class C>
-INLINE void values_row(const C* p, const float* units, const Tile<C>& t, int D, float* o, int stride) {
+INLINE void values_row(const C* p, const Tile<C>& t, int D, float* o, int stride) {
     constexpr int NC = HB > 4 ? 1 : 2;
     int d = 32 * NC <= D ? 32 * NC : 32;
-    if (32 * NC <= D) values<HB, NC>(p, units, t, 0, 32 * NC, o, stride);
-    else values<HB, 1>(p, units, t, 0, D, o, stride);
-    for (; d + 32 * NC <= D; d += 32 * NC) values<HB, NC>(p, units, t, d, 32 * NC, o, stride);
-    for (; d < D; d += 32) values<HB, 1>(p, units, t, d, D - d, o, stride);
+    if (32 * NC <= D) values<HB, NC>(p, t, 0, 32 * NC, o, stride);
+    else values<HB, 1>(p, t, 0, D, o, stride);
+    for (; d + 32 * NC <= D; d += 32 * NC) values<HB, NC>(p, t, d, 32 * NC, o, stride);
+    for (; d < D; d += 32) values<HB, 1>(p, t, d, D - d, o, stride);
 }
 template <class C> INLINE int padded(const C*, int D) { return (D + 31) & ~31; }
 template <class C> INLINE void unpad(const C*, const float* o, int d, float* to) {  // 16 elements from d on
