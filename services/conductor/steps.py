@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moonpool.contracts import logprobs_from_proto, logprobs_to_proto
-from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
+from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, TransferFailed
 from moonpool.logprobs import Logprobs
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.pulse import Pulse, Waiting, ask
@@ -227,8 +227,7 @@ class StepsStream:
         for failed in response.failed:
             follower = self._followers.pop(failed.request_id, None)
             if follower is not None:
-                follower.fail(StreamBroken(f"{self.decode.id} cannot go on: {failed.reason}"))
-
+                follower.fail(TransferFailed(f"{self.decode.id} cannot go on: {failed.reason}"))
         for fenced in response.fenced:
             follower = self._followers.pop(fenced.request_id, None)
             if follower is not None:
