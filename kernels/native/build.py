@@ -31,7 +31,18 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti
 TARGETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512-bf16": (
         frozenset(
-            {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx512_vnni", "avx2", "fma", "f16c"}
+            {
+                "avx512f",
+                "avx512bw",
+                "avx512vl",
+                "avx512dq",
+                "avx512cd",
+                "avx512_bf16",
+                "avx512_vnni",
+                "avx2",
+                "fma",
+                "f16c",
+            }
         ),
         ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
     ),

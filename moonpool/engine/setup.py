@@ -27,7 +27,7 @@ from moonpool.engine.devices.names import DeviceName
 from moonpool.engine.emulated.noise import Noise
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile, load_profile
 from moonpool.engine.incoming import IncomingRequest
-from moonpool.engine.messages import EngineSpec
+from moonpool.engine.messages import STEP_TOKENS, EngineSpec
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import KVLayout
@@ -136,6 +136,11 @@ class EngineConfig(CoreServiceConfig, LaneConfig):
     start_timeout_s: float = Field(180.0, gt=0.0, description="seconds the engine may take to get ready")
 
     @property
+    def most_step_tokens(self) -> int:
+        """Tokens of the largest step that the engine is given."""
+        return STEP_TOKENS
+
+    @property
     def link_rate(self) -> float | None:
         """The link's rate as `Link` takes it: None = unlimited, or the emulated profile's."""
         return self.link_bytes_per_s or None
@@ -218,6 +223,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         dtype=dtype,
         layout=layout,
         blocks=_blocks(config, layout, DEFAULT_KV_BYTES),
+        step_tokens=config.most_step_tokens,
         stages=stages,
         threads=config.threads,
         core_page=(config.core_page or str(default_page())) if lends else "",

@@ -17,11 +17,9 @@ from moonpool.engine.devices.courier import Courier
 from moonpool.engine.devices.lanes import Device, Mark
 from moonpool.engine.devices.memory import Then, kv_of, slices_of
 from moonpool.engine.devices.ring import Ring
+from moonpool.engine.footprint import BUFFERS
 from moonpool.kv.pool import PoolPart
 from moonpool.sched.steps import SequenceStep, Step, finished_blocks
-
-BUFFERS = 64
-"""Slices under way in each direction."""
 
 
 class TwoTiers:
