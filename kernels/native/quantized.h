@@ -15,8 +15,7 @@ INLINE void store_rounded(f8* p, vf x) {  // e4m3fn, to nearest even; |x| <= 448
 template <class S, class T> INLINE float quantize(const T* from, S* to, int D, float limit) {
     vf top = {};
     for (int d = 0; d < D; d += W) {
-        vf x = widen(from + d);
-        top = vmax(top, vmax(x, -x));
+        top = vmax(top, (vf)((vu)widen(from + d) & 0x7fffffff));
     }
     float scale = max_of(top) / limit, divisor = scale > 0 ? scale : 1.0f;
     for (int d = 0; d < D; d += W) {

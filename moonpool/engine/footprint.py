@@ -8,12 +8,9 @@ its largest. The allocator keeps what it once had (`moonpool.engine.launch`), so
 from pathlib import Path
 
 from moonpool.checkpoint import ModelConfig
-from moonpool.engine.devices.names import DeviceName
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.warmup import LONG_TOKENS
 
-BUFFERS = 64
-"""Slices under way between a device and the host, in each direction."""
 LOGIT_ROWS = 64
 """Rows of logits that are held at once: a row of 152k tokens has 0.6 MB."""
 _LOGIT_COPIES = 10
@@ -64,13 +61,6 @@ def _gathered_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int
     """Copies of the longest context in float32, and once more in the weights' type; scores (`kernels.cpu`)."""
     context = longest * model.num_kv_heads * model.head_dim * 2
     return context * 8 + most_rows(engine) * longest * 4 + (64 << 20)
-
-
-def pool_bytes(shared: int, engine: EngineSpec) -> int:
-    """The pool's part of `shared` bytes; a staged device has as much of its own, and rings of slices."""
-    if DeviceName.parse(engine.device).kind != "staged":
-        return shared
-    return 2 * shared + 2 * BUFFERS * engine.layout.slice_bytes
 
 
 def resident_bytes(pid: int | str = "self") -> int:

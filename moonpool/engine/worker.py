@@ -110,7 +110,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
     from moonpool.engine.devices.opening import open_device, place_on
-    from moonpool.engine.footprint import pool_bytes, resident_bytes, work_bytes
+    from moonpool.engine.footprint import resident_bytes, work_bytes
     from moonpool.engine.masks import Masks
     from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
     from moonpool.engine.step import StageRunner
@@ -153,7 +153,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids)
     runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
     work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
-    return runner, Footprint(libraries, model.weight_bytes, pool_bytes(part.nbytes, engine), work)
+    return runner, Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work)
 
 
 def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextManager[None]]:

@@ -26,6 +26,8 @@ class KVMemory(Protocol):
     """[layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]; belongs to the computing lane."""
     scales: Tensor | None
     """Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32; belongs to the computing lane, too."""
+    host_bytes: int
+    """Memory of the host that KV takes, the pool included."""
 
     def begin(self, step: Step) -> None:
         """A step begins: its blocks are copied as it says."""
@@ -70,6 +72,7 @@ class OnePool:
 
     def __init__(self, part: PoolPart) -> None:
         self.kv, self.scales = kv_of(slices_of(part), part.layout)
+        self.host_bytes = part.nbytes
         self._part = part
         self._finished: Sequence[tuple[int, int]] = ()
 

@@ -17,9 +17,11 @@ from moonpool.engine.devices.courier import Courier
 from moonpool.engine.devices.lanes import Device, Mark
 from moonpool.engine.devices.memory import Then, kv_of, slices_of
 from moonpool.engine.devices.ring import Ring
-from moonpool.engine.footprint import BUFFERS
 from moonpool.kv.pool import PoolPart
 from moonpool.sched.steps import SequenceStep, Step, finished_blocks
+
+BUFFERS = 64
+"""Slices under way in each direction."""
 
 
 class TwoTiers:
@@ -48,6 +50,8 @@ class TwoTiers:
         self._only_here: set[int] = set()
         self._coming = Ring(device.buffers(buffers, part.slice_bytes))
         self._leaving = Ring(device.buffers(buffers, part.slice_bytes))
+        own = self._here.nbytes if self._here.device.type == "cpu" else 0
+        self.host_bytes = part.nbytes + own + 2 * buffers * part.slice_bytes
         self._courier = Courier(on_failure)
         self._blocks = torch.empty(0, dtype=torch.int64)
         self._finished: list[tuple[int, int]] = []

@@ -238,6 +238,7 @@ def test_nor_does_it_with_quantised_kv(model: StageModel, kv_dtype: str) -> None
     for seed in FEW[:2]:
         with rig(model, StagedDevice(seed), kv_dtype=kv_dtype) as it:
             assert story(it) == expected
+            assert it.place.memory.host_bytes == 2 * it.pool.nbytes + 2 * 3 * it.pool.layout.slice_bytes
 
 
 @pytest.mark.slow

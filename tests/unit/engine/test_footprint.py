@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.checkpoint import kv_layout, load_config
-from moonpool.engine.footprint import pool_bytes, resident_bytes, work_bytes
+from moonpool.engine.footprint import resident_bytes, work_bytes
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process import ProcessEngine
 from moonpool.engine.start import start_engine
@@ -72,8 +72,3 @@ def test_work_grows_with_what_it_is_for(checkpoint: Path) -> None:
     assert work(measure=True, step_tokens=16) > work(step_tokens=16)
     wide = replace(config, vocab_size=config.vocab_size + 100_000)
     assert work_bytes(wide, plain, native=True, threads=2) - least >= 64 * 100_000 * 4
-
-
-def test_a_staged_device_has_a_pool_of_its_own(checkpoint: Path) -> None:
-    assert pool_bytes(1000, spec(checkpoint)) == 1000
-    assert pool_bytes(1000, spec(checkpoint, device="staged:3")) > 2000

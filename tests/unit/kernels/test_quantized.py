@@ -80,8 +80,12 @@ def test_what_is_stored_depends_on_the_token_alone(
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)
     once, (_, values, scales) = pool(stored), pool(stored)
     k, v = torch.randn(2, 40, HEADS, SIZE, generator=torch.Generator().manual_seed(4)).bfloat16() * 3
+    v[7] = 0
+    wanted = pool(stored)
+    reference.write_kv(k, v, wanted[1], wanted[2], torch.arange(40) // TOKENS, torch.arange(40) % TOKENS)
     where = torch.arange(40)
     write_kv(k, v, once[1], where // TOKENS, where % TOKENS, scales=once[2])
+    assert torch.equal(once[0], wanted[0]), "as the reference, the sign of 0 included"
     for begin, end in ((0, 1), (1, 19), (19, 40)):
         some = where[begin:end]
         write_kv(k[begin:end], v[begin:end], values, some // TOKENS, some % TOKENS, scales=scales)
