@@ -107,6 +107,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     gc.disable()  # importing makes no garbage, and looking for it takes a tenth of the time
     import torch
 
+    from kernels.native import library
     from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
     from moonpool.engine.devices.opening import open_device, place_on
@@ -150,7 +151,9 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         )
     masks = None
     if model.is_last:
-        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids)
+        native = library.get() if model.native else None
+        aside = contextlib.nullcontext if native is None else native.aside
+        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside)
     runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
     work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
     return runner, Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work)
