@@ -149,12 +149,14 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
             dtype=dtype,
             timeout_s=engine.step_timeout_s,
         )
+    native = library.get() if model.native else None
     masks = None
     if model.is_last:
-        native = library.get() if model.native else None
         aside = contextlib.nullcontext if native is None else native.aside
         masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside)
     runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
+    if native is not None:
+        runner.share = native.had
     work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
     return runner, Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work)
 
