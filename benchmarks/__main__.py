@@ -20,6 +20,7 @@ ALL = (
     "kernels",
     "kv_stream",
     "kv_transfer",
+    "kv_types",
     "kvstore",
     "predictions",
     "rests",

@@ -30,8 +30,21 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti
 #: Per instruction set: what the processor must have (Linux's names), and the compiler's flags. The first that fits.
 TARGETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512-bf16": (
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx2", "fma", "f16c"}),
-        ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+        frozenset(
+            {
+                "avx512f",
+                "avx512bw",
+                "avx512vl",
+                "avx512dq",
+                "avx512cd",
+                "avx512_bf16",
+                "avx512_vnni",
+                "avx2",
+                "fma",
+                "f16c",
+            }
+        ),
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
     ),
     "avx512": (
         frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx2", "fma", "f16c"}),
