@@ -7,7 +7,7 @@ Joins no conductor and computes nothing; for measuring what receiving KV costs.
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from benchmarks.kv_shape import SHAPES, VOCAB_SIZE, Shape
 from moonpool.cost import Speeds
@@ -29,7 +29,7 @@ from services.decode.service import contract
 class NoEngine:
     """A pool, and nobody who computes on it."""
 
-    stages = 1
+    stages = run_steps = 1
     speeds = Speeds()
 
     def __init__(self, shape: Shape, blocks: int) -> None:
@@ -37,12 +37,27 @@ class NoEngine:
         self.pool = KVPool.create(shape.layout, blocks, [(0, shape.layout.layers)])
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+    async def run(
+        self,
+        step: Step,
+        *,
+        on_layer: Callable[[LayerDone], None] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> StepResult:
         """Refuses."""
         raise Unavailable("there is no engine here")
 
     def open_gate(self, step_id: int, layer: int) -> None:
         """Nothing to open."""
+
+    def drop(self, step_id: int, index: int) -> None:
+        """Nothing to drop."""
+
+    async def fetch(self, blocks: Sequence[int]) -> None:
+        """All blocks are here."""
+
+    def cut(self, step_id: int) -> None:
+        """Nothing to cut."""
 
     def abort(self, step_id: int) -> None:
         """Nothing to abort."""
