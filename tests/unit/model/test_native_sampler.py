@@ -91,11 +91,11 @@ def some_logits(chosen: random.Random, rows: int, vocabulary: int) -> Tensor:
 
 def some_mask(chosen: random.Random, vocabulary: int) -> bytes:
     """A few tokens, about half of them, or all."""
-    size = -(-vocabulary // 8) + 3  # longer than need be: a tokenizer may have more tokens
+    size = max(1, -(-vocabulary // 8) + chosen.choice((3, 0, -1)))  # a tokenizer may have more tokens, or fewer
     kind = chosen.randrange(3)
     if kind == 0:
         mask = bytearray(size)
-        for token in chosen.sample(range(vocabulary), 2):
+        for token in chosen.sample(range(min(vocabulary, 8 * size)), 2):
             mask[token // 8] |= 1 << token % 8
         return bytes(mask)
     return chosen.randbytes(size) if kind == 1 else b"\xff" * size
@@ -178,7 +178,7 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
     ]
 
     def generate(company: int, known: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Tokens of all up to 20 each, those that are `known` are there already; in steps of some sequences at a time."""
+        """Up to 20 tokens of each, those that are `known` are there already; in steps of some sequences at a time."""
         tokens = [prompt + array("i", its) for prompt, its in zip(prompts, known, strict=True)]
         while running := [at for at in range(3) if len(tokens[at]) < 25]:
             step = chosen.sample(running, min(company, len(running)))
