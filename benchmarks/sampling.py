@@ -29,7 +29,7 @@ from moonpool.checkpoint import Tokenizer, kv_layout, load_config
 from moonpool.engine.devices.opening import place_on
 from moonpool.engine.gates import Gates
 from moonpool.engine.masks import Masks
-from moonpool.engine.messages import StepDone
+from moonpool.engine.messages import Fetched, StepDone
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.step import StageRunner
 from moonpool.kv.pool import KVPool
@@ -98,7 +98,7 @@ class Stage:
             aside = native.aside
         self._masks = Masks(lambda: Tokenizer.load(folder), vocabulary, self._ends, aside)
         model = load_stage(folder, config, torch.bfloat16, 0, config.num_layers)
-        self._events: list[LayerDone | StepDone] = []
+        self._events: list[LayerDone | StepDone | Fetched] = []
         [part] = self._pool.parts
         self._runner = StageRunner(
             0,
