@@ -189,22 +189,30 @@ class TransferOpen(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     """The transfer's id."""
     generation: _builtins.int
     """Its generation."""
     decode_incarnation: _builtins.int
     """Incarnation of the decode instance that promised it."""
+    @_builtins.property
+    def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Deletions that concern the prompt's blocks and that the sender had carried out before it took the prompt. Where decode
+        has carried out one more, it keeps none of the blocks for others.
+        """
+
     def __init__(
         self,
         *,
         transfer_id: _builtins.int = ...,
         generation: _builtins.int = ...,
         decode_incarnation: _builtins.int = ...,
+        forgotten: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "generation", b"generation", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "forgotten", b"forgotten", "generation", b"generation", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -180,15 +180,17 @@ class DecodeShell:
         live = self._live.requests.get(transfer_id)
         return live if live is not None and live.transfer.matches(generation) and not live.ending else None
 
-    def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None]) -> None:
+    def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None], *, older: bool) -> None:
         """Binds a transfer's blocks: slices may come from now on, and `send_verdict` says how that ended.
+
+        `older`: what comes may be older than a deletion of such blocks, so nothing of it is kept.
 
         Raises:
             TransferFailed: it was opened before, or is over.
         """
         if live.transfer.state is not TransferState.PROMISED:
             raise TransferFailed(f"transfer {live.id} was opened before")
-        self._post(Open(live.id))
+        self._post(Open(live.id, older))
         self._driver.settle()
         if not live.table:
             raise TransferFailed(f"transfer {live.id} is over")

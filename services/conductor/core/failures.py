@@ -60,6 +60,17 @@ class Failure:
         return f"{self.field}: {self.message}" if self.field else self.message
 
 
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """A prefill instance has not taken a prompt, as its queue is longer than was thought.
+
+    All that is there takes `drain_s` seconds: the prompts up to its `taken`-th.
+    """
+
+    drain_s: float
+    taken: int
+
+
 @dataclass(slots=True)
 class Series:
     """Attempts of a request that failed one after the other, none of them `apart_s` or more after the one before.

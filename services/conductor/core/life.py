@@ -48,6 +48,7 @@ class Attempt:
         delivered: decode has everything.
         places: instances that have, or had, a part in it.
         begun: when it was planned.
+        stale: so many prefill instances in a row have not taken the prompt, as their queues were longer than thought.
     """
 
     sequence: str
@@ -69,6 +70,7 @@ class Attempt:
     delivered: bool = False
     places: list[str] = field(default_factory=list)
     begun: float = 0.0
+    stale: int = 0
 
     @property
     def torn(self) -> bool:
@@ -147,6 +149,11 @@ class Request:
         resumed, number = self.ask.resumed, self.attempts
         fence = f"{resumed.fence}.{number}" if resumed is not None else str(number)
         return f"{self.ask.id}{ATTEMPT_MARK}{fence}" if number or resumed is not None else self.ask.id
+
+    def attempt_as(self, sequence: str) -> Attempt | None:
+        """The present attempt, if engines see it under this id: the fence."""
+        attempt = self.attempt
+        return attempt if attempt is not None and attempt.sequence == sequence else None
 
     def elapsed_s(self, now: float) -> float:
         """Seconds since it arrived that count in its limit for the first token."""

@@ -165,7 +165,25 @@ class Placing:
         if plan.at_decode:
             self._legs.compute(request, attempt, now, out)
         else:
-            self._legs.prefill(request, attempt, out)
+            self._legs.prefill(request, attempt, now, out)
+
+    def again(self, now: float, request: Request, attempt: Attempt, out: list[Action]) -> None:
+        """A prefill instance has not taken the prompt, as its queue was longer than thought: another place is found.
+
+        Decode keeps its promise, unless no place keeps the request's limit for its first token.
+        """
+        plan, ask = self._plan(now, request, at_decode=False), request.ask
+        if isinstance(plan, Failure):
+            self._legs.end_attempt(request, now, out)
+            self._nowhere(now, request, plan, out)
+            return
+        late = None if request.recovering else self._gate.late(ask.slo, plan, request.elapsed_s(now))
+        if late is not None:
+            self._legs.end_attempt(request, now, out)
+            self._not_kept(now, request, late, plan, out)
+            return
+        self._legs.turn(request, attempt, plan, now)
+        self.placed(now, request, attempt, out)
 
     def _count(self, now: float, request: Request, plan: Plan, out: list[Action]) -> None:
         """Counts a request once, at its first place: its tenant pays, and it may be a reason for a copy."""

@@ -68,6 +68,8 @@ class Open:
     """The KV begins to come: the promise becomes blocks, named by `Table`."""
 
     id: int
+    older: bool = False
+    """It may be older than a deletion of such blocks: nothing of the request is kept for others."""
 
 
 @dataclass(frozen=True, slots=True)

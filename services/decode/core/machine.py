@@ -153,6 +153,8 @@ class DecodeCore:
         match event:
             case Open() if request.state is State.PROMISED:
                 self.room.bind(request)
+                if event.older:
+                    request.keep_nothing()
                 request.state = State.RECEIVING
                 self._leases.set(request.id, now + self.config.lease_s)
                 out.append(Table(request.id, tuple(request.blocks)))
@@ -385,9 +387,7 @@ class DecodeCore:
         return digest_of(
             list(self.requests.values()),
             [(number, self._leases.at(number)) for number in self.requests],
-            self.blocks,
-            (self.room.promised, self.room.claims),
-            self.planner,
+            (self.blocks, self.room.promised, self.room.claims, self.planner),
             [request.id for request in self._leaving],
             (self.parking, self._lengths),
             self.tracker.speeds,

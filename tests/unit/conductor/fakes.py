@@ -111,12 +111,16 @@ class ScriptedPrefill(FakeMember):
     silent: bool = False  # about log probabilities
     chunks: list[prefill_pb2.TimedTokens] = field(default_factory=list)  # told with every first token
     sent_bytes: int = 0  # told at the end
+    queue_s: float = 0.0  # that there is in fact
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
         self.running += 1
         self.note()
         try:
+            if request.HasField("max_queue_s") and self.queue_s > request.max_queue_s:
+                yield prefill_pb2.PrefillResponse(stale=prefill_pb2.PrefillStale(drain_s=self.queue_s, taken=3))
+                return
             yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.PrefillAccepted())
             await _meet(self.before)
             length = len(tokens_from_bytes(request.sequence.token_ids))

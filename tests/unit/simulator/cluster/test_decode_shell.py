@@ -156,8 +156,8 @@ class Service:
         match event:
             case Reserve():
                 self._reserve(event)
-            case Open(number):
-                self.shell.open(self._lives[number], lambda _: None)
+            case Open(number, older):
+                self.shell.open(self._lives[number], lambda _: None, older=older)
             case Arrived(number):
                 self.shell.arrived(self._lives[number])
             case Start(number):
