@@ -15,7 +15,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,7 +93,9 @@ class Stage:
         )
         self._ends = config.eos_token_ids
         native = library.get()
-        aside = nullcontext if native is None else native.aside
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext
+        if native is not None:
+            aside = native.aside
         self._masks = Masks(lambda: Tokenizer.load(folder), vocabulary, self._ends, aside)
         model = load_stage(folder, config, torch.bfloat16, 0, config.num_layers)
         self._events: list[LayerDone | StepDone] = []

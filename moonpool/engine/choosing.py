@@ -66,7 +66,8 @@ def _sample(
         if spec.best:
             _most_likely(logits[row], index, spec, found)
     rows = logits if len(drawn) == len(wanted) else logits[[row for row, _, _ in drawn]]
-    allowed, made = {}, masks.result() if masks is not None else {}
+    allowed: dict[int, bytes] = {}
+    made: dict[int, Mask] = masks.result() if masks is not None else {}
     for at, (_, index, _) in enumerate(drawn):
         mask = made.get(index)
         if isinstance(mask, CannotFollow):

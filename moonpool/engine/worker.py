@@ -152,7 +152,9 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     native = library.get() if model.native else None
     masks = None
     if model.is_last:
-        aside = contextlib.nullcontext if native is None else native.aside
+        aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        if native is not None:
+            aside = native.aside
         masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside)
     runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
     if native is not None:

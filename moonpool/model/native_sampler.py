@@ -47,7 +47,8 @@ class _Order:
         mask_at = history_at = banned_at = bias_at = -1
         history, banned = b"", spec.banned
         if mask is not None:
-            mask_at = self._put(mask[: -(-self.vocab // 8)])
+            size = -(-self.vocab // 8)
+            mask_at = self._put(mask[:size].ljust(size, b"\0"))
         if spec.history and spec.params.penalised:
             history = spec.history
             history_at = self._put(history)
@@ -102,11 +103,15 @@ def choose(
     native.sample(
         Sampling(
             logits.data_ptr(), *logits.shape,
-            *(it.buffer_info()[0] for it in (rows, data, drawn, tokens, failed, *told, *likely)),
-            order.most,
+            _at(rows), _at(data), _at(drawn),
+            _at(tokens), _at(failed), _at(told[0]), _at(told[1]), _at(likely[0]), _at(likely[1]), order.most,
         )
     )  # fmt: skip
     return _found(specs, tokens, failed, told, likely, order.most)
+
+
+def _at(values: array[int] | array[float]) -> int:
+    return values.buffer_info()[0]
 
 
 def _found(

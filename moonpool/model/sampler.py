@@ -68,7 +68,8 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, byte
 
 
 def _natively(native: Library, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes]) -> Sampled:
-    scales, numbers = [], []
+    scales: list[float] = []
+    numbers: list[float] = []
     for spec in specs:
         hot = spec.params.temperature >= _GREEDY_BELOW
         scales.append(scale_of(spec.params) if hot else -1.0)

@@ -91,11 +91,11 @@ def some_logits(chosen: random.Random, rows: int, vocabulary: int) -> Tensor:
 
 def some_mask(chosen: random.Random, vocabulary: int) -> bytes:
     """A few tokens, about half of them, or all."""
-    size = -(-vocabulary // 8) + 3  # longer than need be: a tokenizer may have more tokens
+    size = max(1, -(-vocabulary // 8) + chosen.choice((3, 0, -1)))  # a tokenizer may have more tokens, or fewer
     kind = chosen.randrange(3)
     if kind == 0:
         mask = bytearray(size)
-        for token in chosen.sample(range(vocabulary), 2):
+        for token in chosen.sample(range(min(vocabulary, 8 * size)), 2):
             mask[token // 8] |= 1 << token % 8
         return bytes(mask)
     return chosen.randbytes(size) if kind == 1 else b"\xff" * size
@@ -177,11 +177,9 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
         for at, (way, prompt) in enumerate(zip(ways, prompts, strict=True))
     ]
 
-    def generate(company: int, lengths: list[int]) -> list[list[int]]:
-        """Tokens of all up to 20 each, `lengths` of them are there already; in steps of some sequences at a time."""
-        tokens = [array("i", its) for its in prompts]
-        for at, length in enumerate(lengths):
-            tokens[at].extend(whole[at][:length] if length else [])
+    def generate(company: int, known: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Up to 20 tokens of each, those that are `known` are there already; in steps of some sequences at a time."""
+        tokens = [prompt + array("i", its) for prompt, its in zip(prompts, known, strict=True)]
         while running := [at for at in range(3) if len(tokens[at]) < 25]:
             step = chosen.sample(running, min(company, len(running)))
             logits = torch.stack([table[tokens[at][-1]] for at in step])
@@ -190,6 +188,8 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
                 tokens[at].append(token)
         return [its[5:].tolist() for its in tokens]
 
-    whole = generate(1, [0, 0, 0])
-    assert generate(3, [0, 7, 19]) == generate(2, [11, 0, 1]) == whole
+    whole = generate(1, [[], [], []])
+    first, second, third = whole
+    assert generate(3, [[], second[:7], third[:19]]) == whole
+    assert generate(2, [first[:11], [], third[:1]]) == whole
     assert not {1, 2} & set(whole[1][:12])
