@@ -189,7 +189,7 @@ class FrameOpener:
         if _checksum(session, header.generation, runs, hashes) != header.checksum:
             raise FrameError(f"frame of session {session}: wrong checksum")
         sizes = [run_bytes(run, self._layout) for run in runs]
-        if sum(sizes) != payload.nbytes or sum(run.block_count for run in runs) != len(hashes):
+        if sum(sizes) != payload.nbytes or sum([run.block_count for run in runs]) != len(hashes):
             raise FrameError(f"frame of session {session}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
         opened: list[OpenRun] = []
         position = number = 0

@@ -37,6 +37,9 @@ class KVStoreConfig(LaneConfig):
         description="what a block on SSD survives once it is DURABLE: power = the loss of power; process = only the "
         "death of this process, which spares the device all syncs (an orderly stop still writes everything)",
     )
+    ssd_write_bytes_per_s: int = Field(
+        0, ge=0, description="bytes that may be written to the SSD tier in a second, on average; 0 = no limit"
+    )
     eviction: Annotated[str, AfterValidator(_policy_known)] = Field(
         "lru", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
     )
@@ -70,7 +73,6 @@ class KVStoreConfig(LaneConfig):
 
     @property
     def durable_bytes(self) -> int:
-        """Budget of the SSD tier in bytes; 0 without one."""
         return 0 if self.data_dir is None else self.ssd_bytes
 
     @property

@@ -55,7 +55,6 @@ class KVStoreServicer:
         return pb.MatchPrefixResponse(blocks=self.operations.store.tiers.match(keys))
 
     async def Pin(self, request: pb.PinRequest, context: object) -> pb.PinResponse:  # noqa: N802
-        """Keeps the leading blocks that are here."""
         keys = unpack_keys(request.keys, max_keys=MAX_SESSION_BLOCKS)
         outcome = self.pins.pin(request.tenant, request.name, keys, request.ttl_s)
         return pb.PinResponse(
@@ -95,7 +94,6 @@ class KVStoreServicer:
         return pb.WarmResponse(blocks=blocks, bytes=nbytes)
 
     async def ReuseCurve(self, request: pb.ReuseCurveRequest, context: object) -> pb.ReuseCurveResponse:  # noqa: N802
-        """Hit shares that other sizes would have had."""
         reuse = self.operations.reuse
         return pb.ReuseCurveResponse(
             points=[pb.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()],

@@ -36,10 +36,7 @@ class Deletions:
         """Carries out what was not carried out before, and deletes what is older than its tenant's time to live.
 
         Returns what all of these deletions deleted, whenever they did. Those carried out together count as the first.
-
-        Raises:
-            InvalidRequest: a selection or a time is wrong.
-            Unavailable: nobody finds the blocks any more, but the disk did not take it; to be asked again.
+        Raises Unavailable when nobody finds the blocks any more, but the disk did not take it; to be asked again.
         """
         ttl_s = check_ttls(ttl_s)
         asked = {one.id: selection_from_proto(one.selection) for one in deletions}
@@ -70,13 +67,11 @@ class Deletions:
         return isinstance(name, str) and self._done(name) is not None
 
     def _done(self, name: str) -> Forgotten | None:
-        """What a deletion deleted; None when it was not carried out."""
         counts = self.ledger.counts(name)
         return self.unsaved.get(name) if counts is None else Forgotten(*counts)
 
 
 async def _in_turns(steps: Steps) -> Forgotten:
-    """Does all steps, between which others have turns of the event loop."""
     while True:
         try:
             next(steps)

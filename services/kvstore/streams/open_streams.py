@@ -25,7 +25,6 @@ class KVStream(ServerStream[Req]):
         return Traffic(unsent=len(self.outbox))
 
     def welcome(self) -> Message:
-        """The answer to the peer's hello."""
         raise NotImplementedError
 
     async def on_hello(self, message: Any) -> None:
@@ -51,7 +50,6 @@ class OpenStreams:
 
     @property
     def kv(self) -> list[KVStream[Any]]:
-        """Those that carry KV."""
         return [stream for stream in self._open if isinstance(stream, KVStream)]
 
     @property
@@ -60,7 +58,6 @@ class OpenStreams:
 
     @contextmanager
     def running(self, stream: object) -> Iterator[None]:
-        """Counts `stream` while the body runs."""
         self._open.add(stream)
         self.quiet.clear()
         try:
