@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moonpool.config import PeerAddresses, read_mapping
 from moonpool.errors import ConfigError
+from moonpool.rpc.client_port import ClientPortConfig
 from moonpool.streams.lanes.settings import LaneConfig
 from services.kvstore.policies import POLICIES
 from services.kvstore.tenancy.tenants import TenantRow, check_rows
@@ -18,7 +19,7 @@ def _policy_known(name: str) -> str:
     return name
 
 
-class KVStoreConfig(LaneConfig):
+class KVStoreConfig(LaneConfig, ClientPortConfig):
     """Settings of a kvstore, which keeps KV blocks in DRAM and on SSD."""
 
     conductor: PeerAddresses = Field(

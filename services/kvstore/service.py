@@ -222,7 +222,7 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
     await asyncio.to_thread(land.prepare)
     ledger = await asyncio.to_thread(Ledger, config.data_dir and config.data_dir / "records")
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
-    security = Security.of(config)
+    security = Security.of(config, config.client_listen, config.api_keys)
     async with Channels(Security.tls_of(security)) as channels:
         service = KVStoreService(config, tiers, instance, channels, ctx.stopping.set, ledger)
         async with (
@@ -231,6 +231,8 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
             service.lanes.running(config),
             serving(config.listen, [service.contract], security=security) as server,
         ):
+            if server.client_address:
+                log.info("clients with API keys connect here", address=server.client_address)
             instance.address = config.advertised(server.port)
             service.hello.instance.CopyFrom(instance)
             left = asyncio.Event()

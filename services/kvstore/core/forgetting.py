@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 from moonpool.kv.blocks import BlockInfo, DramBlock
+from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PARTS
 from moonpool.kv.selection import Selection, ttl_of
 from services.kvstore.core.store import BlockStore
@@ -45,6 +46,20 @@ def forget(store: BlockStore, selection: Selection, step_blocks: int = STEP_BLOC
     forgotten = yield from _sweep(store, in_dram, on_ssd, step_blocks)
     yield from _erase_dead(store, on_ssd, step_blocks)
     return forgotten
+
+
+def drop(store: BlockStore, keys: Sequence[BlockKey]) -> Forgotten:
+    """Deletes a few blocks by key, at once. Dead copies of them stay on the disk until their segments go."""
+    tiers = store.tiers
+    store.writes.forget(Selection(frozenset(keys)))
+    blocks = [block for key in keys if (block := tiers.dram.get(key)) is not None]
+    places = (
+        [] if tiers.ssd is None else [place for key in keys if (place := tiers.ssd.catalogue.find(key)) is not None]
+    )
+    dropped = _remove(store, blocks, places)
+    tiers.listener.room()
+    tiers.listener.work()
+    return dropped
 
 
 def expire(store: BlockStore, ttl_s: Mapping[str, float], now: float) -> Steps:

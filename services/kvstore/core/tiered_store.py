@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.layout import KVLayout
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.ssd.tier import SsdTier
 
@@ -116,3 +117,17 @@ class TieredStore:
         lost = [key for key in keys if key not in self]
         if lost:
             self.listener.changed((), lost)
+
+
+def find(tiers: TieredStore, keys: Sequence[BlockKey], namespace: bytes) -> tuple[list[int], list[KVLayout]]:
+    """Which blocks of a namespace are here, each on its own.
+
+    Returns for each key 0, or the number of its layout from 1; and the layouts.
+    """
+    layouts: dict[KVLayout, int] = {}
+    found = []
+    for key in keys:
+        there = tiers.format_of(key)
+        known = there is not None and there.namespace == namespace
+        found.append(layouts.setdefault(there.layout, len(layouts) + 1) if there is not None and known else 0)
+    return found, list(layouts)

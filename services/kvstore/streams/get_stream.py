@@ -137,6 +137,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
                 self._close(message.session)
                 raise InvalidRequest("session", f"{message.session} was open already")
             keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
+            self.owner.check(keys)
             wanted = _wanted(message, layout)
             if any(name not in self._resources.carried_out for name in message.forgotten):
                 raise Unavailable("a deletion of such blocks was not carried out yet")

@@ -11,14 +11,16 @@ from moonpool.kv.blocks import BlockFormat
 from moonpool.streams.credits import Traffic
 from moonpool.streams.receiving import check_hello
 from moonpool.streams.serving import ServerStream
+from services.kvstore.tenancy.owners import Owner
 
 Req = TypeVar("Req", bound=Message)
 
 
 class KVStream(ServerStream[Req]):
-    """One Put or Get stream of one peer. `format` is that of the KV which the peer's hello names."""
+    """One Put or Get stream of a peer, the `owner`. `format` is that of the KV which its hello names."""
 
     format: BlockFormat
+    owner: Owner
 
     @property
     def traffic(self) -> Traffic:
@@ -29,6 +31,7 @@ class KVStream(ServerStream[Req]):
 
     async def on_hello(self, message: Any) -> None:
         """Takes any KV whose layout can be kept; raises Mismatch for others."""
+        self.owner = Owner.of_call()  # noted here: what comes on a lane comes outside of the call
         self.format = BlockFormat(message.hello.namespace, check_hello(message.hello))
         answer: Any = self.welcome()
         lane = self.offer_lane(message)

@@ -16,6 +16,7 @@ from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloade
 from moonpool.kv.frames import FrameOpener, OpenRun
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import MAX_SLICE_BYTES
+from moonpool.kv.scattered import Bytes
 from moonpool.streams.credits import CreditReturn, Traffic
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -56,7 +57,9 @@ class _Entry:
 
 
 class PutStream(KVStream[kvstore_pb2.PutRequest]):
-    """One writer process' stream."""
+    """One writer process' stream. Blocks are copied and verified straight from the writer's memory (`land`)."""
+
+    borrows = True
 
     def __init__(self, resources: PutResources, closing: asyncio.Event, lanes: LaneServer | None = None) -> None:
         super().__init__(closing, lanes=lanes)
@@ -76,7 +79,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         welcome = kv_pb2.StreamWelcome(receiver=self._resources.instance, credit_bytes=self._resources.window_bytes)
         return kvstore_pb2.PutResponse(welcome=welcome)
 
-    def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
+    def on_message(self, message: kvstore_pb2.PutRequest, payload: Bytes) -> None:
         match message.WhichOneof("message"):
             case "open":
                 self._open(message.open, payload)
@@ -96,7 +99,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         elif credit:
             self.post(kvstore_pb2.PutResponse(credit=kv_pb2.Credit(bytes=credit)))
 
-    def _open(self, message: kvstore_pb2.PutOpen, payload: memoryview) -> None:
+    def _open(self, message: kvstore_pb2.PutOpen, payload: Bytes) -> None:
         answer, entry = None, self._entries.get(message.session)
         if entry is not None:
             self._refuse(entry, InvalidRequest("session", f"{message.session} is open already"))
@@ -108,9 +111,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 self._refuse(entry, error)
         self._settle(payload.nbytes, answer)
 
-    def _begin(
-        self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: memoryview
-    ) -> kvstore_pb2.PutResponse | None:
+    def _begin(self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: Bytes) -> kvstore_pb2.PutResponse | None:
         """Takes a session that came whole; the answer then. Opens others, now or when there is room."""
         spec = self._spec(message)
         waits = self._waits(spec)
@@ -133,11 +134,13 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
         keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
+        self.owner.check(keys)
+        tenant = self.owner.speaks_for(message.tenant)
         parents = unpack_keys(message.parent_keys, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
         layers = range(message.layer_begin, message.layer_end)
         heads = range(message.head_begin, message.head_end)
         now, forgotten = int(time.time()), frozenset(message.forgotten)
-        return PutSpec(self.format, keys, parents, message.tenant, layers, heads, now, forgotten)
+        return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten)
 
     def _waits(self, spec: PutSpec) -> bool:
         return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))
@@ -197,7 +200,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._durable(entry, durable)
         self._arm(entry)
 
-    def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
+    def _frame(self, header: kv_pb2.FrameHeader, payload: Bytes) -> None:
         entry = self._entries.get(header.session)
         try:
             if entry is not None and not self._take_frame(entry, header, payload):
@@ -207,7 +210,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._refuse(entry, error)
         self._settle(payload.nbytes)
 
-    def _take_frame(self, entry: _Entry, header: kv_pb2.FrameHeader, payload: memoryview) -> bool:
+    def _take_frame(self, entry: _Entry, header: kv_pb2.FrameHeader, payload: Bytes) -> bool:
         """Writes a frame; False when it has to wait, for room or because it is large."""
         session = entry.session
         if session is None:
@@ -221,6 +224,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             waits = self._waits(session.spec) and session.begun_by(parts[0])
             if not waits and self._writes.write(session, parts[0], now=entry.progress_at):
                 return True
+        if self.lent:  # the writer has its memory back before this is written
+            parts = [[run._replace(data=memoryview(bytes(run.data))) for run in runs] for runs in parts]
         entry.backlog += [(part, 0) for part in parts[:-1]]
         entry.backlog.append((parts[-1], payload.nbytes))  # its credit is handed back with the last
         if entry.task is None:

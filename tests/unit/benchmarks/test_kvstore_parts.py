@@ -14,7 +14,7 @@ from benchmarks.kvstore_churn import Churn, picture_path
 from benchmarks.kvstore_client import IncompleteError
 from benchmarks.kvstore_index import CHAIN_BLOCKS, build, chain_keys, record_bytes
 from benchmarks.kvstore_match import percentile
-from benchmarks.kvstore_peers import BETTER, FLOOR, TARGET, name_of, operations, rows_of
+from benchmarks.kvstore_peers import BETTER, FLOOR, TARGET, TCP, name_of, operations, rows_of, target_of
 from benchmarks.kvstore_picture import picture
 from benchmarks.kvstore_shape import BLOCK_SIZES, Memory, chain, layout_of, parents, root_of, split
 from benchmarks.kvstore_ssd import LAYOUT, MIN_BLOCKS, TIMES_PUT, Figures, Sizes, blocks_bytes, put_sustained
@@ -114,6 +114,19 @@ def test_grpc_alone_is_not_a_peer() -> None:
         ("Redis", 0.5),
         ("bare gRPC", 0.25),
         (BETTER, 0.5),
+    ]
+
+
+def test_each_lane_has_its_own_figures_and_target() -> None:
+    speeds = {"moonpool": [3.0], TCP: [2.0], "redis": [2.0], FLOOR: [1.0]}
+    rows = rows_of("Put", speeds, {}, {"redis": "Redis", FLOOR: "bare gRPC"}, own=TCP, target=target_of(TCP, 1 << 20))
+    assert [(row.limit_name, row.value, row.target) for row in rows if isinstance(row, Row)] == [
+        ("Redis", 2.0, None),
+        ("bare gRPC", 2.0, None),
+        (BETTER, 2.0, 1.0),
+    ]
+    assert [target_of(own, size) for own in ("moonpool", TCP, "moonpool-grpc") for size in (64 * KIB, 1 << 20)] == [
+        *(TARGET, TARGET, None, 1.0, None, None)
     ]
 
 

@@ -262,7 +262,7 @@ def test_a_hash_that_is_bound_to_another_block_or_layer_is_not_taken() -> None:
         ((header, payload),) = pack([item], 1 << 20)
         opener = FrameOpener(LAYOUT, keys=keys)
         if (layer, key) == (0, keys[0]):
-            assert [run.hashes[0] for run in opener.open(header, memoryview(payload))] == [item.hash]
+            assert [hashes[0] for _, _, hashes in opener.open(header, memoryview(payload))] == [item.hash]
             continue
         with pytest.raises(DamagedSliceError):
             opener.open(header, memoryview(payload))
