@@ -395,6 +395,7 @@ class StartSequence(_message.Message):
     COMPUTE_PROMPT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     KNOWN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GATHER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     transfer_id: _builtins.int
@@ -407,6 +408,8 @@ class StartSequence(_message.Message):
     """No KV comes: what is not held here is computed here, with the first token, and `first_token_id` means nothing. For one
     answer without beams. `SequenceFailed` where a step has no place for it, or all of the prompt's blocks are held.
     """
+    gather: _builtins.bool
+    """Nobody waits for single tokens: some may be told together, the last ones with the end."""
     @_builtins.property
     def further_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Those of the further answers when several are wanted (`Sampling.n`).
@@ -439,10 +442,11 @@ class StartSequence(_message.Message):
         compute_prompt: _builtins.bool = ...,
         logprobs: _kv_pb2.Logprobs | None = ...,
         known_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        gather: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "generation", b"generation", "known_token_ids", b"known_token_ids", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "gather", b"gather", "generation", b"generation", "known_token_ids", b"known_token_ids", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -197,15 +197,17 @@ class Calls:
     def start(self, order: Start, serving: Serving) -> None:
         """Starts a sequence at decode with the token after those that were placed, or with those alone; follows it."""
         steps, following = self._follow(order, serving)
+        request = serving.answer.request
+        gather = request.whole and not request.stops  # they are watched for here
         if order.compute:
             serving.answer.computed_at_decode(order.target.held_blocks)
-            steps.start(order.sequence, target_proto(order.target), (), compute=True)
+            steps.start(order.sequence, target_proto(order.target), (), compute=True, gather=gather)
             return
         opening = serving.answer.opening
         scores = opening.log_probabilities if opening is not None else ()
         tokens, logprobs = serving.opening_tokens, serving.opening_logprobs
         known = serving.known_tokens
-        steps.start(order.sequence, target_proto(order.target), tokens, scores, logprobs, known)
+        steps.start(order.sequence, target_proto(order.target), tokens, scores, logprobs, known, gather=gather)
         following.stop_complete()
 
     def adopt(self, order: Adopt, serving: Serving) -> None:

@@ -148,12 +148,13 @@ class StepsStream:
         known: Sequence[int] = (),
         *,
         compute: bool = False,
+        gather: bool = False,
     ) -> None:
         """Tell decode each answer's first token, or for beams the candidates: with them they may join the batch.
 
         Of one answer, tokens behind the first one may be `known` too.
 
-        With `compute` there is none: decode computes the prompt.
+        With `compute` there is none: decode computes the prompt. With `gather` nobody waits for single tokens.
         """
         start = decode_pb2.StartSequence(
             request_id=sequence_id,
@@ -165,6 +166,7 @@ class StepsStream:
             logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
             compute_prompt=compute,
             known_token_ids=known,
+            gather=gather,
         )
         self._send(decode_pb2.StepsRequest(start=start))
 

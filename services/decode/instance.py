@@ -231,7 +231,7 @@ class DecodeInstance:
                 ("prefill_streams", lambda: len(self.receivers), None),
                 ("received_bytes", self._all_received_bytes, None),
                 ("stray_frames", self._all_stray_frames, None),
-                ("steps", lambda: shell.steps, None),
+                ("steps", lambda: shell.running.steps, None),
                 *self._further_gauges,
                 *process_entries(),
             ]
@@ -267,6 +267,8 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> CoreConfig:
         assumed_answer_tokens=config.assumed_answer_tokens,
         grace_s=config.grace_s,
         log_ttl_s=config.log_ttl_s,
+        run_steps=engine.run_steps,
+        ahead_steps=engine.run_steps if engine.run_steps > 1 else 0,
         log_bytes=config.log_bytes,
         preempt_every=config.preempt_every,
     )

@@ -157,13 +157,15 @@ class StreamClosed:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Some steps of the run are over, which goes on. Nobody ended in them, and no block became full."""
+    """Some steps of the run are over, which goes on. Nobody ended in them."""
 
     step: int
     """The run's number."""
     steps: int
     seconds: float
     """Of all of them."""
+    filled: tuple[tuple[int, BlockKey], ...] = ()
+    """Sequences whose last but one block became full, with its key; of a single step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,7 @@ class ScriptedDecode(FakeMember):
     held_blocks: int = 0  # of every prompt
     computed: list[str] = field(default_factory=list)  # sequences whose prompts it has computed itself
     known: list[list[int]] = field(default_factory=list)  # behind the first token, of each start
+    gathered: list[str] = field(default_factory=list)  # sequences whose single tokens nobody waits for
     fail_at: list[int] = field(default_factory=list)  # output positions at which a sequence fails, once each
     hold_at: int = -1  # position at which sequences wait for `go`
     break_at: list[int] = field(default_factory=list)  # positions at which the whole stream breaks, once each
@@ -228,6 +229,7 @@ class ScriptedDecode(FakeMember):
                 self.note()
             elif request.HasField("start"):
                 start = request.start
+                self.gathered += [start.request_id] * start.gather
                 tokens = tokens_from_bytes(self.reserved[start.request_id].sequence.token_ids)
                 if start.compute_prompt:
                     self.computed.append(start.request_id)

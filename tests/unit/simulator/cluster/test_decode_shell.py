@@ -72,7 +72,7 @@ class PacedEngine(FakeEngine):
         super().__init__(blocks)
         self._paced = speeds
 
-    async def run(self, step: Step, *, on_layer: Any = None) -> StepResult:
+    async def run(self, step: Step, *, on_layer: Any = None, on_step: Any = None) -> StepResult:
         assert on_layer is None or on_layer is LayerDone
         loop = asyncio.get_running_loop()
         begun = loop.time()
