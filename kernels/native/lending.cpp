@@ -18,8 +18,15 @@ extern "C" int mp_lend(void* page, int count, int own) {
     return 0;
 }
 
+static std::atomic<int> aside{0};  // threads of this process that compute beside the team
+extern "C" int mp_aside(int change) { return aside.fetch_add(change, std::memory_order_relaxed) + change; }
+
+static int left(int most, int threads) {
+    most -= aside.load(std::memory_order_relaxed);
+    return most < 1 ? 1 : most < threads ? most : threads;
+}
 int lent_cores(int threads) {
-    if (!slots) return threads;
+    if (!slots) return left(team_most(), threads);
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     int64_t now = t.tv_sec * 1000000000ll + t.tv_nsec;
@@ -33,7 +40,6 @@ int lent_cores(int threads) {
         if (i == own_slot || other.beat_ns.load(std::memory_order_relaxed) < now - BUSY_NS) continue;
         if (other.cores.load(std::memory_order_relaxed) == cores) all += other.share.load(std::memory_order_relaxed);
     }
-    if (share <= 0 || all <= 0) return threads;
-    int64_t most = (int64_t)team_most() * share / all;
-    return most < 1 ? 1 : most < threads ? (int)most : threads;
+    if (share <= 0 || all <= 0) return left(team_most(), threads);
+    return left((int)(team_most() * share / all), threads);
 }

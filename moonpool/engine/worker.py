@@ -106,6 +106,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     gc.disable()  # importing makes no garbage, and looking for it takes a tenth of the time
     import torch
 
+    from kernels.native import library
     from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
     from moonpool.engine.devices.opening import open_device, place_on
@@ -148,7 +149,9 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         )
     masks = None
     if model.is_last:
-        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids)
+        native = library.get() if model.native else None
+        aside = contextlib.nullcontext if native is None else native.aside
+        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside)
     return StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
 
 
