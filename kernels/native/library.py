@@ -65,6 +65,7 @@ class Library:
         for name, wide in (("mp_panels_bytes", (_pointer(Panels),)), ("mp_step", (_pointer(Model), _pointer(Step)))):
             function = getattr(self._c, name)
             function.argtypes, function.restype = wide, _L
+        self._c.mp_had.argtypes, self._c.mp_had.restype = (), ctypes.c_double
         self.width = int(self._c.mp_width())
         self.has_bf16 = bool(self._c.mp_has_bf16())
 
@@ -213,6 +214,13 @@ class Library:
         See `moonpool.engine.cores`. The page stays mapped as long as the process runs.
         """
         self._c.mp_lend(page, count, own)
+
+    def had(self) -> float:
+        """Return which share of the cores that it wanted this process had since it was asked before: a mean over time.
+
+        1 where `lend` was not called.
+        """
+        return float(self._c.mp_had())
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

@@ -48,6 +48,8 @@ class StageRunner:
     gate_timeout_s: float
     masks: Masks | None = None
     """Of the last stage; None = answers have no format."""
+    share: Callable[[], float] = lambda: 1.0
+    """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
 
     @property
     def kv(self) -> Tensor:
@@ -179,5 +181,6 @@ class StageRunner:
                 scores=found.scores,
                 failed=found.failed,
                 over=over,
+                share=self.share(),
             )
         )

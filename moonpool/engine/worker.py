@@ -147,12 +147,15 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
             dtype=dtype,
             timeout_s=engine.step_timeout_s,
         )
+    native = library.get() if model.native else None
     masks = None
     if model.is_last:
-        native = library.get() if model.native else None
         aside = contextlib.nullcontext if native is None else native.aside
         masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside)
-    return StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
+    runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
+    if native is not None:
+        runner.share = native.had
+    return runner
 
 
 def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextManager[None]]:
