@@ -1,7 +1,8 @@
 """Settings of all tests.
 
 One thread for torch: tiny tensors gain nothing from more, and on busy cores threads wait for one another. Hypothesis
-draws the same examples each time, however slow the machine is.
+draws the same examples each time, however slow the machine is. Engines that tests start lend cores to those of the same
+test process only.
 """
 
 import os
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; engines are told a number of their own
+_CORES = tempfile.NamedTemporaryFile(prefix="mp-cores-")  # noqa: SIM115  # as long as this process
+os.environ["MOONPOOL_CORE_PAGE"] = _CORES.name
 
 settings.register_profile("moonpool", deadline=None, derandomize=True)
 settings.load_profile("moonpool")
