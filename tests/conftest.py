@@ -21,6 +21,18 @@ settings.register_profile("moonpool", deadline=None, derandomize=True)
 settings.load_profile("moonpool")
 
 
+SHARED_FOLDERS = ("hostile", "shared")
+"""Whose tests share a stack, so that one process runs all of them; elsewhere one runs the tests of a file."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.parent
+        item.add_marker(
+            pytest.mark.xdist_group(folder.name if folder.name in SHARED_FOLDERS else item.nodeid.split("::")[0])
+        )
+
+
 @pytest.fixture
 def sockets() -> Iterator[Path]:
     """A folder for unix sockets, whose paths may have 107 bytes: `tmp_path` can be longer than that leaves."""

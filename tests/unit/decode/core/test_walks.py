@@ -36,7 +36,7 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     world = World(
         config(24, preemption=way, swap_blocks=40, step_tokens=40, preempt_every=every, assumed_answer_tokens=20)
     )
-    left = count = (10 if every else 30) // (2 if groups else 1)
+    left = count = (6 if every else 20) // (2 if groups else 1)
     searches = 0
     while left or world.core.requests:
         if left and rng.random() < 0.2:

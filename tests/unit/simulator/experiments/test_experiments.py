@@ -9,11 +9,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.eviction import SHIPPED, trace_file
 from benchmarks.frame import Skipped
+from moonpool.cli.main import app
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, MoonpoolError
 from services.conductor.core.policies import POLICIES
 from simulator.cluster.config import ClusterConfig
 from simulator.experiments.cache import cache
@@ -152,12 +154,12 @@ def test_ways_of_filling_the_pool() -> None:
     assert found["uncrowded"]["preempted"] == 0
 
 
-def test_faults_of_three_hundred_seeds() -> None:
-    (row,) = faults(ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=2, kvstore=1), 300, 1,
+def test_faults_of_a_hundred_and_fifty_seeds() -> None:
+    (row,) = faults(ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=2, kvstore=1), 150, 1,
                     silent, Source(requests=5)).rows  # fmt: skip
-    assert row["requests"] == row["ended: done"] == 300 * 5
-    assert all(int(str(row[name])) > 100 for name in ("dropped", "late", "crashes"))
-    assert int(str(row["attempts"])) > 300 * 5
+    assert row["requests"] == row["ended: done"] == 150 * 5
+    assert all(int(str(row[name])) > 50 for name in ("dropped", "late", "crashes"))
+    assert int(str(row["attempts"])) > 150 * 5
 
 
 @pytest.mark.slow
@@ -221,9 +223,9 @@ def test_a_table_and_a_picture(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_flags_are_refused(args: tuple[str, ...], message: str) -> None:
-    done = simulate(*args)
-    assert done.returncode == 2
-    assert message in done.stderr
+    done = CliRunner(env={"MOONPOOL_TRACE": None}).invoke(app, ["simulate", *args])
+    assert done.exit_code
+    assert message in (str(done.exception) if isinstance(done.exception, MoonpoolError) else done.stderr)
     assert done.stdout == ""
 
 
