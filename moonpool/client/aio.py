@@ -221,7 +221,7 @@ class AsyncClient:
             Unavailable: no instance can serve it, or the conductor cannot be reached.
             DeadlineExceeded: it took longer than `timeout_s`.
         """
-        stream = self.stream(**request)
+        stream = self._stream(request, lambda: None, whole=True)
         async for _ in stream:
             pass
         assert stream.result is not None, "a stream that ended has a result"
@@ -238,10 +238,13 @@ class AsyncClient:
         Raises:
             InvalidRequest: an argument cannot be sent; names the field.
         """
+        return self._stream(request, on_placed, whole=False)
+
+    def _stream(self, request: GenerateArguments, on_placed: Callable[[], None], *, whole: bool) -> AsyncTokenStream:
         timeout_s = request.get("timeout_s")
         return AsyncTokenStream(
             self._conductors,
-            translate.generate_request(request),
+            translate.generate_request(request, whole=whole),
             self._timeout_s if timeout_s is None else timeout_s,
             self._connect_timeout_s,
             self._resume_timeout_s,

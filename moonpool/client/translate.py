@@ -53,8 +53,8 @@ _KINDS: dict[int, str] = {
 }
 
 
-def generate_request(given: GenerateArguments) -> conductor_pb2.GenerateRequest:
-    """Build a request.
+def generate_request(given: GenerateArguments, *, whole: bool = False) -> conductor_pb2.GenerateRequest:
+    """Build a request; `whole`: its answer is not read token by token.
 
     Raises:
         InvalidRequest: not exactly one prompt was given, or a value does not fit its field; names it.
@@ -63,7 +63,7 @@ def generate_request(given: GenerateArguments) -> conductor_pb2.GenerateRequest:
     unknown = set(given) - set(GenerateArguments.__annotations__)
     if unknown:
         raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
-    request = conductor_pb2.GenerateRequest()
+    request = conductor_pb2.GenerateRequest(whole=whole)
     for name in ("tenant", "model", "request_id"):
         _assign(request, name, given.get(name, ""))
     _assign(request, "priority", given.get("priority", 0))

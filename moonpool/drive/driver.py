@@ -46,6 +46,7 @@ class Driver(Generic[E, A]):
         self._draining = False
         self._now = clock()
         self._timer: asyncio.TimerHandle | None = None
+        self._due: float | None = None  # of the timer
         self._turn: asyncio.Handle | None = None
         self._closed = False
 
@@ -117,16 +118,19 @@ class Driver(Generic[E, A]):
             raise failed
 
     def _arm(self) -> None:
+        due = None if self._closed else self.core.due()
+        if due == self._due:
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due = None if self._closed else self.core.due()
+        self._due = due
         if due is not None:
             delay = max(0.0, due - self._clock())
             self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
+        self._timer = self._due = None
         if not self._closed:
             self._events.append(Tick())
             if self._turn is None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from moonpool.cluster.selections import selection_from_proto
 from moonpool.errors import Unavailable
@@ -25,26 +25,49 @@ class _Ending:
     writes: tuple[Job, ...]
 
 
+class CarriedOut:
+    """The deletions that an engine instance has carried out. Those of the longest ago are forgotten.
+
+    Args:
+        namespace: of its KV.
+    """
+
+    def __init__(self, namespace: bytes) -> None:
+        self.namespace = namespace
+        self._deletions = Deletions()
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._deletions
+
+    def add(self, name: str, selection: Selection) -> None:
+        """The pool has nothing of it any more."""
+        self._deletions.add(name, selection)
+        while len(self._deletions) > MAX_CARRIED_OUT:
+            self._deletions.remove(next(iter(self._deletions)))
+
+    def concerning(self, keys: Iterable[bytes], tenant: str) -> list[str]:
+        """Those of such blocks."""
+        return self._deletions.concerning(keys, tenant, self.namespace)
+
+
 class Forgetting:
     """Carries out deletions, each once, however often and by how many conductors it is ordered.
 
     Args:
-        namespace: of the pool's KV.
         block_bytes: of a block.
         write_back: of the instance.
         carry_out: tells the core, and gives the number of blocks.
-        carried_out: what the write-back tells kvstores of; deletions are added here.
+        carried_out: what others are told of, who give or take KV; deletions are added here.
     """
 
     def __init__(
         self,
-        namespace: bytes,
         block_bytes: int,
         write_back: WriteBack,
         carry_out: Callable[[ForgetKV], int],
-        carried_out: Deletions,
+        carried_out: CarriedOut,
     ) -> None:
-        self._namespace = namespace
+        self._namespace = carried_out.namespace
         self._block_bytes = block_bytes
         self._write_back = write_back
         self._carry_out = carry_out
@@ -84,8 +107,6 @@ class Forgetting:
         )
         self._ending[name] = _Ending(blocks, tuple(writes))
         self._carried_out.add(name, selection)
-        while len(self._carried_out) > MAX_CARRIED_OUT:
-            self._carried_out.remove(next(iter(self._carried_out)))
 
     def _expire(self, ttl_s: Mapping[str, float]) -> int:
         if not ttl_s:

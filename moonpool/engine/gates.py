@@ -1,4 +1,4 @@
-"""Gates of steps, dropped shares and aborts in an engine process: set by one thread, looked at by the computing one."""
+"""Gates, dropped shares, cuts and aborts of steps in an engine process: set by one thread, looked at by the other."""
 
 import threading
 from array import array
@@ -38,13 +38,14 @@ class Gates:
         self._changed = threading.Condition()
         self._open: dict[int, int] = {}  # step -> highest open layer
         self._aborted: set[int] = set()
+        self._cut: set[int] = set()
         self._dropped: dict[int, set[int]] = {}  # step -> indices of its sequences
         self._watched: dict[int, Watch] = {}
         self._done: int | None = None  # all steps up to this one are done
 
     def __len__(self) -> int:
         """Steps that something is remembered of."""
-        return len(self._open.keys() | self._aborted | self._dropped.keys())
+        return len(self._open.keys() | self._aborted | self._cut | self._dropped.keys())
 
     def open(self, step_id: int, layer: int) -> None:
         """Opens the gates of this layer and all lower ones. Ignored once the step is done."""
@@ -63,6 +64,16 @@ class Gates:
                 return
             self._give_up(step_id)
             self._changed.notify_all()
+
+    def cut(self, step_id: int) -> None:
+        """Ends a run with the step that is being computed. Ignored once it is done."""
+        with self._changed:
+            if not self._is_done(step_id):
+                self._cut.add(step_id)
+
+    def is_cut(self, step_id: int) -> bool:
+        """Whether the run is to end."""
+        return step_id in self._cut  # one look-up: needs no lock
 
     def drop(self, step_id: int, index: int) -> None:
         """One sequence's share of the step counts for nothing. Ignored once the step is done."""
@@ -108,6 +119,7 @@ class Gates:
             self._done = step_id
             self._open = {step: layer for step, layer in self._open.items() if step > step_id}
             self._aborted = {step for step in self._aborted if step > step_id}
+            self._cut = {step for step in self._cut if step > step_id}
             self._dropped = {step: shares for step, shares in self._dropped.items() if step > step_id}
             self._watched = {step: watch for step, watch in self._watched.items() if step > step_id}
 

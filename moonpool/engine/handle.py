@@ -42,12 +42,23 @@ class Engine(Protocol):
     def failed(self) -> "asyncio.Future[str]":
         """Done, with the reason, when the engine can run no more steps. Never cancelled, never an exception."""
 
-    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
-        """Runs one step and returns when every stage is done with it.
+    @property
+    def run_steps(self) -> int:
+        """Steps that it takes in one run at most; 1 = it must be given each."""
+
+    async def run(
+        self,
+        step: Step,
+        *,
+        on_layer: Callable[[LayerDone], None] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> StepResult:
+        """Runs one step, or a run, and returns when every stage is done with it.
 
         The step is sent when this coroutine first runs, so steps start in the order of the calls' first run. Up to
         `stages` may be in flight. `on_layer` is called on the event loop for every `LayerDone`, always before the
-        result returns; with several stages the layers of one stage are in order. It must not raise.
+        result returns; with several stages the layers of one stage are in order. `on_step` is called for each step of a
+        run but the last, whose result is returned. Neither must raise.
         Cancelling the coroutine does not stop the step: abort it, and treat its blocks as in use until a later step's
         result has come.
 
@@ -74,6 +85,9 @@ class Engine(Protocol):
         Raises:
             Unavailable: The engine has failed.
         """
+
+    def cut(self, step_id: int) -> None:
+        """Ends a run with the step that is being computed, or the one after it; late calls are ignored."""
 
     def abort(self, step_id: int) -> None:
         """Gives a step up before its next layer. May precede `run`; late calls are ignored; `run` still returns."""

@@ -2,7 +2,8 @@
 
 A *step* is one forward pass over a packed batch of sequences, run by all stages in the order in which steps were sent.
 `Step` goes to every stage; each stage answers `LayerDone` per layer (when asked for) and one `StepDone`; the last
-stage's `StepDone` carries the sampled tokens. `OpenGate`, `DropShare` and `AbortStep` may come at any time in between,
+stage's `StepDone` carries the sampled tokens. A run is answered by one `StepDone` for each of its steps; only a single
+stage runs more than one. `OpenGate`, `DropShare`, `CutRun` and `AbortStep` may come at any time in between,
 even before the step has begun, and are ignored once it is done. Step ids grow from step to step. `Fetch` is answered
 by one `Fetched` of each stage.
 """
@@ -75,6 +76,8 @@ class StepDone:
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     scores: Mapping[int, Logprobs] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
+    over: bool = True
+    """No further step of the run follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,13 @@ class DropShare:
 @dataclass(frozen=True, slots=True)
 class AbortStep:
     """Give the step up before its next layer."""
+
+    step_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutRun:
+    """End the run with the step that is being computed."""
 
     step_id: int
 

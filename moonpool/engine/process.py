@@ -19,6 +19,7 @@ from moonpool.engine.devices.names import DeviceName
 from moonpool.engine.messages import (
     MAX_FETCHES,
     AbortStep,
+    CutRun,
     DropShare,
     EngineSpec,
     Failed,
@@ -40,6 +41,8 @@ log = get_logger(__name__)
 
 OnLoading = Callable[[int, int, int], None]
 """Is told a stage, how many layers it has loaded, and how many it will have."""
+RUN_STEPS = 32
+"""Steps for which a single stage is not asked."""
 _SHUTDOWN_S = 5.0
 _REAP_S = 2.0
 
@@ -62,18 +65,30 @@ class _Flight:
 
     future: "asyncio.Future[StepResult]"
     on_layer: Callable[[LayerDone], None] | None
+    on_step: Callable[[StepResult], None] | None
     deadline: asyncio.TimerHandle
     done: list[StepDone] = field(default_factory=list)
     error: Exception | None = None
 
-    def result(self) -> StepResult:
-        aborted = any(done.aborted for done in self.done)
-        last = max(self.done, key=lambda done: done.stage)
-        start_ns = min(done.start_ns for done in self.done)
-        end_ns = max(done.end_ns for done in self.done)
-        sampled = () if aborted else last.sampled
-        told = last.several, last.logprobs, last.scores, last.failed
-        return StepResult(sampled, aborted, start_ns, end_ns, *told)
+    def tell(self, event: LayerDone | StepDone) -> None:
+        """A layer is done, or one of the run's steps but the last."""
+        try:
+            if isinstance(event, LayerDone) and self.on_layer is not None and self.error is None:
+                self.on_layer(event)
+            elif isinstance(event, StepDone) and self.on_step is not None and self.error is None:
+                self.on_step(_result([event]))
+        except Exception as error:  # raised to the caller when the step is over
+            self.error = error
+
+
+def _result(stages: Sequence[StepDone]) -> StepResult:
+    aborted = any(done.aborted for done in stages)
+    last = max(stages, key=lambda done: done.stage)
+    start_ns = min(done.start_ns for done in stages)
+    end_ns = max(done.end_ns for done in stages)
+    sampled = () if aborted else last.sampled
+    told = last.several, last.logprobs, last.scores, last.failed
+    return StepResult(sampled, aborted, start_ns, end_ns, *told)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +148,18 @@ class ProcessEngine:
         """The stages' processes."""
         return [worker.process.pid for worker in self._workers]
 
-    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+    @property
+    def run_steps(self) -> int:
+        """Of several stages the first does not know what the last has sampled."""
+        return RUN_STEPS if self.stages == 1 else 1
+
+    async def run(
+        self,
+        step: Step,
+        *,
+        on_layer: Callable[[LayerDone], None] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> StepResult:
         """See `Engine.run`."""
         if self._failed.done():
             raise Unavailable(self._failed.result())
@@ -142,8 +168,7 @@ class ProcessEngine:
         if self._last_step_id is not None and step.step_id <= self._last_step_id:
             raise Internal(f"step {step.step_id} after step {self._last_step_id}")
         self._last_step_id = step.step_id
-        deadline = self._loop.call_later(self._spec.step_timeout_s, self._hung, step.step_id)
-        flight = _Flight(self._loop.create_future(), on_layer, deadline)
+        flight = _Flight(self._loop.create_future(), on_layer, on_step, self._deadline(step.step_id))
         # When the caller was cancelled, the loop must not report the future's exception as never retrieved.
         flight.future.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._flights[step.step_id] = flight
@@ -159,11 +184,15 @@ class ProcessEngine:
         """See `Engine.drop`."""
         self._send(DropShare(step_id, index))
 
+    def cut(self, step_id: int) -> None:
+        """See `Engine.cut`."""
+        self._send(CutRun(step_id))
+
     def abort(self, step_id: int) -> None:
         """See `Engine.abort`."""
         self._send(AbortStep(step_id))
 
-    def _send(self, message: Step | OpenGate | DropShare | AbortStep | Fetch | Shutdown) -> None:
+    def _send(self, message: Step | OpenGate | DropShare | CutRun | AbortStep | Fetch | Shutdown) -> None:
         if self._failed.done():
             return
         for worker in self._workers:
@@ -246,15 +275,16 @@ class ProcessEngine:
         flight = self._flights.get(message.step_id)
         if flight is None:
             return
-        if isinstance(message, StepDone):
+        if isinstance(message, LayerDone):
+            flight.tell(message)
+        elif not message.over:
+            flight.deadline.cancel()
+            flight.deadline = self._deadline(message.step_id)
+            flight.tell(message)
+        else:
             flight.done.append(message)
             if len(flight.done) == self.stages:
                 self._finish(message.step_id)
-        elif flight.on_layer is not None and flight.error is None:
-            try:
-                flight.on_layer(message)
-            except Exception as error:  # raised to the caller when the step is over
-                flight.error = error
 
     def _fetched(self, message: Fetched) -> None:
         answer = self._fetches.get(message.number)
@@ -269,7 +299,10 @@ class ProcessEngine:
         if flight.error is not None:
             flight.future.set_exception(flight.error)
         else:
-            flight.future.set_result(flight.result())
+            flight.future.set_result(_result(flight.done))
+
+    def _deadline(self, step_id: int) -> asyncio.TimerHandle:
+        return self._loop.call_later(self._spec.step_timeout_s, self._hung, step_id)
 
     def _hung(self, step_id: int) -> None:
         self._fail(f"step {step_id} was not done after {self._spec.step_timeout_s:g} s")

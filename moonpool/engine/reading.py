@@ -2,11 +2,11 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Container, Iterator, Sequence
 
 from moonpool.engine.instance import InstanceContext
 from moonpool.engine.pool_calls import PoolCalls
-from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
+from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unavailable
 from moonpool.kv.frames import Slice
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey, unpack_keys
@@ -44,6 +44,7 @@ class PoolReads:
         manager: where the core has its blocks; only looked at.
         closing: set when streams are to end.
         lanes: offers lanes to readers.
+        carried_out: names of deletions that were carried out here.
 
     Attributes:
         sessions: reads under way.
@@ -60,9 +61,10 @@ class PoolReads:
         manager: BlockManager,
         closing: asyncio.Event,
         lanes: LaneServer,
+        carried_out: Container[str],
     ) -> None:
         self.instance, self.namespace, self.pool, self.link, self.closing = instance, namespace, pool, link, closing
-        self.lanes = lanes
+        self.lanes, self.carried_out = lanes, carried_out
         self.sessions = self.sent_bytes = 0
         self._calls = calls
         self._manager = manager
@@ -117,11 +119,18 @@ class PoolReads:
                 yield Slice(layer, index, data, full, bind(value, key, layer))
 
 
-def pool_reads(context: InstanceContext, calls: PoolCalls, manager: BlockManager, closing: asyncio.Event) -> PoolReads:
+def pool_reads(
+    context: InstanceContext,
+    calls: PoolCalls,
+    manager: BlockManager,
+    closing: asyncio.Event,
+    carried_out: Container[str],
+) -> PoolReads:
     """What other instances read of an instance's pool."""
     setup = context.setup
     pool, link = context.engine.pool, context.link
-    return PoolReads(context.instance, setup.namespace, pool, link, calls, manager, closing, context.lanes)
+    own = context.instance, setup.namespace, pool, link
+    return PoolReads(*own, calls, manager, closing, context.lanes, carried_out)
 
 
 def read_gauges(reads: PoolReads, lending: Lending) -> list[Entry]:
@@ -200,16 +209,19 @@ class ReadStream(ServerStream[kv_pb2.ReadKVRequest]):
             if number in self._sessions:
                 self._close(number)
                 raise InvalidRequest("session", f"{number} was open already")
-            self._begin(number, unpack_keys(message.keys, max_keys=MAX_BLOCKS), self._layers(message))
+            keys, layers = unpack_keys(message.keys, max_keys=MAX_BLOCKS), self._layers(message)
+            if any(name not in self._reads.carried_out for name in message.forgotten):
+                raise Unavailable("a deletion of such blocks was not carried out yet")
+            self._begin(number, keys, layers, message.forgotten)
         except MoonpoolError as error:
             # at level debug: a peer that asks too much must not fill the log
             log.debug("read answered as a miss", error=str(error))
             self._opened(number, 0)
 
-    def _begin(self, number: int, keys: Sequence[BlockKey], layers: range) -> None:
+    def _begin(self, number: int, keys: Sequence[BlockKey], layers: range, forgotten: Sequence[str]) -> None:
         lease = self._reads.lend(keys)
         try:
-            task = self._sessions[number] = self.spawn(self._serve(number, lease, layers))
+            task = self._sessions[number] = self.spawn(self._serve(number, lease, layers, forgotten))
         except BaseException:
             self._reads.take_back(lease)
             raise
@@ -228,13 +240,14 @@ class ReadStream(ServerStream[kv_pb2.ReadKVRequest]):
         if self._sessions.get(number) is task:
             del self._sessions[number]
 
-    def _opened(self, number: int, blocks: int) -> None:
-        self.post(kv_pb2.ReadKVResponse(opened=kv_pb2.ReadOpened(session=number, blocks=blocks)))
+    def _opened(self, number: int, blocks: int, forgotten: Sequence[str] = ()) -> None:
+        opened = kv_pb2.ReadOpened(session=number, blocks=blocks, forgotten=forgotten)
+        self.post(kv_pb2.ReadKVResponse(opened=opened))
 
-    async def _serve(self, number: int, lease: Lease, layers: range) -> None:
-        """One read from its opening to its end."""
+    async def _serve(self, number: int, lease: Lease, layers: range, forgotten: Sequence[str]) -> None:
+        """One read from its opening to its end; deletions of such blocks were carried out before."""
         reads = self._reads
-        self._opened(number, len(lease.blocks))
+        self._opened(number, len(lease.blocks), forgotten)
         try:
             async with asyncio.timeout(LEASE_S):
                 sent = await self._frames.send(number, 0, reads.slices(lease, layers), timeout_s=STALL_S)

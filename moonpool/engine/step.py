@@ -66,8 +66,12 @@ class StageRunner:
         self.place.memory.fetch(order.blocks, partial(self.emit, Fetched(order.number, self.stage)))
 
     @torch.inference_mode()
-    def run(self, step: Step) -> None:
-        """Runs one step to its end, done or aborted; emits its events, `StepDone` last."""
+    def run(self, step: Step) -> Step | None:
+        """Runs one step to its end, done or aborted; emits its events, `StepDone` last.
+
+        Returns:
+            The next one of its run, None when the run is over.
+        """
         start_ns = time.monotonic_ns()
         memory = self.place.memory
         memory.begin(step)
@@ -79,10 +83,14 @@ class StageRunner:
         self.place.lane.mark().wait()
         # Sent whatever has happened, so that the next stage knows.
         self.links.send(step.step_id, work.hidden.cpu() if work is not None and done else None)
-        # Gates are done before the report: its receiver may open gates of the next step at once.
-        self.gates.done(step.step_id)
         found = work.found if work is not None and done else Found()
-        memory.over(partial(self._report, step, found, start_ns, aborted=not done), aborted=not done)
+        following = step.after(found.sampled) if done and not self.gates.is_cut(step.step_id) else None
+        if following is None:
+            # Gates are done before the report: its receiver may open gates of the next step at once.
+            self.gates.done(step.step_id)
+        report = partial(self._report, step, found, start_ns, aborted=not done, over=following is None)
+        memory.over(report, aborted=not done)
+        return following
 
     def _received(self, step: Step) -> _Work | None:
         """The batch, with the hidden states of the stage before; None when that has aborted the step."""
@@ -157,7 +165,7 @@ class StageRunner:
     def _layer_done(self, step_id: int, layer: int, start_ns: int) -> None:
         self.emit(LayerDone(step_id, layer, start_ns, time.monotonic_ns()))
 
-    def _report(self, step: Step, found: Found, start_ns: int, *, aborted: bool) -> None:
+    def _report(self, step: Step, found: Found, start_ns: int, *, aborted: bool, over: bool) -> None:
         self.emit(
             StepDone(
                 step.step_id,
@@ -170,5 +178,6 @@ class StageRunner:
                 logprobs=found.logprobs,
                 scores=found.scores,
                 failed=found.failed,
+                over=over,
             )
         )

@@ -29,6 +29,7 @@ from moonpool.engine.gates import Gates
 from moonpool.engine.messages import (
     MAX_FETCHES,
     AbortStep,
+    CutRun,
     DropShare,
     EngineSpec,
     Failed,
@@ -63,6 +64,17 @@ class Receiver:
         """Starts the thread; it ends with the process."""
         threading.Thread(target=self._run, name="receiver", daemon=True).start()
 
+    def next_order(self, following: Step | None) -> Step | Fetch | Shutdown:
+        """The next order, or where there is none yet the `following` step of the run.
+
+        There is no deadline: the process ends when the channel closes.
+        """
+        try:
+            return self.orders.get(block=following is None)
+        except queue.Empty:
+            assert following is not None, "otherwise it waits"
+            return following
+
     def _run(self) -> None:
         try:
             while True:
@@ -71,6 +83,8 @@ class Receiver:
                     self._gates.open(message.step_id, message.layer)
                 elif isinstance(message, DropShare):
                     self._gates.drop(message.step_id, message.index)
+                elif isinstance(message, CutRun):
+                    self._gates.cut(message.step_id)
                 elif isinstance(message, AbortStep):
                     self._gates.abort(message.step_id)
                 else:
@@ -189,16 +203,23 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     turn = turns(spec.engine, native=runner.model.native)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     channel.send(Ready(time.monotonic() - begin, peak_bytes))
+
+    def run(step: Step) -> Step | None:
+        with turn():
+            return runner.run(step)
+
+    following: Step | None = None
     while True:
-        order = receiver.orders.get()  # no deadline: the receiver ends the process when the channel closes
+        order = receiver.next_order(following)
         if isinstance(order, Shutdown):
+            while following is not None:  # the run was given up
+                following = run(following)
             runner.close()
             return
         if isinstance(order, Fetch):
             runner.fetch(order)
         else:
-            with turn():
-                runner.run(order)
+            following = run(order)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
 
 _Name = tuple[str, str | bytes]
@@ -43,8 +42,10 @@ class Deletions:
             if not named:
                 del self._by_name[name]
 
-    def concerning(self, keys: Iterable[BlockKey], tenant: str, namespace: bytes) -> list[str]:
+    def concerning(self, keys: Iterable[bytes], tenant: str, namespace: bytes) -> list[str]:
         """Ids of those that name the tenant, the namespace or one of the keys; sorted."""
+        if not self._selections:
+            return []
         names: list[_Name] = [("tenant", tenant), ("namespace", namespace), *(("key", key) for key in keys)]
         found = {deletion for name in names for deletion in self._by_name.get(name, ())}
         return sorted(found)

@@ -77,6 +77,16 @@ class SequenceSampling:
             answer=tokens[self.prompt_tokens :].tobytes() if self.params.response_format else b"",
         )
 
+    def steady(self, tokens: int, model_tokens: int) -> int:
+        """How many of the next tokens are chosen as `SampleSpec.after` has it, of a sequence that has so many tokens.
+
+        The last of them may be the answer's last.
+        """
+        left, answer = self.total_tokens(model_tokens) - tokens, tokens - self.prompt_tokens
+        if self.bad_tokens:
+            return 1
+        return min(left, self.params.min_tokens - answer) if answer < self.params.min_tokens else left
+
     def _banned(self, tokens: "array[int]", position: int) -> tuple[int, ...]:
         """Tokens that must not come at an output position; worked out anew each time, so there is no state to lose."""
         banned = self.banned_token_ids if position < self.params.min_tokens else ()

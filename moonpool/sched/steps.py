@@ -1,11 +1,14 @@
 """A step: one forward pass over a packed batch, as schedulers plan it and engines run it, and its results.
 
+A *run* is a step with those that follow it: the engine gives each sequence its new token back and goes on by itself.
+
 Frozen and picklable.
 """
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from moonpool.kv.keys import BlockKey
 from moonpool.logprobs import Logprobs
@@ -58,8 +61,16 @@ class SequenceStep:
     """Set when the token after the last one is to be sampled."""
     scored: Scored | None = None
     """Set when log probabilities of known tokens are wanted."""
+    end_token_ids: frozenset[int] = frozenset()
+    """A run is over when one of them is sampled."""
     history: History | None = field(default=None, compare=False, repr=False)
     """The whole sequence; never leaves the I/O process."""
+
+    def after(self, token: int) -> Self:
+        """Its share of the run's next step, when this one has sampled `token`."""
+        assert self.sample is not None, "each sequence of a run samples"
+        start = self.start + len(self.token_ids) // 4
+        return replace(self, token_ids=token.to_bytes(4, "little"), start=start, sample=self.sample.after(token))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +98,20 @@ class Step:
     copies: tuple[tuple[int, int], ...] = ()
     """Blocks (from, to) that are copied in all layers before anything else: a sequence is about to write to a block
     that others refer to. No block is a target twice, or a target and a source."""
+    steps: int = 1
+    """Of the run that begins with it, at most. It ends before with a step that samples an end token, or nothing for a
+    sequence, and with the one in which it is cut. All its sequences sample, and have blocks for all of it."""
+
+    def after(self, sampled: Sequence[int | None]) -> "Step | None":
+        """The run's next step; None when it is over with this one, which has sampled these tokens."""
+        if self.steps == 1:
+            return None
+        shares = []
+        for sequence, token in zip(self.sequences, sampled, strict=True):
+            if token is None or token in sequence.end_token_ids:
+                return None
+            shares.append(sequence.after(token))
+        return replace(self, sequences=tuple(shares), copies=(), steps=self.steps - 1)
 
 
 def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:

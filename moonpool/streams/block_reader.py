@@ -80,6 +80,7 @@ class PrefixRead:
         heads: range,
         on_slice: Callable[[int, int, memoryview, int], None],
         on_layer: Callable[[int], None],
+        forgotten: Sequence[str] = (),
     ) -> None:
         self.finished = Once()
         self.blocks = len(keys)
@@ -91,12 +92,15 @@ class PrefixRead:
         self._heads = heads
         self._on_slice = on_slice
         self._on_layer = on_layer
+        self.forgotten = forgotten
         self._ledger: SliceLedger | None = None
         self._next_layer = layers.start
 
     def on_message(self, message: Answer, payload: memoryview) -> None:
         match message.WhichOneof("message"):
             case "opened":
+                if message.opened.blocks and not set(self.forgotten).issubset(message.opened.forgotten):
+                    raise TransferFailed("the source may have blocks that are older than their deletion")
                 self._opened(message.opened.blocks)
                 if message.opened.HasField("frame"):
                     self._frame(message.opened.frame, payload)
@@ -178,6 +182,7 @@ class BlockReader:
         window_bytes: int = READ_WINDOW_BYTES,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         lanes: LaneDialer | None = None,
+        forgotten: Callable[[Sequence[bytes], str], Sequence[str]] = lambda keys, tenant: (),
     ) -> None:
         """Connects when the first read begins.
 
@@ -190,8 +195,11 @@ class BlockReader:
             window_bytes: Payload bytes the source may be ahead.
             connect_timeout_s: Longest wait for the source's welcome.
             lanes: Opens lanes beside gRPC; None to stay on gRPC.
+            forgotten: `(keys, tenant)` -> the deletions that concern such blocks and were carried out on this side:
+                nothing is taken from who has not carried out all of them.
         """
         self._layout = layout
+        self._forgotten = forgotten
         self._asked = method.asked
         self._ids = count(1)
         self._stream: MuxStream[Asked, Answer] = MuxStream(
@@ -236,6 +244,7 @@ class BlockReader:
         on_slice: Callable[[int, int, memoryview, int], None],
         on_layer: Callable[[int], None],
         timeout_s: float,
+        tenant: str = "",
     ) -> int:
         """Reads the leading blocks of `keys` that the source has; returns how many that were (fewer is a miss).
 
@@ -247,13 +256,14 @@ class BlockReader:
                 slice; must take them at once. A slice of a block at or past the returned count may come too.
             on_layer: Called for each layer, in order, when all its slices have been handed out.
             timeout_s: Longest time for all of it.
+            tenant: Whose KV it is.
 
         Neither is called after `read` has returned or raised. What they raise ends the read.
 
         Raises:
             InvalidRequest: The layout has no such heads, or they cannot be read apart.
             PrefixLost: A block went missing after a layer had been handed out with it.
-            TransferFailed: It took too long, or the source ended the session early.
+            TransferFailed: It took too long, or the source ended the session early, or may have deleted blocks.
             DamagedSliceError: A slice did not match its hash; the source was told and will look at its block.
             FrameError: What came was not intact, not asked for, or came twice.
             StreamBroken: The stream has ended, or the source cannot be reached.
@@ -263,7 +273,7 @@ class BlockReader:
         if not keys or not layers or not heads:
             return 0
         self._check_heads(heads)
-        read = PrefixRead(self._layout, keys, layers, heads, on_slice, on_layer)
+        read = PrefixRead(self._layout, keys, layers, heads, on_slice, on_layer, self._forgotten(keys, tenant))
         number = next(self._ids)
         began = asyncio.get_running_loop().time()
         try:
@@ -294,6 +304,7 @@ class BlockReader:
                 head_begin=heads.start,
                 head_end=heads.stop,
                 takes_frame=True,
+                forgotten=read.forgotten,
             )
             session.post(self._asked(open=opening, credit_bytes=session.take_credit()))
             await read.finished.wait()

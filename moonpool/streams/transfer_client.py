@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -105,8 +105,12 @@ class TransferSender:
         """What is under way on the stream."""
         return self._stream.traffic
 
-    async def open(self, target: kv_pb2.TransferTarget) -> OutboundTransfer:
+    async def open(self, target: kv_pb2.TransferTarget, forgotten: Sequence[str] = ()) -> OutboundTransfer:
         """Tells decode that the transfer's prefill begins.
+
+        Args:
+            target: What decode has promised.
+            forgotten: Deletions than which its KV is younger.
 
         Raises:
             Mismatch: Decode does not take this KV, or is not the incarnation that promised.
@@ -119,7 +123,7 @@ class TransferSender:
             incarnation = session.welcome.receiver.incarnation
             if incarnation != target.decode.incarnation:
                 raise Mismatch("incarnation", f"promised by {target.decode.incarnation}, {incarnation} answers")
-            transfer.begin(session)
+            transfer.begin(session, forgotten)
         except BaseException:
             session.close()
             raise
@@ -159,7 +163,7 @@ class OutboundTransfer:
         self.close(aborted=True)
         self.release()
 
-    def begin(self, session: _Session) -> None:
+    def begin(self, session: _Session, forgotten: Sequence[str]) -> None:
         """Announces the transfer on its session; for the sender."""
         self._session = session
         target = self.target
@@ -167,6 +171,7 @@ class OutboundTransfer:
             transfer_id=target.transfer_id,
             generation=target.generation,
             decode_incarnation=target.decode.incarnation,
+            forgotten=forgotten,
         )
         session.post(decode_pb2.ReceiveKVRequest(open=opened))
 

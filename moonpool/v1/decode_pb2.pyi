@@ -189,22 +189,30 @@ class TransferOpen(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
     """The transfer's id."""
     generation: _builtins.int
     """Its generation."""
     decode_incarnation: _builtins.int
     """Incarnation of the decode instance that promised it."""
+    @_builtins.property
+    def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Deletions that concern the prompt's blocks and that the sender had carried out before it took the prompt. Where decode
+        has carried out one more, it keeps none of the blocks for others.
+        """
+
     def __init__(
         self,
         *,
         transfer_id: _builtins.int = ...,
         generation: _builtins.int = ...,
         decode_incarnation: _builtins.int = ...,
+        forgotten: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "generation", b"generation", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "forgotten", b"forgotten", "generation", b"generation", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -387,6 +395,7 @@ class StartSequence(_message.Message):
     COMPUTE_PROMPT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     KNOWN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GATHER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     transfer_id: _builtins.int
@@ -399,6 +408,8 @@ class StartSequence(_message.Message):
     """No KV comes: what is not held here is computed here, with the first token, and `first_token_id` means nothing. For one
     answer without beams. `SequenceFailed` where a step has no place for it, or all of the prompt's blocks are held.
     """
+    gather: _builtins.bool
+    """Nobody waits for single tokens: some may be told together, the last ones with the end."""
     @_builtins.property
     def further_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Those of the further answers when several are wanted (`Sampling.n`).
@@ -431,10 +442,11 @@ class StartSequence(_message.Message):
         compute_prompt: _builtins.bool = ...,
         logprobs: _kv_pb2.Logprobs | None = ...,
         known_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        gather: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "generation", b"generation", "known_token_ids", b"known_token_ids", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "gather", b"gather", "generation", b"generation", "known_token_ids", b"known_token_ids", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1310,6 +1310,7 @@ class ReadOpen(_message.Message):
     HEAD_BEGIN_FIELD_NUMBER: _builtins.int
     HEAD_END_FIELD_NUMBER: _builtins.int
     TAKES_FRAME_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Chosen by the reader, unique on the stream."""
     keys: _builtins.bytes
@@ -1324,6 +1325,10 @@ class ReadOpen(_message.Message):
     """One past the last head wanted."""
     takes_frame: _builtins.bool
     """The reader takes a frame together with ReadOpened."""
+    @_builtins.property
+    def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Deletions that concern these blocks and that the reader has carried out: who has not may have blocks that are older."""
+
     def __init__(
         self,
         *,
@@ -1334,10 +1339,11 @@ class ReadOpen(_message.Message):
         head_begin: _builtins.int = ...,
         head_end: _builtins.int = ...,
         takes_frame: _builtins.bool = ...,
+        forgotten: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "session", b"session", "takes_frame", b"takes_frame"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "session", b"session", "takes_frame", b"takes_frame"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1352,6 +1358,7 @@ class ReadOpened(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     FRAME_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """The session."""
     blocks: _builtins.int
@@ -1362,16 +1369,23 @@ class ReadOpened(_message.Message):
         that take it.
         """
 
+    @_builtins.property
+    def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of `ReadOpen.forgotten` that were carried out here, too. Where one is missing there are no blocks, and the reader
+        takes none.
+        """
+
     def __init__(
         self,
         *,
         session: _builtins.int = ...,
         blocks: _builtins.int = ...,
         frame: Global___FrameHeader | None = ...,
+        forgotten: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "frame", b"frame", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "forgotten", b"forgotten", "frame", b"frame", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

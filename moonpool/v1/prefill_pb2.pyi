@@ -88,9 +88,14 @@ class PrefillRequest(_message.Message):
     WRITE_BACK_HELD_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     OTHER_SOURCES_FIELD_NUMBER: _builtins.int
+    MAX_QUEUE_S_FIELD_NUMBER: _builtins.int
     write_back_held: _builtins.int
     """Leading blocks that it is believed to hold: those after them go there, wherever they came from. Unset = not known:
     blocks computed here go there.
+    """
+    max_queue_s: _builtins.float
+    """Where everything that is here takes longer, seconds, the prompt is not taken (`PrefillStale`); unset = it is taken all
+    the same.
     """
     @_builtins.property
     def sequence(self) -> _kv_pb2.SequenceSpec:
@@ -126,13 +131,19 @@ class PrefillRequest(_message.Message):
         write_back_held: _builtins.int | None = ...,
         replicas: _abc.Iterable[Global___StoreReplica] | None = ...,
         other_sources: _abc.Iterable[Global___PrefixSource] | None = ...,
+        max_queue_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_write_back_held", b"_write_back_held", "sequence", b"sequence", "source", b"source", "target", b"target", "write_back", b"write_back", "write_back_held", b"write_back_held"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_queue_s", b"_max_queue_s", "_write_back_held", b"_write_back_held", "max_queue_s", b"max_queue_s", "sequence", b"sequence", "source", b"source", "target", b"target", "write_back", b"write_back", "write_back_held", b"write_back_held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_write_back_held", b"_write_back_held", "other_sources", b"other_sources", "replicas", b"replicas", "sequence", b"sequence", "source", b"source", "target", b"target", "write_back", b"write_back", "write_back_held", b"write_back_held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_queue_s", b"_max_queue_s", "_write_back_held", b"_write_back_held", "max_queue_s", b"max_queue_s", "other_sources", b"other_sources", "replicas", b"replicas", "sequence", b"sequence", "source", b"source", "target", b"target", "write_back", b"write_back", "write_back_held", b"write_back_held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_queue_s: _TypeAlias = _typing.Literal["max_queue_s"]  # noqa: Y015
+    _WhichOneofArgType__max_queue_s: _TypeAlias = _typing.Literal["_max_queue_s", b"_max_queue_s"]  # noqa: Y015
     _WhichOneofReturnType__write_back_held: _TypeAlias = _typing.Literal["write_back_held"]  # noqa: Y015
     _WhichOneofArgType__write_back_held: _TypeAlias = _typing.Literal["_write_back_held", b"_write_back_held"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_queue_s) -> _WhichOneofReturnType__max_queue_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__write_back_held) -> _WhichOneofReturnType__write_back_held | None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
@@ -146,28 +157,62 @@ class PrefillResponse(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    STALE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___PrefillAccepted: ...
     @_builtins.property
     def first_token(self) -> Global___FirstToken: ...
     @_builtins.property
     def finished(self) -> Global___PrefillFinished: ...
+    @_builtins.property
+    def stale(self) -> Global___PrefillStale:
+        """The only event then."""
+
     def __init__(
         self,
         *,
         accepted: Global___PrefillAccepted | None = ...,
         first_token: Global___FirstToken | None = ...,
         finished: Global___PrefillFinished | None = ...,
+        stale: Global___PrefillStale | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "finished", b"finished", "first_token", b"first_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "finished", b"finished", "first_token", b"first_token", "stale", b"stale"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "finished", b"finished", "first_token", b"first_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "event", b"event", "finished", b"finished", "first_token", b"first_token", "stale", b"stale"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "first_token", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "first_token", "finished", "stale"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+
+@_typing.final
+class PrefillStale(_message.Message):
+    """The prompt is not taken: the queue is longer than `PrefillRequest.max_queue_s`, so it was placed by a picture that is
+    too old. Nothing of it is here.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAIN_S_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    drain_s: _builtins.float
+    """Predicted seconds until all prompts that are here are computed."""
+    taken: _builtins.int
+    """How many prompts this instance has taken since its start (`LoadReport.taken`): those are among them."""
+    def __init__(
+        self,
+        *,
+        drain_s: _builtins.float = ...,
+        taken: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_s", b"drain_s", "taken", b"taken"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillStale: _TypeAlias = PrefillStale  # noqa: Y015
 
 @_typing.final
 class PrefillAccepted(_message.Message):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from moonpool.cluster.speeds import sane
 from moonpool.core.kernel import Ended
 from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.kv.keys import KEY_BYTES, tokens_digest
@@ -22,7 +23,7 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
-from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.failures import Failure, Kind, Stale
 from services.conductor.core.messages import (
     Accepted,
     Adopt,
@@ -141,6 +142,8 @@ class Calls:
                     self._post(FirstToken(order.io, how, finish, known))
                 elif response.HasField("accepted"):
                     self._post(Accepted(order.io, response.accepted.number))
+                elif response.HasField("stale"):
+                    return Stale(sane(response.stale.drain_s), response.stale.taken)
                 elif response.HasField("finished"):
                     serving.delivered(response.finished)
                     self._post(Delivered(order.io))
@@ -149,7 +152,7 @@ class Calls:
         return None
 
     def _prefill_request(self, order: Prefill, serving: Serving) -> prefill_pb2.PrefillRequest:
-        request = prefill_pb2.PrefillRequest(sequence=serving.spec(order.sequence))
+        request = prefill_pb2.PrefillRequest(sequence=serving.spec(order.sequence), max_queue_s=order.max_queue_s)
         if order.target is not None:
             request.target.CopyFrom(target_proto(order.target))
         sources = [prefill_pb2.PrefixSource(instance=it, blocks=held) for it, held in self._there(order.plan.sources)]
@@ -194,15 +197,17 @@ class Calls:
     def start(self, order: Start, serving: Serving) -> None:
         """Starts a sequence at decode with the token after those that were placed, or with those alone; follows it."""
         steps, following = self._follow(order, serving)
+        request = serving.answer.request
+        gather = request.whole and not request.stops  # they are watched for here
         if order.compute:
             serving.answer.computed_at_decode(order.target.held_blocks)
-            steps.start(order.sequence, target_proto(order.target), (), compute=True)
+            steps.start(order.sequence, target_proto(order.target), (), compute=True, gather=gather)
             return
         opening = serving.answer.opening
         scores = opening.log_probabilities if opening is not None else ()
         tokens, logprobs = serving.opening_tokens, serving.opening_logprobs
         known = serving.known_tokens
-        steps.start(order.sequence, target_proto(order.target), tokens, scores, logprobs, known)
+        steps.start(order.sequence, target_proto(order.target), tokens, scores, logprobs, known, gather=gather)
         following.stop_complete()
 
     def adopt(self, order: Adopt, serving: Serving) -> None:

@@ -1,6 +1,7 @@
 """What a client is still to be told: messages in order, those that wait merged.
 
-Tokens that come faster than the client reads are gathered, up to the answer's length.
+Tokens that come faster than the client reads are gathered, up to the answer's length; all of them where it wants the
+answer whole.
 """
 
 import asyncio
@@ -12,9 +13,13 @@ from moonpool.v1 import conductor_pb2
 
 
 class Outgoing:
-    """One client's messages; iterate to get them. The end, or a failure, comes after the last message."""
+    """One client's messages; iterate to get them. The end, or a failure, comes after the last message.
 
-    def __init__(self) -> None:
+    With `whole` nobody is woken for tokens.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
         self._messages: deque[conductor_pb2.GenerateResponse] = deque()
         self._waiting: dict[
             int, conductor_pb2.GenerateResponse
@@ -44,7 +49,7 @@ class Outgoing:
                 last.delta.logprobs.MergeFrom(delta.logprobs)
             return
         self._waiting[delta.choice] = conductor_pb2.GenerateResponse(delta=delta)
-        self._put(self._waiting[delta.choice])
+        self._put(self._waiting[delta.choice], at_once=not self._whole)
 
     def finished(self, finished: conductor_pb2.Finished) -> None:
         """The answer is complete; nothing follows."""
@@ -75,6 +80,7 @@ class Outgoing:
         if self._failure is not None:
             raise self._failure
 
-    def _put(self, message: conductor_pb2.GenerateResponse) -> None:
+    def _put(self, message: conductor_pb2.GenerateResponse, *, at_once: bool = True) -> None:
         self._messages.append(message)
-        self._changed.set()
+        if at_once:
+            self._changed.set()

@@ -70,6 +70,8 @@ class Request:
     """Of each the last token is not chosen after the others."""
     priority: int = 0
     weight: float = 1.0
+    whole: bool = False
+    """The client reads the answer at its end only."""
 
     @property
     def max_tokens(self) -> int:
@@ -165,6 +167,7 @@ def read_request(
         bad_tokens=_read_bad_words(sampling, served, len(end_token_ids)),
         priority=message.priority,
         weight=weight_of(message.tenant, served.weights),
+        whole=message.whole,
     )
 
 

@@ -314,6 +314,7 @@ class ConductorServicer:
                 ("prefills_in_flight", lambda: picture.prompts_in_flight, 0),
                 ("decodes_in_flight", lambda: picture.answers_in_flight, 0),
                 ("loads_in_flight", lambda: picture.reads_in_flight, 0),
+                ("stale_answers", lambda: requests.stale, None),
                 ("copies_ordered", lambda: picture.hot.ordered, None),
                 ("claims", lambda: len(picture.claims), 0),
                 ("decode_blocks_unreported", lambda: picture.blocks_unreported, 0),

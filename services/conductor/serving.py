@@ -49,7 +49,7 @@ class Serving:
     kv_delivered: Callable[["Serving"], None]
     keys: list[BlockKey]
     secret: bytes
-    outgoing: Outgoing = field(default_factory=Outgoing)
+    outgoing: Outgoing = field(init=False)
     placement: conductor_pb2.Placement = field(default_factory=conductor_pb2.Placement)
     placements: int = 0
     promised_tbt_s: dict[str, float] = field(default_factory=dict)
@@ -64,6 +64,7 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.prompt_unscored = self.answer.request.sampling.prompt_logprobs is not None
+        self.outgoing = Outgoing(whole=self.answer.request.whole)
         self.story.tenant = self.answer.request.tenant
         self.story.arrived_at = time.time() - (time.monotonic() - self.answer.arrived)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moonpool.contracts import logprobs_from_proto, logprobs_to_proto
-from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
+from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, TransferFailed
 from moonpool.logprobs import Logprobs
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.pulse import Pulse, Waiting, ask
@@ -148,12 +148,13 @@ class StepsStream:
         known: Sequence[int] = (),
         *,
         compute: bool = False,
+        gather: bool = False,
     ) -> None:
         """Tell decode each answer's first token, or for beams the candidates: with them they may join the batch.
 
         Of one answer, tokens behind the first one may be `known` too.
 
-        With `compute` there is none: decode computes the prompt.
+        With `compute` there is none: decode computes the prompt. With `gather` nobody waits for single tokens.
         """
         start = decode_pb2.StartSequence(
             request_id=sequence_id,
@@ -165,6 +166,7 @@ class StepsStream:
             logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
             compute_prompt=compute,
             known_token_ids=known,
+            gather=gather,
         )
         self._send(decode_pb2.StepsRequest(start=start))
 
@@ -227,8 +229,7 @@ class StepsStream:
         for failed in response.failed:
             follower = self._followers.pop(failed.request_id, None)
             if follower is not None:
-                follower.fail(StreamBroken(f"{self.decode.id} cannot go on: {failed.reason}"))
-
+                follower.fail(TransferFailed(f"{self.decode.id} cannot go on: {failed.reason}"))
         for fenced in response.fenced:
             follower = self._followers.pop(fenced.request_id, None)
             if follower is not None:

@@ -5,12 +5,11 @@ import time
 from collections.abc import Sequence
 
 from moonpool.cluster.speeds import speeds_to_proto
-from moonpool.engine.forgetting import Forgetting
+from moonpool.engine.forgetting import CarriedOut, Forgetting
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.engine.reading import pool_reads, read_gauges
 from moonpool.errors import Unavailable
-from moonpool.kv.deletions import Deletions
 from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.streams.transfer import TransferState
@@ -41,6 +40,7 @@ class DecodeInstance:
         shell: does what the core decides; has the requests.
         write_back: stores the answers' full blocks.
         forgetting: deletes KV.
+        carried_out: what it has deleted.
         reads: what other instances read here.
         subscribers: conductors on a Steps stream.
         receivers: prefill processes on a ReceiveKV stream.
@@ -53,7 +53,7 @@ class DecodeInstance:
         self.setup, self.identity, self.layout, self.pool = context.setup, context.instance, layout, engine.pool
         self.core = DecodeCore(core_config(context, config))
         self.manager = self.core.blocks
-        carried_out = Deletions()
+        self.carried_out = carried_out = CarriedOut(context.setup.namespace)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(
@@ -61,24 +61,31 @@ class DecodeInstance:
             ),
             engine.pool.read,
             time.monotonic,
-            lambda keys, tenant: carried_out.concerning(keys, tenant, context.setup.namespace),
+            carried_out.concerning,
         )
         self.shell = DecodeShell(
             self.core,
             engine,
             context.setup.max_tokens,
             self.write_back,
-            lambda address: BlockReader(context.channels, address, context.hello(), layout, lanes=context.dialer),
+            lambda address: BlockReader(
+                context.channels,
+                address,
+                context.hello(),
+                layout,
+                lanes=context.dialer,
+                forgotten=carried_out.concerning,
+            ),
             context.spans,
             context.notify,
             config.journal(),
         )
-        namespace, pool = context.setup.namespace, self.shell.pool
-        self.forgetting = Forgetting(namespace, layout.block_bytes, self.write_back, pool.forget, carried_out)
+        pool = self.shell.pool
+        self.forgetting = Forgetting(layout.block_bytes, self.write_back, pool.forget, carried_out)
         self.subscribers: set[Subscriber] = set()
         self.receivers: set[Receiver] = set()
         self.closing = asyncio.Event()
-        self.reads = pool_reads(context, pool, self.core.blocks, self.closing)
+        self.reads = pool_reads(context, pool, self.core.blocks, self.closing, carried_out)
         self.lanes = context.lanes
         self.draining = False
         self.taken = 0
@@ -224,7 +231,7 @@ class DecodeInstance:
                 ("prefill_streams", lambda: len(self.receivers), None),
                 ("received_bytes", self._all_received_bytes, None),
                 ("stray_frames", self._all_stray_frames, None),
-                ("steps", lambda: shell.steps, None),
+                ("steps", lambda: shell.running.steps, None),
                 *self._further_gauges,
                 *process_entries(),
             ]
@@ -260,6 +267,8 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> CoreConfig:
         assumed_answer_tokens=config.assumed_answer_tokens,
         grace_s=config.grace_s,
         log_ttl_s=config.log_ttl_s,
+        run_steps=engine.run_steps,
+        ahead_steps=engine.run_steps if engine.run_steps > 1 else 0,
         log_bytes=config.log_bytes,
         preempt_every=config.preempt_every,
     )

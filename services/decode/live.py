@@ -17,6 +17,9 @@ from services.decode.core.actions import Ranked, Select
 from services.decode.core.events import Beams, Candidates
 from services.decode.subscriber import Subscriber, identity
 
+GATHERED_TOKENS = 16
+"""Of an answer for which nobody waits token by token, so many are told together."""
+
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
@@ -33,6 +36,7 @@ class LiveSequence:
         finish: why it has ended by itself.
         stopped: the conductor has all that it wants of it: it is told no more, and ends with its next token.
         logprobs: of its tokens from the output position `scored_from` on; None where they are not wanted.
+        told: tokens generated that its conductor knows.
     """
 
     request: "LiveRequest"
@@ -46,6 +50,7 @@ class LiveSequence:
     stopped: bool = False
     logprobs: Logprobs | None = None
     scored_from: int = 0
+    told: int = 0
 
     @property
     def id(self) -> int:
@@ -61,7 +66,7 @@ class LiveSequence:
         """Takes the first token; a beam begins with the prompt alone."""
         self.tokens = array("i", [*self.request.incoming.token_ids, *first_token])
         self.history = self.request.incoming.history(self.tokens)
-        self.scored_from = self.output_tokens
+        self.scored_from = self.told = self.output_tokens
         self.logprobs = Logprobs() if self.sampling.params.logprobs is not None else None
 
     def take_first(self, logprobs: Logprobs) -> None:
@@ -69,11 +74,14 @@ class LiveSequence:
         if self.logprobs is not None:
             self.logprobs, self.scored_from = logprobs, self.output_tokens - 1
 
-    def append(self, token: int, max_tokens: int, logprobs: Logprobs | None = None) -> kv_pb2.FinishReason.ValueType:
-        """Takes the next token; returns why the answer ends with it, unspecified when it goes on."""
+    def append(self, token: int, logprobs: Logprobs | None = None) -> None:
+        """Takes the next token."""
         self.tokens.append(token)
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.extend(logprobs)
+
+    def judge(self, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
+        """Why the answer ends with its last token, unspecified when it goes on; at the end of a run."""
         self.finish = kv_pb2.FINISH_REASON_STOP if self.stopped else self.sampling.finish(self.tokens, max_tokens)
         return self.finish
 
@@ -87,14 +95,18 @@ class LiveSequence:
         """Key of the block before the one at `index`."""
         return self.keys[index - 1] if index else self.request.incoming.chain_root
 
-    def filled(self, block_tokens: int) -> BlockKey | None:
-        """Key of the block that became full when all tokens so far were computed; None when none did."""
+    def steady(self, max_tokens: int) -> int:
+        """Steps that it can take in one run."""
+        return self.sampling.steady(len(self.tokens), max_tokens)
+
+    def filled(self, block_tokens: int) -> list[tuple[int, BlockKey]]:
+        """Its number and the key of the block that became full when all tokens so far were computed, if one did."""
         index, rest = divmod(len(self.tokens), block_tokens)
         if rest or index <= len(self.keys):
-            return None
+            return []
         [key] = block_keys(self.parent(index - 1), self.tokens[-block_tokens:], block_tokens)
         self.keys.append(key)
-        return key
+        return [(self.id, key)]
 
     def fill(self, block_tokens: int) -> tuple[BlockKey, ...]:
         """Notes the keys of all blocks that are full with the tokens before the last one; those that are new."""
@@ -104,23 +116,33 @@ class LiveSequence:
         self.keys += new
         return new
 
-    def step(self, start: int, count: int, block_tokens: int, *, sample: bool) -> SequenceStep:
-        """Its share of a step: `count` tokens from `start` on; the last ones of the sequence when it samples."""
+    def step(self, start: int, count: int, block_tokens: int, *, sample: bool, steps: int = 1) -> SequenceStep:
+        """Its share of a step: `count` tokens from `start` on; the last ones of the sequence when it samples.
+
+        With it may begin a run of `steps`.
+        """
         return SequenceStep(
             token_ids=tokens_to_bytes(self.tokens[start : start + count]),
             start=start,
-            block_table=self.table[: -(-(start + count) // block_tokens)],
+            block_table=self.table[: -(-(start + count + steps - 1) // block_tokens)],
             sample=self.sampling.at(self.tokens) if sample else None,
+            end_token_ids=self.sampling.end_token_ids if steps > 1 else frozenset(),
             history=self.history,
         )
 
-    def tell(self, position: int, token_ids: list[int]) -> None:
-        """Tells the conductor of tokens, and of the end if it has come, if it wants them."""
-        request = self.request
-        if request.subscriber is not None and not self.stopped:
-            its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
-            request.subscriber.tokens(request.request_id, position, token_ids, self.finish, self.choice, logprobs=its)
-            request.subscriber.flush()
+    def tell(self) -> None:
+        """Tells the conductor of new tokens, and of the end if it has come, if it wants them now."""
+        request, position = self.request, self.told
+        if request.subscriber is None or self.stopped:
+            return
+        few = self.output_tokens - position < GATHERED_TOKENS
+        if request.gather and few and position and not self.finish:
+            return
+        self.told = self.output_tokens
+        tokens = self.tokens[self.sampling.prompt_tokens + position :].tolist()
+        its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
+        request.subscriber.tokens(request.request_id, position, tokens, self.finish, self.choice, logprobs=its)
+        request.subscriber.flush()
 
 
 @dataclass(slots=True, eq=False)
@@ -178,6 +200,7 @@ class LiveRequest:
         subscriber: gets its tokens; set when it is started.
         known: tokens behind the first one that it began with, and keys of the blocks that they fill.
         send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
+        gather: nobody waits for single tokens.
     """
 
     incoming: IncomingRequest
@@ -193,6 +216,7 @@ class LiveRequest:
     subscriber: Subscriber | None = None
     send_verdict: Callable[[InboundTransfer], None] | None = None
     known: tuple[int, tuple[BlockKey, ...]] = (0, ())
+    gather: bool = False
 
     def __post_init__(self) -> None:
         for choice in range(self.incoming.width):

@@ -83,7 +83,7 @@ class Loads:
             return LoadEnd(0, 0.0, failed=True)
         blocks, failed = 0, False
         try:
-            blocks = await self._read(action, store, keys)
+            blocks = await self._read(action, store, keys, request.incoming.tenant)
         except PrefixLost as lost:
             log.info("prefix lost while loading", store=store.id, request=request.request_id, reason=str(lost))
         except DamagedSliceError as damaged:
@@ -98,8 +98,8 @@ class Loads:
             self._stores.pause(store, self._clock() + PAUSE_S)
         return LoadEnd(blocks, self._clock() - began, failed)
 
-    async def _read(self, action: Load, store: kv_pb2.Instance, keys: Sequence[BlockKey]) -> int:
-        """Reads; returns how many leading blocks the store had. Raises as `BlockReader.read`."""
+    async def _read(self, action: Load, store: kv_pb2.Instance, keys: Sequence[BlockKey], tenant: str) -> int:
+        """Reads a tenant's blocks; returns how many leading ones the store had. Raises as `BlockReader.read`."""
         reader = await self._stores.get(store)
         return await reader.read(
             keys,
@@ -107,4 +107,5 @@ class Loads:
             on_slice=lambda layer, index, data, value: self._pool.write(layer, action.blocks[index], data, value),
             on_layer=lambda layer: None,
             timeout_s=action.timeout_s,
+            tenant=tenant,
         )

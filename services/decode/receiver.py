@@ -1,10 +1,11 @@
 """Receives KV: one object per stream from a prefill process. Each frame is checked before its slices are written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.frames import DamagedSliceError, Run, split_run, whole_runs
 from moonpool.kv.hashes import slice_hash
+from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.streams.lanes.landing import Landing
@@ -35,6 +36,7 @@ class Receiver:
         instance: kv_pb2.Instance,
         shell: DecodeShell,
         pool: KVPool,
+        forgotten: Callable[[Sequence[BlockKey], str], Sequence[str]],
     ) -> None:
         self.outbox = Outbox()
         self.received_bytes = 0
@@ -43,6 +45,7 @@ class Receiver:
         self._instance = instance
         self._shell = shell
         self._pool = pool
+        self._forgotten = forgotten
         self._layout: KVLayout = pool.layout
         self._credits = FrameReceiver()
         self._receiving: dict[int, LiveRequest] = {}  # by transfer id: opened on this stream, without a verdict
@@ -106,8 +109,10 @@ class Receiver:
         if request is None:
             self._answer(message.transfer_id, message.generation, complete=False, reason="no such transfer (any more)")
             return
+        known = self._forgotten(request.sequences[0].keys, request.incoming.tenant)
+        older = not set(known).issubset(message.forgotten)
         try:
-            self._shell.open(request, self.verdict)
+            self._shell.open(request, self.verdict, older=older)
         except TransferFailed as error:
             self._answer(message.transfer_id, message.generation, complete=False, reason=str(error))
             return

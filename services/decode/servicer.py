@@ -139,7 +139,9 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
         """Takes the engine's own KV only."""
         instance = self._instance
         check_hello(message.hello, namespace=instance.setup.namespace, layout=instance.layout)
-        self._receiver = Receiver(message.hello.sender, instance.identity, instance.shell, instance.pool)
+        self._receiver = Receiver(
+            message.hello.sender, instance.identity, instance.shell, instance.pool, instance.carried_out.concerning
+        )
         self.outbox = self._receiver.outbox
         instance.receivers.add(self._receiver)
         self._receiver.welcome(self.offer_lane(message))

@@ -13,7 +13,6 @@ from moonpool.engine.pool_calls import PoolCalls
 from moonpool.errors import MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.sched.forgetting import Forgot
 from moonpool.sched.lending import Lent
-from moonpool.sched.steps import Step, StepResult
 from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.streams.writeback import WriteBack
@@ -24,6 +23,7 @@ from services.decode.copies import Copies
 from services.decode.core.actions import (
     Action,
     Adopted,
+    Cut,
     Ending,
     Fenced,
     Finish,
@@ -53,17 +53,16 @@ from services.decode.core.events import (
     Open,
     Reserve,
     Start,
-    StepDone,
     Stop,
     StreamClosed,
     StreamOpened,
 )
 from services.decode.core.machine import DecodeCore
 from services.decode.limits import inbound, sequence_lengths
-from services.decode.live import LiveRequest, LiveRequests, LiveSequence, rules_of
+from services.decode.live import LiveRequest, LiveRequests, rules_of
+from services.decode.running import Running
 from services.decode.subscriber import Subscriber, identity
 from services.decode.token_log import TokenLog
-from services.decode.tracing import record_step
 
 log = get_logger(__name__)
 
@@ -99,7 +98,6 @@ class DecodeShell:
     ) -> None:
         self.core = core
         self._clock = clock
-        self._engine = engine
         self._layout = engine.layout
         self._max_tokens = max_tokens
         self._spans = spans
@@ -112,12 +110,11 @@ class DecodeShell:
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
         self.log = TokenLog(self._live, self._streams)
-        self._order: Run | None = None
-        self._wake = asyncio.Event()
+        self.running = Running(engine, self._live, max_tokens, spans, self._driver.post, self.end, notify)
         self.copies = Copies(engine, write_back, open_reader, self._post, clock)
         self.empty = asyncio.Event()
         self.empty.set()
-        self.dead, self.steps = "", 0
+        self.dead = ""
 
     def __len__(self) -> int:
         return len(self._live.requests)
@@ -183,15 +180,17 @@ class DecodeShell:
         live = self._live.requests.get(transfer_id)
         return live if live is not None and live.transfer.matches(generation) and not live.ending else None
 
-    def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None]) -> None:
+    def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None], *, older: bool) -> None:
         """Binds a transfer's blocks: slices may come from now on, and `send_verdict` says how that ended.
+
+        `older`: what comes may be older than a deletion of such blocks, so nothing of it is kept.
 
         Raises:
             TransferFailed: it was opened before, or is over.
         """
         if live.transfer.state is not TransferState.PROMISED:
             raise TransferFailed(f"transfer {live.id} was opened before")
-        self._post(Open(live.id))
+        self._post(Open(live.id, older))
         self._driver.settle()
         if not live.table:
             raise TransferFailed(f"transfer {live.id} is over")
@@ -237,7 +236,7 @@ class DecodeShell:
         elif (misfit := self._live.misfit(live, message, subscriber)) is not None:
             subscriber.failed(message.request_id, misfit)
         else:
-            live.subscriber, stream = subscriber, self._streams[subscriber]
+            live.subscriber, live.gather, stream = subscriber, message.gather, self._streams[subscriber]
             if message.compute_prompt:
                 live.compute()
                 self._post(Compute(live.id, stream))
@@ -250,6 +249,8 @@ class DecodeShell:
         live = self.get(message.transfer_id, message.generation)
         if live is not None and live.request_id == message.request_id and message.choice < len(live.sequences):
             live.sequences[message.choice].stopped = True
+            if self.core.planner.flight is not None:
+                self.running.cut(self.core.planner.flight.run.step)
 
     def resume(self, subscriber: Subscriber, message: decode_pb2.ResumeSequence) -> None:
         """Lets a conductor have a sequence that was another's, or read what is kept of one."""
@@ -279,11 +280,7 @@ class DecodeShell:
             Unavailable: the engine died and every request has failed.
         """
         try:
-            while True:
-                await self._wake.wait()
-                self._wake.clear()
-                if self._order is not None:
-                    await self._step(self._order)
+            await self.running.run()
         except MoonpoolError as error:
             self.die(f"the engine died: {error}")
             raise Unavailable(self.dead) from error
@@ -299,45 +296,9 @@ class DecodeShell:
         """Ends every request; the engine must not compute any more."""
         if not self.dead:
             self.dead = why
-            self._order = None
+            self.running.close()
             self.copies.closed = True
             self._post(Died(why))
-
-    async def _step(self, run: Run) -> None:
-        self._order = None
-        sequences, size = [self._live.sequences[number] for number in run.batch], self._layout.block_tokens
-        parts = [it.step(len(it.tokens) - 1, 1, size, sample=True) for it in sequences]
-        for chunk in run.chunks:
-            sequences.append(self._live.sequences[chunk.id])
-            parts.append(sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample))
-        result = await self._engine.run(Step(run.step, tuple(parts), copies=run.copies))
-        self.steps += 1
-        record_step(self._spans, run, sequences, result)
-        self._done(run, sequences, result)
-
-    def _done(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
-        ended, filled, candidates = [], [], []
-        for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=not result.aborted)):
-            if index in result.failed:
-                self.end(sequence.request, result.failed[index])
-            if token is None or sequence.request.ending:
-                continue
-            key = sequence.filled(self._layout.block_tokens)
-            if key is not None:
-                filled.append((sequence.id, key))
-            if (beams := sequence.request.beams) is not None:
-                found = beams.propose(sequence.choice, result.several[index], self._max_tokens)
-                candidates.append((sequence.id, found))
-                continue
-            reason = sequence.append(token, self._max_tokens, result.logprobs.get(index))
-            if reason:
-                ended.append((sequence.id, int(reason)))
-            sequence.tell(sequence.output_tokens - 1, [token])
-        seconds = (result.end_ns - result.start_ns) / 1e9
-        told = tuple(ended), tuple(filled)
-        self._driver.post(StepDone(run.step, result.aborted, seconds, *told, candidates=tuple(candidates)))
-        if ended or filled or run.chunks:
-            self.notify()
 
     def _post(self, event: Event) -> None:
         self._driver.post(event)
@@ -346,8 +307,9 @@ class DecodeShell:
     def _perform(self, action: Action) -> None:
         match action:
             case Run():
-                self._order = action
-                self._wake.set()
+                self.running.order(action)
+            case Cut(step):
+                self.running.cut(step)
             case Grew(number, block):
                 self._live.sequences[number].table += (block,)
             case Table(number, blocks):
@@ -374,7 +336,7 @@ class DecodeShell:
             case Finish(number, reason):
                 sequence = self._live.sequences[number]
                 sequence.finish = kv_pb2.FinishReason.ValueType(reason)
-                sequence.tell(sequence.output_tokens, [])
+                sequence.tell()
             case Select(number) | Ranked(number):
                 self._live.requests[number].follow(action, self._max_tokens)
             case Ending(number, why):

@@ -112,8 +112,9 @@ class TokenLog:
         self.adopted += 1
         if number in self._parked:
             self._live.add(self._parked.pop(number))
-        if number in self._live.requests:
-            self._live.requests[number].subscriber = subscriber
+        if (live := self._live.requests.get(number)) is not None:
+            live.subscriber, [sequence] = subscriber, live.sequences
+            sequence.told = sequence.output_tokens
         transcript = self._transcript(number)
         if subscriber is not None and transcript is not None:
             transcript.tell(subscriber, position)

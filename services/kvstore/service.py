@@ -126,10 +126,10 @@ class KVStoreService(StoreListener):
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
         put = PutResources(store, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
         lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
-        get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read)
         operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
         journal, closing, streams = self._journal, self._closing, self.streams
         deletions = Deletions(store, self._pins, self._ledger, self.writer, config.session_timeout_s)
+        get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read, deletions)
         durable = self._pins, self._ledger, deletions
         return KVStoreServicer(put, get, *durable, operations, journal, self.gauges, closing, streams, self.lanes)
 

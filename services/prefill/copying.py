@@ -54,7 +54,7 @@ class Copying:
         """Reads the blocks."""
         event, source = self._orders[action.number]
         keys = event.keys[action.first :]
-        read = BlockRead(source, keys, action.blocks, action.timeout_s, f"copy {action.number}")
+        read = BlockRead(source, keys, action.blocks, action.timeout_s, event.tenant, f"copy {action.number}")
         return partial(self._read, read)
 
     async def _read(self, read: BlockRead) -> LoadEnded:

@@ -6,10 +6,9 @@ import time
 
 from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
-from moonpool.engine.forgetting import Forgetting
+from moonpool.engine.forgetting import CarriedOut, Forgetting
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.engine.reading import pool_reads, read_gauges
-from moonpool.kv.deletions import Deletions
 from moonpool.sched.block_manager import BlockManager
 from moonpool.streams.block_reader import BlockReader, ReadMethod
 from moonpool.streams.store_writer import StoreWriter
@@ -52,13 +51,13 @@ class PrefillInstance:
         self.sending = Sending(engine, self._open_sender, context.spans)
         emulated_load_s = engine.load_s if isinstance(engine, EmulatedEngine) else None
         self.loading = Loading(engine, self._open_reader, context.spans, emulated_load_s)
-        carried_out = Deletions()
+        self._carried_out = carried_out = CarriedOut(context.setup.namespace)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             self._open_writer,
             engine.pool.read,
             time.monotonic,
-            lambda keys, tenant: carried_out.concerning(keys, tenant, context.setup.namespace),
+            carried_out.concerning,
         )
         self.shell = Shell(
             self.core,
@@ -70,11 +69,9 @@ class PrefillInstance:
             context.notify,
             config.journal(),
         )
-        self.forgetting = Forgetting(
-            context.setup.namespace, self.layout.block_bytes, self.write_back, self.shell.pool.forget, carried_out
-        )
+        self.forgetting = Forgetting(self.layout.block_bytes, self.write_back, self.shell.pool.forget, carried_out)
         self.closing = asyncio.Event()
-        self.reads = pool_reads(context, self.shell.pool, self.manager, self.closing)
+        self.reads = pool_reads(context, self.shell.pool, self.manager, self.closing, carried_out)
 
     @property
     def manager(self) -> BlockManager:
@@ -90,6 +87,7 @@ class PrefillInstance:
         """
         incoming = self._context.setup.incoming(request.sequence)
         taken = Request.from_proto(request, incoming, next(self._numbers))
+        taken.forgotten = self._carried_out.concerning(incoming.keys, incoming.tenant)
         self.shell.submit(taken)
         return taken
 
@@ -201,7 +199,14 @@ class PrefillInstance:
     def _open_reader(self, address: str, method: ReadMethod) -> BlockReader:
         it = self._context
         return BlockReader(
-            it.channels, address, it.hello(), self.layout, method, connect_timeout_s=CONNECT_TIMEOUT_S, lanes=it.dialer
+            it.channels,
+            address,
+            it.hello(),
+            self.layout,
+            method,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            lanes=it.dialer,
+            forgotten=self._carried_out.concerning,
         )
 
     def _open_writer(self, address: str) -> StoreWriter:

@@ -40,6 +40,7 @@ class BlockRead:
         keys: of the blocks, consecutive ones of a chain.
         blocks: where they go.
         timeout_s: longest time for all of it.
+        tenant: whose KV it is.
         request: whose they are, for logs and spans.
         came: told of the tokens of those that came, and from when to when by `time.monotonic()`.
     """
@@ -48,6 +49,7 @@ class BlockRead:
     keys: Sequence[BlockKey]
     blocks: Sequence[int]
     timeout_s: float
+    tenant: str
     request: str
     came: Callable[[int, float, float], None] = lambda *_: None
 
@@ -55,8 +57,8 @@ class BlockRead:
     def of_request(cls, order: LoadBlocks, request: Request) -> "BlockRead":
         """A prompt's prefix."""
         keys = request.incoming.keys[order.first : order.first + len(order.blocks)]
-        source, name = request.sources[order.source].instance, request.request_id
-        return cls(source, keys, order.blocks, order.timeout_s, name, request.note_load)
+        source, whose = request.sources[order.source].instance, (request.incoming.tenant, request.request_id)
+        return cls(source, keys, order.blocks, order.timeout_s, *whose, request.note_load)
 
 
 class Pace:
@@ -194,7 +196,14 @@ class Loading:
             if counts[layer] == wanted:
                 on_layer(layer)
 
-        return await reader.read(read.keys, layers=layers, on_slice=take, on_layer=layer_done, timeout_s=read.timeout_s)
+        return await reader.read(
+            read.keys,
+            layers=layers,
+            on_slice=take,
+            on_layer=layer_done,
+            timeout_s=read.timeout_s,
+            tenant=read.tenant,
+        )
 
 
 def _open(open_reader: Callable[[str, ReadMethod], BlockReader], method: ReadMethod, address: str) -> BlockReader:

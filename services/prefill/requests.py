@@ -33,11 +33,13 @@ class Request:
         sources: whom to load a prefix from, the best first.
         copies: kvstores to write blocks to.
         held: per copy, leading blocks that it is believed to hold; None = unknown.
+        max_queue_s: it is not taken where all that is here takes longer; None = it is.
         first: the token after the prompt, of each answer that is wanted, once they are sampled; for beams the most
             likely ones.
         logprobs: of these tokens, where they are wanted.
         scores: of the prompt's tokens but the first, where they are wanted.
         error: why its I/O has failed, if it has.
+        forgotten: deletions that concern its blocks and that had been carried out here before it came.
         loads, chunks: tokens that were loaded, and computed step by step, with their times.
         lane: on which its KV goes to decode.
     """
@@ -49,10 +51,12 @@ class Request:
     sources: list[prefill_pb2.PrefixSource]
     copies: list[kv_pb2.Instance]
     held: list[int | None]
+    max_queue_s: float | None = None
     first: Several | None = None
     logprobs: Logprobs | None = None
     scores: Logprobs = dataclasses.field(default_factory=Logprobs)
     error: MoonpoolError | None = None
+    forgotten: Sequence[str] = ()
     loads: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
     chunks: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
     _came: float = dataclasses.field(default_factory=time.monotonic)
@@ -82,6 +86,8 @@ class Request:
             _check_kind("source", request.source)
         if request.HasField("write_back"):
             check_instance(request.write_back, "write_back")
+        if request.HasField("max_queue_s") and not request.max_queue_s >= 0:
+            raise InvalidRequest("max_queue_s", "must not be negative")
         _check_stores("other_sources", request.other_sources)
         for index, source in enumerate(request.other_sources):
             _check_kind(f"other_sources[{index}]", source)
@@ -95,6 +101,7 @@ class Request:
             [*([request.source] if request.HasField("source") else []), *request.other_sources],
             copies,
             held,
+            request.max_queue_s if request.HasField("max_queue_s") else None,
         )
 
     @property
@@ -116,6 +123,7 @@ class Request:
             self.incoming.weight,
             reuse=self.incoming.sampling.params.prompt_logprobs is None,
             transient=self.incoming.transient,
+            max_queue_s=self.max_queue_s,
         )
 
     def sampled(self, found: Several, logprobs: Logprobs | None) -> None:
@@ -141,6 +149,11 @@ class Request:
     def report(self, event: prefill_pb2.PrefillResponse) -> None:
         """Queues an event for the conductor."""
         self._events.put_nowait(event)
+
+    def stale(self, drain_s: float, taken: int) -> None:
+        """It is not taken, as the queue is longer than was thought."""
+        self.report(prefill_pb2.PrefillResponse(stale=prefill_pb2.PrefillStale(drain_s=drain_s, taken=taken)))
+        self.end()
 
     def end(self, error: MoonpoolError | None = None) -> None:
         """Ends the events, with an error if one is given."""

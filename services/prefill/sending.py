@@ -56,7 +56,7 @@ class Sending:
         assert request.target is not None
         sender = await self._peers.get(request.target.decode)
         try:
-            self._transfers[request.number] = await sender.open(request.target)
+            self._transfers[request.number] = await sender.open(request.target, request.forgotten)
         except Mismatch as error:  # decode was restarted: another placement can succeed
             raise TransferFailed(f"{request.target.decode.id} does not take the transfer: {error}") from error
         request.lane = sender.lane

@@ -180,9 +180,7 @@ class Shell:
             lost, failed = events.LoadEnded(0), events.LoadEnded(0, failed=True)
         self._begin(action.io, partial(_guarded, request, work, failed), lost)
 
-    def _answer(
-        self, action: actions.Accept | actions.Refuse | actions.TellToken | actions.EndJob, request: Request
-    ) -> None:
+    def _answer(self, action: actions.Answer, request: Request) -> None:
         """Tells the conductor."""
         match action:
             case actions.Accept():
@@ -190,6 +188,9 @@ class Shell:
                 request.report(prefill_pb2.PrefillResponse(accepted=accepted))
             case actions.Refuse():
                 request.end(self._refusal(action, request))
+                self._forget(request)
+            case actions.Stale():
+                request.stale(action.drain_s, action.taken)
                 self._forget(request)
             case actions.TellToken():
                 request.report(_first_token(action, request))

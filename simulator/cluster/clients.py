@@ -34,6 +34,8 @@ class Serving:
     """The promise of the last placement."""
     fence: int = 0
     """How often its client has resumed it."""
+    announced: str = ""
+    """The id of the last placement: the prompt may change its instance under it."""
 
 
 class Frontend(Protocol):

@@ -233,7 +233,8 @@ class Conductor:
     def _place(self, action: Announce | Rehash, serving: Serving) -> None:
         request = serving.request
         if isinstance(action, Announce):
-            request.attempts += 1
+            request.attempts += action.sequence != serving.announced
+            serving.announced = action.sequence
             if request.attempts == 1:
                 choice = action.plan.prefill
                 request.prefill, request.predicted_queue_s = choice.id, choice.queue_s

@@ -9,7 +9,7 @@ from functools import partial
 
 from moonpool.core.kernel import Ended
 from moonpool.kv.keys import BlockKey
-from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.failures import Failure, Kind, Stale
 from services.conductor.core.hot import Replicate
 from services.conductor.core.messages import (
     Accepted,
@@ -80,13 +80,13 @@ class PrefillCall:
         """See `Client.delivered`."""
         self.wire.send(lambda: self.tell(self, Delivered(self.io)), back=True)
 
-    def over(self, failure: Failure | None) -> None:
+    def over(self, result: Failure | Stale | None) -> None:
         """See `Client.over`."""
-        self.wire.send(lambda: self._over(failure), back=True)
+        self.wire.send(lambda: self._over(result), back=True)
 
-    def _over(self, failure: Failure | None) -> None:
+    def _over(self, result: Failure | Stale | None) -> None:
         self.wire.close()
-        self.ended(self.io, failure)
+        self.ended(self.io, result)
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +221,8 @@ class Orders:
         there = self._members.incarnation
         call.sources = tuple([Source(it.id, it.blocks, it.peer) for it in plan.sources if there(it.id)])
         copies = tuple([Copy(store.id, store.blocks) for store in plan.write_back if there(store.id)])
-        call.job = instance.submit(call.sequence, call.order.target, call, call.sources, copies)
+        order = call.order
+        call.job = instance.submit(call.sequence, order.target, call, call.sources, copies, order.max_queue_s)
 
     def _tell(self, call: PrefillCall, event: Event) -> None:
         if call.io in self._cancels:

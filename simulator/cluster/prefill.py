@@ -13,7 +13,7 @@ from moonpool.engine.setup import WRITE_BACK_SHARE
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.lending import Lent
 from services.conductor.core.facts import LoadFacts
-from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.failures import Failure, Kind, Stale
 from services.conductor.core.messages import Target
 from services.prefill.core import actions, events
 from services.prefill.core.core import PrefillCore
@@ -119,13 +119,14 @@ class PrefillInstance:
         client: Client,
         sources: tuple[events.Source, ...] = (),
         copies: tuple[events.Copy, ...] = (),
+        max_queue_s: float | None = None,
     ) -> int:
         """A prompt is to be computed, and sent to a target if there is one; returns its number."""
         self._came += 1
         keys = sequence.keys(self._config.block_tokens)
         self._prompts[self._came] = Prompt(sequence, keys, target, sources, copies, client)
         held = None if target is None else target.held_blocks
-        self._tell(events.Arrive(self._came, sequence.tokens, keys, held, sources, copies))
+        self._tell(events.Arrive(self._came, sequence.tokens, keys, held, sources, copies, max_queue_s=max_queue_s))
         return self._came
 
     def replicate(self, keys: tuple[BlockKey, ...], source: events.Source) -> None:
@@ -239,14 +240,14 @@ class PrefillInstance:
                 self.pool.answered(action)
             case actions.PutBlocks():
                 self._put(action)
-            case actions.Accept() | actions.TellToken() | actions.EndJob() | actions.Refuse():
+            case actions.Accept() | actions.TellToken() | actions.EndJob() | actions.Refuse() | actions.Stale():
                 self._say(action)
             case actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
                 self._transfer(action)
             case actions.CloseTransfer(job, aborted=True) if (target := self._opened.pop(job, None)) is not None:
                 self._calls.send(lambda: self._peers.give_up(target), reliable=True)
 
-    def _say(self, action: actions.Accept | actions.TellToken | actions.EndJob | actions.Refuse) -> None:
+    def _say(self, action: actions.Answer) -> None:
         prompt = self._prompts[action.job]
         match action:
             case actions.Accept(job):
@@ -257,6 +258,9 @@ class PrefillInstance:
             case actions.Refuse():
                 del self._prompts[action.job]
                 prompt.client.over(_refusal(action))
+            case actions.Stale(job, drain_s, taken):
+                del self._prompts[job]
+                prompt.client.over(Stale(drain_s, taken))
             case actions.EndJob():
                 del self._prompts[action.job]
                 self._end(action, prompt)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moonpool.kv.keys import BlockKey
-from services.conductor.core.failures import Failure
+from services.conductor.core.failures import Failure, Stale
 from services.conductor.core.messages import Target
 from services.prefill.core import actions, events
 from simulator.cluster.requests import Sequence
@@ -25,7 +25,7 @@ class Client(Protocol):
     def delivered(self) -> None:
         """Decode has all of its KV."""
 
-    def over(self, failure: Failure | None) -> None:
+    def over(self, result: Failure | Stale | None) -> None:
         """Nothing more comes."""
 
 

@@ -1,7 +1,8 @@
 """Experiment `conductors`: several side by side, who know nothing of each other's placements; and one that is lost.
 
 Each places by what instances report and by its own requests, so two may choose the same idle instance within one
-report. When one is lost its clients resume at another one.
+report; the second one is told so (`stale`: so many answers) and chooses again. When one is lost its clients resume at
+another one.
 """
 
 from collections.abc import Sequence
@@ -72,6 +73,7 @@ def _run(config: ClusterConfig, source: Source, crash_s: float) -> Row:
         "requests": summary.requests,
         "done": summary.outcomes.get(DONE, 0),
         "resumed": gaps.resumed,
+        "stale": sum(conductor.core.requests.stale for conductor in cluster.conductors),
         "ttft_mean_s": summary.ttft_s.get("mean"),
         "ttft_p90_s": summary.ttft_s.get("p90"),
         "ttft_error_p50": summary.ttft_error.get("p50"),

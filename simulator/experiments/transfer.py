@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from moonpool.engine.emulated.profile import Profile
 from moonpool.kv.keys import BlockKey
-from services.conductor.core.failures import Failure
+from services.conductor.core.failures import Failure, Stale
 from services.conductor.core.messages import Target
 from services.prefill.core.actions import TellToken
 from services.prefill.core.events import Source
@@ -72,9 +72,9 @@ class _Waits:
     def delivered(self) -> None:
         """See `Client.delivered`."""
 
-    def over(self, failure: Failure | None) -> None:
+    def over(self, result: Failure | Stale | None) -> None:
         """See `Client.over`."""
-        assert failure is None, failure
+        assert result is None, result
 
 
 def _alone(target: Target) -> None:

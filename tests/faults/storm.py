@@ -30,8 +30,9 @@ LATE_S = 5.0
 REST_TIMEOUT_S = 90.0
 TYPED = (Unavailable, Overloaded, DeadlineExceeded)
 """What a client may be told instead of an answer (see `AsyncClient.generate`)."""
-AFTER, ROUNDS = 6, 12
-"""Requests at once after the storm, and rounds of them at most; all of them must be answered."""
+AFTER, ROUNDS = 6, 5
+"""Requests at once after the storm, and rounds of them at most, per service; all of them must be answered. So many
+rounds find every pair of services that has still to connect."""
 STILL_ROUNDS = 2
 """Consecutive rounds in which no service may have more tasks than before."""
 TRIES = 4
@@ -174,7 +175,7 @@ class Storm:
         most: dict[str, float] = {}
         growing: list[str] = []
         still = 0
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS * len(self._stack.services)):
             tasks = {one.instance: one.value for one in self._round(report, asks) if one.name == "tasks"}
             growing = [
                 f"{name}: {most[name]:g} tasks became {count:g}, and they go on becoming more"

@@ -181,13 +181,19 @@ async def _running(it: Instance, contract: Any, ended: Callable[[], None]) -> As
 
 @asynccontextmanager
 async def decoding(
-    *, blocks: int = 32, incarnation: int = 11, spans: Path | None = None, max_tokens: int = 512, **settings: Any
+    *,
+    blocks: int = 32,
+    incarnation: int = 11,
+    spans: Path | None = None,
+    max_tokens: int = 512,
+    run_steps: int = 1,
+    **settings: Any,
 ) -> AsyncIterator[Decode]:
     """A running decode instance; afterwards everything must be at rest."""
     config = DecodeConfig(conductor="127.0.0.1:1", model="fake", id="decode-0", **{"kv_lanes": "grpc", **settings})
     instance = kv_pb2.Instance(id="decode-0", incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_DECODE)
     async with Channels() as channels:
-        engine, recorder = FakeEngine(blocks), Recorder("decode-0", spans)
+        engine, recorder = FakeEngine(blocks, run_steps=run_steps), Recorder("decode-0", spans)
         it = Decode(None, engine, instance, channels)
         it.service = DecodeInstance(
             _parts(engine, channels, instance, it.changed.set, spans=recorder, max_tokens=max_tokens, config=config),

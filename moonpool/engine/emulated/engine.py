@@ -155,7 +155,18 @@ class EmulatedEngine:
             ("emulated_slices_checked", lambda: self._sequences.slices_checked, None),
         ]
 
-    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+    @property
+    def run_steps(self) -> int:
+        """It is in the process that gives it steps: there is no way to save."""
+        return 1
+
+    async def run(
+        self,
+        step: Step,
+        *,
+        on_layer: Callable[[LayerDone], None] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> StepResult:
         """See `Engine.run`."""
         if self._failed.done():
             raise Unavailable(self._failed.result())
@@ -183,6 +194,9 @@ class EmulatedEngine:
     def drop(self, step_id: int, index: int) -> None:
         """See `Engine.drop`."""
         self._flight(step_id).dropped.add(index)
+
+    def cut(self, step_id: int) -> None:
+        """Each run ends with its first step."""
 
     def abort(self, step_id: int) -> None:
         """See `Engine.abort`."""

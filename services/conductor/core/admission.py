@@ -68,18 +68,22 @@ class Gate:
             now: seconds.
             elapsed_s: seconds since the request arrived.
         """
-        if self.admission is Admission.NONE:
-            return plan.decodes
-        late = check_ttft(slo, plan.prefill.ttft_s, plan.prefill.alone_s, elapsed_s)
+        late = self.late(slo, plan, elapsed_s)
         if late is not None:
             return late
-        if slo.tbt_s is None or not plan.decodes:
+        if self.admission is Admission.NONE or slo.tbt_s is None or not plan.decodes:
             return plan.decodes
         predicted = [(self._tbt_s(option, plan, stratum, slo.tbt_s, now), option) for option in plan.decodes]
         if self.admission is Admission.PREDICTIVE and any(option.tbt_s > slo.tbt_s for option in plan.decodes):
             predicted.sort(key=itemgetter(0))
         kept = [option for tbt_s, option in predicted if tbt_s <= slo.tbt_s]
         return kept or self._too_slow(slo.tbt_s, plan, stratum, now, min([tbt_s for tbt_s, _ in predicted]))
+
+    def late(self, slo: Slo, plan: Plan, elapsed_s: float) -> Failure | None:
+        """The refusal of a request whose first token would come too late. Arguments as for `check`."""
+        if self.admission is Admission.NONE:
+            return None
+        return check_ttft(slo, plan.prefill.ttft_s, plan.prefill.alone_s, elapsed_s)
 
     def starts_in_s(self, plan: Plan) -> float:
         """When the decode instance shall expect the sequence, for its own check; 0 = count it now."""

@@ -60,6 +60,44 @@ class Failure:
         return f"{self.field}: {self.message}" if self.field else self.message
 
 
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """A prefill instance has not taken a prompt, as its queue is longer than was thought.
+
+    All that is there takes `drain_s` seconds: the prompts up to its `taken`-th.
+    """
+
+    drain_s: float
+    taken: int
+
+
+@dataclass(slots=True)
+class Series:
+    """Attempts of a request that failed one after the other, none of them `apart_s` or more after the one before.
+
+    Attributes:
+        count: attempts that failed.
+        broken: those that failed by more than chance.
+    """
+
+    count: int = 0
+    broken: int = 0
+    _began: float = 0.0
+    _last: float = 0.0
+
+    def add(self, now: float, failure: Failure, apart_s: float) -> None:
+        """Counts an attempt that has just failed; what failed long ago says nothing of it."""
+        if not self.count or now - self._last >= apart_s:
+            self.count, self.broken, self._began = 0, 0, now
+        self.count += 1
+        self.broken += failure.kind not in DAMAGED
+        self._last = now
+
+    def is_over(self, retries: int, within_s: float) -> bool:
+        """Whether no attempt follows: more than `retries` broke, or so many were damaged and it took `within_s`."""
+        return self.broken > retries or (self.count > retries and self._last - self._began >= within_s)
+
+
 def given_up(failure: Failure, attempts: int) -> Failure:
     """What the client is told when the last attempt has failed."""
     if failure.kind in INNER:

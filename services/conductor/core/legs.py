@@ -13,11 +13,12 @@ from moonpool.core.timers import Timers
 from services.conductor.core.admission import Gate
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.decodes import Answer
-from services.conductor.core.failures import UNANSWERED, Failure, Kind
+from services.conductor.core.failures import UNANSWERED, Failure, Kind, Stale
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
 from services.conductor.core.messages import Action, Prefill, Promised, Renew, Reserve, Result, Start, Target, Undo
 from services.conductor.core.picture import Picture
 from services.conductor.core.plan import Plan
+from services.conductor.core.staleness import Staleness
 
 MAX_RESERVES = 2
 """`Reserve` calls of one request that are out at once."""
@@ -94,6 +95,7 @@ class Legs:
 
     def __init__(self, picture: Picture, timers: Timers[tuple[str, int]], reserve_timeout_s: float, gate: Gate) -> None:
         self.calls = Calls()
+        self.staleness = Staleness(picture)
         self._picture = picture
         self._timers = timers
         self._reserve_timeout_s = reserve_timeout_s
@@ -123,13 +125,29 @@ class Legs:
     def begin(self, request: Request, plan: Plan, options: Sequence[DecodeChoice], now: float) -> Attempt:
         """Begins an attempt: the prompt counts at prefill from now on."""
         sequence, request.attempts = request.next_sequence, request.attempts + 1
-        best, incarnation = plan.prefill, self._picture.incarnation(plan.prefill.id)
-        read = best.source, request.ask.place, best.read_s, plan.send_s
-        claim = self._picture.claim_prefill(best.id, best.busy_s, now, *read)
+        incarnation, claim = self._picture.incarnation(plan.prefill.id), self._claim_prefill(request, plan, now)
         attempt = request.attempt = Attempt(sequence, plan, incarnation, list(options), claim, begun=now)
         request.phase = Phase.PLACED
-        self._take_part(request, attempt, best.id)
+        self._take_part(request, attempt, plan.prefill.id)
         return attempt
+
+    def _claim_prefill(self, request: Request, plan: Plan, now: float) -> int:
+        best = plan.prefill
+        read = best.source, request.ask.place, best.read_s, plan.send_s
+        return self._picture.claim_prefill(best.id, best.busy_s, now, *read)
+
+    def not_taken(self, attempt: Attempt, instance: str, stale: Stale, now: float) -> None:
+        """The prefill instance has a longer queue than was thought: the prompt is not there."""
+        self._release_claim(attempt, now)
+        attempt.prefill, attempt.stale = PrefillLeg.NONE, attempt.stale + 1
+        self.staleness.answered(instance, stale, now)
+
+    def turn(self, request: Request, attempt: Attempt, plan: Plan, now: float) -> None:
+        """The prompt goes where a new plan says; decode keeps its promise."""
+        attempt.plan, attempt.begun = plan, now
+        attempt.incarnation = self._picture.incarnation(plan.prefill.id)
+        attempt.claim = self._claim_prefill(request, plan, now)
+        self._take_part(request, attempt, plan.prefill.id)
 
     def ask(self, request: Request, attempt: Attempt, now: float, out: list[Action]) -> bool:
         """Asks the next decode instance for room, unless an answer is waited for.
@@ -193,12 +211,14 @@ class Legs:
         self.renew(hold.request, attempt, now, out)
         return True
 
-    def prefill(self, request: Request, attempt: Attempt, out: list[Action]) -> None:
+    def prefill(self, request: Request, attempt: Attempt, now: float, out: list[Action]) -> None:
         """Calls prefill."""
         plan, number = attempt.plan, request.ask.number
+        max_queue_s = self.staleness.max_queue_s(plan, attempt.stale, now)
         hold = Hold(Call.PREFILL, number, attempt.sequence, plan.prefill.id, attempt.incarnation)
         attempt.prefill, attempt.prefill_io = PrefillLeg.SENT, self.calls.begin(hold)
-        out.append(Prefill(attempt.prefill_io, number, attempt.sequence, plan, attempt.incarnation, attempt.target))
+        sequence, incarnation = attempt.sequence, attempt.incarnation
+        out.append(Prefill(attempt.prefill_io, number, sequence, plan, incarnation, attempt.target, max_queue_s))
 
     def accepted(self, attempt: Attempt, taken: int) -> None:
         """Prefill has the prompt in its queue, as its `taken`-th."""
@@ -313,7 +333,7 @@ class Legs:
 
     def digest(self) -> bytes:
         """Hash of the calls."""
-        return digest_of(self.calls)
+        return digest_of(self.calls, self.staleness)
 
     def _reserve(self, request: Request, attempt: Attempt, option: DecodeChoice, now: float, out: list[Action]) -> None:
         number = request.ask.number

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from services.conductor.core.cost import DecodeChoice
-from services.conductor.core.failures import Failure
+from services.conductor.core.failures import Failure, Series
 from services.conductor.core.messages import ATTEMPT_MARK, Ask, Target
 from services.conductor.core.plan import Plan
 
@@ -48,6 +48,7 @@ class Attempt:
         delivered: decode has everything.
         places: instances that have, or had, a part in it.
         begun: when it was planned.
+        stale: so many prefill instances in a row have not taken the prompt, as their queues were longer than thought.
     """
 
     sequence: str
@@ -69,6 +70,7 @@ class Attempt:
     delivered: bool = False
     places: list[str] = field(default_factory=list)
     begun: float = 0.0
+    stale: int = 0
 
     @property
     def torn(self) -> bool:
@@ -103,7 +105,7 @@ class Request:
         phase: what is waited for.
         tokens: length of the answer so far; 0 when there are several, which begin again at each placement.
         attempts: placements so far; the next one's number.
-        failures: attempts that failed, the first of them at `failing_since`.
+        failures: the latest attempts, as far as they failed.
         suspects: instances that failed it.
         attempt: the present one; None while it waits.
         adopted: the call that follows a sequence without an attempt: another conductor had it, or it is being moved;
@@ -123,8 +125,7 @@ class Request:
     phase: Phase = Phase.PLACED
     tokens: int = 0
     attempts: int = 0
-    failures: int = 0
-    failing_since: float = 0.0
+    failures: Series = field(default_factory=Series)
     suspects: list[str] = field(default_factory=list)
     attempt: Attempt | None = None
     adopted: int = 0
@@ -148,6 +149,11 @@ class Request:
         resumed, number = self.ask.resumed, self.attempts
         fence = f"{resumed.fence}.{number}" if resumed is not None else str(number)
         return f"{self.ask.id}{ATTEMPT_MARK}{fence}" if number or resumed is not None else self.ask.id
+
+    def attempt_as(self, sequence: str) -> Attempt | None:
+        """The present attempt, if engines see it under this id: the fence."""
+        attempt = self.attempt
+        return attempt if attempt is not None and attempt.sequence == sequence else None
 
     def elapsed_s(self, now: float) -> float:
         """Seconds since it arrived that count in its limit for the first token."""

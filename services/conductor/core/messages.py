@@ -9,7 +9,7 @@ from services.conductor.core.admission import Slo
 from services.conductor.core.changes import ChangeRole, RoleAsked
 from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.facts import InstanceFacts, LoadFacts
-from services.conductor.core.failures import Failure
+from services.conductor.core.failures import Failure, Stale
 from services.conductor.core.hot import Replicate
 from services.conductor.core.lengths import Stratum, stratum_of
 from services.conductor.core.plan import Plan
@@ -239,7 +239,7 @@ class Promised:
     taken: int = 0
 
 
-Result = Promised | Failure | None
+Result = Promised | Stale | Failure | None
 """Of any I/O; None = it ended as it should."""
 
 Event = (
@@ -281,7 +281,10 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Call a prefill instance; `target` is None when only its token is wanted. Ends with None or a failure."""
+    """Call a prefill instance; `target` is None when only its token is wanted. Ends with None, `Stale` or a failure.
+
+    It is `Stale` where everything that is there takes longer than `max_queue_s`; None = however long it takes.
+    """
 
     io: int
     request: int
@@ -289,6 +292,7 @@ class Prefill:
     plan: Plan
     incarnation: int
     target: Target | None
+    max_queue_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,8 +332,7 @@ class Renew:
 class Undo:
     """Tell decode that the promise, not started yet, is not wanted.
 
-    Where the answer to `Reserve` was lost, nothing is known of it but its name: the target has no transfer, and no
-    address. There may be none.
+    Where the answer to `Reserve` was lost, its name alone is known: the target has no transfer and no address.
     """
 
     sequence: str

@@ -11,7 +11,7 @@ from services.conductor.core.admission import Admission, Gate
 from services.conductor.core.book import Book
 from services.conductor.core.cost import DecodeChoice, Need, expected_blocks, step_load_s
 from services.conductor.core.crowd import left_free
-from services.conductor.core.failures import DAMAGED, NO_DECODE_ROOM, Failure, Kind
+from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.legs import Hold, Legs
 from services.conductor.core.life import Attempt, Phase, Request
 from services.conductor.core.line import Line
@@ -165,7 +165,25 @@ class Placing:
         if plan.at_decode:
             self._legs.compute(request, attempt, now, out)
         else:
-            self._legs.prefill(request, attempt, out)
+            self._legs.prefill(request, attempt, now, out)
+
+    def again(self, now: float, request: Request, attempt: Attempt, out: list[Action]) -> None:
+        """A prefill instance has not taken the prompt, as its queue was longer than thought: another place is found.
+
+        Decode keeps its promise, unless no place keeps the request's limit for its first token.
+        """
+        plan, ask = self._plan(now, request, at_decode=False), request.ask
+        if isinstance(plan, Failure):
+            self._legs.end_attempt(request, now, out)
+            self._nowhere(now, request, plan, out)
+            return
+        late = None if request.recovering else self._gate.late(ask.slo, plan, request.elapsed_s(now))
+        if late is not None:
+            self._legs.end_attempt(request, now, out)
+            self._not_kept(now, request, late, plan, out)
+            return
+        self._legs.turn(request, attempt, plan, now)
+        self.placed(now, request, attempt, out)
 
     def _count(self, now: float, request: Request, plan: Plan, out: list[Action]) -> None:
         """Counts a request once, at its first place: its tenant pays, and it may be a reason for a copy."""
@@ -221,30 +239,28 @@ class Placing:
         for number in sorted(self._book.memberless):
             self.place(now, self._book.requests[number], out)
 
-    def is_given_up(self, now: float, request: Request, failure: Failure) -> bool:
-        """Whether the attempt that has just failed was the last one.
+    def is_last_failure(self, now: float, request: Request, failure: Failure) -> bool:
+        """Counts an attempt that has just failed; tells whether it was the last one.
 
         `retries` more follow the first that failed. Where what was sent was damaged, as many as there are pauses for
         within `recovery_s` of the first.
         """
-        if request.failures == 1:
-            request.failing_since = now
-        chance = failure.kind in DAMAGED and now - request.failing_since < self._limits.recovery_s
-        return request.failures > self._limits.retries and not chance
+        request.failures.add(now, failure, self._limits.recovery_s)
+        return request.failures.is_over(self._limits.retries, self._limits.recovery_s)
 
     def anew(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:
         """Places a request again after its attempt has failed: at once if it is the first and others can take over."""
         request.refusal = failure
-        if request.failures == 1 and not self._picture.only(request.suspects):
+        if request.failures.count == 1 and not self._picture.only(request.suspects):
             self.rehash(request, out)
         else:
-            self._pause(now, request, request.failures)
+            self._pause(now, request, request.failures.count)
 
     def rehash(self, request: Request, out: list[Action]) -> None:
         """Asks for the keys of what is to be placed now."""
         assert request.refusal is not None
         request.phase = Phase.KEYS
-        out.append(Rehash(request.ask.number, request.failures, request.refusal))
+        out.append(Rehash(request.ask.number, request.failures.count, request.refusal))
 
     def move(self, now: float, request: Request, instance: str, out: list[Action]) -> None:
         """Places a request anew, away from an instance that has not failed it; what runs there goes on."""

@@ -87,7 +87,9 @@ class Prefill:
             self.free_at -= prompt.busy_s
 
     def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
-        """Takes a report, which includes the prompts that the instance had taken."""
+        """Takes a report, which includes the prompts that the instance had taken. An answer may have overtaken it."""
+        if load.taken < self.load.taken:
+            return
         self.load = load
         if load.speeds is not None:
             seconds, idle = prefill_seconds(load.speeds, TYPICAL_TOKENS, 0), not load.running + load.waiting

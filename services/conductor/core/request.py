@@ -11,7 +11,7 @@ from services.conductor.core.admission import Gate
 from services.conductor.core.adopting import Adopting
 from services.conductor.core.book import Book
 from services.conductor.core.checks import check_requests
-from services.conductor.core.failures import FINAL, Failure, Kind, given_up
+from services.conductor.core.failures import FINAL, Failure, Kind, Stale, given_up
 from services.conductor.core.legs import Call, Hold, Legs
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
 from services.conductor.core.line import Line
@@ -68,6 +68,11 @@ class Requests:
     def calls(self) -> int:
         """Calls that have not ended."""
         return len(self._legs.calls)
+
+    @property
+    def stale(self) -> int:
+        """Prompts that prefill instances have not taken, as their queues were longer than thought."""
+        return self._legs.staleness.answers
 
     @property
     def claims(self) -> list[int]:
@@ -129,7 +134,7 @@ class Requests:
         request = self._book.requests.get(hold.request) if hold is not None else None
         if hold is None or request is None:
             return
-        attempt = _attempt_of(request, hold)
+        attempt = request.attempt_as(hold.sequence)
         match event:
             case Accepted() if attempt is not None:
                 self._legs.accepted(attempt, event.taken)
@@ -185,7 +190,7 @@ class Requests:
     def _ended(self, now: float, event: Ended[Result], out: list[Action]) -> None:
         hold = self._legs.calls.end(event.io)
         request = self._book.requests.get(hold.request)
-        attempt = _attempt_of(request, hold) if request is not None else None
+        attempt = request.attempt_as(hold.sequence) if request is not None else None
         failure = event.result if isinstance(event.result, Failure) else None
         if hold.call is Call.RESERVE:
             self._reserved(now, event.io, hold, request, event.result, out)
@@ -199,7 +204,10 @@ class Requests:
             self._adopted_ended(now, request, failure, out)
         if request is None or attempt is None:
             return
-        if hold.call is Call.PREFILL:
+        if isinstance(event.result, Stale) and attempt.prefill is PrefillLeg.SENT:
+            self._legs.not_taken(attempt, hold.instance, event.result, now)
+            self._placing.again(now, request, attempt, out)
+        elif hold.call is Call.PREFILL:
             self._prefill_ended(now, request, attempt, failure, out)
         else:
             self._sequence_ended(now, request, attempt, failure, out)
@@ -272,12 +280,11 @@ class Requests:
             stay(request, now)
             return
         self._legs.end(request, now, out)
-        request.failures += 1
         request.recovering = True
         if failure.kind in FINAL:
             self._book.fail(now, request, failure, out)
-        elif self._placing.is_given_up(now, request, failure):
-            self._book.fail(now, request, given_up(failure, request.failures), out)
+        elif self._placing.is_last_failure(now, request, failure):
+            self._book.fail(now, request, given_up(failure, request.failures.count), out)
         else:
             self._placing.anew(now, request, failure, out)
 
@@ -390,9 +397,3 @@ class Requests:
         return digest_of(
             self._book.requests, self._book.crowd, self.rooms.state(), self.line, self._shares, self._legs, self._timers
         )
-
-
-def _attempt_of(request: Request, hold: Hold) -> Attempt | None:
-    """The request's attempt, when the call belongs to it: the fence."""
-    attempt = request.attempt
-    return attempt if attempt is not None and attempt.sequence == hold.sequence else None

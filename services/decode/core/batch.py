@@ -111,6 +111,11 @@ class Batch:
                 found[request.id] = request
         return [found[number] for number in sorted(found)]
 
+    def soon(self, steps: int) -> list[tuple[Request, Member]]:
+        """Sequences whose blocks are not enough for so many steps, in the order in which they came."""
+        need, until = self._need, self.ticks + steps
+        return [(request, member) for member, request in self._members.values() if need(member) < until]
+
     @property
     def is_plain(self) -> bool:
         """Whether nobody in it may have several sequences, or is a beam."""

@@ -40,6 +40,8 @@ class CoreConfig:
         swap_blocks: blocks that may be swapped out.
         assumed_answer_tokens: length that answers are expected to have until some have ended.
         run_steps: steps that the engine may take in one run at most (see `Run`).
+        ahead_steps: sequences get blocks for so many steps to come while enough are free, so that runs need not end
+            where blocks do.
         grace_s: seconds for which a sequence runs on without a conductor.
         log_ttl_s: seconds for which it is kept then, as is what ended ones have said.
         log_bytes: bytes of all that is kept.
@@ -60,6 +62,7 @@ class CoreConfig:
     swap_blocks: int = 0
     assumed_answer_tokens: int = 256
     run_steps: int = 1
+    ahead_steps: int = 0
     grace_s: float = 5.0
     log_ttl_s: float = 60.0
     log_bytes: int = 16 << 20

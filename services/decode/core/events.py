@@ -68,6 +68,8 @@ class Open:
     """The KV begins to come: the promise becomes blocks, named by `Table`."""
 
     id: int
+    older: bool = False
+    """It may be older than a deletion of such blocks: nothing of the request is kept for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +157,15 @@ class StreamClosed:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """Some steps of the run are over, which goes on. Nobody ended in them, and no block became full."""
+    """Some steps of the run are over, which goes on. Nobody ended in them."""
 
     step: int
     """The run's number."""
     steps: int
     seconds: float
     """Of all of them."""
+    filled: tuple[tuple[int, BlockKey], ...] = ()
+    """Sequences whose last but one block became full, with its key; of a single step."""
 
 
 @dataclass(frozen=True, slots=True)

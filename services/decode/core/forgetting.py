@@ -13,6 +13,5 @@ def forget_kv(blocks: BlockManager, event: ForgetKV, requests: Sequence[Request]
     forgot = forget(blocks, event, keys)
     for request in requests:
         if request.owner.transient:
-            for member in request.members:
-                member.stored = [0] * request.stores
+            request.keep_nothing()
     return forgot

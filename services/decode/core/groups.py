@@ -160,6 +160,16 @@ def comes_with(request: Request, held: Collection[int], config: CoreConfig) -> N
     request.state = State.READY if is_whole(request) else State.CATCHING_UP
 
 
+def begins_here(request: Request, held: int, config: CoreConfig) -> None:
+    """A request that holds so many blocks of its prompt computes the rest, as if it came back."""
+    [member] = request.members
+    # A last block that is full has its key when it is computed, as an answer's.
+    del member.keys[(member.tokens - 1) // config.block_tokens :]
+    member.stored = [held] * request.stores
+    request.prompt_here, request.shape = True, shape_of(request, config)
+    comes_with(request, range(held), config)
+
+
 def tokens_to_compute(request: Request, config: CoreConfig) -> int:
     """Tokens that would be computed again if nothing of a preempted request were held."""
     assert request.shape is not None
@@ -219,8 +229,9 @@ def check_writes(batch: Batch, manager: BlockManager, config: CoreConfig, copies
     """Asserts that each sequence writes to a block of its own, and that blocks which are copied stay."""
     for request in batch.requests:
         for member in request.members:
-            assert len(member.table) == config.blocks_for(batch.tokens_of(member))
-            assert manager.ref_count(member.table[-1]) == 1, "two sequences write to one block"
+            written = config.blocks_for(batch.tokens_of(member))
+            assert len(member.table) >= written
+            assert manager.ref_count(member.table[written - 1]) == 1, "two sequences write to one block"
     sources, blocks = [it.source for it in copies], [it.block for it in copies]
     assert len(set(blocks)) == len(blocks), "two copies to one block"
     assert not set(blocks) & set(sources), "a copy of a copy"

@@ -108,10 +108,8 @@ class DecodeCore:
         """Takes an event."""
         self.orphans.now = self.blocks.now = now
         match event:
-            case StepDone():
-                self._step_done(now, event, out)
-            case Stepped():
-                self._stepped(now, event)
+            case StepDone() | Stepped():
+                self._took_steps(now, event, out)
             case Heard(number):
                 self._heard(now, number)
             case Reserve():
@@ -155,6 +153,8 @@ class DecodeCore:
         match event:
             case Open() if request.state is State.PROMISED:
                 self.room.bind(request)
+                if event.older:
+                    request.keep_nothing()
                 request.state = State.RECEIVING
                 self._leases.set(request.id, now + self.config.lease_s)
                 out.append(Table(request.id, tuple(request.blocks)))
@@ -293,15 +293,20 @@ class DecodeCore:
 
     # --- steps and copies ------------------------------------------------------------------------------------------
 
-    def _step_done(self, now: float, event: StepDone, out: list[Action]) -> None:
-        if (flight := self.planner.flight) is None or flight.run.step != event.step:
+    def _took_steps(self, now: float, event: StepDone | Stepped, out: list[Action]) -> None:
+        flight = self.planner.flight
+        if flight is None or flight.run.step != event.step:
             return  # of an engine that has died
-        if event.aborted:
+        if isinstance(event, StepDone) and event.aborted:
             self.planner.not_computed(flight, out)
         else:
             observe(self.tracker, now, flight, event)
-            self.planner.advance(event.steps, over=True)
+            self.planner.advance(now, event.steps, over=isinstance(event, StepDone))
             self._computed(flight.run, event, out)
+        if isinstance(event, StepDone):
+            self._run_over(event, out)
+
+    def _run_over(self, event: StepDone, out: list[Action]) -> None:
         self._step_over(out)
         for number, _ in event.ended:
             self._ended_itself(number, out)
@@ -324,12 +329,7 @@ class DecodeCore:
         else:
             self._leave(request, out)
 
-    def _stepped(self, now: float, event: Stepped) -> None:
-        if (flight := self.planner.flight) is not None and flight.run.step == event.step and event.steps:
-            observe(self.tracker, now, flight, event)
-            self.planner.advance(event.steps, over=False)
-
-    def _computed(self, run: Run, event: StepDone, out: list[Action]) -> None:
+    def _computed(self, run: Run, event: StepDone | Stepped, out: list[Action]) -> None:
         for chunk in run.chunks:
             request = self._roster.of(chunk.id)
             if request.state is not State.LEAVING:
@@ -387,9 +387,7 @@ class DecodeCore:
         return digest_of(
             list(self.requests.values()),
             [(number, self._leases.at(number)) for number in self.requests],
-            self.blocks,
-            (self.room.promised, self.room.claims),
-            self.planner,
+            (self.blocks, self.room.promised, self.room.claims, self.planner),
             [request.id for request in self._leaving],
             (self.parking, self._lengths),
             self.tracker.speeds,

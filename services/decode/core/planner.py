@@ -16,10 +16,7 @@ from services.decode.core.lengths import AnswerLengths
 from services.decode.core.preemption import Parking, choose_victim
 from services.decode.core.request import Member, Request, State
 from services.decode.core.room import Room
-from services.decode.core.runs import Flight, quiet_steps
-
-OVERDUE = 2.0
-"""Times what it was expected to take, after which a step that is not over counts for its engine's speed."""
+from services.decode.core.runs import Flight, quiet_steps, short_of_blocks
 
 
 class Planner:
@@ -99,12 +96,8 @@ class Planner:
 
     def speeds(self, now: float) -> Speeds:
         """The engine's speeds, as far as is known now: a step that takes too long tells before it is over."""
-        speeds, flight = self._tracker.speeds, self.flight
-        if flight is None or flight.run.steps > 1 or flight.run.chunks:
-            return speeds
-        expected_s = decode_step_seconds(speeds, len(flight.run.batch), flight.context)
-        late = (now - flight.began) / expected_s if expected_s else 1.0
-        return speeds.slowed_decode(late) if late > OVERDUE else speeds
+        speeds = self._tracker.speeds
+        return speeds if self.flight is None else self.flight.overdue(now, speeds)
 
     # --- the next step ---------------------------------------------------------------------------------------------
 
@@ -124,21 +117,31 @@ class Planner:
         if not len(self.batch) and not chunks:
             return
         self.steps += 1
-        steps = 1 if chunks or self._unquiet else quiet_steps(self.batch, self._config.run_steps, self._tbt_s)
+        steps = 1 if chunks or self._unquiet else self._quiet_steps(out)
         run = Run(self.steps, self.batch.ids, chunks, tuple((it.source, it.block) for it in self.copies), steps)
         self.flight, self.copies = Flight(run, self.batch.context, now, self.copies, steps), []
         out.append(run)
+
+    def _quiet_steps(self, out: list[Action]) -> int:
+        """Steps of the next run. Who soon needs a block gets it now, while there is one left for everybody."""
+        for request, member in short_of_blocks(self.batch, self._config):
+            if self._room.spare <= len(self.batch):
+                break
+            self._add_block(member, out)
+            self.batch.grew(member)
+            self.expect(request)
+        return quiet_steps(self.batch, self._config.run_steps, self._tbt_s)
 
     @property
     def _unquiet(self) -> bool:
         return bool(self._upset or self.copies or self.catching or self._config.preempt_every)
 
-    def advance(self, steps: int, *, over: bool) -> None:
+    def advance(self, now: float, steps: int, *, over: bool) -> None:
         """So many steps of the run are over, or all of it."""
         assert self.flight is not None
         assert steps <= self.flight.left, "the engine went on without asking"
         self.batch.advance(steps)
-        self.flight = None if over else self.flight.advanced(steps, self.batch.context)
+        self.flight = None if over else self.flight.advanced(now, steps, self.batch.context)
 
     def cut(self, out: list[Action], *, leaving: bool) -> None:
         """Something has happened: a run ends with this step if somebody waits for its end."""
@@ -268,6 +271,11 @@ class Planner:
             elif request.state is State.RUNNING:
                 self._unready(request, out)
 
+    def _add_block(self, member: Member, out: list[Action]) -> None:
+        [block] = self._room.blocks.allocate(1)
+        member.table.append(block)
+        out.append(Grew(member.id, block))
+
     def _equip(self, request: Request, out: list[Action]) -> bool:
         """Gives the members blocks of their own for their last tokens, by preempting others or itself if need be."""
         manager = self._room.blocks
@@ -284,9 +292,7 @@ class Planner:
                 return False
         for member, index in places:
             if index == len(member.table):
-                [block] = manager.allocate(1)
-                member.table.append(block)
-                out.append(Grew(member.id, block))
+                self._add_block(member, out)
             elif (copied := groups.copy_block(request, member, index, manager, out)) is not None:
                 self.copies.append(copied)
         self.expect(request)
@@ -325,18 +331,13 @@ class Planner:
             False when that is not possible: there is no place in a step, others wait for blocks, or the whole prompt is
             held in full blocks, none of which may be written again.
         """
-        [member], size = request.members, self._config.block_tokens
-        held, before_last = len(member.table), (member.tokens - 1) // size
+        held, before_last = len(request.blocks), (request.members[0].tokens - 1) // self._config.block_tokens
         kept = sum(self.seats_kept.values()) - self.seats_kept.get(request.id, 0)
-        if request.is_group or self._parking.parked or held > before_last:
-            return False
-        if self.places_taken + kept >= self._config.max_batch:
+        is_full = self.places_taken + kept >= self._config.max_batch
+        if request.is_group or self._parking.parked or held > before_last or is_full:
             return False
         self._room.bind(request)
-        del member.keys[before_last:]  # a last block that is full has its key when it is computed, as an answer's
-        member.stored = [held] * request.stores
-        request.prompt_here, request.shape = True, groups.shape_of(request, self._config)
-        groups.comes_with(request, range(held), self._config)
+        groups.begins_here(request, held, self._config)
         self.returned(request)
         self.prompts += 1
         return True

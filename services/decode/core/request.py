@@ -207,6 +207,12 @@ class Request:
         """Its references to blocks: a block is named by each member that has it."""
         return (block for member in self.members for block in member.table)
 
+    def keep_nothing(self) -> None:
+        """No block of it gets a key from now on, nor is looked for in kvstores."""
+        self.owner.transient = True
+        for member in self.members:
+            member.stored = [0] * self.stores
+
     def check_invariants(self, *, leased: bool) -> None:
         """Asserts what its state says; `leased`: it has a lease."""
         assert 1 <= len(self.members) <= self.width

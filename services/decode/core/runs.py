@@ -4,11 +4,16 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from moonpool.cost import SpeedTracker, decode_step_seconds
+from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
 from services.decode.core.actions import Action, Cut, Run
 from services.decode.core.batch import Batch
+from services.decode.core.config import CoreConfig
 from services.decode.core.events import StepDone, Stepped
 from services.decode.core.groups import Copied
+from services.decode.core.request import Member, Request
+
+OVERDUE = 2.0
+"""Times what it was expected to take, after which a step that is not over counts for its engine's speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,7 @@ class Flight:
     context: int
     """Tokens attended to by the batch in the step that is being computed."""
     began: float
-    """When the run was ordered."""
+    """When the step that is being computed was ordered, or the one before it was told to be over."""
     copies: list[Copied] = field(default_factory=list)
     """Made before it."""
     left: int = 1
@@ -27,9 +32,17 @@ class Flight:
     is_cut: bool = False
     """It was told to end with this step."""
 
-    def advanced(self, steps: int, context: int) -> "Flight":
+    def advanced(self, now: float, steps: int, context: int) -> "Flight":
         """So many steps are over, and it goes on."""
-        return replace(self, context=context, left=self.left - steps)
+        return replace(self, began=now, context=context, left=self.left - steps)
+
+    def overdue(self, now: float, speeds: Speeds) -> Speeds:
+        """The engine's speeds, slower where the step that is being computed takes too long."""
+        if self.run.chunks:
+            return speeds
+        expected_s = decode_step_seconds(speeds, len(self.run.batch), self.context)
+        late = (now - self.began) / expected_s if expected_s else 1.0
+        return speeds.slowed_decode(late) if late > OVERDUE else speeds
 
     def cut(self, out: list[Action]) -> "Flight":
         """Ends with the step that is being computed."""
@@ -37,6 +50,15 @@ class Flight:
             return self
         out.append(Cut(self.run.step))
         return replace(self, is_cut=True)
+
+
+def short_of_blocks(batch: Batch, config: CoreConfig) -> list[tuple[Request, Member]]:
+    """Sequences that need a block within the next `ahead_steps`; nobody where a run has one step only."""
+    if not config.ahead_steps or not batch.is_plain:
+        return []
+    soon = batch.soon(config.ahead_steps)
+    # The last token of an answer is never computed.
+    return [(it, member) for it, member in soon if len(member.table) < config.blocks_for(it.total_tokens - 1)]
 
 
 def quiet_steps(batch: Batch, most: int, tbt_s: Callable[[int, int], float]) -> int:

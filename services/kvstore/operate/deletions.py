@@ -65,6 +65,10 @@ class Deletions:
             self.unsaved.pop(name, None)
         return sum(counts.values(), start=expired)
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a deletion was carried out: nobody finds such blocks here that are older."""
+        return isinstance(name, str) and self._done(name) is not None
+
     def _done(self, name: str) -> Forgotten | None:
         """What a deletion deleted; None when it was not carried out."""
         counts = self.ledger.counts(name)

@@ -6,12 +6,12 @@ The contract has no refusal of a single read: what cannot be served is answered 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from google.protobuf.message import Message
 
-from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
+from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unavailable
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, Slice, part_bytes
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import unpack_keys
@@ -39,6 +39,7 @@ class GetResources:
         session_timeout_s: longest wait for a reader's credits.
         lease_timeout_s: longest life of a session, whose blocks cannot be evicted.
         on_read: told of sessions that ended well: whether blocks came from the SSD tier, and the seconds.
+        carried_out: names of deletions that were carried out here.
         together_bytes: largest read that is answered in one message.
     """
 
@@ -49,15 +50,20 @@ class GetResources:
     session_timeout_s: float
     lease_timeout_s: float
     on_read: Callable[[bool, float], None]
+    carried_out: Container[str]
     together_bytes: int = FRAME_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What a session wants of each block: layers, and heads (None for all of them)."""
+    """What a session wants of each block: layers, and heads (None for all of them).
+
+    The deletions `forgotten` of such blocks were carried out before.
+    """
 
     layers: range
     heads: range | None
+    forgotten: Sequence[str]
 
     def slices(self, cells: Iterable[Cell], lease: ReadLease) -> Iterator[Slice]:
         layout = lease.format.layout
@@ -87,7 +93,7 @@ def _wanted(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Wanted:
         if layout.scale_bytes:
             raise InvalidRequest("head_end", "slices with scales travel whole")
         heads = range(message.head_begin, message.head_end)
-    return _Wanted(range(message.layer_begin, message.layer_end), heads)
+    return _Wanted(range(message.layer_begin, message.layer_end), heads, message.forgotten)
 
 
 class GetStream(KVStream[kvstore_pb2.GetRequest]):
@@ -142,6 +148,8 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
                 raise InvalidRequest("session", f"{message.session} was open already")
             keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
             wanted = _wanted(message, layout)
+            if any(name not in self._resources.carried_out for name in message.forgotten):
+                raise Unavailable("a deletion of such blocks was not carried out yet")
             lease = ReadLease(self.format, keys, promote=len(wanted.layers) == layout.layers)
             self._begin(message, self._resources.reads.begin(lease), wanted)
         except MoonpoolError as error:
@@ -190,7 +198,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             for index, block in enumerate(blocks)
         )
         slices = list(wanted.slices(cells, lease))
-        opened = kv_pb2.ReadOpened(session=number, blocks=lease.blocks)
+        opened = kv_pb2.ReadOpened(session=number, blocks=lease.blocks, forgotten=wanted.forgotten)
 
         def wrap(frame: kv_pb2.FrameHeader) -> Message:
             opened.frame.CopyFrom(frame)
@@ -205,7 +213,8 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             while more:
                 await asyncio.sleep(0)
                 more = resources.reads.extend(lease)
-            self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=lease.blocks)))
+            opened = kv_pb2.ReadOpened(session=number, blocks=lease.blocks, forgotten=wanted.forgotten)
+            self.post(kvstore_pb2.GetResponse(opened=opened))
             async with asyncio.timeout(resources.lease_timeout_s):
                 async for group in reader.groups():
                     if isinstance(group, Lost):

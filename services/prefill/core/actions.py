@@ -48,6 +48,17 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Stale:
+    """The job is not taken, as the queue is longer than it was thought to be; nothing of it is kept."""
+
+    job: int
+    drain_s: float
+    """Predicted seconds until everything that is here is computed."""
+    taken: int
+    """Number of the last job that is among it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkOrder:
     """A job's share of a step: consecutive tokens to compute."""
 
@@ -235,9 +246,11 @@ class EndJob:
     sent_bytes: int = 0
 
 
+Answer = Accept | Refuse | Stale | TellToken | EndJob
+"""What the conductor is told of a job."""
+
 Action = (
-    Accept
-    | Refuse
+    Answer
     | RunStep
     | OpenGate
     | DropShare
@@ -250,8 +263,6 @@ Action = (
     | CloseTransfer
     | AwaitVerdict
     | PutBlocks
-    | TellToken
-    | EndJob
     | Forgot
     | Lent
     | Cancel

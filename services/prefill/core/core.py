@@ -18,6 +18,7 @@ from services.prefill.core.actions import (
     PutBlocks,
     Refusal,
     Refuse,
+    Stale,
     TellToken,
 )
 from services.prefill.core.copies import Copies
@@ -183,6 +184,9 @@ class PrefillCore:
         if why is not None:
             retry_s = max(MIN_RETRY_S, self.drain_seconds()) if why is Refusal.QUEUE_FULL else 0.0
             state.do(Refuse(event.job, why, retry_s))
+            return
+        if event.max_queue_s is not None and self.drain_seconds() > event.max_queue_s:
+            state.do(Stale(event.job, self.drain_seconds(), self.taken))
             return
         assert event.job not in state.jobs, "a job's number is never used twice"
         assert len(event.keys) == event.num_tokens // state.settings.block_tokens, "one key per full block"

@@ -30,7 +30,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """A prompt is to be computed. Answered by `Accept` or `Refuse`, and an accepted one by one `EndJob`."""
+    """A prompt is to be computed. Answered by `Accept`, `Refuse` or `Stale`, and an accepted one by one `EndJob`."""
 
     job: int
     """Never used twice."""
@@ -51,6 +51,8 @@ class Arrive:
     """Blocks that are there already may be used; False = every token is computed."""
     transient: bool = False
     """None of its blocks is to be kept: its KV was deleted while it was on its way."""
+    max_queue_s: float | None = None
+    """Where everything that is here takes longer, it is not taken (`Stale`); None = it is taken all the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def verdict_on(stream: Stream) -> decode_pb2.TransferVerdict:
 
 
 def opening(target: kv_pb2.TransferTarget, **wrong: int) -> decode_pb2.ReceiveKVRequest:
-    values = {
+    values: dict[str, Any] = {
         "transfer_id": target.transfer_id,
         "generation": target.generation,
         "decode_incarnation": target.decode.incarnation,

@@ -111,12 +111,16 @@ class ScriptedPrefill(FakeMember):
     silent: bool = False  # about log probabilities
     chunks: list[prefill_pb2.TimedTokens] = field(default_factory=list)  # told with every first token
     sent_bytes: int = 0  # told at the end
+    queue_s: float = 0.0  # that there is in fact
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
         self.running += 1
         self.note()
         try:
+            if request.HasField("max_queue_s") and self.queue_s > request.max_queue_s:
+                yield prefill_pb2.PrefillResponse(stale=prefill_pb2.PrefillStale(drain_s=self.queue_s, taken=3))
+                return
             yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.PrefillAccepted())
             await _meet(self.before)
             length = len(tokens_from_bytes(request.sequence.token_ids))
@@ -156,6 +160,7 @@ class ScriptedDecode(FakeMember):
     held_blocks: int = 0  # of every prompt
     computed: list[str] = field(default_factory=list)  # sequences whose prompts it has computed itself
     known: list[list[int]] = field(default_factory=list)  # behind the first token, of each start
+    gathered: list[str] = field(default_factory=list)  # sequences whose single tokens nobody waits for
     fail_at: list[int] = field(default_factory=list)  # output positions at which a sequence fails, once each
     hold_at: int = -1  # position at which sequences wait for `go`
     break_at: list[int] = field(default_factory=list)  # positions at which the whole stream breaks, once each
@@ -224,6 +229,7 @@ class ScriptedDecode(FakeMember):
                 self.note()
             elif request.HasField("start"):
                 start = request.start
+                self.gathered += [start.request_id] * start.gather
                 tokens = tokens_from_bytes(self.reserved[start.request_id].sequence.token_ids)
                 if start.compute_prompt:
                     self.computed.append(start.request_id)

@@ -83,6 +83,21 @@ async def test_the_first_token_waits_for_no_transfer() -> None:
         await s.rest()
 
 
+async def test_decode_gathers_the_tokens_of_answers_that_are_read_at_their_end() -> None:
+    """But not where stop strings are watched for."""
+    p, d = prefill(), decode()
+    watched = SamplingParams(max_tokens=8, temperature=0.0, stop=["never said"])
+    async with stack(p, d) as s:
+        whole = await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="whole")
+        await s.client.generate(token_ids=PROMPT, sampling=watched, request_id="watched")
+        stream = s.client.stream(token_ids=PROMPT, sampling=GREEDY, request_id="stream")
+        assert [token async for event in stream for token in event.token_ids] == whole.token_ids
+        assert stream.result is not None
+        assert stream.result.token_ids == expected(len(PROMPT), 8)
+        assert d.gathered == ["whole"]
+        await s.rest()
+
+
 async def test_max_tokens_1_needs_no_decode() -> None:
     p, d = prefill(), decode()
     async with stack(p, d) as s:

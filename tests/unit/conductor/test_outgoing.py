@@ -45,6 +45,22 @@ async def test_answers_that_come_mixed_are_merged_each() -> None:
     assert [(it.choice, it.position, list(it.token_ids)) for it in deltas] == [(0, 0, [0, 1, 2]), (1, 0, [10, 11, 12])]
 
 
+async def test_a_client_that_wants_the_answer_whole_is_woken_at_its_end() -> None:
+    outgoing = Outgoing(whole=True)
+    messages = aiter(outgoing)
+    outgoing.placed(conductor_pb2.Placed(request_id="r"))
+    assert (await anext(messages)).placed.request_id == "r"
+    reading = asyncio.ensure_future(anext(messages))
+    await asyncio.sleep(0)
+    for position in range(3):
+        outgoing.delta(delta(position, position, text="abc"[position]))
+        await asyncio.sleep(0)
+    assert not reading.done()
+    outgoing.finished(conductor_pb2.Finished())
+    assert (await reading).delta == delta(0, 0, 1, 2, text="abc")
+    assert [message.WhichOneof("event") async for message in messages] == ["finished"]
+
+
 async def test_what_was_said_before_a_failure_is_read_before_it() -> None:
     outgoing = Outgoing()
     reading = asyncio.create_task(read(outgoing))

@@ -80,6 +80,7 @@ class Conductor:
         *further: int,
         scores: Sequence[float] = (),
         known: Sequence[int] = (),
+        gather: bool = False,
     ) -> None:
         """Starts a request with its first tokens; of one answer perhaps with those behind, too."""
         self.expect(request_id, 1 + len(known))
@@ -91,6 +92,7 @@ class Conductor:
             further_token_ids=further,
             log_probabilities=scores,
             known_token_ids=known,
+            gather=gather,
         )
         await self.call.write(decode_pb2.StepsRequest(start=started))
 

@@ -19,7 +19,7 @@ from moonpool.engine.worker import Receiver
 from moonpool.sched.steps import LayerDone, Step
 
 
-def run(step: Step, spec: StageSpec, gates: Gates, channel: BlockingChannel) -> None:
+def run(step: Step, spec: StageSpec, gates: Gates, channel: BlockingChannel) -> Step | None:
     sums = tuple(sum(struct.unpack(f"<{len(s.token_ids) // 4}i", s.token_ids)) for s in step.sequences)
     order = struct.unpack_from("<i", step.sequences[0].token_ids)[0]
     last = spec.stage == spec.engine.stages - 1
@@ -36,8 +36,12 @@ def run(step: Step, spec: StageSpec, gates: Gates, channel: BlockingChannel) -> 
             break
         if step.layer_events:
             channel.send(LayerDone(step.step_id, layer, 0, 1))
-    gates.done(step.step_id)
-    channel.send(StepDone(step.step_id, spec.stage, sums if last and not aborted else (), aborted, spec.stage, 10))
+    following = None if aborted or gates.is_cut(step.step_id) else step.after(sums)
+    if following is None:
+        gates.done(step.step_id)
+    sampled, over = sums if last and not aborted else (), following is None
+    channel.send(StepDone(step.step_id, spec.stage, sampled, aborted, spec.stage, 10, over=over))
+    return following
 
 
 def main() -> None:
@@ -63,9 +67,10 @@ def main() -> None:
     receiver = Receiver(channel, gates, spec.engine.stages, spec.rendezvous)
     receiver.start()
     channel.send(Ready(0.0, 0))
-    while not isinstance(order := receiver.orders.get(), Shutdown):
+    following: Step | None = None
+    while not isinstance(order := receiver.next_order(following), Shutdown):
         if isinstance(order, Step):
-            run(order, spec, gates, channel)
+            following = run(order, spec, gates, channel)
 
 
 if __name__ == "__main__":

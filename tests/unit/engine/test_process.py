@@ -22,11 +22,13 @@ from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process import ProcessEngine
 from moonpool.errors import ConfigError, DeadlineExceeded, Internal, Unavailable, UnsupportedModel
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.steps import LayerDone, SequenceStep, Step
+from moonpool.sampling import SampleSpec
+from moonpool.sched.steps import LayerDone, SequenceStep, Step, StepResult
 
 FAKE = (sys.executable, "-m", "tests.unit.engine.fake_worker")
 LAYOUT = KVLayout(layers=4, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
 DIE, HANG, FAIL, WORK = 1, 2, 3, 10
+GREEDY = SampleSpec()
 
 
 def spec(checkpoint: str = "", *, stages: int = 1, step_timeout_s: float = 30.0) -> EngineSpec:
@@ -128,6 +130,21 @@ async def test_gates_and_aborts_may_come_before_the_step() -> None:
         engine.abort(2)
         result = await engine.run(step(2, WORK, gated=True, layer_events=True), on_layer=layers.append)
         assert (result.aborted, result.sampled, len(layers)) == (True, (), 4)
+
+
+async def test_each_step_of_a_run_is_told_until_it_ends_or_is_cut() -> None:
+    async with started(spec()) as engine, asyncio.timeout(30):
+        told: list[StepResult] = []
+        share = SequenceStep(array("i", [WORK]).tobytes(), 0, (0,), GREEDY)
+        result = await engine.run(Step(1, (share,), steps=3), on_step=told.append)
+        assert [it.sampled for it in (*told, result)] == [(WORK,)] * 3
+
+        def cut(_: StepResult) -> None:
+            engine.cut(2)
+
+        assert (await engine.run(Step(2, (share,), steps=1 << 40), on_step=cut)).sampled == (WORK,)
+        engine.cut(2)  # too late: ignored
+        assert (await engine.run(step(3, WORK))).sampled == (WORK,)
 
 
 async def test_a_cancelled_caller_does_not_stop_the_step() -> None:

@@ -4,6 +4,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,12 @@ class Stages:
             self.runners.append(StageRunner(stage, model, place, links, self.gates[stage], self.events.append, 0.05))
 
     def run(self, step: Step) -> list[StepDone]:
-        for runner in self.runners:
-            runner.run(step)
+        """A step of all stages, or a run of one."""
+        following: Step | None = step
+        while following is not None:
+            given, following = following, None
+            for runner in self.runners:
+                following = runner.run(given)
         done = [event for event in self.events if isinstance(event, StepDone)]
         assert not self.links.sent
         return done
@@ -130,6 +135,30 @@ def test_blocks_are_copied_in_all_layers_before_the_step_writes(checkpoint: Path
         two.run(whole())
         shares = tuple(SequenceStep(ids(token), 40, (4, 1, block), GREEDY) for token, block in ((7, 6), (8, 2)))
         assert list(two.run(Step(2, shares, copies=((6, 2),)))[-1].sampled) == expected
+
+
+def test_a_run_computes_what_its_steps_compute_one_by_one(checkpoint: Path) -> None:
+    """It ends with its last step, with an end token, or where it is cut."""
+    with stages(checkpoint, 1) as single, stages(checkpoint, 1) as several:
+        single.run(whole())
+        several.run(whole())
+        tokens, share = [7], SequenceStep(ids(7), 40, (4, 1, 6), GREEDY)
+        for number in range(2, 7):
+            [token] = single.run(Step(number, (share,)))[-1].sampled
+            assert token is not None
+            tokens.append(token)
+            share = share.after(token)
+        share = SequenceStep(ids(7), 40, (4, 1, 6), GREEDY)
+        done = several.run(Step(2, (share,), steps=5))[1:]
+        assert [(it.step_id, it.sampled, it.over) for it in done] == [
+            (2, (token,), token is tokens[-1]) for token in tokens[1:]
+        ]
+        ending = replace(share, end_token_ids=frozenset(tokens[3:4]))
+        stop = tokens.index(tokens[3]) if tokens[3] in tokens[1:3] else 3
+        assert [it.over for it in several.run(Step(3, (ending,), steps=5))[6:]] == [False] * (stop - 1) + [True]
+        several.gates[0].cut(4)
+        assert several.run(Step(4, (share,), steps=5))[-1].over
+        assert not len(several.gates[0])
 
 
 def test_several_samples_of_one_position_come_with_the_first(checkpoint: Path) -> None:

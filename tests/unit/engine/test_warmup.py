@@ -17,7 +17,7 @@ class ExactEngine:
     """Takes exactly the time that `TRUE` says, on paper."""
 
     layout = KVLayout(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
-    stages = 1
+    stages = run_steps = 1
     speeds = Speeds()
     pool: KVPool
     failed: "asyncio.Future[str]"
@@ -26,7 +26,9 @@ class ExactEngine:
         self.blocks = blocks
         self.last = -(1 << 60)
 
-    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+    async def run(
+        self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None, on_step: object = None
+    ) -> StepResult:
         assert self.last < step.step_id <= 0
         self.last = step.step_id
         new = [len(s.token_ids) // 4 for s in step.sequences]
@@ -44,6 +46,8 @@ class ExactEngine:
     def open_gate(self, step_id: int, layer: int) -> None: ...
 
     def drop(self, step_id: int, index: int) -> None: ...
+
+    def cut(self, step_id: int) -> None: ...
 
     def abort(self, step_id: int) -> None: ...
 

@@ -90,17 +90,22 @@ def _is_unfollowed(sequence: SequenceStep) -> bool:
 class FakeEngine:
     """Satisfies `moonpool.engine.handle.Engine`; computes what `next_token` says from the bytes in its pool.
 
-    `before_layer` is awaited before each layer of each step: tests stop the time there.
+    `before_layer` is awaited before each layer of each step: tests stop the time there. It takes runs of up to
+    `run_steps`.
     """
 
-    def __init__(self, blocks: int = 32, *, stages: int = 1, layout: KVLayout = LAYOUT) -> None:
+    def __init__(self, blocks: int = 32, *, stages: int = 1, layout: KVLayout = LAYOUT, run_steps: int = 1) -> None:
+        self.run_steps = run_steps
         self.layout, self.blocks, self.stages = layout, blocks, stages
         self.pool = KVPool.create(layout, blocks, stage_ranges(layout.layers, stages))
         self.speeds = Speeds(prefill_per_token_s=1e-3, decode_per_sequence_s=1e-3)
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.before_layer: Callable[[Step, int], Awaitable[None]] | None = None
         self.steps: list[Step] = []
+        self.runs: list[int] = []
+        """Steps of each run."""
         self.aborts: list[int] = []
+        self.cuts: list[int] = []
         self.fetched: list[tuple[int, ...]] = []
         self.drops: list[tuple[int, int]] = []
         self._gates: dict[int, int] = {}
@@ -126,12 +131,18 @@ class FakeEngine:
         self.before_layer = before
         return reached, go
 
-    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+    async def run(
+        self,
+        step: Step,
+        *,
+        on_layer: Callable[[LayerDone], None] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> StepResult:
+        assert step.steps <= self.run_steps
         assert step.step_id > self._last_id
         assert self._in_flight < self.stages
         self._last_id, self._in_flight = step.step_id, self._in_flight + 1
-        self.steps.append(step)
-        work = asyncio.ensure_future(self._run(step, on_layer))
+        work = asyncio.ensure_future(self._steps_of_run(step, on_layer, on_step))
         try:
             waiting: set[asyncio.Future[Any]] = {work, self.failed}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -142,6 +153,21 @@ class FakeEngine:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             self._in_flight -= 1
+
+    async def _steps_of_run(
+        self, step: Step, on_layer: Callable[[LayerDone], None] | None, on_step: Callable[[StepResult], None] | None
+    ) -> StepResult:
+        self.runs.append(0)
+        while True:
+            self.steps.append(step)
+            self.runs[-1] += 1
+            result = await self._run(step, on_layer)
+            following = None if result.aborted or step.step_id in self.cuts else step.after(result.sampled)
+            if following is None:
+                return result
+            assert on_step is not None
+            on_step(result)
+            step = following
 
     async def _run(self, step: Step, on_layer: Callable[[LayerDone], None] | None) -> StepResult:
         async with self._order:
@@ -188,7 +214,7 @@ class FakeEngine:
         tokens = array("i")
         tokens.frombytes(sequence.token_ids)
         size = self.layout.block_tokens
-        assert len(set(sequence.block_table)) == len(sequence.block_table) == -(-(sequence.start + len(tokens)) // size)
+        assert len(set(sequence.block_table)) == len(sequence.block_table) >= -(-(sequence.start + len(tokens)) // size)
         for index, token in enumerate(tokens):
             position = sequence.start + index
             target = self.pool.slice(layer, sequence.block_table[position // size])
@@ -207,6 +233,9 @@ class FakeEngine:
 
     def drop(self, step_id: int, index: int) -> None:
         self.drops.append((step_id, index))
+
+    def cut(self, step_id: int) -> None:
+        self.cuts.append(step_id)
 
     def abort(self, step_id: int) -> None:
         self.aborts.append(step_id)

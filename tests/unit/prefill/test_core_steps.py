@@ -126,6 +126,17 @@ def test_what_is_refused() -> None:
         PrefillCore(staged(1, step_tokens=BT - 1), Speeds())
 
 
+def test_what_finds_a_longer_queue_than_it_may_is_not_taken_and_leaves_nothing() -> None:
+    it = world()
+    it.arrive(40)
+    drain_s = it.core.drain_seconds()
+    it.arrive(16, 1, max_queue_s=drain_s / 2)
+    it.arrive(16, 1, max_queue_s=drain_s)
+    told = [action for action in it.done if isinstance(action, actions.Stale | actions.Accept)]
+    assert told[1:] == [actions.Stale(2, drain_s, taken=1), actions.Accept(3, drain_s)]
+    assert list(it.core.state.jobs) == [1, 3]
+
+
 def test_two_stages_take_two_steps_of_one_prompt() -> None:
     it = world(stages=2)
     it.arrive(80)

@@ -6,6 +6,7 @@ import pytest
 
 from moonpool.cost import Speeds, SpeedTracker, attention_pairs
 from moonpool.errors import InvalidRequest, Overloaded, Unavailable
+from moonpool.v1 import prefill_pb2
 from tests.unit.instances import BLOCK, WAIT_S, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin
 
@@ -19,6 +20,24 @@ async def test_refuses_what_is_wrong_or_never_fits() -> None:
         assert refused.value.field == "sequence.chain_root"
         with pytest.raises(InvalidRequest):
             await begin(it, spec("long", prompt(4 * BLOCK + 1)))
+
+
+async def test_a_prompt_that_finds_a_longer_queue_than_it_may_is_told_how_long_it_is() -> None:
+    async with prefilling() as it:
+        with pytest.raises(InvalidRequest) as refused:
+            await begin(it, spec("a", prompt(BLOCK)), max_queue_s=-1.0)
+        assert refused.value.field == "max_queue_s"
+        reached, go = it.engine.hold()
+        story = await begin(it, spec("a", prompt(BLOCK), max_tokens=1), max_queue_s=0.0)
+        await reached.wait()
+        it.service.core.state.tracker = SpeedTracker(Speeds(prefill_base_s=100.0))
+        wanted = prefill_pb2.PrefillRequest(sequence=spec("b", prompt(BLOCK), max_tokens=1), max_queue_s=10.0)
+        [answer] = [event async for event in it.stub.Prefill(wanted, timeout=WAIT_S)]
+        assert 10.0 < answer.stale.drain_s <= 100.0
+        assert answer.stale.taken == it.service.load().taken
+        assert it.service.load().waiting == 0
+        go.set()
+        await story.to_the_end()
 
 
 async def test_queue_is_bounded_and_drains() -> None:

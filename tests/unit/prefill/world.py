@@ -115,10 +115,11 @@ class World:
         weight: float = 1.0,
         reuse: bool = True,
         transient: bool = False,
+        max_queue_s: float | None = None,
     ) -> Client:
         number = len(self.clients) + 1
         chain = keys(family, num_tokens)
-        whose = tenant, priority, weight, reuse, transient
+        whose = tenant, priority, weight, reuse, transient, max_queue_s
         client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies, *whose))
         self.clients[number] = client
         self.post(client.arrive)
@@ -282,7 +283,7 @@ class World:
         match action:
             case actions.Accept():
                 self.clients[action.job].accepted = True
-            case actions.Refuse():
+            case actions.Refuse() | actions.Stale():
                 assert not self.clients[action.job].accepted
             case actions.CloseTransfer():
                 client = self.clients[action.job]

@@ -279,3 +279,17 @@ async def test_a_broken_stream_fails_the_read_and_the_next_reconnects() -> None:
         store.mute = False
         assert await Taken().read(reader) == 5
         assert store.calls == 2
+
+
+async def test_nothing_is_taken_from_who_does_not_say_that_it_has_deleted_what_we_have() -> None:
+    """Such a read fails; others of the same stream go on."""
+    store, deleted = FakeStore(), {"ours": ["one"]}
+    fill(store, 5)
+    taken = Taken()
+    async with reading(store, forgotten=lambda keys, tenant: deleted.get(tenant, [])) as reader:
+        told = {"layers": range(3), "on_slice": taken.on_slice, "on_layer": taken.on_layer, "timeout_s": WAIT_S}
+        with pytest.raises(TransferFailed, match="older than their deletion"):
+            await reader.read(KEYS[:5], tenant="ours", **told)  # type: ignore[arg-type]
+        assert taken.slices == {}
+        assert await reader.read(KEYS[:5], tenant="theirs", **told) == 5  # type: ignore[arg-type]
+        taken.check(5)

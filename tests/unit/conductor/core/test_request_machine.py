@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from services.conductor.core.admission import Slo
-from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.failures import Failure, Kind, Stale
 from services.conductor.core.messages import Adopt, ClientGone, Delivered, Finish, Prefill, Reserve, Start, Stopped
 
 from .world import BLOCK, NO_ROOM, World
@@ -101,6 +101,11 @@ class RequestMachine(RuleBasedStateMachine):
     def first_token(self, data: st.DataObject, finish: Finish | None) -> None:
         call = data.draw(st.sampled_from(self.fresh_prefills()))
         self.world.first_token(call, Finish.LENGTH if call.target is None else finish)
+
+    @precondition(lambda self: self.fresh_prefills())
+    @rule(data=st.data(), drain_s=st.sampled_from([0.0, 0.02, 5.0]))
+    def not_taken(self, data: st.DataObject, drain_s: float) -> None:
+        self.world.end(data.draw(st.sampled_from(self.fresh_prefills())), Stale(drain_s, 0))
 
     @precondition(lambda self: self.calls(Prefill))
     @rule(data=st.data(), well=st.booleans(), why=st.sampled_from(FAILURES))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
 from moonpool.core.digest import digest_of
-from services.decode.core.events import Beams
+from services.decode.core.events import Beams, Candidates
 
 TOKENS = 64
 ENDS = 2
@@ -17,6 +17,12 @@ NEVER = -1e9
 def following(tokens: Sequence[int]) -> list[tuple[int, float]]:
     """All tokens with their log probabilities after some tokens, the best first."""
     return _following(tuple(tokens))
+
+
+def candidates(tokens: Sequence[int], width: int, *, last: bool) -> Candidates:
+    """What the core is told of them, for beams of a width; with the `last` one each answer ends."""
+    found = following(tokens)[: width + ENDS]
+    return tuple((log_probability, token < ENDS or last) for token, log_probability in found)
 
 
 @lru_cache(maxsize=20_000)

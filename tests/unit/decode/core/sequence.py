@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from moonpool.core.digest import digest_of
 from moonpool.kv.keys import BlockKey, block_keys
+from services.decode.core.actions import SwapIn, SwapOut
 
 BT = 16
 ROOT = BlockKey(bytes(32))
@@ -33,6 +34,15 @@ class Sequence:
         for _ in range(count):
             self.tokens.append(self.token_after(len(self.tokens)))
         return self.tokens[len(self.tokens) - max(count, 0) :].tolist()
+
+    def copy(self, action: SwapOut | SwapIn, pool: list[dict[int, bytes]], *, ok: bool) -> None:
+        """Its blocks are swapped out or in."""
+        if isinstance(action, SwapOut):
+            self.saved = {n: dict(pool[block]) for n, block in enumerate(action.blocks)} if ok else {}
+            return
+        for n, block in enumerate(action.blocks, action.first):
+            pool[block] = self.saved[n]
+        self.saved = {}
 
     def content(self, position: int) -> bytes:
         """What a slot holds: a hash of all tokens up to its own."""

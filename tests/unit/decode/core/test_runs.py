@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moonpool.core.kernel import Ended
 from moonpool.cost import Speeds
 from moonpool.kv.keys import BlockKey
-from services.decode.core.actions import Action, Cut, Promised, Refused, Run, SwapIn, SwapOut
+from services.decode.core.actions import Action, Cut, Grew, Promised, Refused, Run, SwapIn, SwapOut
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.events import (
     Arrived,
@@ -232,3 +232,47 @@ def test_a_run_is_cut_for_who_waits_and_for_nobody_else() -> None:
     core.handle(0.0, StepDone(1, False, 0.0), out)
     assert out[-1] == Run(2, (2,), steps=9)
     assert core.requests[2].members[0].tokens + core.planner.batch.ticks == 6
+
+
+def begun(config: CoreConfig, total: int = 14) -> tuple[DecodeCore, list[Action]]:
+    """A core whose one sequence has 5 tokens of a prompt and its first one; and the actions."""
+    core, out = DecodeCore(config), list[Action]()
+    for event in (StreamOpened(1, "c"), Reserve(1, keys(1, 5), 5, 5, total), Open(1), Arrived(1), Start(1, 1, 0)):
+        core.handle(0.0, event, out)
+        core.check_invariants()
+    return core, out
+
+
+AHEAD = CoreConfig(num_blocks=9, block_tokens=BT, block_bytes=1, max_batch=4, lease_s=1.0, run_steps=6, ahead_steps=6)
+
+
+def test_a_block_for_the_steps_to_come_lets_a_run_go_on_where_one_becomes_full() -> None:
+    core, out = begun(AHEAD)
+    assert out[-2:] == [Grew(1, core.requests[1].members[0].table[2]), Run(1, (1,), steps=6)]
+    core.handle(1.0, Stepped(1, 1, 0.5), out)
+    core.handle(2.0, Stepped(1, 1, 0.5), out)
+    core.handle(3.0, Stepped(1, 1, 0.5, ((1, key(1, 8)),)), out)
+    core.check_invariants()
+    assert isinstance(out[-1], Run), "nobody was asked for anything"
+    assert core.blocks.match([*keys(1, 4), key(1, 8)]) == core.requests[1].members[0].table[:2]
+    core.handle(6.0, StepDone(1, False, 1.5, (), ((1, key(1, 12)),), 3), out)
+    core.check_invariants()
+    assert out[-2:] == [Grew(1, core.requests[1].members[0].table[3]), Run(2, (1,), steps=5)]
+    assert len(core.requests[1].members[0].table) == core.config.blocks_for(14), "and none beyond the longest answer"
+
+
+def test_no_block_is_given_ahead_that_others_may_need() -> None:
+    core, out = begun(replace(AHEAD, num_blocks=3), 12)
+    core.handle(0.0, StepDone(1, False, 0.5), out)
+    core.check_invariants()
+    assert [action for action in out if isinstance(action, Grew | Run)] == [
+        Run(1, (1,), steps=3),
+        Run(2, (1,), steps=2),
+    ]
+
+
+def test_a_step_of_a_run_that_takes_too_long_counts_before_it_is_over() -> None:
+    core, _ = begun(replace(AHEAD, speeds=SPEEDS))
+    core.handle(1.0, Stepped(1, 1, 0.001), [])
+    assert core.planner.speeds(1.001) == core.tracker.speeds
+    assert core.planner.speeds(2.0).decode_per_sequence_s > 100 * core.tracker.speeds.decode_per_sequence_s

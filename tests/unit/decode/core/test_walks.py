@@ -33,10 +33,10 @@ def advance(world: World, rng: random.Random) -> None:
 def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     """Answers three times longer than expected, in a pool for a few of them."""
     rng = random.Random(f"{way} {every}")
-    world = World(
-        config(24, preemption=way, swap_blocks=40, step_tokens=40, preempt_every=every, assumed_answer_tokens=20)
-    )
-    left = count = (6 if every else 20) // (2 if groups else 1)
+    crowded = {"preemption": way, "swap_blocks": 40, "step_tokens": 40, "assumed_answer_tokens": 20}
+    runs = {"preempt_every": every} if every else {"run_steps": BT + 2, "ahead_steps": BT + 2}
+    world = World(config(24, **crowded, **runs))
+    left = count = (10 if every else 30) // (2 if groups else 1)
     searches = 0
     while left or world.core.requests:
         if left and rng.random() < 0.2:

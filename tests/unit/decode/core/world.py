@@ -14,6 +14,7 @@ from moonpool.kv.keys import BlockKey
 from services.decode.core.actions import (
     Action,
     Adopted,
+    Cut,
     Ending,
     Fenced,
     Finish,
@@ -46,13 +47,14 @@ from services.decode.core.events import (
     Reserve,
     Start,
     StepDone,
+    Stepped,
     StoreEnd,
     StreamClosed,
     StreamOpened,
     SwapEnd,
-)
+)  # fmt: skip
 from services.decode.core.machine import DecodeCore
-from tests.unit.decode.core.plain_beams import ENDS, following, plain_search
+from tests.unit.decode.core.plain_beams import candidates, following, plain_search
 from tests.unit.decode.core.sequence import BT, Sequence
 
 STOP = 1
@@ -77,6 +79,7 @@ class World:
         self.events: list[tuple[float, Event, bytes]] = []
         self.begun = pickle.dumps(self.core)
         self.run: Run | None = None
+        self.left = 0  # steps of the run that are not over
         self.ios: dict[int, SwapOut | SwapIn | Store | Load] = {}
         self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}
         """What each kvstore has."""
@@ -201,9 +204,9 @@ class World:
         return number
 
     def step(self) -> None:
-        """The running step is done."""
+        """The running step is done, and the run with it if it was the last one or somebody has ended."""
         assert self.run is not None
-        run, self.run = self.run, None
+        run = self.run
         ended, filled, candidates = [], [], []
         for source, block in run.copies:
             self.pool[block] = dict(self.pool[source])
@@ -212,7 +215,8 @@ class World:
             *((chunk.id, chunk.start, chunk.count, chunk.sample) for chunk in run.chunks),
         ]:
             it = self.sequences[number]
-            assert len(it.table) == -(-len(it.tokens) // BT), "blocks for the tokens, no more and no fewer"
+            ahead = self.core.config.ahead_steps
+            assert 0 <= len(it.table) - -(-len(it.tokens) // BT) <= -(-ahead // BT), "blocks for the tokens"
             for position in range(start):
                 held = self.pool[it.table[position // BT]].get(position % BT)
                 assert held == it.content(position), f"wrong KV at {position} of sequence {number}"
@@ -237,6 +241,11 @@ class World:
         speeds = self.core.config.speeds
         seconds = decode_step_seconds(speeds, len(run.batch), 0) if run.batch else 0.0
         seconds += sum(prefill_seconds(speeds, chunk.count, chunk.start, begins=False) for chunk in run.chunks)
+        self.left -= 1
+        if self.left and not ended:
+            self.post(Stepped(run.step, 1, seconds, tuple(filled)))
+            return
+        self.run = None
         self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled), candidates=tuple(candidates)))
 
     def abort(self) -> None:
@@ -256,7 +265,7 @@ class World:
             case Load():
                 self.post(Ended(io, LoadEnd(self._load(action) if ok else 0, 1e-6, failed=not ok)))
             case _:
-                self._copy(action, ok=ok)
+                self.sequences[action.id].copy(action, self.pool, ok=ok)
                 self.post(Ended(io, SwapEnd(ok, 1e-6)))
 
     def _load(self, action: Load) -> int:
@@ -268,15 +277,6 @@ class World:
                 return number
             self.pool[block] = dict(self.stored[action.store, key])
         return len(action.blocks)
-
-    def _copy(self, action: SwapOut | SwapIn, *, ok: bool) -> None:
-        it = self.sequences[action.id]
-        if isinstance(action, SwapOut):
-            it.saved = {n: dict(self.pool[block]) for n, block in enumerate(action.blocks)} if ok else {}
-            return
-        for n, block in enumerate(action.blocks, action.first):
-            self.pool[block] = it.saved[n]
-        it.saved = {}
 
     def work(self, limit: int = 10_000) -> None:
         """Ends I/O and steps until there are none."""
@@ -321,9 +321,7 @@ class World:
         """What may follow a beam."""
         search = self.core.requests[it.request].search
         assert search is not None
-        last = len(it.tokens) + 1 - it.prompt == search.longest
-        found = following(it.tokens)[: search.width + ENDS]
-        return tuple((log_probability, token < ENDS or last) for token, log_probability in found)
+        return candidates(it.tokens, search.width, last=len(it.tokens) + 1 - it.prompt == search.longest)
 
     def _select(self, chosen: Select) -> None:
         beams = [it for _, it in self.group(chosen.id)]
@@ -360,7 +358,9 @@ class World:
                 self.sequences[number].table.append(block)
             case Run():
                 assert self.run is None
-                self.run = action
+                self.run, self.left = action, action.steps
+            case Cut():
+                self.left = 1
             case SwapOut() | SwapIn() | Store() | Load():
                 assert action.io not in self.ios
                 self.ios[action.io] = action

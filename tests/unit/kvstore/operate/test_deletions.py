@@ -240,3 +240,19 @@ def test_the_higher_version_is_kept_whoever_brings_it() -> None:
             book.merge([wrong])
     assert book.prune(1e13) == [record("b", 1), record("a", 3)]
     assert (len(book), book.nbytes) == (0, 0)
+
+
+async def test_who_has_deleted_already_reads_nothing_until_it_is_deleted_here() -> None:
+    wanted = {"keys": pack_keys(OURS), "forgotten": ["one"]}
+    async with rig() as store:
+        await store.put(OURS, "ours")
+        call = await opened_get(store, **wanted)
+        assert (await call.read()).message.opened.blocks == 0
+        call.cancel()
+        await forget(store, deletion("one", tenants=["ours"]))
+        await store.put(OURS, "ours", forgotten=["one"])
+        call = await opened_get(store, **wanted)
+        opened = (await call.read()).message.opened
+        assert (opened.blocks, list(opened.forgotten)) == (len(OURS), ["one"])
+        call.cancel()
+        await store.at_rest()

@@ -72,7 +72,7 @@ class PacedEngine(FakeEngine):
         super().__init__(blocks)
         self._paced = speeds
 
-    async def run(self, step: Step, *, on_layer: Any = None) -> StepResult:
+    async def run(self, step: Step, *, on_layer: Any = None, on_step: Any = None) -> StepResult:
         assert on_layer is None or on_layer is LayerDone
         loop = asyncio.get_running_loop()
         begun = loop.time()
@@ -156,8 +156,8 @@ class Service:
         match event:
             case Reserve():
                 self._reserve(event)
-            case Open(number):
-                self.shell.open(self._lives[number], lambda _: None)
+            case Open(number, older):
+                self.shell.open(self._lives[number], lambda _: None, older=older)
             case Arrived(number):
                 self.shell.arrived(self._lives[number])
             case Start(number):

@@ -116,3 +116,13 @@ def test_streams_of_a_lost_conductor_go_on_at_another(lost: str) -> None:
     assert 0 < len(resumed) < 60
     assert {one.number % 3 for one in resumed} == {int(lost[1])}
     assert max(interval for one in resumed for interval in one.intervals) < ps(4.0), "nobody waits for the lost one"
+
+
+def test_prompts_that_come_to_four_conductors_at_once_spread_over_four_idle_instances() -> None:
+    """All choose the same instance by their pictures; it takes one, and tells the others that it has it."""
+    trace = [request(0.0, 300, 5, 100 * number) for number in range(8)]
+    ended, cluster = run(config(prefill=4, decode=2, kvstore=0, conductors=4), trace)
+    assert sorted(one.prefill for one in ended) == ["p0", "p0", "p1", "p1", "p2", "p2", "p3", "p3"]
+    assert {one.outcome for one in ended} == {DONE}
+    assert {one.attempts for one in ended} == {1}
+    assert [conductor.core.requests.stale > 0 for conductor in cluster.conductors].count(True) >= 3

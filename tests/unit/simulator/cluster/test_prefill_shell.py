@@ -65,7 +65,9 @@ class PacedEngine(FakeEngine):
         self._aborted: set[int] = set()
         self._news = asyncio.Event()
 
-    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+    async def run(
+        self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None, on_step: object = None
+    ) -> StepResult:
         assert on_layer is not None
         number, seconds = step.step_id, step_seconds(self._paced, step, decode=False)
         for layer in range(self._layers):

@@ -1,0 +1,133 @@
+"""The runs that the core orders: what the engine is given of them, and what becomes of the tokens that it samples."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from moonpool.engine.handle import Engine
+from moonpool.sched.steps import Step, StepResult
+from moonpool.telemetry.spans import Recorder
+from services.decode.core.actions import Run
+from services.decode.core.events import Candidates, StepDone, Stepped
+from services.decode.live import LiveRequest, LiveRequests, LiveSequence
+from services.decode.tracing import record_step
+
+Ended = list[tuple[int, int]]
+
+
+class Running:
+    """Gives the engine one run after the other. While it computes a step, the tokens of the one before are told.
+
+    Args:
+        engine: runs the steps.
+        live: the sequences.
+        max_tokens: longest sequence the model takes.
+        spans: where spans are recorded.
+        post: tells the core.
+        end: ends a request early.
+        notify: called when load or keys have changed.
+
+    Attributes:
+        steps: so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        live: LiveRequests,
+        max_tokens: int,
+        spans: Recorder,
+        post: Callable[[Stepped | StepDone], None],
+        end: Callable[[LiveRequest, str], None],
+        notify: Callable[[], None],
+    ) -> None:
+        self._engine, self._live, self._max_tokens, self._spans = engine, live, max_tokens, spans
+        self._post, self._end, self._notify = post, end, notify
+        self._block_tokens = engine.layout.block_tokens
+        self._order: Run | None = None
+        self._wake = asyncio.Event()
+        self._last_ns = 0
+        self.steps = 0
+
+    def order(self, run: Run) -> None:
+        """The core wants a run, after the one that is over."""
+        self._order = run
+        self._wake.set()
+
+    def cut(self, step: int) -> None:
+        """The run ends with the step that is being computed."""
+        self._engine.cut(step)
+
+    def close(self) -> None:
+        """Nothing is begun any more."""
+        self._order = None
+
+    async def run(self) -> None:
+        """Runs what is ordered until cancelled.
+
+        Raises:
+            Unavailable: the engine died.
+        """
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._order is not None:
+                await self._run(self._order)
+
+    async def _run(self, run: Run) -> None:
+        self._order, self._last_ns = None, 0
+        sequences = [self._live.sequences[number] for number in run.batch]
+        steps = 1 if run.steps == 1 else min(run.steps, *(it.steady(self._max_tokens) for it in sequences))
+        size = self._block_tokens
+        parts = [it.step(len(it.tokens) - 1, 1, size, sample=True, steps=steps) for it in sequences]
+        for chunk in run.chunks:
+            sequences.append(self._live.sequences[chunk.id])
+            parts.append(sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample))
+        step = Step(run.step, tuple(parts), copies=run.copies, steps=steps)
+        result = await self._engine.run(step, on_step=partial(self._goes_on, run, sequences))
+        self._over(run, sequences, result)
+
+    def _goes_on(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
+        """One of the run's steps but the last is over: nobody has ended with it."""
+        filled = []
+        for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=True)):
+            assert token is not None, "the run would be over"
+            if sequence.request.ending:
+                continue
+            filled += sequence.filled(self._block_tokens)
+            sequence.append(token, result.logprobs.get(index))
+            sequence.tell()
+        self._post(Stepped(run.step, 1, self._seconds(run, sequences, result), tuple(filled)))
+        if filled:
+            self._notify()
+
+    def _over(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
+        ended: Ended = []
+        filled = []
+        candidates: list[tuple[int, Candidates]] = []
+        for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=not result.aborted)):
+            if index in result.failed:
+                self._end(sequence.request, result.failed[index])
+            if token is None or sequence.request.ending:
+                continue
+            filled += sequence.filled(self._block_tokens)
+            if (beams := sequence.request.beams) is not None:
+                found = beams.propose(sequence.choice, result.several[index], self._max_tokens)
+                candidates.append((sequence.id, found))
+                continue
+            sequence.append(token, result.logprobs.get(index))
+            if reason := sequence.judge(self._max_tokens):
+                ended.append((sequence.id, int(reason)))
+            sequence.tell()
+        seconds = self._seconds(run, sequences, result)
+        told = tuple(ended), tuple(filled)
+        self._post(StepDone(run.step, result.aborted, seconds, *told, candidates=tuple(candidates)))
+        if ended or filled or run.chunks:
+            self._notify()
+
+    def _seconds(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> float:
+        """Counts a step; returns what it took, with the time since the one before it in its run."""
+        self.steps += 1
+        record_step(self._spans, run, sequences, result)
+        begin_ns, self._last_ns = self._last_ns or result.start_ns, result.end_ns
+        return (result.end_ns - begin_ns) / 1e9
