@@ -61,6 +61,6 @@ def test_a_peer_that_dies_fails_in_its_own_rows_only(processes: ExitStack) -> No
 def test_equal_tokens_count_up_to_the_first_other_one(processes: ExitStack) -> None:
     assert same_tokens([[1, 2, 3], [4, 5, 6]], [[1, 9, 3], [4, 5, 6]]) == pytest.approx(4 / 6)
     assert same_tokens([[1], [2]], [[1], [3]]) == 0.5
-    rows = Beside("tiny", ours, [peer(processes, dies_at=-1)], [].append).rows(LIMITS, 1)
+    rows = Beside("tiny", ours, [peer(processes, dies_at=-1)], list[str]().append).rows(LIMITS, 1)
     (share,) = [row.value for row in rows if isinstance(row, Row) and "ours too" in row.name]
     assert share == pytest.approx((1 + 3 * 63 / 64) / 4)
