@@ -25,6 +25,7 @@ SHARED_FOLDERS = ("hostile", "shared")
 """Whose tests share a stack, so that one process runs all of them; elsewhere one runs the tests of a file."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.parent
