@@ -47,7 +47,7 @@ test-containers: $(STAMP)  ## build the images, run them, one request, stop; nee
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMP)  ## the tests that gate every change (minutes)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 test-all: $(STAMP)  ## all tests, one after the other: some measure
 	$(BIN)/python -m pytest

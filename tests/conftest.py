@@ -9,9 +9,11 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; engines are told a number of their own
 _CORES = tempfile.NamedTemporaryFile(prefix="mp-cores-")  # noqa: SIM115  # as long as this process
@@ -25,13 +27,16 @@ SHARED_FOLDERS = ("hostile", "shared")
 """Whose tests share a stack, so that one process runs all of them; elsewhere one runs the tests of a file."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        folder = item.path.parent
-        item.add_marker(
-            pytest.mark.xdist_group(folder.name if folder.name in SHARED_FOLDERS else item.nodeid.split("::")[0])
-        )
+class Together(LoadScopeScheduling):
+    """Which tests one of several processes runs."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        folder, _, file = nodeid.partition("::")[0].rpartition("/")
+        return folder if folder.rpartition("/")[2] in SHARED_FOLDERS else f"{folder}/{file}"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
+    return Together(config, log)
 
 
 @pytest.fixture
