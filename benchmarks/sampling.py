@@ -1,9 +1,10 @@
-"""What choosing a token costs: each parameter beside greedy, and the masks of structured answers within a step.
+"""What choosing a token costs: each parameter beside greedy, and within a step, as the masks of structured answers.
 
 `python -m benchmarks.sampling [--json]`. Steps are those of one stage in this process, of the shape `small` in bfloat16
-with random weights, batch 8, a context of 256 tokens each; the tokenizer is made up (`moonpool model create`). All
-sequences of a structured step follow the same JSON schema and begin it anew when they have ended; plain ones sample
-from the same contexts. Both draw at temperature 1, and alternate.
+with random weights, a context of 256 tokens each; the tokenizer is made up (`moonpool model create`). All sequences of
+a structured step follow the same JSON schema and begin it anew when they have ended; plain ones sample from the same
+contexts. Both draw at temperature 1, and alternate; batch 8. At batch 32 steps that draw with top-p alternate with
+greedy ones, and the time is taken that those spend outside native code.
 """
 
 import argparse
@@ -13,14 +14,17 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.frame import Absent, Progress, Row, paired, run
+from benchmarks.frame import Absent, Progress, Row, bounded, paired, run
+from kernels.native import library
+from kernels.native.library import Library
 from moonpool.checkpoint import Tokenizer, kv_layout, load_config
 from moonpool.engine.devices.opening import place_on
 from moonpool.engine.gates import Gates
@@ -39,8 +43,15 @@ from moonpool.v1 import kv_pb2
 
 VOCABULARIES = (49_152, 151_936)
 BATCH, CONTEXT, BLOCK_TOKENS = 8, 256, 64
+MANY = 32
 WANTED = 1 / 1.05
 """A step with masks takes at most 5 % longer."""
+WANTED_TOP_P = 0.9
+"""Of the tokens per second of greedy steps."""
+MOST_OUTSIDE = 0.03
+"""Of a step, outside native calls."""
+NATIVE = ("step", "rows", "rms_norm", "product", "sample")
+"""What a step calls."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -57,6 +68,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PLAIN = SampleSpec(SamplingParams())
+TOP_P = SampleSpec(SamplingParams(temperature=0.8, top_p=0.95), seed=1)
 FEATURES = {
     "temperature 0.8": SamplingParams(temperature=0.8),
     "temperature 0.8, top-p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
@@ -69,15 +81,17 @@ FEATURES = {
 class Stage:
     """One stage of a made-up model, and sequences that it generates for."""
 
-    def __init__(self, folder: Path, vocabulary: int) -> None:
+    def __init__(self, folder: Path, vocabulary: int, batch: int) -> None:
         create("small", folder, overrides={"vocab_size": vocabulary})
         config = load_config(folder)
         self._blocks = -(-(CONTEXT + 1) // BLOCK_TOKENS)
         self._pool = KVPool.create(
-            kv_layout(config, "bfloat16", BLOCK_TOKENS), BATCH * self._blocks, [(0, config.num_layers)]
+            kv_layout(config, "bfloat16", BLOCK_TOKENS), batch * self._blocks, [(0, config.num_layers)]
         )
         self._ends = config.eos_token_ids
-        self._masks = Masks(lambda: Tokenizer.load(folder), vocabulary, self._ends)
+        native = library.get()
+        aside = nullcontext if native is None else native.aside
+        self._masks = Masks(lambda: Tokenizer.load(folder), vocabulary, self._ends, aside)
         model = load_stage(folder, config, torch.bfloat16, 0, config.num_layers)
         self._events: list[LayerDone | StepDone] = []
         [part] = self._pool.parts
@@ -93,24 +107,30 @@ class Stage:
         )
         self._numbers = itertools.count(1)
         structured = SamplingParams(max_tokens=10_000, response_format="json_schema", grammar=json.dumps(SCHEMA))
-        self._sampling = [SequenceSampling.of(replace(structured, seed=row), 1, self._ends) for row in range(BATCH)]
-        self._answers = [array("i", [3]) for _ in range(BATCH)]
+        self._sampling = [SequenceSampling.of(replace(structured, seed=row), 1, self._ends) for row in range(batch)]
+        self._answers = [array("i", [3]) for _ in range(batch)]
 
-    def seconds(self, *, structured: bool) -> float:
-        """Time of one step."""
-        pairs = zip(self._sampling, self._answers, strict=True)
-        specs = [it.at(answer) if structured else PLAIN for it, answer in pairs]
-        step = Step(next(self._numbers), tuple(map(self._sequence, range(BATCH), specs)))
+    def structured(self) -> float:
+        """Time of one step whose sequences follow the schema."""
+        specs = [it.at(answer) for it, answer in zip(self._sampling, self._answers, strict=True)]
+        took, tokens = self._step(specs)
+        for row, token in enumerate(tokens):
+            self._grow(row, token or 0)
+        return took
+
+    def plain(self, spec: SampleSpec) -> float:
+        """Time of one step that samples so."""
+        return self._step([spec] * len(self._answers))[0]
+
+    def _step(self, specs: Sequence[SampleSpec]) -> tuple[float, Sequence[int | None]]:
+        step = Step(next(self._numbers), tuple(map(self._sequence, range(len(specs)), specs)))
         begin = time.perf_counter()
         self._runner.run(step)
         took = time.perf_counter() - begin
         done = self._events.pop()
         self._events.clear()
         assert isinstance(done, StepDone)
-        if structured:
-            for row, token in enumerate(done.sampled):
-                self._grow(row, token or 0)
-        return took
+        return took, done.sampled
 
     def _sequence(self, row: int, spec: SampleSpec) -> SequenceStep:
         table = tuple(range(row * self._blocks, (row + 1) * self._blocks))
@@ -128,22 +148,73 @@ class Stage:
 
 
 @contextmanager
-def stage(vocabulary: int) -> Iterator[Stage]:
-    """A stage of a model with this vocabulary."""
-    with tempfile.TemporaryDirectory() as folder, closing(Stage(Path(folder) / "model", vocabulary)) as made:
+def stage(vocabulary: int, batch: int) -> Iterator[Stage]:
+    """A stage of a model with this vocabulary, and so many sequences."""
+    with tempfile.TemporaryDirectory() as folder, closing(Stage(Path(folder) / "model", vocabulary, batch)) as made:
         yield made
+
+
+class Clock:
+    """Counts the time that a library's functions take, once `watch` has been called."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def watch(self, native: Library) -> None:
+        """From now on."""
+        for name in NATIVE:
+            setattr(native, name, self._timed(getattr(native, name)))
+
+    def _timed(self, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            begin = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        return call
+
+    def outside(self, made: Stage, spec: SampleSpec) -> float:
+        """Share of one step."""
+        before = self.seconds
+        took = made.plain(spec)
+        return 1 - (self.seconds - before) / took
+
+
+def paired_steps(
+    ours: Callable[[], float], theirs: Callable[[], float], runs: int, steps: int
+) -> list[tuple[float, float]]:
+    """Median milliseconds of so many steps each, which alternate, in each run."""
+    pairs = []
+    for run_ in range(runs + 1):  # in the first, parsers learn and memory settles
+        both = [(ours(), theirs()) for _ in range(steps)]
+        if run_:
+            pairs.append((1e3 * statistics.median(a for a, _ in both), 1e3 * statistics.median(b for _, b in both)))
+    return pairs
+
+
+def many_rows(vocabulary: int, runs: int, steps: int) -> Iterator[Row]:
+    """Steps of many sequences: drawn with top-p beside greedy, and what is outside native calls."""
+    native = library.get()
+    with stage(vocabulary, MANY) as made:
+        pairs = paired_steps(partial(made.plain, TOP_P), partial(made.plain, SampleSpec()), runs, steps)
+        name = f"step at temperature 0.8 with top-p 0.95, vocabulary {vocabulary}, batch {MANY}"
+        yield paired(name, "ms", pairs, "the greedy step", less_is_better=True, target=WANTED_TOP_P)
+        if native is None:
+            return
+        clock = Clock()
+        clock.watch(native)
+        for name, spec in (("greedy", SampleSpec()), ("top-p", TOP_P)):
+            shares = [statistics.median(clock.outside(made, spec) for _ in range(steps)) for _ in range(runs)]
+            name = f"share of a step outside native calls, {name}, vocabulary {vocabulary}, batch {MANY}"
+            yield bounded(name, "of the step", shares, "wanted", MOST_OUTSIDE)
 
 
 def mask_row(vocabulary: int, runs: int, steps: int) -> Row:
     """A step with masks beside one without."""
-    pairs = []
-    with stage(vocabulary) as made:
-        for _ in range(steps):  # parsers learn, torch settles
-            made.seconds(structured=True)
-            made.seconds(structured=False)
-        for _ in range(runs):
-            both = [(made.seconds(structured=True), made.seconds(structured=False)) for _ in range(steps)]
-            pairs.append((1e3 * statistics.median(a for a, _ in both), 1e3 * statistics.median(b for _, b in both)))
+    with stage(vocabulary, BATCH) as made:
+        pairs = paired_steps(made.structured, partial(made.plain, PLAIN), runs, steps)
     name = f"step with masks, vocabulary {vocabulary}, batch {BATCH}"
     return paired(name, "ms", pairs, "the step without", less_is_better=True, target=WANTED)
 
@@ -176,6 +247,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
         for row in (mask_row(vocabulary, options.runs, options.steps), *feature_rows(vocabulary, options.runs)):
             rows.append(row)
             progress(f"{row.name}: {row.value:.2f} {row.unit}, ratio {row.ratio:.3f}")
+    for row in many_rows(VOCABULARIES[-1], options.runs, options.steps):
+        rows.append(row)
+        progress(f"{row.name}: {row.value:.3f} {row.unit}, ratio {row.ratio:.3f}")
     return rows
 
 

@@ -48,6 +48,9 @@ class Pool:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._held
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     def keys(self) -> list[BlockKey]:
         """Of all blocks, in the order of their bytes."""
         return sorted(self._held)

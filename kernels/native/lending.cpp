@@ -18,11 +18,38 @@ extern "C" int mp_lend(void* page, int count, int own) {
     return 0;
 }
 
-int lent_cores(int threads) {
-    if (!slots) return threads;
+static std::atomic<int> aside{0};  // threads of this process that compute beside the team
+extern "C" int mp_aside(int change) { return aside.fetch_add(change, std::memory_order_relaxed) + change; }
+
+static int left(int most, int threads) {
+    most -= aside.load(std::memory_order_relaxed);
+    return most < 1 ? 1 : most < threads ? most : threads;
+}
+
+static int64_t now_ns() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
-    int64_t now = t.tv_sec * 1000000000ll + t.tv_nsec;
+    return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+// Since `mp_had` was asked: time from region to region, and the same times the share of its cores that each one had.
+// One thread computes at a time. The time after a region, until the next one, counts as the region.
+static int64_t since_ns = 0;
+static double its_share = 1, whole_ns = 0, had_ns = 0;
+
+static void note(int64_t now, int threads, int wanted) {
+    if (since_ns) whole_ns += now - since_ns, had_ns += its_share * (now - since_ns);
+    since_ns = now, its_share = wanted > 1 ? (double)threads / wanted : 1;
+}
+
+extern "C" double mp_had() {
+    note(now_ns(), 1, 1);
+    double had = whole_ns > 0 ? had_ns / whole_ns : 1;
+    since_ns = 0, whole_ns = had_ns = 0;
+    return had;
+}
+
+static int lent(int threads, int64_t now) {
     Slot& own = slots[own_slot];
     own.beat_ns.store(now, std::memory_order_relaxed);
     if (threads <= 1) return threads;
@@ -33,7 +60,14 @@ int lent_cores(int threads) {
         if (i == own_slot || other.beat_ns.load(std::memory_order_relaxed) < now - BUSY_NS) continue;
         if (other.cores.load(std::memory_order_relaxed) == cores) all += other.share.load(std::memory_order_relaxed);
     }
-    if (share <= 0 || all <= 0) return threads;
-    int64_t most = (int64_t)team_most() * share / all;
-    return most < 1 ? 1 : most < threads ? (int)most : threads;
+    if (share <= 0 || all <= 0) return left(team_most(), threads);
+    return left((int)(team_most() * share / all), threads);
+}
+
+int lent_cores(int threads) {
+    if (!slots) return left(team_most(), threads);
+    int64_t now = now_ns();
+    int had = lent(threads, now);
+    note(now, had, threads);
+    return had;
 }

@@ -7,10 +7,11 @@ this process has processors.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.build import BuildError, build
-from kernels.native.structures import Attention, Model, Panels, Step
+from kernels.native.structures import Attention, Model, Panels, Sampling, Step
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_arrange": (_pointer(Panels), _P, _I),
     "mp_rows": (_pointer(Panels), _P, _L, _P, _I),
     "mp_product": (_pointer(Panels), _P, _L, _L, _P, _I, _I),
+    "mp_sample": (_pointer(Sampling), _I),
     "mp_lend": (_P, _I, _I),
+    "mp_aside": (_I,),
     "mp_threads_used": (_I,),
     "mp_read": (_P, _L, _I),
     "mp_exp": (_P, _L, _L, _I, _I),
@@ -62,6 +65,7 @@ class Library:
         for name, wide in (("mp_panels_bytes", (_pointer(Panels),)), ("mp_step", (_pointer(Model), _pointer(Step)))):
             function = getattr(self._c, name)
             function.argtypes, function.restype = wide, _L
+        self._c.mp_had.argtypes, self._c.mp_had.restype = (), ctypes.c_double
         self.width = int(self._c.mp_width())
         self.has_bf16 = bool(self._c.mp_has_bf16())
 
@@ -192,6 +196,10 @@ class Library:
         self._done(came < 0)
         return came
 
+    def sample(self, sampling: Sampling) -> None:
+        """Choose tokens, see sample.cpp."""
+        self._done(self._c.mp_sample(sampling, torch.get_num_threads()))
+
     def read(self, memory: Tensor) -> None:
         """Read a large tensor once, as fast as it can be: a benchmark's ceiling."""
         self._c.mp_read(memory.data_ptr(), memory.nbytes, torch.get_num_threads())
@@ -206,6 +214,22 @@ class Library:
         See `moonpool.engine.cores`. The page stays mapped as long as the process runs.
         """
         self._c.mp_lend(page, count, own)
+
+    def had(self) -> float:
+        """Return which share of the cores that it wanted this process had since it was asked before: a mean over time.
+
+        1 where `lend` was not called.
+        """
+        return float(self._c.mp_had())
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave one core to the calling thread, which computes something else, as long as the body runs."""
+        self._c.mp_aside(1)
+        try:
+            yield
+        finally:
+            self._c.mp_aside(-1)
 
     def threads_used(self, threads: int) -> int:
         """Return how many threads of `threads` come to work on one job at the same time, for tests."""

@@ -38,12 +38,13 @@ extern "C" int mp_exp(float* p, int64_t n, int64_t times, int exact, int threads
 }
 extern "C" int mp_threads_used(int threads) {  // for tests: how many work on a job at the same time
     if (threads > team_most()) threads = team_most();
-    struct Meeting { std::atomic<int> arrived; int threads; } meeting{{0}, threads};
-    auto meet = [](void* p) {
+    struct Meeting { std::atomic<int> arrived; int threads, lent; } meeting{{0}, threads, lent_cores(threads)};
+    auto meet = [](void* p) {  // those that may come are waited for, those that must not a little
         Meeting* m = (Meeting*)p;
         m->arrived++;
         timespec nap{0, 100000};
-        for (int tries = 0; m->arrived < m->threads && tries < 100000; tries++) nanosleep(&nap, nullptr);
+        for (int tries = 0; m->arrived < m->threads && tries < (m->arrived < m->lent ? 100000 : 200); tries++)
+            nanosleep(&nap, nullptr);
     };
     run_team(meet, &meeting, threads);
     return meeting.arrived;

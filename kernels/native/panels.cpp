@@ -10,6 +10,7 @@ enum { TILE_ROWS = 6, MANY = VECTORS / 2 };
 #endif
 enum { AHEAD = 12 << 10 };  // bytes that few rows are fetched ahead of their use
 static const int64_t BLOCK_BYTES = 6 << 20;  // of rows that go through all panels together
+static const int64_t PART_BYTES = 16 << 20;  // of a matrix that is worked on without looking for cores
 
 // Whether elements of this type lie in pairs of inputs.
 template <class T> constexpr bool paired() {
@@ -243,10 +244,21 @@ extern "C" int mp_rows(const Panels* p, const int64_t* outputs, int64_t n, void*
     FOR_TYPE(p->type, CALL)
 #undef CALL
 }
-// `end`: see End. All columns of the result.
+// All columns, in several regions where the matrix is large (a head's takes milliseconds): cores that come free are used.
+template <class T>
+static int whole_product(const Panels& p, const T* x, int64_t stride, int64_t rows, char* out, int end, int threads) {
+    int64_t columns = p.columns(), part = (PART_BYTES / p.bytes() + 1) * p.width();
+    int64_t size = end == WIDE ? sizeof(float) : sizeof(T);
+    if (p.gated) part = columns;  // no head is, and ends of gated ones know no first column
+    for (int64_t first = 0; first < columns; first += part) {
+        Result r{out + first * size, columns, end, first, first + part < columns ? first + part : columns};
+        if (int code = product<T>(p, x, stride, rows, r, threads)) return code;
+    }
+    return 0;
+}
+// `end`: see End.
 extern "C" int mp_product(const Panels* p, const void* x, int64_t stride, int64_t rows, void* out, int end, int threads) {
-    Result r{out, p->columns(), end, 0, p->columns()};
-#define CALL(T) product<T>(*p, (const T*)x, stride, rows, r, threads)
+#define CALL(T) whole_product<T>(*p, (const T*)x, stride, rows, (char*)out, end, threads)
     FOR_TYPE(p->type, CALL)
 #undef CALL
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -69,3 +70,19 @@ class Step(ctypes.Structure):
         ("watch", _P),
         ("threads", _I),
     )  # fmt: skip
+
+
+class Sampling(ctypes.Structure):
+    """In sample.cpp."""
+
+    _fields_ = (
+        ("logits", _P), ("rows", _L), ("vocab", _L),
+        ("row", _P), ("data", _P), ("numbers", _P),
+        ("tokens", _P), ("failed", _P),
+        ("logprobs", _P), ("ranks", _P),
+        ("top_tokens", _P), ("top_logprobs", _P), ("most", _L),
+    )  # fmt: skip
+
+
+SAMPLING_ROW = struct.Struct("=d4q8i5f4x")
+"""Row of sample.cpp."""

@@ -12,7 +12,7 @@ from moonpool.client import AsyncClient, SamplingParams
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
 from simulator.cluster.config import ClusterConfig, Slo
-from simulator.cluster.requests import DONE, Request
+from simulator.cluster.requests import DONE, Answer, Made, Request
 from simulator.experiments.calibration import SIMULATIONS, Extras, Times, fit, serve
 from simulator.experiments.comparison import Line, compare
 from simulator.kernel.clock import PS
@@ -88,13 +88,14 @@ async def drive(address: str | Sequence[str], replay: Replay) -> list[Request]:
     async def one(client: AsyncClient, number: int, wanted: TraceRequest) -> Request:
         due_s = wanted.timestamp / 1000
         await asyncio.sleep(max(0.0, due_s / replay.time_scale + begin - loop.time()))
-        request = Request(number, round(due_s * PS), wanted.input_length, wanted.output_length, ())
+        lengths = wanted.input_length, wanted.output_length
+        request = Request(number, round(due_s * PS), *lengths, (), choices=wanted.choices, tenant=wanted.tenant)
         prompt = wanted.tokens(replay.vocab_size, replay.block_tokens).tolist()
-        sampling = SamplingParams(max_tokens=wanted.output_length, temperature=0.0, ignore_eos=True)
-        stream = client.stream(token_ids=prompt, sampling=sampling)
+        sampling = SamplingParams(max_tokens=wanted.output_length, temperature=0.0, ignore_eos=True, n=wanted.choices)
+        stream = client.stream(token_ids=prompt, sampling=sampling, tenant=wanted.tenant)
         try:
             async for event in stream:
-                note_tokens(request, len(event.token_ids), now())
+                note_tokens(request.answers[event.choice], len(event.token_ids), now())
         except MoonpoolError as error:
             request.outcome = type(error).__name__
         else:
@@ -142,15 +143,11 @@ def side_by_side(
     return Foreseen(extras, near, measured[first:], simulated[first:])
 
 
-def note_tokens(request: Request, tokens: int, now: int) -> None:
+def note_tokens(answer: Answer, tokens: int, now: int) -> None:
     """Tokens have come together: the time since the last one is shared among them."""
-    if tokens and not request.made:
-        request.first_at = request.last_at = now
-        request.made, tokens = 1, tokens - 1
     if tokens:
-        request.intervals += [(now - request.last_at) // tokens] * tokens
-        request.made += tokens
-        request.last_at = now
+        gap = (now - answer.last_at) // tokens if answer.made else 0
+        answer.take(Made(answer.last_at + gap if answer.made else now, [gap] * (tokens - 1), now))
 
 
 def show(columns: dict[str, Summary]) -> None:

@@ -1,6 +1,7 @@
 """A linear model of seconds that follows measurements: a Kalman filter that neither outliers nor noise mislead."""
 
 from collections.abc import Sequence
+from math import log
 from operator import mul
 
 FIRST_NOISE = 0.2
@@ -16,9 +17,10 @@ LEAST_SHARE = 0.05
 class Regression:
     """Coefficients of `seconds = sum(coefficient * size)`, none negative, by measurements one after the other.
 
-    Errors count relative to the prediction, and beyond a gate they count as if they were at the gate, so that the
-    coefficients are about those of a median (Huber's estimator). Several in a row beyond the gate make the filter as
-    uncertain as at its start. A size that does not vary leaves its coefficient where it was.
+    Errors count as logarithms of measured over predicted: twice as long and half as long weigh alike, as times have a
+    long tail. Beyond a gate they count as if they were at it, so that the coefficients are about those of a median
+    (Huber's estimator). Several in a row beyond the gate make the filter as uncertain as at its start. A size that does
+    not vary leaves its coefficient where it was.
 
     Args:
         coefficients: first ones.
@@ -27,7 +29,7 @@ class Regression:
         change: so many measurements in a row beyond the gate, on one side, are no outliers: what was learnt before is
             not true any more.
         drift: variance of a coefficient that each measurement adds, as a share of its first: old measurements fade.
-        least_s: shorter predictions count as so many seconds when an error is taken relative to them.
+        least_s: errors of shorter predictions are relative to so many seconds, and no logarithms.
     """
 
     __slots__ = (
@@ -82,12 +84,13 @@ class Regression:
         predicted = known_s + self.seconds(sizes)
         scale = max(predicted, self._least_s)
         shares = [size / scale for size in sizes]
-        error = (seconds - predicted) / scale
+        error = log(seconds / predicted) if predicted >= self._least_s else (seconds - predicted) / scale
         along, variance = self._along(shares)
         limit = GATE * variance**0.5
         if self._changed(error, limit):
             self._covariance = self._fresh()
             along, variance = self._along(shares)
+            error = (seconds - predicted) / scale  # by which the coefficients are to grow
         else:
             error = min(max(error, -limit), limit)
         self._noise += NOISE_WEIGHT * (1.25 * min(abs(error), 3.0 * self._noise) - self._noise)

@@ -18,6 +18,8 @@ OWN = 0.15
 FIXED = 0.25
 """The fixed part of a step is less certain, as work around the engine is not in the base: as a share of a typical
 step."""
+DRIFT = 5e-3
+"""Of prefill's coefficients: about the last hundred steps count."""
 TYPICAL_CHUNK = 256
 TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
 
@@ -41,7 +43,10 @@ class SpeedTracker:
         chunk_s = prefill_seconds(base, TYPICAL_CHUNK, 0)
         grows = base.prefill_per_token_s, base.prefill_per_pair_s
         self._prefill = Regression(
-            (base.prefill_base_s, *grows, 1.0), (FIXED * chunk_s, *(OWN * one for one in grows), OWN), common=COMMON
+            (base.prefill_base_s, *grows, 1.0),
+            (FIXED * chunk_s, *(OWN * one for one in grows), OWN),
+            common=COMMON,
+            drift=DRIFT,
         )
         batch_s = decode_step_seconds(base, TYPICAL_BATCH, TYPICAL_CONTEXT)
         grows = base.decode_per_sequence_s, base.decode_per_context_token_s
@@ -72,20 +77,23 @@ class SpeedTracker:
             )
         return self._speeds
 
-    def observe_prefill(self, chunks: Iterable[tuple[int, int, bool]], seconds: float, *, known_s: float = 0.0) -> None:
-        """Learn that one prefill step took `seconds`.
+    def observe_prefill(
+        self, chunks: Iterable[tuple[int, int, bool]], seconds: float, *, known_s: float = 0.0, share: float = 1.0
+    ) -> None:
+        """Learn that one prefill step took `seconds`. The speeds are those with all of the engine's cores.
 
         Args:
             chunks: of the step: tokens computed, tokens before them, and whether the prompt begins with it.
             seconds: measured.
             known_s: of these, seconds that something else in the step is predicted to take.
+            share: of its cores, that the engine had: what grows took so much longer.
         """
         base, tokens, pairs, once_s = self._base, 0, 0, 0.0
         for new, prefix, begins in chunks:
             tokens += new
             pairs += attention_pairs(new, prefix)
             once_s += base.prefill_per_prompt_s + base.prefill_per_cached_token_s * prefix if begins else 0.0
-        self._prefill.observe((1.0, tokens, pairs, once_s), seconds, known_s)
+        self._prefill.observe((1.0, tokens / share, pairs / share, once_s / share), seconds, known_s)
         self._speeds = None
 
     def observe_decode(self, sequences: int, context_tokens: int, seconds: float) -> None:

@@ -1,13 +1,13 @@
 """The last stage's end of a step: which tokens its sequences get, and log probabilities."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from moonpool.engine.masks import CannotFollow
+from moonpool.engine.masks import CannotFollow, Mask
 from moonpool.logprobs import Logprobs
 from moonpool.model.batch import PackedBatch
 from moonpool.model.likely import logprobs, most_likely
@@ -38,7 +38,7 @@ def choose(
     hidden: Tensor,
     batch: PackedBatch,
     dropped: Container[int],
-    masks: Mapping[int, Future[bytes]],
+    masks: Future[dict[int, Mask]] | None,
 ) -> Found:
     """Everything that is wanted of the `hidden` states [T, hidden] after the last layer, but of dropped sequences.
 
@@ -59,7 +59,7 @@ def choose(
 
 
 def _sample(
-    logits: Tensor, wanted: Sequence[tuple[int, SampleSpec]], masks: Mapping[int, Future[bytes]], found: Found
+    logits: Tensor, wanted: Sequence[tuple[int, SampleSpec]], masks: Future[dict[int, Mask]] | None, found: Found
 ) -> None:
     """Each row's tokens; for beams the most likely ones, which are not drawn."""
     drawn = [(row, index, spec) for row, (index, spec) in enumerate(wanted) if not spec.best]
@@ -67,13 +67,13 @@ def _sample(
         if spec.best:
             _most_likely(logits[row], index, spec, found)
     rows = logits if len(drawn) == len(wanted) else logits[[row for row, _, _ in drawn]]
-    allowed = {}
+    allowed, made = {}, masks.result() if masks is not None else {}
     for at, (_, index, _) in enumerate(drawn):
-        if index in masks:
-            try:
-                allowed[at] = masks[index].result()
-            except CannotFollow as error:
-                found.failed[index] = str(error)
+        mask = made.get(index)
+        if isinstance(mask, CannotFollow):
+            found.failed[index] = str(mask)
+        elif mask is not None:
+            allowed[at] = mask
     chosen = sample(rows, [spec for _, _, spec in drawn], allowed)
     for at, (_, index, spec) in enumerate(drawn):
         if index not in found.failed and at in chosen.failed:

@@ -1,8 +1,10 @@
 """Which tokens may follow in answers of a given format: worked out on a thread of its own while the step computes.
 
 What may follow depends on the tokens before it, which are known when a step begins. So the masks are there when the
-step has its logits, and nothing waits for them that was not busy itself. The first request with a format waits for the
-tokenizer, which takes up to a second and 150 MB with 152k tokens: who asks for no format pays neither.
+step has its logits, and nothing waits for them that was not busy itself. While the thread works, native kernels leave
+it a core: a team with more threads than cores waits at each barrier for one that does not run. The first request with a
+format waits for the tokenizer, which takes up to a second and 150 MB with 152k tokens: who asks for no format pays
+neither.
 
 A mask is a function of the grammar and the answer so far. Parsers that stand behind an answer are kept only to save
 time: one that is missing is made anew from the answer, so nothing is lost with a preempted or moved sequence.
@@ -11,8 +13,9 @@ time: one that is missing is made anew from the answer, so nothing is lost with 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TypeVar
 
@@ -21,7 +24,6 @@ from llguidance import LLMatcher, LLTokenizer
 from moonpool.checkpoint import Tokenizer
 from moonpool.grammar import LIMITS, Grammar
 from moonpool.kv.keys import tokens_from_bytes
-from moonpool.sampling import SampleSpec
 from moonpool.sched.steps import Step
 
 MAX_GRAMMARS = 64
@@ -33,34 +35,49 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class CannotFollow(Exception):  # noqa: N818  # of one sequence, not of the engine
-    """There is no mask for an answer: its grammar is too complex at this place, or the answer does not fit it."""
+class CannotFollow(str):
+    """Why there is no mask for an answer: its grammar is too complex at this place, or the answer does not fit it."""
+
+    __slots__ = ()
+
+
+Mask = bytes | CannotFollow
+"""Bit i (from the lowest bit of the first byte on) says whether token i may follow; or why there is no mask."""
 
 
 class Masks:
-    """Makes bit masks: bit i (from the lowest bit of the first byte on) says whether token i may follow.
+    """Makes bit masks.
 
     Args:
         load: gives the tokenizer; called on the thread.
         vocab_size: tokens of the model.
         end_token_ids: of the model.
+        aside: the thread works within such a context.
     """
 
-    def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Tokenizer],
+        vocab_size: int,
+        end_token_ids: tuple[int, ...],
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._load = load
+        self._aside = aside
         self._vocab_size = vocab_size
         self._ends = end_token_ids
         self._thread = ThreadPoolExecutor(1, "masks")
         self._grammars: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._parsers: OrderedDict[tuple[Grammar, bytes], LLMatcher] = OrderedDict()
 
-    def begin(self, step: Step) -> dict[int, Future[bytes]]:
-        """Begins the masks of a step's sequences that sample with a format, by index."""
-        return {
-            index: self._thread.submit(self._mask, grammar, sequence.sample)
+    def begin(self, step: Step) -> Future[dict[int, Mask]] | None:
+        """Begins the masks of a step's sequences that sample with a format, by index; None where none does."""
+        wanted = [
+            (index, grammar, sequence.sample.answer)
             for index, sequence in enumerate(step.sequences)
             if sequence.sample is not None and (grammar := Grammar.of(sequence.sample.params)) is not None
-        }
+        ]
+        return self._thread.submit(self._masks, wanted) if wanted else None
 
     def close(self) -> None:
         """Ends the thread."""
@@ -74,20 +91,20 @@ class Masks:
         size = max(self._vocab_size, tokenizer.vocab_size)
         return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None)
 
-    def _mask(self, grammar: Grammar, spec: SampleSpec) -> bytes:
-        """What may follow.
+    def _masks(self, wanted: Sequence[tuple[int, Grammar, bytes]]) -> dict[int, Mask]:
+        with self._aside():
+            return {index: self._mask(grammar, answer) for index, grammar, answer in wanted}
 
-        Raises:
-            CannotFollow: nothing may, or nobody knows.
-        """
+    def _mask(self, grammar: Grammar, answer: bytes) -> Mask:
+        """What may follow."""
         try:
-            parser = self._parser(grammar, spec.answer)
+            parser = self._parser(grammar, answer)
             mask: bytes = parser.compute_bitmask()
         except Exception as error:  # of the library, or the checkpoint has no tokenizer: other sequences go on
-            raise CannotFollow(f"the {grammar.format} cannot be followed: {error!r}"[:_MAX_REASON]) from error
-        if parser.is_error() or not any(mask):
-            raise CannotFollow(f"the {grammar.format} cannot be followed: {parser.get_error()}"[:_MAX_REASON])
-        _keep(self._parsers, (grammar, spec.answer), parser, MAX_PARSERS)
+            return CannotFollow(f"the {grammar.format} cannot be followed: {error!r}"[:_MAX_REASON])
+        if parser.is_error() or mask == bytes(len(mask)):
+            return CannotFollow(f"the {grammar.format} cannot be followed: {parser.get_error()}"[:_MAX_REASON])
+        _keep(self._parsers, (grammar, answer), parser, MAX_PARSERS)
         return mask
 
     def _parser(self, grammar: Grammar, answer: bytes) -> LLMatcher:

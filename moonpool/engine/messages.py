@@ -78,6 +78,7 @@ class StepDone:
     failed: Mapping[int, str] = field(default_factory=dict)
     over: bool = True
     """No further step of the run follows."""
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

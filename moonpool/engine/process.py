@@ -88,7 +88,8 @@ def _result(stages: Sequence[StepDone]) -> StepResult:
     end_ns = max(done.end_ns for done in stages)
     sampled = () if aborted else last.sampled
     told = last.several, last.logprobs, last.scores, last.failed
-    return StepResult(sampled, aborted, start_ns, end_ns, *told)
+    share = sum(done.share for done in stages) / len(stages)
+    return StepResult(sampled, aborted, start_ns, end_ns, *told, share)
 
 
 @dataclass(slots=True, eq=False)

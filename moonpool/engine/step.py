@@ -5,7 +5,7 @@ looks at a tensor before the lane has come to it, and what follows from a layer 
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor
 from moonpool.engine.choosing import Found, choose
 from moonpool.engine.devices.opening import Place
 from moonpool.engine.gates import Gates, Watch
-from moonpool.engine.masks import Masks
+from moonpool.engine.masks import Mask, Masks
 from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import Links
 from moonpool.model.batch import PackedBatch
@@ -48,6 +48,8 @@ class StageRunner:
     gate_timeout_s: float
     masks: Masks | None = None
     """Of the last stage; None = answers have no format."""
+    share: Callable[[], float] = lambda: 1.0
+    """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
 
     @property
     def kv(self) -> Tensor:
@@ -75,7 +77,7 @@ class StageRunner:
         start_ns = time.monotonic_ns()
         memory = self.place.memory
         memory.begin(step)
-        masks = self.masks.begin(step) if self.masks is not None else {}
+        masks = self.masks.begin(step) if self.masks is not None else None
         work = self._received(step)
         done = work is not None and self._layers(step, work)
         if work is not None and done and self.model.is_last:
@@ -156,7 +158,7 @@ class StageRunner:
             work.hidden, work.batch, self.kv, first, last, tails=wanted, watch=watch
         )
 
-    def _choose(self, step: Step, work: _Work, masks: Mapping[int, Future[bytes]]) -> None:
+    def _choose(self, step: Step, work: _Work, masks: Future[dict[int, Mask]] | None) -> None:
         dropped = self.gates.dropped(step.step_id)
         work.found = choose(self.model, step, work.hidden, work.batch, dropped, masks)
 
@@ -179,5 +181,6 @@ class StageRunner:
                 scores=found.scores,
                 failed=found.failed,
                 over=over,
+                share=self.share(),
             )
         )

@@ -109,6 +109,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     sys.modules.setdefault("torch._meta_registrations", types.ModuleType("torch._meta_registrations"))
     import torch
 
+    from kernels.native import library
     from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
     from moonpool.engine.devices.opening import open_device, place_on
@@ -149,10 +150,15 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
             dtype=dtype,
             timeout_s=engine.step_timeout_s,
         )
+    native = library.get() if model.native else None
     masks = None
     if model.is_last:
-        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids)
-    return StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
+        aside = contextlib.nullcontext if native is None else native.aside
+        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside)
+    runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
+    if native is not None:
+        runner.share = native.had
+    return runner
 
 
 def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextManager[None]]:

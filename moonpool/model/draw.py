@@ -6,7 +6,9 @@ their sum lies, and min-p those whose weight is at least p of the highest. Equal
 Then the kept weights are summed up **in order of the token**, and the one is chosen at which the sum passes u times the
 whole sum; u in [0, 1) belongs to the seed and the output position (`moonpool.model.sampler.uniform`).
 
-Weights are float32, sums float64.
+Weights are float32, sums float64. This is the reference of the native sampler (`kernels/native/sample.cpp`), which
+gives the same weights and sums to the bit: an exponential is a few products and sums, each rounded, and a sum has one
+order. It also runs where there is no native code.
 """
 
 from __future__ import annotations
@@ -23,6 +25,17 @@ from moonpool.sampling import SamplingParams
 _SHIFT = 16
 _BUCKETS = (0x3F800000 >> _SHIFT) + 1
 """Weights lie in [0, 1], and the bits of such floats have their order: a bucket is a range of upper bits."""
+_LOG2_E = 1.4426950408889634
+_LEAST_POWER = -126.0
+"""Of two: what is less is 0."""
+_ROUNDING = 12582912.0
+"""1.5 * 2^23: a float of some size that this is added to loses its fraction."""
+_POWER_OF_2 = (1.537070260e-4, 1.339984826e-3, 9.618373259e-3, 5.550329035e-2, 2.402264846e-1, 6.931472056e-1, 1.0)
+"""A polynomial for 2^x in [-0.5, 0.5], highest power first; 1e-7 relative."""
+_ROWS = 4
+"""Rows that are weighed together on a CPU: what is between the first and the last operation stays in its caches."""
+_LANES = 16
+"""A run's weights are summed up in so many sums, one for each token modulo this, which are then halved down to one."""
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[Sequence[float]]) -> list[list[int]]:
@@ -31,7 +44,7 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[Seq
     Every row has a finite highest logit.
     """
     vocab, device = logits.shape[1], logits.device
-    weights = _weights(logits, torch.tensor([it.temperature for it in params], device=device))
+    weights = weights_of(logits, torch.tensor([scale_of(it) for it in params], device=device))
     top_k = {row: it.top_k for row, it in enumerate(params) if 0 < it.top_k < vocab}
     top_p = {row: it.top_p for row, it in enumerate(params) if it.top_p < 1}
     if top_k:
@@ -48,15 +61,48 @@ def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[Seq
     return [tokens.tolist() for tokens in torch.split_with_sizes(_pick(weights, rows, flat).cpu(), sizes)]
 
 
-def _weights(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """[R, whole runs], 0 behind the vocabulary."""
+def scale_of(params: SamplingParams) -> float:
+    """Return what logits are multiplied with to become powers of two."""
+    return _LOG2_E / params.temperature
+
+
+def weights_of(logits: Tensor, scales: Tensor) -> Tensor:
+    """Return 2 ^ (scale * (logit - the row's highest)) of `logits` [R, vocab], in whole runs: 0 behind the vocabulary.
+
+    `scales` [R] float32.
+    """
     rows, vocab = logits.shape
-    weights = logits.new_zeros(rows, runs_of(vocab) * RUN)
-    inside = weights[:, :vocab]
-    torch.div(logits, temperatures[:, None], out=inside)
-    inside -= inside.amax(-1, keepdim=True)
-    inside.exp_()
-    return weights
+    result = logits.new_zeros(rows, runs_of(vocab) * RUN)
+    together = _ROWS if logits.device.type == "cpu" else rows
+    for row in range(0, rows, together):
+        part = slice(row, row + together)
+        _weigh(logits[part], scales[part], result[part, :vocab])
+    return result
+
+
+def _weigh(logits: Tensor, scales: Tensor, result: Tensor) -> None:
+    """Write the weights of some rows into `result`, which is 0."""
+    powers = (logits - logits.amax(-1, keepdim=True)).mul_(scales[:, None])
+    dead = ~(powers >= _LEAST_POWER)  # also of minus infinity times 0
+    powers.masked_fill_(dead, 0)
+    whole = (powers + _ROUNDING).sub_(_ROUNDING)
+    powers -= whole
+    result += _POWER_OF_2[0]
+    for factor in _POWER_OF_2[1:]:
+        result.mul_(powers).add_(factor)
+    result.view(torch.int32).add_(whole.to(torch.int32) << 23)
+    result.masked_fill_(dead, 0)
+
+
+def _sums_of_runs(runs: Tensor) -> Tensor:
+    """Return the sums of `runs` [..., RUN] in float64, in the order that is the same everywhere."""
+    sums = runs[..., :_LANES].double()
+    for begin in range(_LANES, RUN, _LANES):
+        sums += runs[..., begin : begin + _LANES]
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    return sums[..., 0]
 
 
 def _on_rows(weights: Tensor, rows: list[int], keep: Callable[[Tensor], None]) -> None:
@@ -108,7 +154,7 @@ def _keep_within(weights: Tensor, bucket: Tensor, above: Tensor, wanted: Tensor)
 def _pick(weights: Tensor, rows: Tensor, numbers: Tensor) -> Tensor:
     """Return the token of each of `rows` [D] that belongs to its number [D], float64: [D]."""
     runs = weights.view(weights.shape[0], -1, RUN)
-    sums = runs.sum(-1, dtype=torch.float64).cumsum(-1)[rows]  # [D, runs]
+    sums = _sums_of_runs(runs).cumsum(-1)[rows]  # [D, runs]
     whole = sums[:, -1]
     goals = torch.minimum(numbers * whole, torch.nextafter(whole, torch.zeros_like(whole)))[:, None]
     run = torch.searchsorted(sums, goals, right=True)

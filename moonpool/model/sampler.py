@@ -6,6 +6,8 @@ instance. A row's result never depends on the other rows.
 Order: bias, bans, penalties and masks (`moonpool.model.adjust`); then, where the temperature is 0, the highest logit,
 the lowest token among equals; else temperature, top-k, top-p, min-p and one draw (`moonpool.model.draw` states the
 rule).
+
+On CPUs one native call does it all (`moonpool.model.native_sampler`); elsewhere, and as its reference, torch does.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.choice import choose
+from kernels.native import library
+from kernels.native.library import Library
 from moonpool.logprobs import Logprobs
+from moonpool.model import native_sampler
 from moonpool.model.adjust import adjust
-from moonpool.model.draw import draw
+from moonpool.model.draw import draw, scale_of
 from moonpool.model.likely import logprobs
 from moonpool.sampling import SampleSpec, stream_seed
 
@@ -54,8 +60,25 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, byte
     assert logits.dim() == 2
     assert logits.shape[0] == len(specs)
     assert logits.dtype == torch.float32
+    assert logits.is_contiguous()
     if not specs:
         return Sampled([], {}, {})
+    native = library.get() if choose("sampling", logits.device, logits.dtype) == "native" else None
+    return _by_torch(logits, specs, masks) if native is None else _natively(native, logits, specs, masks)
+
+
+def _natively(native: Library, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes]) -> Sampled:
+    scales, numbers = [], []
+    for spec in specs:
+        hot = spec.params.temperature >= _GREEDY_BELOW
+        scales.append(scale_of(spec.params) if hot else -1.0)
+        numbers += _numbers(spec) if hot else [0.0] * spec.samples
+    found = native_sampler.choose(native, logits, specs, scales, numbers, masks)
+    failed = {row: NOTHING_LEFT if nothing else NOT_FINITE for row, nothing in found.failed.items()}
+    return Sampled(found.tokens, found.logprobs, failed)
+
+
+def _by_torch(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes]) -> Sampled:
     told = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     untouched = logits[told]
     adjust(logits, specs, masks)

@@ -161,3 +161,5 @@ class StepResult:
     """By index, of `SequenceStep.scored`."""
     failed: Mapping[int, str] = field(default_factory=dict)
     """By index, why nothing was sampled for a sequence that wanted it: its answer cannot go on in its format."""
+    share: float = 1.0
+    """Of the cores that it wanted, that it had, as a mean over its time: others of the host had the rest."""

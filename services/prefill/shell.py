@@ -299,7 +299,7 @@ class Shell:
                     _take(request, chunk, index, result)
                     if request.error is not None:
                         self.post(events.Leave(request.number))
-        return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9)
+        return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9, result.share)
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
         request = self._requests[chunk.job]

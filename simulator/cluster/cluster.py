@@ -65,7 +65,9 @@ class Cluster:
 
     def _store(self, number: int) -> Store:
         name = f"s{number}"
-        return Store(self.world, self.network, self.config, name, partial(self._keys, name))
+        return Store(
+            self.world, self.network, self.config, name, partial(self._keys, name), partial(self._changed, name)
+        )
 
     def _prefill(self, number: int) -> PrefillInstance:
         name = f"p{number}"
@@ -105,7 +107,10 @@ class Cluster:
         trace, requests = coming
         self._came += 1
         keys = keys_of(trace, self.config.block_tokens)
-        self.clients.arrive(Request(self._came, self.world.now, trace.input_length, trace.output_length, keys))
+        lengths = trace.input_length, trace.output_length
+        self.clients.arrive(
+            Request(self._came, self.world.now, *lengths, keys, choices=trace.choices, tenant=trace.tenant)
+        )
         self._next(requests)
 
     @property

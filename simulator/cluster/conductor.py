@@ -138,8 +138,8 @@ class Conductor:
         request, fence = before.request, before.fence + 1
         request.resumed += 1
         assert before.sequence is not None
-        ask = self._asks(request, Resumed(request.made, fence, before.sequence.id, before.target))
-        serving = Serving(ask, request, request.made, before.sequence, before.plan, before.target, fence)
+        ask = self._asks(request, Resumed(request.kept, fence, before.sequence.id, before.target))
+        serving = Serving(ask, request, request.kept, before.sequence, before.plan, before.target, fence)
         self._take(serving, self._keys(request))
 
     def _take(self, serving: Serving, keys: tuple[BlockKey, ...]) -> None:
@@ -159,12 +159,14 @@ class Conductor:
             slo=self._slo,
             arrived=arrived,
             deadline=arrived + self._deadline_s,
+            choices=request.choices,
+            tenant=request.tenant,
             resumed=resumed,
         )
 
     def _keys(self, request: Request) -> tuple[BlockKey, ...]:
         """Of prompt and answer so far."""
-        return keys_of_chain(request, (request.tokens + request.made) // self._config.block_tokens)
+        return keys_of_chain(request, (request.tokens + request.kept) // self._config.block_tokens)
 
     def _first_token(self, number: int, told: TellToken) -> bool:
         serving = self._serving[number]
@@ -176,7 +178,9 @@ class Conductor:
             return False
         request.reused = told.cached_tokens + told.loaded_tokens
         now = self._world.now
-        request.take(Made(now, [], now))
+        for answer in request.answers:
+            if answer.made == serving.continued:  # several that began again have theirs
+                answer.take(Made(now, [], now))
         return True
 
     def _end(self, number: int, outcome: str) -> None:
@@ -241,8 +245,8 @@ class Conductor:
                 request.predicted_ttft_s = action.waited_s + choice.ttft_s
             serving.plan, serving.target = action.plan, action.target
             return
-        serving.continued = request.made
-        self.host.post(Rehashed(action.request, request.made, self._keys(request)))
+        serving.continued = request.kept
+        self.host.post(Rehashed(action.request, request.kept, self._keys(request)))
 
     def _sequence(self, action: Reserve | Prefill | Start | Adopt) -> Sequence:
         """What engines are told under the id of an order."""
@@ -250,7 +254,7 @@ class Conductor:
         if serving.sequence is None or serving.sequence.id != action.sequence:
             request, made = serving.request, serving.continued
             tokens, left = request.tokens + made, request.answer - made
-            serving.sequence = Sequence(request, action.sequence, tokens, left, serving.fence)
+            serving.sequence = Sequence(request, action.sequence, tokens, left, serving.fence, request.choices)
         return serving.sequence
 
     # Instances
@@ -268,7 +272,7 @@ class Conductor:
     def store_joins(self, store: Store) -> None:
         """A kvstore is there, perhaps instead of another one."""
         if self.up:
-            self.members.join(store.name, None, store.keys(), store.incarnation)
+            self.members.join(store.name, store.load, store.keys(), store.incarnation)
 
 
 def owner_of(stream: int, conductors: int) -> int:

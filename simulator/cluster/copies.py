@@ -33,11 +33,13 @@ class Copies:
         self._world, self._network, self._config = world, network, config
         self._sends, self._receives, self._tell = sends, receives, tell
         self._bus = Link(f"{name} bus", config.load_bytes_per_s)
-        self._open: set[int] = set()
+        self._open: dict[int, Callable[[], None]] = {}  # with what is to be given back at their ends
         self._copied_at = 0
 
     def close(self) -> None:
         """The instance is lost: nobody hears of its copies."""
+        for give_back in self._open.values():
+            give_back()
         self._open.clear()
 
     def swap(self, io: int, blocks: int) -> None:
@@ -57,8 +59,8 @@ class Copies:
 
     def read(self, io: int, store: Store, chain: Sequence[BlockKey], first: int, timeout_s: float) -> None:
         """The blocks of a chain from `first` on, as far as the store has them."""
-        begun = self._begin(io)
-        blocks = max(0, store.holds(chain) - first)
+        blocks, give_back = store.lend(chain, first)
+        begun = self._begin(io, give_back)
 
         def over(found: int, *, failed: bool = False) -> None:
             self._end(io, LoadEnd(found, (self._world.now - begun) / PS, failed))
@@ -73,11 +75,12 @@ class Copies:
         else:
             self._world.after(0, lambda _: over(0))
 
-    def _begin(self, io: int) -> int:
-        self._open.add(io)
+    def _begin(self, io: int, give_back: Callable[[], None] = lambda: None) -> int:
+        self._open[io] = give_back
         return self._world.now
 
     def _end(self, io: int, result: IoEnd) -> None:
-        if io in self._open:
-            self._open.remove(io)
+        give_back = self._open.pop(io, None)
+        if give_back is not None:
+            give_back()
             self._tell(Ended(io, result))

@@ -147,11 +147,11 @@ class DecodeInstance:
         self._came += sequence.width
         keys = sequence.keys(self._config.block_tokens)
         counts = sequence.tokens + 1, sequence.left - 1, len(keys), self._world.now
-        for member in range(number, number + sequence.width):
-            self._seats[member] = Seat(sequence, member, stores, *counts)
+        for choice in range(sequence.width):
+            self._seats[number + choice] = Seat(sequence, number + choice, stores, *counts, choice)
         asked = keys, sequence.tokens, request.tokens, request.longest, tbt_slo_s, conductor, len(stores)
         how = sequence.width, starts_in_s, None, sequence.width == 1, sequence.fence
-        self._tell(Reserve(number, *asked, *how))
+        self._tell(Reserve(number, *asked, *how, tenant=request.tenant))
         return self._answers.pop(number)
 
     def open(self, transfer: int) -> bool:
@@ -380,12 +380,12 @@ class DecodeInstance:
         if isinstance(action, actions.SwapOut | actions.SwapIn):
             self._copies.swap(action.io, len(action.blocks))
             return
-        seat, size = self._seats[action.id], self._config.block_tokens
+        seat = self._seats[action.id]
         store = self._stores[seat.stores[action.store]]
         if isinstance(action, actions.Store):
-            self._copies.write(action.io, store, seat.sequence.keys(size, action.index + 1))
+            self._copies.write(action.io, store, seat.chain(action.index + 1))
         else:
-            chain = seat.sequence.keys(size, action.first + len(action.blocks))
+            chain = seat.chain(action.first + len(action.blocks))
             self._copies.read(action.io, store, chain, action.first, action.timeout_s)
 
     def _note_keys(self) -> None:

@@ -24,7 +24,7 @@ class Member:
         calls: carry its messages.
         post: hands events to the conductor.
         name, incarnation: of the instance.
-        load: tells it now; None for a kvstore.
+        load: tells it now.
         gap: between two reports, picoseconds.
     """
 
@@ -34,7 +34,7 @@ class Member:
         post: Callable[[Event], None],
         name: str,
         incarnation: int,
-        load: Callable[[], LoadFacts] | None,
+        load: Callable[[], LoadFacts],
         gap: int,
     ) -> None:
         self.incarnation = incarnation
@@ -68,9 +68,9 @@ class Member:
         self._next_at = self._world.now + self._gap
         if self._wire.closed:
             return
-        news: list[Event] = [message for message in (self._news_of_keys(), self._report()) if message is not None]
-        if news:
-            self._wire.send(lambda: self._arrive(news), reliable=True)
+        keys, report = self._news_of_keys(), Reported(self._name, self._load())
+        news: list[Event] = [report] if keys is None else [keys, report]
+        self._wire.send(lambda: self._arrive(news), reliable=True)
 
     def _arrive(self, news: list[Event]) -> None:
         for event in news:
@@ -84,9 +84,6 @@ class Member:
         stored = tuple([key for key, here in keys.items() if here])
         removed = tuple([key for key, here in keys.items() if not here])
         return KeysChanged(self._name, self._sequence, stored, removed, snapshot_begin=False, snapshot_end=False)
-
-    def _report(self) -> Reported | None:
-        return Reported(self._name, self._load()) if self._load is not None else None
 
 
 class Members:
@@ -103,15 +100,14 @@ class Members:
         self._shape = Shape(config.block_tokens, config.profile.token_bytes, config.profile.layers, emulated=True)
         self._members: dict[str, Member] = {}
 
-    def join(self, name: str, load: Callable[[], LoadFacts] | None, keys: Iterable[bytes], incarnation: int) -> None:
+    def join(self, name: str, load: Callable[[], LoadFacts], keys: Iterable[bytes], incarnation: int) -> None:
         """An instance joins with what it holds; who had its name before is lost."""
         self.leave(name, "was restarted")
         gap = ps(self._config.report_s)
         member = self._members[name] = Member(self._calls, self._post, name, incarnation, load, gap)
         self._post(Joined(self._facts(name, member.incarnation)))
         self._post(KeysChanged(name, 1, tuple(keys), (), snapshot_begin=True, snapshot_end=True))
-        if load is not None:
-            self._post(Reported(name, load()))
+        self._post(Reported(name, load()))
 
     def silence(self, name: str) -> None:
         """Nothing comes from an instance any more."""

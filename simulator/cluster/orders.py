@@ -35,9 +35,9 @@ from simulator.cluster.engines import Engines
 from simulator.cluster.entrance import keeps_tbt
 from simulator.cluster.members import Members
 from simulator.cluster.prefill import PrefillInstance
-from simulator.cluster.requests import Made, Sequence, keys_of_chain
+from simulator.cluster.requests import Made, Request, Sequence, keys_of_chain
 from simulator.cluster.seats import Resume
-from simulator.cluster.streams import DecodeStreams
+from simulator.cluster.streams import DecodeStream, DecodeStreams
 from simulator.kernel.calls import NOTICED_S, Calls, Wire
 from simulator.kernel.clock import ps
 
@@ -91,31 +91,57 @@ class PrefillCall:
 
 @dataclass(slots=True, eq=False)
 class Following:
-    """Follows a sequence at decode: tokens go to its request, their number to the core."""
+    """Follows what runs together of a request at decode: tokens go to its answers, their number to the core."""
 
     io: int
-    sequence: Sequence
-    position: int
-    """Of the next token that comes; those that the answer has are dropped."""
+    request: Request
     post: Callable[[Event], None]
     ended: Callable[[int, Result], None]
+    unfollow: Callable[[], None]
+    going: int
+    """Answers that decode has not ended."""
 
-    def tokens(self, made: Made | None, *, over: bool) -> None:
-        """See `Follower.tokens`."""
-        request, count = self.sequence.request, 0
-        if made is not None:
-            new = made.after(request.made - self.position)
-            self.position += made.count
-            if new is not None:
-                request.take(new)
-                count = new.count
-        self.post(Tokens(self.io, count, Finish.STOP if over else None, known=over))
-        if over:
+    def members(self, position: int) -> list["Member"]:
+        """One for each answer, whose next tokens come from a position on."""
+        return [Member(self, choice, position) for choice in range(self.going)]
+
+    def tokens(self, count: int, *, over: bool) -> None:
+        """One of the answers has so many more tokens; with `over` decode has ended it."""
+        self.going -= over
+        finish = Finish.STOP if self.request.whole else None
+        self.post(Tokens(self.io, count, finish, known=not self.going))
+        if not self.going:
             self.ended(self.io, None)
 
     def fail(self, why: str) -> None:
-        """See `Follower.fail`."""
+        """None of the answers can go on."""
+        self.unfollow()
         self.ended(self.io, Failure(Kind.STREAM, why))
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """Follows one of the answers."""
+
+    of: Following
+    choice: int
+    position: int
+    """Of the next token that comes; those that the answer has are dropped."""
+
+    def tokens(self, made: Made | None, *, over: bool) -> None:
+        """See `Follower.tokens`."""
+        answer, count = self.of.request.answers[self.choice], 0
+        if made is not None:
+            new = made.after(answer.made - self.position)
+            self.position += made.count
+            if new is not None:
+                answer.take(new)
+                count = new.count
+        self.of.tokens(count, over=over)
+
+    def fail(self, why: str) -> None:
+        """See `Follower.fail`."""
+        self.of.fail(why)
 
 
 class Orders:
@@ -230,7 +256,7 @@ class Orders:
 
     def _token(self, call: PrefillCall, told: TellToken) -> None:
         request = call.sequence.request
-        known = request.made > call.sequence.continued  # it is being moved, and went on meanwhile
+        known = request.kept > call.sequence.continued  # it is being moved, and went on meanwhile
         if call.io not in self._cancels or not (known or self._token_came(call.order.request, told)):
             return
         misses = tuple(
@@ -238,7 +264,7 @@ class Orders:
         )
         loads = tuple([(call.sources[it.source].name, it.blocks, it.seconds) for it in told.loads])
         how = Prefilled(told.computed_tokens, told.queue_s + told.prefill_s, misses, loads)
-        self._post(FirstToken(call.io, how, Finish.STOP if request.made == request.answer else None, known))
+        self._post(FirstToken(call.io, how, Finish.STOP if request.whole else None, known))
 
     def _cancel_prefill(self, call: PrefillCall) -> None:
         call.wire.send(lambda: self._leave(call), reliable=True)
@@ -259,30 +285,33 @@ class Orders:
         """Starts a sequence at decode, and follows it."""
         stream, transfer = self.streams.get(order.target.decode), order.target.transfer_id
 
-        def cancel() -> None:
-            stream.cancel(transfer)
-            self._end(order.io, None)
-
-        self._cancels[order.io] = cancel
+        following = self._follow(order.io, sequence, stream, transfer)
         begin = sequence.continued + (not order.compute)
         if order.compute:
             sequence.request.reused = order.target.held_blocks * self._block_tokens
-        stream.start(transfer, Following(order.io, sequence, begin, self._post, self._end), compute=order.compute)
+        stream.start(transfer, following.members(begin), compute=order.compute)
 
     def adopt(self, order: Adopt, sequence: Sequence) -> None:
         """Takes a sequence over where it runs, and follows it."""
-        stream, target = self.streams.get(order.target.decode), order.target
+        target = order.target
         if not self._is_there(target.decode, target.incarnation):
             self._post(Ended(order.io, Failure(Kind.UNAVAILABLE, f"{target.decode} has left")))
             return
+        stream, transfer = self.streams.get(target.decode), target.transfer_id
+        (member,) = self._follow(order.io, sequence, stream, transfer).members(order.position)
+        stream.resume(Resume(transfer, order.sequence, order.position, order.fence), member)
+
+    def _follow(self, io: int, sequence: Sequence, stream: DecodeStream, transfer: int) -> Following:
+        def unfollow() -> None:
+            stream.unfollow(transfer, sequence.width)
 
         def cancel() -> None:
-            stream.cancel(target.transfer_id)
-            self._end(order.io, None)
+            unfollow()
+            stream.cancel(transfer)
+            self._end(io, None)
 
-        self._cancels[order.io] = cancel
-        wanted = Resume(target.transfer_id, order.sequence, order.position, order.fence)
-        stream.resume(wanted, Following(order.io, sequence, order.position, self._post, self._end))
+        self._cancels[io] = cancel
+        return Following(io, sequence.request, self._post, self._end, unfollow, sequence.width)
 
     def renew(self, order: Renew) -> None:
         """Keeps a promise."""

@@ -126,7 +126,8 @@ class PrefillInstance:
         keys = sequence.keys(self._config.block_tokens)
         self._prompts[self._came] = Prompt(sequence, keys, target, sources, copies, client)
         held = None if target is None else target.held_blocks
-        self._tell(events.Arrive(self._came, sequence.tokens, keys, held, sources, copies, max_queue_s=max_queue_s))
+        asked = self._came, sequence.tokens, keys, held, sources, copies
+        self._tell(events.Arrive(*asked, tenant=sequence.request.tenant, max_queue_s=max_queue_s))
         return self._came
 
     def replicate(self, keys: tuple[BlockKey, ...], source: events.Source) -> None:

@@ -14,6 +14,8 @@ REFUSED = "refused"
 TOO_LARGE = "too_large"
 GIVEN_UP = "given_up"
 """After too many failures, or after its deadline."""
+LOST = "lost"
+"""With its conductor: who wanted several answers cannot resume them."""
 
 
 @dataclass(slots=True)
@@ -46,6 +48,28 @@ class Made:
 
 
 @dataclass(slots=True, eq=False)
+class Answer:
+    """What a client has of one answer. Times are picoseconds."""
+
+    made: int = 0
+    """Tokens."""
+    first_at: int = 0
+    last_at: int = 0
+    intervals: list[int] = field(default_factory=list)
+    """Between tokens."""
+
+    def take(self, tokens: Made) -> None:
+        """More of them."""
+        if self.made:
+            self.intervals.append(max(0, tokens.first - self.last_at))  # one that has moved may have been quicker
+        else:
+            self.first_at = tokens.first
+        self.intervals.extend(tokens.gaps)
+        self.made += tokens.count
+        self.last_at = tokens.last
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """What a client wants, and what it got. Times are picoseconds."""
 
@@ -54,13 +78,14 @@ class Request:
     tokens: int
     """Of the prompt."""
     answer: int
-    """Tokens wanted."""
+    """Tokens wanted, of each answer."""
     keys: tuple[BlockKey, ...]
     """Of the prompt's full blocks."""
     max_tokens: int = 0
     """Longest answer that was asked for; 0 = the answer's own length."""
-    made: int = 0
-    """Tokens that the client has of the answer."""
+    choices: int = 1
+    """Answers wanted."""
+    tenant: str = ""
     attempts: int = 0
     """Placements."""
     resumed: int = 0
@@ -71,29 +96,47 @@ class Request:
     """Instance of the first placement; what was predicted then follows."""
     predicted_queue_s: float = 0.0
     predicted_ttft_s: float = 0.0
-    first_at: int = 0
-    last_at: int = 0
-    """Of its latest token."""
     ended_at: int = 0
     outcome: str = ""
     """How it ended; empty before."""
-    intervals: list[int] = field(default_factory=list)
-    """Between tokens."""
+    answers: tuple[Answer, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answers = tuple([Answer() for _ in range(self.choices)])
+
+    @property
+    def made(self) -> int:
+        """Tokens that the client has of all answers."""
+        return sum([answer.made for answer in self.answers])
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has all of them."""
+        return self.made == self.choices * self.answer
+
+    @property
+    def kept(self) -> int:
+        """Tokens that are not made again where it is placed anew; several answers begin again."""
+        return self.made if self.choices == 1 else 0
+
+    @property
+    def first_at(self) -> int:
+        """Of its first token; 0 = there is none."""
+        return min([answer.first_at for answer in self.answers if answer.made], default=0)
+
+    @property
+    def intervals(self) -> list[int]:
+        """Between the tokens of each answer."""
+        return [interval for answer in self.answers for interval in answer.intervals]
 
     @property
     def longest(self) -> int:
         """Tokens of prompt and answer that room may be needed for."""
         return self.tokens + (self.max_tokens or self.answer)
 
-    def take(self, tokens: Made) -> None:
-        """The client has more tokens."""
-        if self.made:
-            self.intervals.append(max(0, tokens.first - self.last_at))  # one that has moved may have been quicker
-        else:
-            self.first_at = tokens.first
-        self.intervals.extend(tokens.gaps)
-        self.made += tokens.count
-        self.last_at = tokens.last
+    def take(self, tokens: Made, choice: int = 0) -> None:
+        """The client has more tokens of an answer."""
+        self.answers[choice].take(tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,23 +158,24 @@ class Sequence:
         """Tokens of the answer that were there when it was placed."""
         return self.request.answer - self.left
 
-    def keys(self, block_tokens: int, blocks: int = -1) -> tuple[BlockKey, ...]:
-        """Of the leading full blocks; by default of those whose KV comes from prefill."""
-        return keys_of_chain(self.request, self.tokens // block_tokens if blocks < 0 else blocks)
+    def keys(self, block_tokens: int) -> tuple[BlockKey, ...]:
+        """Of the full blocks whose KV comes from prefill."""
+        return keys_of_chain(self.request, self.tokens // block_tokens)
 
 
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[BlockKey, ...]:
-    """The block keys of a trace's request: of its full blocks, uniform bytes as real keys are."""
-    full = request.hash_ids[: request.input_length // block_tokens]
-    return tuple(BlockKey(blake3(hash_id.to_bytes(16, "little")).digest()) for hash_id in full)
+    """The block keys of a trace's request: of its full blocks, uniform bytes as real keys are; no two tenants share."""
+    full, salt = request.hash_ids[: request.input_length // block_tokens], request.tenant.encode()
+    return tuple(BlockKey(blake3(hash_id.to_bytes(16, "little") + salt).digest()) for hash_id in full)
 
 
-def answer_key(request: Request, index: int) -> BlockKey:
-    """Of a full block with tokens of the answer: a trace does not name it, and nobody else has it."""
-    return BlockKey(b"answer".ljust(16, b"\0") + (request.number << 32 | index).to_bytes(16, "little"))
+def answer_key(request: Request, index: int, choice: int = 0) -> BlockKey:
+    """Of a full block with tokens of an answer: a trace does not name it, and nobody else has it."""
+    whose = b"answer".ljust(12, b"\0") + choice.to_bytes(4, "little")
+    return BlockKey(whose + (request.number << 32 | index).to_bytes(16, "little"))
 
 
-def keys_of_chain(request: Request, blocks: int) -> tuple[BlockKey, ...]:
-    """Of the leading blocks of a request's prompt and answer."""
+def keys_of_chain(request: Request, blocks: int, choice: int = 0) -> tuple[BlockKey, ...]:
+    """Of the leading blocks of a request's prompt and one of its answers."""
     keys = request.keys
-    return (*keys[:blocks], *(answer_key(request, index) for index in range(len(keys), blocks)))
+    return (*keys[:blocks], *(answer_key(request, index, choice) for index in range(len(keys), blocks)))

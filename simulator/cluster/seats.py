@@ -48,6 +48,8 @@ class Seat:
     """Full blocks whose keys the core knows."""
     heard_at: int
     """When the core was last told that its transfer lives."""
+    choice: int = 0
+    """Which of its request's answers it is."""
     blocks: int = 0
     stream: int = 0
     """The conductor's stream that it was started on; 0 = nobody wants its tokens (any more)."""
@@ -88,7 +90,11 @@ class Seat:
         if rest or index <= self.keys:
             return None
         self.keys = index
-        return keys_of_chain(self.sequence.request, index)[-1]
+        return self.chain(index)[-1]
+
+    def chain(self, blocks: int) -> tuple[BlockKey, ...]:
+        """Keys of its leading blocks."""
+        return keys_of_chain(self.sequence.request, blocks, self.choice)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moonpool.kv.keys import BlockKey
+from services.conductor.core.facts import LoadFacts
 from services.kvstore.policies import POLICIES
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.reading import Loan
@@ -31,6 +32,7 @@ class Store:
 
     Args:
         on_keys: called with the keys that came and those that left.
+        changed: called when its load is another one.
 
     Attributes:
         read_blocks, disk_blocks: blocks read in all, and from SSD.
@@ -44,11 +46,13 @@ class Store:
         config: ClusterConfig,
         name: str,
         on_keys: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None],
+        changed: Callable[[], None],
     ) -> None:
         self.name = name
         self.sends = Link(f"{name} out", config.load_bytes_per_s)
         self._receives = Link(f"{name} in", config.load_bytes_per_s)
         self._world, self._network, self._config, self._on_keys = world, network, config, on_keys
+        self._changed = changed
         self._puts: deque[Put] = deque()
         self.incarnation = 0
         self.begin_anew()
@@ -66,7 +70,7 @@ class Store:
         for put in self._puts:
             self._world.after(0, _call, put.done)
         self._puts.clear()
-        self._writing = 0
+        self._writing = self._reading = 0
         self.read_blocks = self.disk_blocks = self.written_blocks = 0
 
     def keys(self) -> list[BlockKey]:
@@ -77,9 +81,22 @@ class Store:
         """Leading keys whose blocks are here."""
         return next((place for place, key in enumerate(keys) if not self._has(key)), len(keys))
 
+    def load(self) -> LoadFacts:
+        """As the service reports it."""
+        return LoadFacts(running=self._reading + self._writing, waiting=len(self._puts), cached_blocks=len(self._dram))
+
     def lend(self, keys: Sequence[BlockKey], first: int) -> Loan:
         """See `Readable.lend`; what is read is not evicted here before the end."""
-        return Loan(max(0, self.holds(keys) - first), lambda: None)
+        life = self.incarnation
+        self._reading += 1
+        self._changed()
+
+        def give_back() -> None:
+            if self.incarnation == life:
+                self._reading -= 1
+                self._changed()
+
+        return Loan(max(0, self.holds(keys) - first), give_back)
 
     def _has(self, key: BlockKey) -> bool:
         return key in self._dram or key in self._ssd
@@ -102,6 +119,7 @@ class Store:
         """
         self._puts.append(Put(keys, source, done))
         self._write_next()
+        self._changed()
 
     def _write_next(self) -> None:
         while self._puts and self._writing < WRITES_AT_ONCE:
@@ -120,6 +138,7 @@ class Store:
                 self._keep(put.keys)
                 self._writing -= 1
                 self._write_next()
+                self._changed()
             put.done()
 
         self._writing += 1

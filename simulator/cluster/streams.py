@@ -4,7 +4,7 @@ One stream for all sequences of an instance, as in the service. When it breaks a
 opens a new one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -54,10 +54,10 @@ class DecodeStream:
             self._wire.send(partial(self._there, lambda: self._decode.stream_opened(number, self._conductor)))
         return self._wire
 
-    def start(self, transfer: int, follower: Follower, *, compute: bool) -> None:
-        """Starts a sequence and follows it; see `DecodeInstance.start`."""
+    def start(self, transfer: int, followers: Sequence[Follower], *, compute: bool) -> None:
+        """Starts a sequence, or several together, and follows each; see `DecodeInstance.start`."""
         wire, number = self.open(), self._number
-        self._followers[transfer] = follower
+        self._followers.update(enumerate(followers, transfer))
         wire.send(partial(self._there, lambda: self._decode.start(number, transfer, compute=compute)))
 
     def resume(self, order: Resume, follower: Follower) -> None:
@@ -66,9 +66,13 @@ class DecodeStream:
         self._followers[order.transfer] = follower
         wire.send(partial(self._there, lambda: self._decode.resume(number, order)))
 
+    def unfollow(self, transfer: int, width: int = 1) -> None:
+        """A sequence, or several that run together, are not followed any more."""
+        for number in range(transfer, transfer + width):
+            self._followers.pop(number, None)
+
     def cancel(self, transfer: int) -> None:
-        """A sequence, or the promise for it, is not wanted; it is not followed any more."""
-        self._followers.pop(transfer, None)
+        """A sequence, several that run together, or the promise for them, are not wanted."""
         self.open().send(partial(self._there, lambda: self._decode.cancel(transfer)))
 
     def lost(self, why: str) -> None:

@@ -40,7 +40,7 @@ def ttft_s(profile: Profile, prefix: int, bytes_per_s: float) -> float:
     config = ClusterConfig(profile=replace(profile, speeds=speeds), prefill=1, decode=1, kvstore=1)
     world, ends = World(), list[float]()
     network = Network(world)
-    store = Store(world, network, config, "s0", _ignore)
+    store = Store(world, network, config, "s0", _ignore, lambda: None)
     calls = Calls(world, CallDelays(0.0, 0.0), seed=0)
     peers = Peers(_ignore, lambda: None, lambda _: None, _alone, lambda _: False, _alone)
     instance = PrefillInstance(world, network, config, "p0", [store], lambda _: store, calls, peers)

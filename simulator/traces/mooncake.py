@@ -1,9 +1,10 @@
 """Traces in Mooncake's form: read line by line, checked, written, and turned into token ids.
 
 One JSON object a line: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one per block; equal ids
-from the start = equal prefix). A first line `{"block_tokens": N, ...}` without a timestamp says how many tokens a block
-has; without one they are 512, as in the published traces. Tokens are a function of the hash id alone, so equal ids give
-equal tokens.
+from the start = equal prefix). Two fields are our own, and may be missing: `tenant` (a name), and `n` (answers to the
+prompt; each has `output_length`). Tenants share no prefix. A first line `{"block_tokens": N, ...}` without a timestamp
+says how many tokens a block has; without one they are 512, as in the published traces. Tokens are a function of the
+hash id alone, so equal ids give equal tokens.
 """
 
 import json
@@ -26,6 +27,7 @@ TRACE_VARIABLE = "MOONPOOL_TRACE"
 FIRST_TOKEN = 16
 """Ids below are left to special tokens."""
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+MOST_CHOICES = 128
 REMEMBERED_IDS = 1 << 20
 """Ids whose predecessors are remembered, the oldest are forgotten: a contradiction is found within so many blocks."""
 
@@ -43,6 +45,9 @@ class TraceRequest:
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    tenant: str = ""
+    choices: int = 1
+    """Answers wanted."""
 
     def tokens(self, vocab_size: int, block_tokens: int = BLOCK_TOKENS) -> "array[int]":
         """The prompt; typecode "i"."""
@@ -132,11 +137,13 @@ class _Checker:
         data = _object(line)
         at, tokens, answer, ids = (data[name] for name in FIELDS)
         _check_numbers(at, tokens, answer)
+        tenant, choices = data.get("tenant", ""), data.get("n", 1)
+        _check_wishes(tenant, choices)
         if at < self._last:
             raise ValueError(f"timestamp {at:g} is before that of the request before, {self._last:g}: not sorted")
         self._check_ids(tokens, ids)
         self._last = at
-        return TraceRequest(at, tokens, answer, tuple(ids))
+        return TraceRequest(at, tokens, answer, tuple(ids), tenant, choices)
 
     def _check_ids(self, tokens: int, ids: object) -> None:
         if not isinstance(ids, list) or not all(map(_is_count, ids)):
@@ -175,6 +182,13 @@ def _check_numbers(at: object, tokens: object, answer: object) -> None:
             raise ValueError(f"{name} must be a whole number of at least 1, is {value!r}")
 
 
+def _check_wishes(tenant: object, choices: object) -> None:
+    if not isinstance(tenant, str):
+        raise ValueError(f"tenant must be a text, is {tenant!r}")
+    if not _is_count(choices) or not isinstance(choices, int) or not 1 <= choices <= MOST_CHOICES:
+        raise ValueError(f"n must be a whole number from 1 to {MOST_CHOICES}, is {choices!r}")
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -200,7 +214,12 @@ def write_trace(path: Path, requests: Sequence[TraceRequest]) -> None:
 
 def trace_line(request: TraceRequest) -> str:
     """One request's line."""
-    return json.dumps({name: getattr(request, name) for name in FIELDS}) + "\n"
+    line = {name: getattr(request, name) for name in FIELDS}
+    if request.tenant:
+        line["tenant"] = request.tenant
+    if request.choices > 1:
+        line["n"] = request.choices
+    return json.dumps(line) + "\n"
 
 
 def reusable_share(requests: Sequence[TraceRequest], block_tokens: int = BLOCK_TOKENS) -> float:

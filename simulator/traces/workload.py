@@ -27,6 +27,9 @@ class Mix:
         goes_on: probability that a first turn is followed by another; a later one by 0.2 more.
         first_turn, later_turn, question, document: natural logarithm of the median number of new blocks; lognormal.
         answer_tokens: mean length of an answer; exponential.
+        tenants: whose requests come, called "t0", "t1", ...: all turns of a conversation are one's, and the n-th comes
+            1/n times as often as the first; 0 = nobody's. Applications are everybody's, but tenants share no KV.
+        several: share of the requests that want several answers, `most_choices` at most.
         burst_factor: times as many arrivals during the first `burst_s` of every `burst_every_s` seconds; 1 = no bursts.
     """
 
@@ -41,6 +44,9 @@ class Mix:
     question: float = 1.5
     document: float = 3.0
     answer_tokens: float = 100.0
+    tenants: int = 0
+    several: float = 0.0
+    most_choices: int = 4
     burst_factor: float = 1.0
     burst_s: float = 20.0
     burst_every_s: float = 120.0
@@ -60,11 +66,13 @@ class Workload:
 
     def __init__(self, seed: int, mix: Mix | None = None) -> None:
         self._random = random.Random(f"moonpool workload {seed}")
+        self._wishes = random.Random(f"moonpool workload {seed} wishes")  # so that the rest does not depend on them
         self._mix = Mix() if mix is None else mix
         self._next_id = 0
         self._prompts = [self._blocks(self._random.randint(1, 8)) for _ in range(self._mix.applications)]
         self._weights = [1 / (place + 1) for place in range(self._mix.applications)]
-        self._turns: list[tuple[float, int, Sequence[int], int]] = []  # when, number, what was said before, turn
+        self._names = [f"t{place}" for place in range(self._mix.tenants)]
+        self._turns: list[tuple[float, int, Sequence[int], int, str]] = []  # when, number, said before, turn, whose
         self._requests: list[TraceRequest] = []
 
     def requests(self, count: int) -> list[TraceRequest]:
@@ -73,35 +81,40 @@ class Workload:
         while len(self._requests) < count:
             now += self._random.expovariate(self._mix.rate_at(now))
             while self._turns and self._turns[0][0] <= now:
-                at, _, said, turn = heapq.heappop(self._turns)
-                self._turn(at, said, turn)
+                at, _, said, turn, tenant = heapq.heappop(self._turns)
+                self._turn(at, said, turn, tenant)
             self._arrival(now)
         return self._requests[:count]
 
     def _arrival(self, now: float) -> None:
-        kind = self._random.random()
+        kind, tenant = self._random.random(), self._somebody()
         if kind < self._mix.conversations + self._mix.questions:
             prompt = self._random.choices(self._prompts, self._weights)[0]
             if kind < self._mix.conversations:
-                self._turn(now, prompt, 1)
+                self._turn(now, prompt, 1, tenant)
             else:
-                self._ask(now, [*prompt, *self._lengthened(self._mix.question)])
+                self._ask(now, [*prompt, *self._lengthened(self._mix.question)], tenant)
         else:
-            self._ask(now, self._lengthened(self._mix.document))
+            self._ask(now, self._lengthened(self._mix.document), tenant)
 
-    def _turn(self, now: float, said: Sequence[int], turn: int) -> None:
+    def _somebody(self) -> str:
+        weights = [1 / (place + 1) for place in range(len(self._names))]
+        return self._wishes.choices(self._names, weights)[0] if self._names else ""
+
+    def _turn(self, now: float, said: Sequence[int], turn: int, tenant: str) -> None:
         said = [*said, *self._lengthened(self._mix.first_turn if turn == 1 else self._mix.later_turn)]
-        self._ask(now, said)
+        self._ask(now, said, tenant)
         if self._random.random() < self._mix.goes_on + (0.2 if turn > 1 else 0.0):
             at = now + self._mix.pause_s * self._random.lognormvariate(0.0, 1.0)
-            heapq.heappush(self._turns, (at, len(self._requests), said, turn + 1))
+            heapq.heappush(self._turns, (at, len(self._requests), said, turn + 1, tenant))
 
-    def _ask(self, now: float, chain: Sequence[int]) -> None:
+    def _ask(self, now: float, chain: Sequence[int], tenant: str) -> None:
         """A request. Its last block is not full: when it is, it is another one, so that its id comes once."""
         ids = (*chain, *self._blocks(1))
         tokens = len(chain) * BLOCK_TOKENS + self._random.randint(1, BLOCK_TOKENS - 1)
         answer = 1 + round(self._random.expovariate(1 / self._mix.answer_tokens))
-        self._requests.append(TraceRequest(round(1000 * now), tokens, answer, ids))
+        choices = self._wishes.randint(2, self._mix.most_choices) if self._wishes.random() < self._mix.several else 1
+        self._requests.append(TraceRequest(round(1000 * now), tokens, answer, ids, tenant, choices))
 
     def _lengthened(self, mean: float) -> list[int]:
         return self._blocks(min(int(self._random.lognormvariate(mean, 1.0)), 200))
@@ -116,9 +129,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=1200)
+    parser.add_argument("--tenants", type=int, default=0, help="whose requests these are; 0 = nobody's")
+    parser.add_argument("--several", type=float, default=0.0, help="share of requests of 2 to 4 answers")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    write_trace(options.out, Workload(options.seed).requests(options.requests))
+    mix = Mix(tenants=options.tenants, several=options.several)
+    write_trace(options.out, Workload(options.seed, mix).requests(options.requests))
 
 
 if __name__ == "__main__":

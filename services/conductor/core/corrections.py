@@ -3,56 +3,56 @@
 from dataclasses import replace
 
 from moonpool.cost import DEFAULT_BYTES_PER_S, Regression, Speeds
+from services.conductor.core.company import MOST_LOST
 
-OVERHEAD_S = 0.02
-"""How uncertain the fixed part is before anything was measured."""
-OVERHEAD_DRIFT = 5e-3
-"""About the last five count: it follows how busy the machine is."""
+OVERHEADS = 15
+"""The overhead is the median of so many: a few that took long do not count, and it follows how busy the machine is."""
+CROWDS = 4
+"""Overheads are learnt apart for prompts that find no other request on their host, one, two, and more."""
 SPREAD = 0.2
-"""The same of the factors of waiting, loading and computing."""
+"""How uncertain the factors of waiting, loading and computing are before anything was measured."""
 CHANGE = 16
 """An instance learns from each of its steps and tells what it has learnt. The factors are about what it cannot see, and
 are in no hurry: otherwise both would learn one slow moment, and it would count twice."""
+DRIFT = 2e-3
+"""Of the factors: prompts of the last minute or so count."""
 LEAST_S = 0.005
 """Errors of predictions shorter than this count as those of one so long."""
-COMPANY_SPREAD = 0.3
-"""How uncertain it is that prompts take longer while others of their host compute."""
+LOST, LOST_SPREAD = 0.3, 0.3
+"""Of its speed that an engine is believed to lose while others of its host compute, and how uncertain that is."""
+LEAST_ALONE = 0.2
+"""Share of a prompt's time that counts at least as its own."""
 
 
 Factors = tuple[float, float, float]
 """Of waiting, loading and computing."""
 
 
-class Company:
-    """What is learnt of prompts that found the other engines of their host in one state.
+class Overheads:
+    """Seconds that each prompt takes beside waiting, loading and computing, by how many others its host has."""
 
-    Attributes:
-        overhead_s: seconds that each prompt takes beside waiting, loading and computing.
-        factor: so many times as long as otherwise all three take.
-    """
-
-    __slots__ = ("_factor", "_overhead", "factor", "overhead_s")
+    __slots__ = ("_latest",)
 
     def __init__(self) -> None:
-        self._overhead = Regression((0.0,), (OVERHEAD_S,), drift=OVERHEAD_DRIFT, least_s=LEAST_S)
-        self._factor = Regression((1.0,), (COMPANY_SPREAD,), change=CHANGE, least_s=LEAST_S)
-        self.overhead_s, self.factor = 0.0, 1.0
+        self._latest: list[tuple[float, ...]] = [()] * CROWDS
 
-    def alone(self, otherwise_s: float, there_s: float) -> float:
-        """Learns that a prompt took `there_s` instead of `otherwise_s`; returns what it would have taken otherwise."""
-        self._factor.observe((otherwise_s,), there_s)
-        (self.factor,) = self._factor.coefficients
-        return there_s / self.factor
+    def seconds(self, others: int) -> float:
+        """The median of the last ones; where there are none, of those with the next number of others."""
+        crowd = min(others, CROWDS - 1)
+        for near in sorted(range(CROWDS), key=lambda it: abs(it - crowd)):
+            if self._latest[near]:
+                return sorted(self._latest[near])[len(self._latest[near]) // 2]
+        return 0.0
 
-    def observe_overhead(self, seconds: float) -> None:
+    def observe(self, others: int, seconds: float) -> None:
         """Learns what a prompt took from being placed to its first token, less what it took at its instance."""
-        self._overhead.observe((1.0,), seconds)
-        (self.overhead_s,) = self._overhead.coefficients
+        crowd = min(others, CROWDS - 1)
+        self._latest[crowd] = (*self._latest[crowd][-OVERHEADS + 1 :], max(seconds, 0.0))
 
     @property
-    def state(self) -> tuple[object, ...]:
+    def state(self) -> tuple[tuple[float, ...], ...]:
         """Everything that later predictions depend on."""
-        return *self._overhead.state, *self._factor.state
+        return tuple(self._latest)
 
 
 class Corrections:
@@ -64,22 +64,27 @@ class Corrections:
     What is left of the time that the conductor measures is overhead: calls, tokenising, tokens on their way, and all
     else that does not grow with the prompt.
 
-    Where engines share a host, a prompt takes longer while another one computes. So there are two `Company`: of prompts
-    that found the others busy, and of those that found them idle.
+    Where engines share a host, a prompt takes longer while another one computes, which loses it a share of its speed.
+    Prompts that were expected to have company teach that share. The services' own work is slower then, too: so the
+    overhead depends on how many other requests the host has.
 
     Attributes:
-        factors: of waiting, loading and computing, in company and out of it.
+        overheads: what prompts take beside.
+        factors: of waiting, loading and computing alone.
+        lost: share of the speed that is lost in company.
     """
 
-    __slots__ = ("_busy", "_idle", "_parts", "_speeds", "_told", "_waiting", "factors")
+    __slots__ = ("_lost", "_parts", "_speeds", "_told", "_waiting", "factors", "lost", "overheads")
 
     def __init__(self, told: Speeds) -> None:
         self._told = told
-        self._busy, self._idle = Company(), Company()
-        self._waiting = Regression((1.0,), (SPREAD,), change=CHANGE, least_s=LEAST_S)
-        self._parts = Regression((1.0, 1.0), (SPREAD, SPREAD), change=CHANGE, least_s=LEAST_S)
+        self.overheads = Overheads()
+        self._waiting = Regression((1.0,), (SPREAD,), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
+        self._parts = Regression((1.0, 1.0), (SPREAD, SPREAD), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
+        self._lost = Regression((LOST,), (LOST_SPREAD,), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
         self._speeds: Speeds | None = None
         self.factors: Factors = (1.0, 1.0, 1.0)
+        self.lost = LOST
 
     @property
     def speeds(self) -> Speeds:
@@ -96,12 +101,8 @@ class Corrections:
         if speeds != self._told:
             self._told, self._speeds = speeds, None
 
-    def company(self, *, busy: bool | None) -> Company:
-        """What is learnt of prompts that find other engines of the host busy, or idle; None = there are none."""
-        return self._busy if busy else self._idle
-
     def observe(
-        self, foreseen: tuple[float, float, float], by: Factors, there_s: float, *, busy: bool | None = None
+        self, foreseen: tuple[float, float, float], by: Factors, there_s: float, shared_s: float | None = None
     ) -> None:
         """Learns from a prompt what it took at its instance, in seconds from its coming to its first token.
 
@@ -109,12 +110,14 @@ class Corrections:
             foreseen: seconds of waiting, loading and computing, as it was placed.
             by: the factors in them.
             there_s: measured by the instance.
-            busy: other engines of its host were, when it was placed; None = there were none.
+            shared_s: of the time that was foreseen, in company; None = it has none on its host.
         """
         waits_s, load_s, compute_s = (seconds / factor for seconds, factor in zip(foreseen, by, strict=True))
         alone_s = self._parts.seconds((load_s, compute_s))
-        if busy is not None:
-            there_s = self.company(busy=busy).alone(self._waiting.seconds((waits_s,)) + alone_s, there_s)
+        if shared_s:
+            self._lost.observe((shared_s,), there_s, known_s=self._waiting.seconds((waits_s,)) + alone_s)
+            self.lost = min(self._lost.coefficients[0], MOST_LOST)
+            there_s = max(there_s - self.lost * shared_s, LEAST_ALONE * there_s)
         if waits_s > 0.0:
             self._waiting.observe((waits_s,), there_s, known_s=alone_s)
         else:
@@ -126,4 +129,5 @@ class Corrections:
     @property
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
-        return self._told, *self._waiting.state, *self._parts.state, *self._busy.state, *self._idle.state
+        learnt = *self._waiting.state, *self._parts.state, *self._lost.state
+        return self._told, *learnt, *self.overheads.state

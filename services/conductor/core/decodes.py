@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from moonpool.core.digest import digest_of
 from moonpool.cost import Speeds, decode_step_seconds
+from services.conductor.core.company import FOREVER, Span
 from services.conductor.core.cost import DecodeChoice, DecodeModel, step_load_s
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.lengths import Stratum
@@ -29,7 +30,7 @@ class Answer:
     `made` are its tokens at `told_at`; as long as they are 0, that is when it is expected to begin. `stratum` says how
     long it may become.
     `number` is the instance's own of the promise, 0 if it gives none, None while we have not heard of one. `covered`:
-    the last report includes it, so its blocks are not counted any more.
+    the last report includes it, so its blocks are not counted any more. `tokens` is how long it is expected to become.
     """
 
     context_tokens: int
@@ -40,6 +41,13 @@ class Answer:
     made: int = 0
     number: int | None = None
     covered: bool = False
+    tokens: float = 0.0
+
+    def span(self, now: float, step_s: float) -> Span:
+        """When it is expected to run, with steps that take so long; one that is longer than expected ends soon."""
+        begin_s = 0.0 if self.made else max(self.told_at - now, 0.0)
+        since_s = min(self.told_at - now, 0.0) if self.made else begin_s
+        return Span(begin_s, max(since_s + (self.tokens - self.made) * step_s, begin_s + step_s))
 
 
 @dataclass(slots=True)
@@ -48,7 +56,8 @@ class Decode:
 
     `sequences` are what the last report says and what it did not include, at least our own; `context_tokens` the
     context of all of them, where what our own generated since they were placed shows in reports only; `room_blocks`
-    the blocks that could be promised.
+    the blocks that could be promised; `others` sequences
+    that were not ours by the last report.
     """
 
     facts: InstanceFacts
@@ -63,6 +72,7 @@ class Decode:
     unreported: int = 0  # of these, those that no report includes
     unreported_blocks: int = 0
     own_context_tokens: int = 0
+    others: int = 0
     sequences: int = field(init=False)
     context_tokens: int = field(init=False)
     room_blocks: int = field(init=False)
@@ -75,10 +85,12 @@ class Decode:
         """Whether an answer of ours is here."""
         return bool(self.answers)
 
-    @property
-    def computing(self) -> bool:
-        """Whether a sequence runs: an answer of ours has begun, or the last report has one of others."""
-        return self.sequences > self.own_sequences or any(answer.made for answer in self.answers.values())
+    def spans(self, now: float) -> list[Span]:
+        """When sequences are expected to run; what others have placed there is taken to stay."""
+        if self.others:
+            return [FOREVER]
+        step_s = decode_step_seconds(self.speeds, self.sequences, self.context_tokens)
+        return [answer.span(now, step_s) for answer in self.answers.values()]
 
     def count(self) -> None:
         """Counts what is there anew: by the last report, and what it did not include."""
@@ -126,6 +138,8 @@ class Decode:
             for answer in self.answers.values():
                 if not answer.covered and answer.number is not None and answer.number <= load.taken:
                     self._cover(answer)
+        ours = sum([answer.sequences for answer in self.answers.values() if answer.covered])
+        self.others = max(load.running + load.waiting - ours, 0)
         self.count()
 
     def _cover(self, answer: Answer) -> None:
@@ -170,10 +184,10 @@ class Decodes(Pool[Decode]):
         if not there:
             del self._by_host[instance.facts.host]
 
-    def company(self, host: str) -> bool | None:
-        """Whether an instance of a host computes; None = none is known to be there."""
+    def company(self, host: str, now: float) -> list[Span] | None:
+        """When instances of a host are expected to compute; None = none is known to be there."""
         there = self._by_host.get(host) if host else None
-        return any(one.computing for one in there.values()) if there else None
+        return [span for one in there.values() for span in one.spans(now)] if there else None
 
     def rank(self, instance: Decode) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""

@@ -341,9 +341,9 @@ class Legs:
         plan = attempt.plan
         demand, begins_at = plan.demand, now + plan.prefill.ttft_s
         context = demand.prompt_tokens * demand.choices
-        claim = self._picture.claim_decode(
-            option.id, Answer(context, option.blocks, demand.choices, request.ask.stratum, begins_at)
-        )
+        expected = self._picture.forecasts.lengths.expected(request.ask.stratum, demand.decode_tokens)
+        answer = Answer(context, option.blocks, demand.choices, request.ask.stratum, begins_at, tokens=expected)
+        claim = self._picture.claim_decode(option.id, answer)
         hold = Hold(Call.RESERVE, number, attempt.sequence, option.id, incarnation, claim)
         attempt.asked = io = self.calls.begin(hold)
         self._take_part(request, attempt, option.id)

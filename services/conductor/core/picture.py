@@ -177,7 +177,7 @@ class Picture:
             return
         size = self.shape.block_tokens
         foreseen = demand.prompt_tokens - self.shape.reused_tokens(demand.prompt_tokens, plan.prefill.used_blocks)
-        instance.learnt.company(busy=plan.prefill.company).observe_overhead(overhead_s)
+        instance.learnt.overheads.observe(plan.prefill.others, overhead_s)
         if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
             instance.observe(plan.prefill, there_s)
         instance.computed(now)

@@ -9,6 +9,7 @@ from moonpool.core.draws import draw_below
 from moonpool.core.fair import Place
 from moonpool.cost import Speeds, prefill_seconds
 from services.conductor.core.candidates import Candidates, Policy
+from services.conductor.core.company import stretched
 from services.conductor.core.corrections import Corrections
 from services.conductor.core.cost import PrefillChoice, PrefillModel
 from services.conductor.core.decodes import Decodes
@@ -124,7 +125,7 @@ class Prefill:
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
         """Learns from what a prompt took here that was predicted so."""
         parts = choice.queue_s, choice.load_s, choice.prefill_s
-        self.learnt.observe(parts, choice.factors, there_s, busy=choice.company)
+        self.learnt.observe(parts, choice.factors, there_s, choice.shared_s)
 
     def computed(self, now: float) -> None:
         """A prompt of ours has its token and is not counted any more: what is left of the others begins now."""
@@ -225,10 +226,12 @@ class Prefills(Pool[Prefill]):
         load_s, prefill_s, busy_s, used, source, read_s = cost
         factors = learnt.factors
         queue_s = (free_at - now) * factors[0] if free_at > now else 0.0
-        busy = self._decodes.company(facts.host) if self._decodes is not None else None
-        company = learnt.company(busy=busy)
-        if company.factor != 1.0:
-            by = company.factor
+        company = self._decodes.company(facts.host, now) if self._decodes is not None else None
+        shared_s = None
+        if company is not None:
+            alone_s = queue_s + load_s + prefill_s
+            whole_s, shared_s = stretched(alone_s, company, learnt.lost)
+            by = whole_s / alone_s if alone_s else 1.0
             queue_s, load_s, prefill_s = queue_s * by, load_s * by, prefill_s * by
             factors = factors[0] * by, factors[1] * by, factors[2] * by
         belief = self.belief(instance)
@@ -236,8 +239,10 @@ class Prefills(Pool[Prefill]):
             load_s, prefill_s, busy_s = load_s * belief, prefill_s * belief, busy_s * belief
             factors = factors[0], factors[1] * belief, factors[2] * belief
         predicted = queue_s, load_s, prefill_s, busy_s
-        corrected = company.overhead_s, factors, busy, read_s
-        return PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, *corrected)
+        others = max(len(company or ()), len(instance.prompts))
+        overhead_s = learnt.overheads.seconds(others)
+        beside = shared_s, others, read_s
+        return PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, overhead_s, factors, *beside)
 
     def _excluded(
         self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand

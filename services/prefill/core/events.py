@@ -111,6 +111,8 @@ class StepEnded:
     aborted: bool
     """Some layer was not computed, and nothing was sampled."""
     seconds: float
+    share: float = 1.0
+    """Of the engine's cores, that it had: others of the host had the rest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ OVERDUE = 2.0
 
 
 def queue_seconds(state: State, now: float) -> float:
-    """Seconds until everything that is queued now is computed: when a prompt that comes now would begin.
+    """Seconds until everything that is queued now is computed, with all of the engine's cores.
 
     Each prompt counts by itself, so that its tokens attend to its own context only. Short prompts share steps. Stages
     work on several steps at once: the time of all steps is divided among them. The step in front is partly done.
@@ -30,7 +30,7 @@ def speeds_now(state: State, now: float) -> Speeds:
     speeds, front = state.tracker.speeds, _front(state)
     if front is None or front.gated:
         return speeds
-    expected_s = _step_seconds(state, front)
+    expected_s = _step_seconds(state, front) / state.share
     late = (now - max(front.began_at, front.moved_at)) / expected_s if expected_s else 1.0
     return speeds.slowed_prefill(late) if late > OVERDUE else speeds
 
@@ -40,7 +40,7 @@ def _done_seconds(state: State, now: float) -> float:
     front = _front(state)
     if front is None or state.settings.stages > 1:
         return 0.0
-    return min(now - front.began_at, _step_seconds(state, front))
+    return min(state.share * (now - front.began_at), _step_seconds(state, front))
 
 
 def _front(state: State) -> StepFlight | None:

@@ -227,7 +227,8 @@ class State:
         settings: what the core was told.
         manager: the pool's blocks.
         lending: those that other instances read.
-        tracker: predicts seconds, and learns from what was measured.
+        tracker: predicts seconds with all of the engine's cores, and learns from what was measured.
+        share: of them, that steps have had lately: others of the host have the rest.
         jobs: all that have not ended, by number.
         shares: of the tenants; steps are charged to them, in predicted seconds.
         waiting: those without blocks, in fair order.
@@ -242,6 +243,7 @@ class State:
         self.manager = BlockManager(settings.blocks)
         self.lending = Lending(self.manager)
         self.tracker = SpeedTracker(speeds)
+        self.share = 1.0
         self.jobs: dict[int, Job] = {}
         self.shares = Shares()
         self.waiting = FairQueue(self.shares)

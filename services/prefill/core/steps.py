@@ -17,6 +17,9 @@ from services.prefill.core.gates import stall_grace, wait_for_layers
 from services.prefill.core.sends import Sends
 from services.prefill.core.state import Job, Share, State, StepFlight, Table
 
+SHARE_WEIGHT = 0.2
+"""Of a step in the mean of what share of its cores the engine has."""
+
 
 @dataclass(slots=True)
 class StepNews:
@@ -256,7 +259,8 @@ class Steps:
         alone = self._state.settings.stages == 1
         seconds = max(result.seconds, self._state.now - flight.began_at) if alone else result.seconds
         chunks = [(share.end - share.start, share.start, share.first) for share in flight.shares]
-        self._state.tracker.observe_prefill(chunks, seconds)
+        self._state.tracker.observe_prefill(chunks, seconds, share=result.share)
+        self._state.share += SHARE_WEIGHT * (result.share - self._state.share)
 
     # --- gates -----------------------------------------------------------------------------------------------------
 

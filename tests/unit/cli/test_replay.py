@@ -8,7 +8,7 @@ from moonpool.bundled import model_dir
 from moonpool.cli.replay import Foreseen, note_tokens, run_replay, show_fit
 from moonpool.errors import ConfigError
 from simulator.cluster.config import Slo
-from simulator.cluster.requests import Request
+from simulator.cluster.requests import Made, Request
 from simulator.experiments.calibration import Extras
 from simulator.kernel.clock import PS
 from simulator.traces.mooncake import TraceRequest, write_trace
@@ -17,7 +17,9 @@ NOBODY = "127.0.0.1:1"
 
 
 def ended(number: int, ttft_s: int, tpot_s: int) -> Request:
-    return Request(number, 0, 10, 2, (), first_at=ttft_s * PS, outcome="done", intervals=[tpot_s * PS])
+    request = Request(number, 0, 10, 2, (), outcome="done")
+    request.take(Made(ttft_s * PS, [tpot_s * PS], (ttft_s + tpot_s) * PS))
+    return request
 
 
 @pytest.mark.parametrize(
@@ -41,8 +43,8 @@ def test_bad_flags_are_named(tmp_path: Path, field: str, profile: str, calibrate
 
 def test_tokens_that_come_together_share_the_time() -> None:
     request = Request(1, 0, 10, 4, ())
-    note_tokens(request, 2, 100)
-    note_tokens(request, 2, 160)
+    note_tokens(request.answers[0], 2, 100)
+    note_tokens(request.answers[0], 2, 160)
     assert (request.first_at, request.made, request.intervals) == (100, 4, [0, 30, 30])
 
 

@@ -92,9 +92,12 @@ def test_kernels_have_their_share_among_those_that_compute(
     try:
         assert native.threads_used(MOST) == MOST
         put(ours.page, 1, PARENT, share, cores, time.monotonic_ns() + int(later_s * 1e9))
+        native.had()
         with ours.computing():
             assert native.threads_used(MOST) == threads
             assert SLOT.unpack_from(ours.page, 0)[3] > 0
+        assert native.had() == threads / MOST
+        assert native.had() == 1.0  # nothing was computed since
         assert SLOT.unpack_from(ours.page, 0)[3] == 0
     finally:
         native.lend(0, 0, 0)

@@ -56,6 +56,16 @@ def check(rows: int, inputs: int, columns: int, *, bias: bool, gated: bool, dtyp
     assert torch.equal(panels.rows(index), weight[index])
 
 
+@pytest.mark.parametrize(("gated", "wide"), [(False, False), (False, True), (True, False)])
+def test_a_matrix_that_is_worked_on_in_parts(gated: bool, wide: bool) -> None:
+    """As large as heads are."""
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = torch.randn(140_010, 32, generator=generator), torch.randn(140_010, generator=generator)
+    x = torch.randn(3, 32, generator=generator)
+    want = expected(x, weight, bias, gated=gated)
+    torch.testing.assert_close(arranged(weight, bias, gated=gated).product(x, wide=wide), want, rtol=1e-4, atol=1e-4)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 40),

@@ -87,3 +87,13 @@ def test_more_threads_than_processors_under_the_sanitizer(tmp_path: Path) -> Non
     assert built.returncode == 0, built.stderr
     done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=150)
     assert (done.returncode, done.stdout) == (0, "0 wrong\n"), done.stdout + done.stderr
+
+
+def test_the_team_leaves_a_core_to_a_thread_that_computes_something_else() -> None:
+    kernels, cores = library.get(), len(os.sched_getaffinity(0))
+    assert kernels is not None
+    with kernels.aside():
+        assert kernels.threads_used(cores) == max(1, cores - 1)
+        with kernels.aside():
+            assert kernels.threads_used(cores) == max(1, cores - 2)
+    assert kernels.threads_used(cores) == cores

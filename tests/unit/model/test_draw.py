@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moonpool.model import sample
-from moonpool.model.draw import draw
+from moonpool.model.draw import draw, scale_of
+from moonpool.model.draw import weights_of as all_weights
 from moonpool.sampling import SampleSpec, SamplingParams
 
 DRAWS = 100_000
@@ -38,8 +39,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 def weights_of(logits: Tensor, params: SamplingParams) -> Tensor:
     """The kept weights by a stable sort of everything: the rule as it is written down."""
-    heated = logits / params.temperature
-    weights = (heated - heated.amax()).exp()
+    weights = all_weights(logits[None], torch.tensor([scale_of(params)]))[0, : len(logits)]
     ordered = weights.sort(descending=True, stable=True)
     kept = ordered.indices[: params.top_k or None]
     values = weights[kept].double()
@@ -91,6 +91,16 @@ def test_draws_follow_the_distribution(feature: str) -> None:
     value, bound = chi_square(counts, probabilities)
     print(f"{feature}: chi-square {value:.1f}, bound {bound:.1f}, {len(counts)} tokens")
     assert value < bound
+
+
+def test_weights_are_exponentials() -> None:
+    logits = torch.cat((torch.linspace(-60, 0, 10_001), torch.tensor([-torch.inf, -500.0])))
+    for temperature in (0.3, 1.0, 2.5):
+        exact = (logits.double() / temperature).exp().tolist()
+        found = all_weights(logits[None], torch.tensor([scale_of(SamplingParams(temperature=temperature))]))
+        assert found[0, : len(logits)].tolist() == pytest.approx(exact, rel=2e-5, abs=2e-38)
+        assert found[0, 10_000] == 1
+        assert found[0, 10_001:].tolist() == [0.0] * (found.shape[1] - 10_001)
 
 
 def test_the_chi_square_test_can_fail() -> None:

@@ -12,9 +12,9 @@ LAYER_LOAD_S = 0.9
 QUICK_LOAD_S = 0.2
 
 
-def loading(layer_s: float = LAYER_LOAD_S) -> tuple[World, int]:
+def loading(layer_s: float = LAYER_LOAD_S, token_s: float = 0.1) -> tuple[World, int]:
     """A prompt of 60 tokens whose first 48 are being loaded; the others take 1.2 s, 0.4 s per layer."""
-    speeds = Speeds(prefill_per_token_s=0.1, load_bytes_per_s=3 * SETTINGS.slice_bytes / layer_s)
+    speeds = Speeds(prefill_per_token_s=token_s, load_bytes_per_s=3 * SETTINGS.slice_bytes / layer_s)
     it = World(staged(1, step_tokens=4 * BT, blocks=32), speeds)
     it.arrive(60, sources=(events.Source("store", 3),))
     (io,) = [io for io, action in it.ios.items() if isinstance(action, actions.LoadBlocks)]
@@ -101,7 +101,7 @@ def test_a_step_gives_a_late_job_up_when_others_wait() -> None:
 
 
 def test_a_late_job_is_dropped_from_a_shared_step_which_goes_on() -> None:
-    it, io = loading(QUICK_LOAD_S)
+    it, io = loading(QUICK_LOAD_S, token_s=0.2)
     it.arrive(4 * BT, 2)
     it.arrive(5, 1)
     it.load_layer(io)

@@ -3,6 +3,7 @@
 import pytest
 
 from moonpool.cost import Speeds
+from services.conductor.core.company import FOREVER, Span, stretched
 from services.conductor.core.corrections import Corrections
 from services.conductor.core.decodes import Answer, Decodes
 from services.conductor.core.facts import LoadFacts
@@ -20,7 +21,7 @@ def world() -> World:
 def test_what_an_instance_tells_is_believed_first() -> None:
     learnt = Corrections(TOLD)
     assert learnt.speeds is TOLD
-    assert (learnt.company(busy=None).overhead_s, learnt.factors) == (0.0, (1.0, 1.0, 1.0))
+    assert (learnt.overheads.seconds(0), learnt.factors) == (0.0, (1.0, 1.0, 1.0))
     other = Speeds(prefill_per_token_s=2e-3)
     learnt.told(other)
     assert learnt.speeds is other
@@ -29,8 +30,8 @@ def test_what_an_instance_tells_is_believed_first() -> None:
 def test_overhead_is_learnt_apart() -> None:
     learnt = Corrections(TOLD)
     for _ in range(30):
-        learnt.company(busy=None).observe_overhead(0.009)
-    assert learnt.company(busy=None).overhead_s == pytest.approx(0.009, rel=0.05)
+        learnt.overheads.observe(0, 0.009)
+    assert learnt.overheads.seconds(0) == 0.009
     assert learnt.factors == (1.0, 1.0, 1.0)
 
 
@@ -99,58 +100,100 @@ class TestPicture:
         assert it.plan(TOKENS).prefill.overhead_s == 0.0
 
 
-def test_prompts_in_company_have_a_factor_and_an_overhead_of_their_own() -> None:
+def test_a_few_that_took_long_do_not_change_the_overhead() -> None:
+    overheads = Corrections(TOLD).overheads
+    for seconds in (0.004, 0.006, 0.005, 0.3, 0.005, 0.2, 0.004):
+        overheads.observe(1, seconds)
+    assert overheads.seconds(1) == 0.005
+    for _ in range(8):
+        overheads.observe(1, 0.011)
+    assert overheads.seconds(1) == 0.011, "most of the last fifteen"
+
+
+def test_the_overhead_depends_on_how_many_others_there_are() -> None:
+    """Where nothing was measured, it is that of the next number."""
+    overheads = Corrections(TOLD).overheads
+    assert overheads.seconds(0) == 0.0
+    overheads.observe(2, 0.02)
+    assert [overheads.seconds(others) for others in range(6)] == [0.02] * 6
+    overheads.observe(0, 0.005)
+    overheads.observe(7, 0.03)
+    assert [overheads.seconds(others) for others in range(6)] == [0.005, 0.005, 0.02, 0.03, 0.03, 0.03]
+
+
+@pytest.mark.parametrize(
+    ("company", "whole_s", "shared_s"),
+    [
+        ([], 0.1, 0.0),
+        ([FOREVER], 0.2, 0.2),
+        ([Span(0.0, 0.1)], 0.15, 0.1),  # half of the first 100 ms counts
+        ([Span(0.04, 0.1)], 0.13, 0.06),
+        ([Span(0.0, 0.06), Span(0.02, 0.1), Span(0.3, 0.4)], 0.15, 0.1),
+        ([Span(0.1, 0.2)], 0.1, 0.0),
+    ],
+)
+def test_work_takes_longer_in_company(company: list[Span], whole_s: float, shared_s: float) -> None:
+    assert stretched(0.1, company, 0.5) == pytest.approx((whole_s, shared_s))
+
+
+def test_what_company_costs_is_learnt_beside_the_speed() -> None:
+    """It computes 1.2 times as long as it says, and half as quick while others compute."""
     learnt = Corrections(TOLD)
     for number in range(400):
-        busy = number % 2 == 0
-        foreseen = 0.0, 0.0, 0.05 + 0.01 * (number % 5)
-        learnt.observe(foreseen, (1.0, 1.0, 1.0), foreseen[2] * (1.2 if busy else 0.8), busy=busy)
-        learnt.company(busy=busy).observe_overhead(0.012 if busy else 0.004)
-    there, away = learnt.company(busy=True), learnt.company(busy=False)
-    assert learnt.factors[2] * there.factor == pytest.approx(1.2, rel=0.05)
-    assert learnt.factors[2] * away.factor == pytest.approx(0.8, rel=0.05)
-    assert (there.overhead_s, away.overhead_s) == pytest.approx((0.012, 0.004), rel=0.1)
+        company = [[], [FOREVER], [Span(0.0, 0.03)]][number % 3]
+        alone_s = 0.05 + 0.01 * (number % 5)
+        _, shared_s = stretched(alone_s * learnt.factors[2], company, learnt.lost)
+        there_s, _ = stretched(1.2 * alone_s, company, 0.5)
+        learnt.observe((0.0, 0.0, alone_s), (1.0, 1.0, 1.0), there_s, shared_s)
+    assert learnt.factors[2] == pytest.approx(1.2, rel=0.1)
+    assert learnt.lost == pytest.approx(0.5, rel=0.1)
 
 
 def test_an_engine_alone_on_its_host_has_no_company() -> None:
     here = World(facts("decode-0", host="b"), facts("prefill-0", speeds=TOLD, host="a"))
-    assert here.plan().prefill.company is None
+    assert here.plan().prefill.shared_s is None
     nowhere = World(DECODE, facts("prefill-0", speeds=TOLD))
-    assert nowhere.plan().prefill.company is None
+    assert nowhere.plan().prefill.shared_s is None
 
 
-def test_a_prompt_is_predicted_by_what_was_learnt_while_decode_computes() -> None:
-    here = World(facts("decode-0", host="a"), facts("prefill-0", speeds=TOLD, host="a"))
-    idle = here.plan()
-    assert idle.prefill.company is False
-    here.report("decode-0", running=1, free_blocks=90)
-    busy = here.plan()
-    assert busy.prefill.company is True
-    assert busy.prefill.ttft_s == idle.prefill.ttft_s
-    for _ in range(100):
-        here.picture.first_token(busy, 64, 2 * idle.prefill.prefill_s, 0.0, 0.0)
-        here.picture.first_token(idle, 64, idle.prefill.prefill_s, 0.0, 0.0)
-    assert here.plan().prefill.prefill_s == pytest.approx(2 * idle.prefill.prefill_s, rel=0.1)
-    here.report("decode-0", running=0, free_blocks=100)
-    assert here.plan().prefill.prefill_s == pytest.approx(idle.prefill.prefill_s, rel=0.1)
+def test_a_prompt_is_predicted_by_what_decode_will_compute_beside_it() -> None:
+    """At first company is believed to take three tenths of the speed."""
+    here = World(
+        facts("decode-0", host="a", speeds=Speeds(decode_base_s=0.002)), facts("prefill-0", speeds=TOLD, host="a")
+    )
+    idle = here.plan().prefill
+    assert (idle.shared_s, idle.others) == (0.0, 0)
+    assert idle.prefill_s == pytest.approx(0.064)
+    here.picture.claim_decode("decode-0", Answer(64, 2, told_at=0.0, made=1, tokens=11))
+    busy = here.plan().prefill
+    assert busy.others == 1
+    assert busy.shared_s == pytest.approx(0.020)
+    assert busy.prefill_s == pytest.approx(0.064 + 0.3 * 0.020)
+    later = here.plan(now=0.015).prefill
+    assert later.shared_s == pytest.approx(0.005)
+    here.report("decode-0", running=2, free_blocks=90)  # another conductor's
+    assert here.plan(now=0.015).prefill.prefill_s == pytest.approx(0.064 / 0.7)
 
 
-def test_an_answer_that_has_room_but_has_not_begun_does_not_compute() -> None:
-    here = World(facts("decode-0", host="a"), facts("prefill-0", speeds=TOLD, host="a"))
-    here.serve()
-    assert here.plan().prefill.company is False
-    here.picture.grew(2, 1, 0.0)
-    assert here.plan().prefill.company is True
+def spans(decodes: Decodes, now: float) -> list[float]:
+    """Begins and ends."""
+    return [time for span in decodes.company("a", now) or () for time in span]
 
 
-def test_several_answers_to_one_prompt_do_not_compute_before_they_begin() -> None:
-    decode, decodes = decode_at(0, facts("decode-0", host="a"), 0, room=90), Decodes()
+def test_answers_compute_from_their_first_token_to_the_last_that_is_expected() -> None:
+    decode, decodes = (
+        decode_at(0, facts("decode-0", host="a", speeds=Speeds(decode_base_s=0.01)), 0, room=90),
+        Decodes(),
+    )
     decodes.add(decode)
-    decode.claim(1, Answer(64, 20, sequences=4))
-    assert decodes.company("a") is False
-    decode.report(LoadFacts(running=5, free_blocks=80), 0.0, 0.0)
-    assert decodes.company("a") is True
-    decode.report(LoadFacts(free_blocks=80), 0.0, 0.0)
-    assert decodes.company("a") is False
-    decode.answers[1].made = 1
-    assert decodes.company("a") is True
+    decode.claim(1, Answer(64, 20, sequences=4, told_at=3.0, tokens=10))
+    assert spans(decodes, 1.0) == pytest.approx([2.0, 2.1])
+    assert decodes.company("b", 1.0) is None
+    decode.answers[1].made, decode.answers[1].told_at = 6, 3.5
+    assert spans(decodes, 3.5) == pytest.approx([0.0, 0.04])
+    assert spans(decodes, 9.0) == pytest.approx([0.0, 0.01]), "longer than expected"
+    decode.known(1, 1)
+    decode.report(LoadFacts(running=4, free_blocks=80, taken=1), 0.0, 0.0)
+    assert decode.others == 0
+    decode.report(LoadFacts(running=5, free_blocks=80, taken=1), 0.0, 0.0)
+    assert decodes.company("a", 9.0) == [FOREVER]

@@ -164,7 +164,7 @@ class Service:
                 live = self._lives[number]
                 message = decode_pb2.StartSequence(
                     request_id=live.request_id, transfer_id=live.id, generation=live.transfer.generation,
-                    further_token_ids=[0] * len(event.others),
+                    further_token_ids=range(1, 1 + len(event.others)),  # so that no two have a block in common
                 )  # fmt: skip
                 self.shell.start(self._subscriber, message)
             case Stop(number):

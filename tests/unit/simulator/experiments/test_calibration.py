@@ -7,7 +7,7 @@ import pytest
 
 from moonpool.engine.emulated.profile import load_profile
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.requests import Request
+from simulator.cluster.requests import Made, Request
 from simulator.experiments.calibration import Extras, Times, distance, fit, quantile, serve
 from simulator.experiments.comparison import charts, compare
 from simulator.kernel.clock import PS
@@ -19,8 +19,8 @@ REQUESTS = Workload(3, replace(CHAT, rate_per_s=1.2, answer_tokens=20.0)).reques
 
 
 def done(arrived: int, first: int, *intervals: int) -> Request:
-    made = Request(1, arrived * PS, 10, 3, (), first_at=first * PS, outcome="done")
-    made.intervals = [one * PS for one in intervals]
+    made = Request(1, arrived * PS, 10, 3, (), outcome="done")
+    made.take(Made(first * PS, [one * PS for one in intervals], (first + sum(intervals)) * PS))
     return made
 
 

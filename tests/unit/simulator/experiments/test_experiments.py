@@ -20,7 +20,7 @@ from services.conductor.core.policies import POLICIES
 from simulator.cluster.config import ClusterConfig
 from simulator.experiments.cache import cache
 from simulator.experiments.faults import faults
-from simulator.experiments.frame import Result, Source
+from simulator.experiments.frame import Result, Row, Source
 from simulator.experiments.hot import HotLoad, hot
 from simulator.experiments.memory import MemoryLoad, memory
 from simulator.experiments.serving import ratio, scale, scheduling
@@ -154,12 +154,19 @@ def test_ways_of_filling_the_pool() -> None:
     assert found["uncrowded"]["preempted"] == 0
 
 
-def test_faults_of_a_hundred_and_fifty_seeds() -> None:
-    (row,) = faults(ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=2, kvstore=1), 150, 1,
+def all_ended(row: Row, requests: int) -> None:
+    """With all tokens, but for some that wanted several answers and lost their conductor."""
+    lost = int(str(row.get("ended: lost", 0)))
+    assert row["requests"] == requests == int(str(row["ended: done"])) + lost
+    assert lost < requests // 50
+
+
+def test_faults_of_three_hundred_seeds() -> None:
+    (row,) = faults(ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=2, kvstore=1), 300, 1,
                     silent, Source(requests=5)).rows  # fmt: skip
-    assert row["requests"] == row["ended: done"] == 150 * 5
-    assert all(int(str(row[name])) > 50 for name in ("dropped", "late", "crashes"))
-    assert int(str(row["attempts"])) > 150 * 5
+    all_ended(row, 300 * 5)
+    assert all(int(str(row[name])) > 100 for name in ("dropped", "late", "crashes"))
+    assert int(str(row["attempts"])) > 300 * 5
 
 
 @pytest.mark.slow
@@ -169,7 +176,7 @@ def test_faults_of_ten_thousand_seeds(first: int) -> None:
     """A thousand at a time: some minutes each on a free core."""
     config = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=3, decode=3, kvstore=2)
     (row,) = faults(config, 1000, first, silent, Source()).rows
-    assert row["ended: done"] == row["requests"] == 40_000
+    all_ended(row, 40_000)
 
 
 # The command

@@ -1,7 +1,6 @@
 """Experiments on other shapes of a cluster: pipelines, roles that change, conductors side by side; and memory."""
 
 import tracemalloc
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +10,7 @@ from moonpool.errors import ConfigError
 from services.conductor.core.roles import RoleLimits
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig, Slo
-from simulator.cluster.requests import DONE, Request
+from simulator.cluster.requests import DONE, Made, Request
 from simulator.experiments import pipeline as pipelines
 from simulator.experiments.conductors import COUNTS, conductors
 from simulator.experiments.frame import Source
@@ -66,8 +65,9 @@ def test_parts_of_a_shifting_mix() -> None:
 
 def test_goodput_of_each_part() -> None:
     phases = Phases(Slo(1.0, 0.1), 10.0, 2)
-    quick = Request(1, 0, 10, 2, (), outcome=DONE, first_at=10**11, intervals=[10**10])
-    for one in (quick, replace(quick, first_at=2 * 10**12), replace(quick, arrived=11 * 10**12, first_at=11 * 10**12)):
+    for arrived, first in ((0, 10**11), (0, 2 * 10**12), (11 * 10**12, 11 * 10**12)):
+        one = Request(1, arrived, 10, 2, (), outcome=DONE)
+        one.take(Made(first, [10**10], first + 10**10))
         phases.add(one)
     assert phases.shares() == [0.5, 1.0]
 

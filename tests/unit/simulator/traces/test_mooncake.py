@@ -1,6 +1,7 @@
 """Traces: read as they were written, generated alike for equal seeds, and tokens by hash id alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,19 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert read_trace(path) == trace
     assert read_trace(path, limit=3) == trace[:3]
     assert Trace(path).block_tokens == BLOCK_TOKENS
+
+
+def test_tenants_and_several_answers(tmp_path: Path) -> None:
+    """They change nothing else of a generated trace, and are read as they were written."""
+    mix = Mix(tenants=3, several=0.3)
+    trace, plain = Workload(1, mix).requests(300), Workload(1).requests(300)
+    assert [replace(one, tenant="", choices=1) for one in trace] == plain
+    share = {name: sum(one.tenant == name for one in trace) / 300 for name in ("t0", "t1", "t2")}
+    assert share["t0"] > share["t1"] > share["t2"] > 0.1
+    assert {one.choices for one in trace} == {1, 2, 3, 4}
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, trace)
+    assert read_trace(path) == trace
 
 
 def test_a_header_says_how_long_blocks_are(tmp_path: Path) -> None:
@@ -77,6 +91,8 @@ def line(**changed: object) -> str:
 @pytest.mark.parametrize(
     ("bad", "what"),
     [
+        (line(n=0), "n must be a whole number from 1 to 128, is 0"),
+        (line(tenant=7), "tenant must be a text, is 7"),
         (line(timestamp=4), "timestamp 4 is before that of the request before, 5: not sorted"),
         (line(timestamp=-1), "timestamp must be a number of at least 0, is -1"),
         (line(timestamp=float("nan")), "timestamp must be a number of at least 0, is nan"),

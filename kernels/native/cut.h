@@ -1,0 +1,153 @@
+// Which of many weights are the first in falling order whose number, or sum, reaches a goal: without sorting them.
+//
+// A sample says between which two weights the border lies; one pass over all keeps those between them and adds up those
+// above. That is repeated with what was kept, which is about a tenth, until little is left, which is sorted.
+#pragma once
+#include <math.h>
+
+#include <algorithm>
+
+#include "weights.h"
+
+struct Cut { float at; int64_t equal; };  // kept are all weights above `at`, and the first `equal` of those that are `at`
+
+enum { SAMPLE = 128, MARGIN = 7 };
+
+INLINE float before(float x) {  // the next lower float of a positive one
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    bits--;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+INLINE void add(vd* sums_, vf v) {
+    vd low, high;
+    as_doubles(v, &low, &high);
+    sums_[0] += low, sums_[1] += high;
+}
+INLINE double total(const vd* sums_) {
+    vd all = sums_[0] + sums_[1];
+    double r = 0;
+    for (int i = 0; i < W / 2; i++) r += all[i];
+    return r;
+}
+// Those of n weights that are in (low, high] to `to`, which is filled up with zeros to a whole vector; returns how many.
+INLINE int64_t pack(vf v, vi chosen, float* to, int64_t count) {
+#if defined(MP_AVX512)
+    __mmask16 mask = _mm512_movepi32_mask((__m512i)chosen);
+    _mm512_storeu_ps(to + count, _mm512_maskz_compress_ps(mask, (__m512)v));
+    return count + __builtin_popcount(mask);
+#else
+    for (int i = 0; i < W; i++) {
+        to[count] = v[i];
+        count -= chosen[i];
+    }
+    return count;
+#endif
+}
+static int64_t fill_up(float* to, int64_t count) {
+    store(to + count, (vf){});
+    return count;
+}
+static int64_t between(const float* from, int64_t n, float low, float high, float* to) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i += W) {
+        vf v = load(from + i);
+        count = pack(v, (v > splat(low)) & (v <= splat(high)), to, count);
+    }
+    return fill_up(to, count);
+}
+
+template <bool COUNT> struct Cutting {
+    double goal;       // what the kept weights' number or sum reaches
+    double above = 0;  // of that, what lies above all candidates
+    double all;        // number or sum of the candidates
+    const float* from;
+    int64_t n;         // candidates: positive, but for what fills up the last vector
+    float* spare[2];   // where candidates go next
+
+    double measure(const float* w, int64_t count) const {
+        if (COUNT) return count;
+        vd sums_[2] = {};
+        for (int64_t i = 0; i < count; i += W) add(sums_, load(w + i));
+        return total(sums_);
+    }
+    void go_on(int64_t count, double sum_) {
+        from = spare[0], n = count, all = sum_;
+        std::swap(spare[0], spare[1]);
+    }
+    // Of candidates that are all equal.
+    Cut of_equals() const {
+        double unit = COUNT ? 1.0 : from[0];
+        int64_t kept = (int64_t)((goal - above) / unit);
+        while (kept > 0 && above + (kept - 1) * unit >= goal) kept--;
+        while (kept < n && above + kept * unit < goal) kept++;
+        return {from[0], kept};
+    }
+    Cut of_few() const {
+        float sorted[SAMPLE];
+        memcpy(sorted, from, n * sizeof(float));
+        std::sort(sorted, sorted + n, [](float a, float b) { return a > b; });
+        double sum_ = above;
+        int64_t kept = 0, equal = 0;
+        for (; kept < n && sorted[kept] > 0 && sum_ < goal; kept++) sum_ += COUNT ? 1.0 : sorted[kept];
+        if (!kept) return {0, 0};
+        while (equal < kept && sorted[kept - 1 - equal] == sorted[kept - 1]) equal++;
+        return {sorted[kept - 1], equal};
+    }
+    // Two weights between which the border probably lies: (low, high].
+    void guess(float* low, float* high) const {
+        float sample[SAMPLE];
+        for (int i = 0; i < SAMPLE; i++) sample[i] = from[(2 * i + 1) * n / (2 * SAMPLE)];
+        std::sort(sample, sample + SAMPLE, [](float a, float b) { return a > b; });
+        double sum_ = 0, reached = 0;
+        for (float w : sample) sum_ += COUNT ? 1.0 : w;
+        double wanted = (goal - above) / all * sum_;
+        int at = 0;
+        while (at < SAMPLE - 1 && (reached += COUNT ? 1.0 : sample[at]) < wanted) at++;
+        *high = at < MARGIN ? INFINITY : sample[at - MARGIN];
+        *low = at + MARGIN < SAMPLE ? sample[at + MARGIN] : 0;
+        if (*low == sample[0]) *high = *low;
+        if (*low >= *high) *low = before(*high);  // many equal ones: these alone, so that each pass parts something off
+    }
+    // Number or sum of candidates above `high`; those in (low, high] go to spare[0], `count` of them.
+    double sift(float low, float high, int64_t* count) const {
+        vd sums_[2] = {};
+        vi number = {};
+        *count = 0;
+        for (int64_t i = 0; i < n; i += W) {
+            vf v = load(from + i);
+            vi higher = v > splat(high);
+            if (COUNT) number -= higher;
+            else add(sums_, (vf)((vi)v & higher));
+            *count = pack(v, (v > splat(low)) & ~higher, spare[0], *count);
+        }
+        fill_up(spare[0], *count);
+        if (!COUNT) return total(sums_);
+        int64_t r = 0;
+        for (int i = 0; i < W; i++) r += number[i];
+        return r;
+    }
+    Cut find() {
+        while (n > SAMPLE) {
+            float low, high;
+            guess(&low, &high);
+            if (high == 0) low = 0, high = INFINITY;  // zeros, which are none of the candidates
+            int64_t count;
+            double higher = sift(low, high, &count);
+            if (count == n) higher = sift(low = before(high), high, &count);
+            double within = measure(spare[0], count);
+            if (goal <= above + higher) {
+                go_on(between(from, n, high, INFINITY, spare[0]), higher);
+            } else if (goal <= above + higher + within) {
+                above += higher;
+                go_on(count, within);
+                if (low == before(high)) return of_equals();
+            } else {
+                above += higher + within;
+                go_on(between(from, n, 0, low, spare[0]), all - higher - within);
+            }
+        }
+        return of_few();
+    }
+};

@@ -1,0 +1,330 @@
+// Chooses tokens of rows of logits: bias, bans, penalties and masks, then the highest or a draw, and log probabilities.
+// The rule is stated in moonpool/model/draw.py, whose torch code is the reference for the token that is chosen.
+//
+// A row's logits are looked at in runs; those without a token that may be chosen cost nothing but a look at the mask.
+#include "cut.h"
+#include "parallel.h"
+
+struct Row {
+    double top_p;                           // 1: all
+    int64_t history, mask, banned, bias;    // where they lie in `data`; mask -1: none
+    int32_t history_count, prompt_tokens;   // tokens; those of them that are the prompt's
+    int32_t banned_count, bias_count;       // tokens; biases are as many floats behind their tokens
+    int32_t draw, draws;                    // of `numbers` and `tokens`
+    int32_t top_k;                          // 0: all
+    int32_t top;                            // likely tokens that are told; -1: no log probabilities
+    float scale;                            // of logits, for powers of two; negative: the highest is chosen
+    float min_p, repetition, frequency, presence;
+    int32_t unused;
+};
+struct Sampling {
+    float* logits; int64_t rows, vocab;     // overwritten
+    const Row* row;
+    const char* data;
+    const double* numbers;                  // in [0, 1), for each draw
+    int32_t* tokens;                        // of each draw
+    int32_t* failed;                        // of each row, see Failure
+    float* logprobs; uint32_t* ranks;       // of each draw, where they are wanted
+    int32_t* top_tokens; float* top_logprobs; int64_t most;  // [rows, most]
+};
+enum Failure { FINE = 0, NOTHING_LEFT = 1, NOT_FINITE = 2 };
+
+// Memory of one row.
+struct Desk {
+    float *weights, *spare[2], *copy, *best, *best_before;
+    double* sums;
+    int32_t* live;
+    bool take(Memory& memory, int64_t vocab) {
+        int64_t runs = (vocab + RUN - 1) / RUN, n = runs * RUN + 2 * W, few = (runs + 15) / 16 * 16;
+        float* p = (float*)memory.get(sizeof(float) * (4 * n + 5 * few));
+        if (!p) return false;
+        weights = p, spare[0] = p + n, spare[1] = p + 2 * n, copy = p + 3 * n, p += 4 * n;
+        sums = (double*)p, best = p + 2 * few, best_before = p + 3 * few, live = (int32_t*)(p + 4 * few);
+        return true;
+    }
+};
+
+struct Work {
+    const Sampling& s;
+    const Row& row;
+    int64_t r, runs;
+    float* logits;
+    Desk& desk;
+    int64_t alive = 0;    // runs that may be drawn from, in desk.live; their weights lie one after the other
+    float greatest = 0;
+
+    Work(const Sampling& sampling, int64_t index, Desk& its)
+        : s(sampling), row(sampling.row[index]), r(index), runs((sampling.vocab + RUN - 1) / RUN),
+          logits(sampling.logits + index * sampling.vocab), desk(its) {}
+    // A run of logits, filled up with minus infinity behind the vocabulary.
+    const float* run(const float* from, int64_t index, float* room) const {
+        int64_t first = index * RUN, left = s.vocab - first;
+        if (left >= RUN) return from + first;
+        for (int i = 0; i < RUN; i++) room[i] = i < left ? from[first + i] : -INFINITY;
+        return room;
+    }
+    float best_of_run(int64_t index) const {
+        float room[RUN];
+        const float* from = run(logits, index, room);
+        vf most = load(from);
+        vi odd = most != most;
+        for (int i = W; i < RUN; i += W) {
+            vf v = load(from + i);
+            odd |= v != v;
+            most = vmax(v, most);
+        }
+        int32_t any = 0;
+        for (int i = 0; i < W; i++) any |= odd[i];
+        return any ? NAN : max_of(most);
+    }
+    void survey() {
+        for (int64_t i = 0; i < runs; i++) desk.best[i] = best_of_run(i);
+    }
+    // The highest of all; NaN where there is one.
+    float highest() const {
+        float most = -INFINITY;
+        for (int64_t i = 0; i < runs; i++) {
+            if (desk.best[i] != desk.best[i]) return NAN;
+            if (desk.best[i] > most) most = desk.best[i];
+        }
+        return most;
+    }
+    bool known(int32_t token) const { return token >= 0 && token < s.vocab; }
+    const int32_t* tokens(int64_t at) const { return (const int32_t*)(s.data + at); }
+
+    bool adjusted() const { return row.bias_count || row.banned_count || row.history_count; }
+    void adjust();
+    void mask();
+    void write_mask(int64_t run, const uint32_t* words);
+    int32_t lowest_of_highest() const;
+    void weigh();
+    void keep(Cut cut);
+    int64_t drop_last(int64_t run, float at, int64_t most);
+    double add_up();
+    void draw();
+    void tell(const float* untouched, double normaliser);
+    double most_likely();
+    int choose();
+};
+
+// In the order and with the roundings of moonpool/model/adjust.py.
+void Work::adjust() {
+    const int32_t* biased = tokens(row.bias);
+    const float* values = (const float*)(biased + row.bias_count);
+    for (int i = 0; i < row.bias_count; i++) if (known(biased[i])) logits[biased[i]] += values[i];
+    const int32_t* banned = tokens(row.banned);
+    for (int i = 0; i < row.banned_count; i++) if (known(banned[i])) logits[banned[i]] = -INFINITY;
+    if (!row.history_count) return;
+    // A token has been seen where its mark is set; marks lie where weights will, and are taken away again.
+    const int32_t* history = tokens(row.history);
+    int32_t* marks = (int32_t*)desk.weights;
+    auto each_once = [&](int from, auto&& f) {
+        for (int i = from; i < row.history_count; i++) if (known(history[i])) marks[history[i]] = 0;
+        for (int i = from; i < row.history_count; i++)
+            if (known(history[i]) && !marks[history[i]]++) f(logits[history[i]]);
+    };
+    if (row.repetition != 1.0f)
+        each_once(0, [&](float& it) { it = it > 0 ? it / row.repetition : it * row.repetition; });
+    if (row.frequency != 0)
+        for (int i = row.prompt_tokens; i < row.history_count; i++) if (known(history[i])) logits[history[i]] -= row.frequency;
+    if (row.presence != 0) each_once(row.prompt_tokens, [&](float& it) { it -= row.presence; });
+}
+
+// Minus infinity where words of 32 tokens each say so.
+void Work::write_mask(int64_t index, const uint32_t* words) {
+    vu lanes;
+    for (int i = 0; i < W; i++) lanes[i] = 1u << i;
+    int64_t first = index * RUN, left = s.vocab - first;
+    for (int64_t i = 0; i < RUN && i < left; i += W) {
+        vu bits = (vu){} + (words[i / 32] >> i % 32);
+        vi out = (vi)((bits & lanes) == 0);
+        if (left - i >= W) {
+            vf v = load(logits + first + i);
+            store(logits + first + i, (vf)(((vi)v & ~out) | ((vi)splat(-INFINITY) & out)));
+        } else {
+            for (int64_t j = 0; j < left - i; j++) if (out[j]) logits[first + i + j] = -INFINITY;
+        }
+    }
+}
+void Work::mask() {
+    const char* bytes = s.data + row.mask;
+    int64_t size = (s.vocab + 7) / 8;
+    for (int64_t i = 0; i < runs; i++) {
+        uint32_t words[RUN / 32] = {};
+        int64_t left = size - i * (RUN / 8);
+        memcpy(words, bytes + i * (RUN / 8), left < RUN / 8 ? left : RUN / 8);
+        uint32_t any = 0, all = ~0u;
+        for (uint32_t word : words) any |= word, all &= word;
+        if (!any) { desk.best[i] = -INFINITY; continue; }
+        if (all != ~0u) write_mask(i, words);
+        desk.best[i] = best_of_run(i);
+    }
+}
+
+int32_t Work::lowest_of_highest() const {
+    int64_t i = 0;
+    while (desk.best[i] != greatest) i++;
+    int64_t token = i * RUN;
+    while (logits[token] != greatest) token++;
+    return (int32_t)token;
+}
+
+// Weights of all runs that have one that is not 0.
+void Work::weigh() {
+    vf most = splat(greatest), scale = splat(row.scale);
+    alive = 0;
+    for (int64_t i = 0; i < runs; i++) {
+        if (!((desk.best[i] - greatest) * row.scale >= -126.0f)) continue;
+        float room[RUN];
+        const float* from = run(logits, i, room);
+        float* to = desk.weights + alive * RUN;
+        desk.sums[alive] = sum_of_run([&](int j) {
+            vf w = weight(load(from + j * W), most, scale);
+            store(to + j * W, w);
+            return w;
+        });
+        desk.live[alive++] = (int32_t)i;
+    }
+}
+// Sets weights to 0 that are not kept, and sums up those that are.
+void Work::keep(Cut cut) {
+    int64_t equal = 0;
+    vf least = splat(cut.at);
+    vi same = {};
+    for (int64_t i = 0; i < alive; i++) {
+        float* w = desk.weights + i * RUN;
+        desk.sums[i] = sum_of_run([&](int j) {
+            vf v = load(w + j * W);
+            same -= v == least;
+            v = (vf)((vi)v & (v >= least));
+            store(w + j * W, v);
+            return v;
+        });
+    }
+    for (int i = 0; i < W; i++) equal += same[i];
+    for (int64_t i = alive - 1; equal > cut.equal; i--) equal -= drop_last(i, cut.at, equal - cut.equal);
+}
+// Of the weights of a run that are `at`, sets the last ones to 0, at most so many; returns how many.
+int64_t Work::drop_last(int64_t index, float at, int64_t most) {
+    float* w = desk.weights + index * RUN;
+    int64_t dropped = 0;
+    for (int i = RUN - 1; i >= 0 && dropped < most; i--)
+        if (w[i] == at) w[i] = 0, dropped++;
+    if (dropped) desk.sums[index] = sum_of_run([&](int j) { return load(w + j * W); });
+    return dropped;
+}
+// Sums of runs become those up to and with each run; returns the whole.
+double Work::add_up() {
+    double all = 0;
+    for (int64_t i = 0; i < alive; i++) desk.sums[i] = all += desk.sums[i];
+    return all;
+}
+void Work::draw() {
+    weigh();
+    int64_t n = alive * RUN;
+    float** spare = desk.spare;
+    Cut cut{0, 0};
+    if (row.top_k > 0 && row.top_k < n)
+        cut = Cutting<true>{(double)row.top_k, 0, (double)n, desk.weights, n, {spare[0], spare[1]}}.find();
+    if (cut.at > 0) keep(cut);
+    cut = {0, 0};
+    if (row.top_p < 1) {
+        double all = 0;
+        for (int64_t i = 0; i < alive; i++) all += desk.sums[i];
+        cut = Cutting<false>{row.top_p * all, 0, all, desk.weights, n, {spare[0], spare[1]}}.find();
+    }
+    if (row.min_p > cut.at) cut = {row.min_p, INT64_MAX};
+    if (cut.at > 0) keep(cut);
+    double whole = add_up(), most = nextafter(whole, 0.0);
+    for (int d = row.draw; d < row.draw + row.draws; d++) {
+        double goal = s.numbers[d] * whole;
+        if (goal > most) goal = most;
+        int64_t found = std::upper_bound(desk.sums, desk.sums + alive, goal) - desk.sums;
+        double before_ = found ? desk.sums[found - 1] : 0, sum_ = 0;
+        const float* w = desk.weights + found * RUN;
+        int at = 0, last = 0;
+        for (; at < RUN; at++) {
+            if (w[at] > 0) last = at;
+            if ((sum_ += w[at]) + before_ > goal) break;
+        }
+        s.tokens[d] = desk.live[found] * RUN + (at < RUN ? at : last);  // rounding may lead past the last
+    }
+}
+
+// Writes the most likely tokens' logits; returns the logarithm of the sum of all exponentials.
+double Work::most_likely() {
+    float greatest_ = highest(), least = -INFINITY;
+    float* values = s.top_logprobs + r * s.most;
+    int32_t* ids = s.top_tokens + r * s.most;
+    int count = 0;
+    double all = 0;
+    vf most = splat(greatest_), scale = splat(LOG2E);
+    for (int64_t i = 0; i < runs; i++) {
+        float room[RUN];
+        const float* from = run(logits, i, room);
+        all += sum_of_run([&](int j) { return weight(load(from + j * W), most, scale); });
+        if (!row.top || (count == row.top && !(desk.best[i] > least))) continue;
+        for (int64_t j = 0; j < RUN && i * RUN + j < s.vocab; j++) {
+            if (count == row.top && !(from[j] > least)) continue;
+            int at = count < row.top ? count++ : count - 1;
+            for (; at > 0 && values[at - 1] < from[j]; at--) values[at] = values[at - 1], ids[at] = ids[at - 1];
+            values[at] = from[j], ids[at] = (int32_t)(i * RUN + j);
+            least = values[count - 1];
+        }
+    }
+    return greatest_ + log(all);
+}
+void Work::tell(const float* untouched, double normaliser) {
+    for (int d = row.draw; d < row.draw + row.draws; d++) {
+        float value = untouched[s.tokens[d]];
+        int64_t higher = 0;
+        vi number = {};
+        for (int64_t at = 0; at < runs; at++) {
+            if (!(desk.best_before[at] > value)) continue;
+            float room[RUN];
+            const float* from = run(untouched, at, room);
+            for (int j = 0; j < RUN; j += W) number -= load(from + j) > splat(value);
+        }
+        for (int i = 0; i < W; i++) higher += number[i];
+        s.logprobs[d] = (float)(value - normaliser), s.ranks[d] = (uint32_t)(higher + 1);
+    }
+    for (int i = 0; i < row.top; i++) s.top_logprobs[r * s.most + i] -= (float)normaliser;
+}
+
+int Work::choose() {
+    const float* untouched = logits;
+    double normaliser = 0;
+    bool changed = adjusted(), told = row.top >= 0;
+    if (told || !(changed || row.mask >= 0)) survey();
+    if (told) {
+        normaliser = most_likely();
+        memcpy(desk.best_before, desk.best, runs * sizeof(float));
+        if (changed || row.mask >= 0) logits = (float*)memcpy(desk.copy, logits, s.vocab * sizeof(float));
+    }
+    if (changed) adjust();
+    if (row.mask >= 0) mask();
+    else if (changed) survey();
+    greatest = highest();
+    if (greatest == -INFINITY) return NOTHING_LEFT;
+    if (!isfinite(greatest)) return NOT_FINITE;
+    if (row.scale < 0) {
+        int32_t token = lowest_of_highest();
+        for (int d = row.draw; d < row.draw + row.draws; d++) s.tokens[d] = token;
+    } else {
+        draw();
+    }
+    if (told) tell(untouched, normaliser);
+    return FINE;
+}
+
+// 1: no memory to work in.
+extern "C" int mp_sample(const Sampling* s, int threads) {
+    std::atomic<int> odd{0};
+    parallel(s->rows, worth(s->rows * s->vocab, threads), [&](int64_t r) {
+        static thread_local Memory memory;
+        Desk desk;
+        if (!desk.take(memory, s->vocab)) { odd = 1; return; }
+        s->failed[r] = Work(*s, r, desk).choose();
+    });
+    return odd;
+}

@@ -1,0 +1,69 @@
+// A token's weight and sums of weights, to the bit as moonpool/model/draw.py defines them: no product is fused with a
+// sum, and sums go in one order on every machine.
+#pragma once
+#include "vec.h"
+
+enum { RUN = 128 };  // tokens whose weights are summed up together
+enum { LANES = 16 };  // sums of a run: one for each token modulo this, then halved down to one
+
+typedef double vd __attribute__((vector_size(4 * W)));  // W / 2 of them
+typedef float vhalf __attribute__((vector_size(2 * W)));
+enum { SUMS = LANES / (W / 2) };
+
+// x, which a compiler would otherwise compute together with the sum that follows, without rounding it.
+INLINE vf unfused(vf x) {
+#if defined(__x86_64__)
+    asm("" : "+v"(x));
+#elif defined(__aarch64__)
+    asm("" : "+w"(x));
+#endif
+    return x;
+}
+
+// 2 ^ ((logit - greatest) * scale); 0 where that is below 2^-126, or the logit is minus infinity.
+INLINE vf weight(vf logit, vf greatest, vf scale) {
+    vf low = splat(-126.0f), magic = splat(12582912.0f);
+    vf x = unfused((logit - greatest) * scale);
+    vi alive = x >= low;  // not of NaN, which is minus infinity times 0
+    x = x > low ? x : low;
+    vf t = x + magic;  // its low bits are round(x)
+    vf f = x - (t - magic);
+    vf y = unfused(splat(1.537070260e-4f) * f) + 1.339984826e-3f;
+    y = unfused(y * f) + 9.618373259e-3f;
+    y = unfused(y * f) + 5.550329035e-2f;
+    y = unfused(y * f) + 2.402264846e-1f;
+    y = unfused(y * f) + 6.931472056e-1f;
+    y = unfused(y * f) + 1.0f;
+    y = (vf)((vi)y + ((vi)t << 23));
+    return (vf)((vi)y & alive);
+}
+
+INLINE void as_doubles(vf v, vd* low, vd* high) {
+#if defined(MP_AVX512)
+    *low = (vd)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v));
+    *high = (vd)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
+#elif defined(MP_AVX2)
+    *low = (vd)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v));
+    *high = (vd)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1));
+#else
+    vhalf parts[2];
+    memcpy(parts, &v, sizeof v);
+    *low = __builtin_convertvector(parts[0], vd), *high = __builtin_convertvector(parts[1], vd);
+#endif
+}
+// The sum of f(vector) over the vectors of a run, from its first token to its last.
+template <class F> INLINE double sum_of_run(const F& f) {
+    vd lanes[SUMS] = {};
+    for (int from = 0; from < RUN / W; from += LANES / W) {
+#pragma GCC unroll 4
+        for (int j = 0; j < LANES / W; j++) {
+            vd low, high;
+            as_doubles(f(from + j), &low, &high);
+            lanes[2 * j] += low, lanes[2 * j + 1] += high;
+        }
+    }
+    double t[LANES] __attribute__((aligned(64)));
+    memcpy(t, lanes, sizeof t);
+    for (int s = LANES / 2; s; s /= 2) for (int i = 0; i < s; i++) t[i] += t[i + s];
+    return t[0];
+}

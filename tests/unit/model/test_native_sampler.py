@@ -1,0 +1,197 @@
+"""The native sampler beside torch's, which is its reference: the same tokens, failures, ranks and likely tokens."""
+
+import random
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.choice import VARIABLE
+from kernels.native import library
+from moonpool.model import sample
+from moonpool.model.draw import draw, scale_of, weights_of
+from moonpool.model.native_sampler import choose
+from moonpool.model.sampler import Sampled
+from moonpool.sampling import SampleSpec, SamplingParams
+from moonpool.sched.sampling import SequenceSampling
+
+pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
+
+
+NO_MASKS: Mapping[int, bytes] = {}
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Both:
+    """Samples by both, and compares."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+
+    def by(self, mode: str, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes]) -> Sampled:
+        self._patch.setenv(VARIABLE, mode)
+        return sample(logits.clone(), specs, masks)
+
+    def __call__(
+        self, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] | None = None
+    ) -> Sampled:
+        mine, theirs = (self.by(mode, logits, specs, masks or {}) for mode in ("native", "torch"))
+        assert mine.tokens == theirs.tokens
+        assert mine.failed == theirs.failed
+        assert mine.logprobs.keys() == theirs.logprobs.keys()
+        for row, told in mine.logprobs.items():
+            other = theirs.logprobs[row]
+            assert (told.ranks, told.top_token_ids) == (other.ranks, other.top_token_ids)
+            assert told.logprobs.tolist() == pytest.approx(other.logprobs.tolist(), abs=1e-5)
+            assert told.top_logprobs.tolist() == pytest.approx(other.top_logprobs.tolist(), abs=1e-5)
+        return mine
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Both:
+    return Both(monkeypatch)
+
+
+def some_params(chosen: random.Random, vocabulary: int) -> SamplingParams:
+    """Each option by itself or with others, neutral as often as not."""
+
+    def one_of(*values: Any) -> Any:
+        return chosen.choice(values)
+
+    return SamplingParams(
+        temperature=one_of(0.0, 0.05, 0.8, 1.0, 1.7, 1e300),
+        top_k=one_of(0, 0, 1, 2, 40, 300, 10**9),
+        top_p=one_of(1.0, 1.0, 1e-6, 0.3, 0.95, 0.9999, 1 - 1e-16),
+        min_p=one_of(0.0, 0.0, 0.02, 0.3, 1.0),
+        presence_penalty=one_of(0.0, 0.7, -1.1),
+        frequency_penalty=one_of(0.0, 0.3, -0.2),
+        repetition_penalty=one_of(1.0, 1.3, 0.7),
+        logit_bias=one_of({}, {token: chosen.uniform(-5, 5) for token in chosen.sample(range(vocabulary), 3)}),
+        logprobs=one_of(None, None, 0, 1, 20),
+    )
+
+
+def some_logits(chosen: random.Random, rows: int, vocabulary: int) -> Tensor:
+    """Flat ones, peaked ones, some with many equal values."""
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(chosen.randrange(1 << 30)))
+    logits *= torch.tensor([chosen.choice((0.0, 0.4, 2.0, 9.0)) for _ in range(rows)])[:, None]
+    for row in range(rows):
+        if chosen.random() < 0.4:
+            logits[row] = logits[row].bfloat16().float().round(decimals=1)
+    return logits
+
+
+def some_mask(chosen: random.Random, vocabulary: int) -> bytes:
+    """A few tokens, about half of them, or all."""
+    size = -(-vocabulary // 8) + 3  # longer than need be: a tokenizer may have more tokens
+    kind = chosen.randrange(3)
+    if kind == 0:
+        mask = bytearray(size)
+        for token in chosen.sample(range(vocabulary), 2):
+            mask[token // 8] |= 1 << token % 8
+        return bytes(mask)
+    return chosen.randbytes(size) if kind == 1 else b"\xff" * size
+
+
+@pytest.mark.parametrize("vocabulary", [3, 127, 128, 129, 1000, 4096, 20_011])
+def test_anything_that_a_request_may_ask_for(vocabulary: int, both: Both) -> None:
+    chosen = random.Random(vocabulary)
+    for _ in range(3):
+        rows = 12
+        logits = some_logits(chosen, rows, vocabulary)
+        specs = []
+        for _ in range(rows):
+            history = array("i", (chosen.randrange(vocabulary) for _ in range(chosen.randrange(30))))
+            params = some_params(chosen, vocabulary)
+            specs.append(
+                SampleSpec(
+                    params,
+                    seed=chosen.getrandbits(64),
+                    samples=chosen.choice((1, 1, 5)),
+                    position=chosen.randrange(1000),
+                    history=history.tobytes() if params.penalised else None,
+                    prompt_tokens=chosen.randrange(len(history) + 1),
+                    banned=tuple(chosen.sample(range(vocabulary), 2)) if chosen.random() < 0.3 else (),
+                )
+            )
+        masks = {row: some_mask(chosen, vocabulary) for row in range(rows) if chosen.random() < 0.4}
+        both(logits, specs, masks)
+
+
+def test_a_large_vocabulary(both: Both) -> None:
+    """Of a size that is in use, and no multiple of anything."""
+    logits = torch.randn(4, 151_937, generator=torch.Generator().manual_seed(2)) * 2
+    ways: list[dict[str, Any]] = [{"top_p": 0.95, "logprobs": 20}, {"top_k": 50}, {}, {"top_p": 0.5, "min_p": 1e-4}]
+    both(
+        logits, [SampleSpec(SamplingParams(temperature=0.8, **way), seed, samples=50) for seed, way in enumerate(ways)]
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite(bad: float, both: Both) -> None:
+    logits = torch.zeros(4, 300)
+    logits[0, 299] = logits[1, 5] = bad
+    logits[2] = bad
+    both(logits, [SampleSpec(SamplingParams(logprobs=2)), SampleSpec(), SampleSpec(), SampleSpec()])
+    mask = bytearray(b"\xff" * 38)
+    mask[0] = 0b11011111
+    both(logits, [SampleSpec()] * 4, {0: bytes(mask), 1: bytes(mask), 3: bytes(38)})
+
+
+def test_a_number_at_the_border_of_two_tokens_is_the_same_token() -> None:
+    """Weights and sums are the same to the last bit: so are borders."""
+    native, params = library.get(), SamplingParams(temperature=0.7)
+    assert native is not None
+    logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(9)) * 3
+    weights = weights_of(logits, torch.tensor([scale_of(params)]))[0].double()
+    sums = weights.cumsum(0) / weights.sum()
+    zero, one = torch.zeros(1).double(), torch.ones(1).double()
+    borders = torch.stack((sums, torch.nextafter(sums, zero), torch.nextafter(sums, one)))[:, :-1].flatten().tolist()
+    theirs = draw(logits.clone(), [params], [borders])
+    spec = SampleSpec(params, samples=len(borders))
+    mine = choose(native, logits.clone(), [spec], [scale_of(params)], borders, {})
+    assert mine.tokens == theirs
+    assert len(set(theirs[0])) > 1000
+
+
+def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both) -> None:
+    """Preempted, computed anew, resumed elsewhere, in any company: a choice is a function of what a step brings."""
+    chosen = random.Random(3)
+    table = torch.randn(97, 97, generator=torch.Generator().manual_seed(4)) * 2
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.9, "top_p": 0.9, "presence_penalty": 0.4, "repetition_penalty": 1.2},
+        {"temperature": 1.3, "top_k": 30, "min_tokens": 12, "bad_words": ["x"]},
+        {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.3, "logit_bias": {5: 2.0}},
+    ]
+    prompts = [array("i", (chosen.randrange(97) for _ in range(5))) for _ in ways]
+    samplings = [
+        SequenceSampling.of(SamplingParams(seed=70 + at, **way), len(prompt), [1, 2], [[7, 8]])
+        for at, (way, prompt) in enumerate(zip(ways, prompts, strict=True))
+    ]
+
+    def generate(company: int, lengths: list[int]) -> list[list[int]]:
+        """Tokens of all up to 20 each, `lengths` of them are there already; in steps of some sequences at a time."""
+        tokens = [array("i", its) for its in prompts]
+        for at, length in enumerate(lengths):
+            tokens[at].extend(whole[at][:length] if length else [])
+        while running := [at for at in range(3) if len(tokens[at]) < 25]:
+            step = chosen.sample(running, min(company, len(running)))
+            logits = torch.stack([table[tokens[at][-1]] for at in step])
+            found = both(logits, [samplings[at].at(tokens[at]) for at in step])
+            for at, [token] in zip(step, found.tokens, strict=True):
+                tokens[at].append(token)
+        return [its[5:].tolist() for its in tokens]
+
+    whole = generate(1, [0, 0, 0])
+    assert generate(3, [0, 7, 19]) == generate(2, [11, 0, 1]) == whole
+    assert not {1, 2} & set(whole[1][:12])

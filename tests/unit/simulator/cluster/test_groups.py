@@ -1,0 +1,97 @@
+"""Requests of several answers, and of several tenants, in a cluster in virtual time; what kvstores report."""
+
+from dataclasses import replace
+
+import pytest
+
+from moonpool.kv.keys import BlockKey
+from services.conductor.core.messages import Event, Reported
+from simulator.cluster.cluster import Cluster
+from simulator.cluster.members import Members
+from simulator.cluster.requests import DONE, LOST, Request
+from simulator.cluster.store import Store
+from simulator.kernel.calls import Calls
+from simulator.kernel.clock import World, ps
+from simulator.kernel.links import Link, Network
+from simulator.traces.mooncake import TraceRequest
+from tests.unit.simulator.cluster.rig import NO_DELAYS, config, request, run
+
+
+def of_three(at_s: float = 0.0, tokens: int = 100, answer: int = 4) -> TraceRequest:
+    return replace(request(at_s, tokens, answer, 0), choices=3)
+
+
+def test_answers_of_one_prompt_run_together() -> None:
+    """The prompt is computed and sent once; a step is over three sequences, whose contexts count each."""
+    (one,), cluster = run(config(kvstore=0), [of_three()])
+    assert (one.outcome, one.made, one.whole) == (DONE, 12, True)
+    assert one.first_at == ps(0.1)
+    steps = [ps(0.013) + 3 * (100 + number) * ps(1e-6) for number in (1, 2, 3)]
+    assert [answer.intervals for answer in one.answers] == [[ps(0.0025) + steps[0], *steps[1:]]] * 3
+    assert (cluster.prefills[0].use.computed_tokens, cluster.decodes[0].use.steps) == (100, 3)
+
+
+def storm(name: str, at_s: float, trace: list[TraceRequest]) -> list[Request]:
+    ended: list[Request] = []
+    cluster = Cluster(config(prefill=2, decode=2, kvstore=0), ended.append)
+    cluster.feed(trace)
+    cluster.world.at(ps(at_s), lambda _: cluster.crash(name, 1.0))
+    cluster.run()
+    cluster.check_at_rest()
+    return ended
+
+
+@pytest.mark.parametrize("decode", ["d0", "d1"])
+def test_several_answers_begin_again_without_their_decode(decode: str) -> None:
+    """What the client has of each answer does not come again."""
+    (one,) = storm(decode, 0.5, [of_three(answer=60)])
+    assert (one.outcome, [answer.made for answer in one.answers]) == (DONE, [60] * 3)
+    assert [len(answer.intervals) for answer in one.answers] == [59] * 3
+    assert one.attempts in (1, 2)  # it ran at one of them
+
+
+def test_the_crash_of_one_of_them_places_it_again() -> None:
+    ended = [storm(name, 0.5, [of_three(answer=60)])[0] for name in ("d0", "d1")]
+    assert sorted(one.attempts for one in ended) == [1, 2]
+
+
+def test_several_answers_are_lost_with_their_conductor() -> None:
+    """One that was not placed is asked for anew, one of one answer is resumed."""
+    (begun,) = storm("c0", 0.5, [of_three(answer=60)])
+    assert (begun.outcome, begun.whole) == (LOST, False)
+    (alone,) = storm("c0", 0.5, [replace(of_three(answer=60), choices=1)])
+    assert (alone.outcome, alone.resumed) == (DONE, 1)
+    (later,) = storm("c0", 0.5, [of_three(at_s=1.0)])
+    assert (later.outcome, later.attempts) == (DONE, 1)
+
+
+def test_tenants_share_no_prefix() -> None:
+    """The second is another one's, the third the first one's."""
+    trace = [replace(request(float(at), 200, 2, 0), tenant=name) for at, name in enumerate(("a", "b", "a"))]
+    assert [one.reused for one in run(config(kvstore=0), trace)[0]] == [0, 0, 192]
+
+
+def test_the_flood_of_one_tenant_does_not_delay_another_one() -> None:
+    """Twenty prompts of a fifth of a second are there: who else comes waits for the one that is being computed."""
+    flood = [replace(request(0.0, 200, 1, 100 * number), tenant="flood") for number in range(20)]
+    calm = replace(request(0.05, 200, 1, 5000), tenant="calm")
+    *_, alone = run(config(kvstore=0), [*flood, replace(calm, tenant="flood")])[0]
+    *_, apart = run(config(kvstore=0), [*flood, calm])[0]
+    assert alone.first_at == ps(21 * 0.2)
+    assert apart.first_at - apart.arrived < ps(0.7)
+
+
+def test_a_kvstore_reports_what_it_is_busy_with() -> None:
+    """A read, then a write of ten blocks."""
+    wanted, world = config(), World()
+    heard: list[Event] = []
+    members = Members(wanted, Calls(world, NO_DELAYS, 0), heard.append)
+    network, keys = Network(world), [BlockKey(bytes([number]) * 32) for number in range(10)]
+    store = Store(world, network, wanted, "s0", lambda stored, gone: None, lambda: members.changed("s0"))
+    members.join("s0", store.load, store.keys(), store.incarnation)
+    loan = store.lend(keys, 0)
+    world.at(ps(1.0), lambda _: loan.give_back())
+    world.at(ps(2.0), lambda _: store.write(keys, Link("other", 1e6), lambda: None))
+    world.run()
+    loads = [(it.load.running, it.load.cached_blocks) for it in heard if isinstance(it, Reported)]
+    assert loads == [(0, 0), (1, 0), (0, 0), (1, 0), (0, 10)]
