@@ -4,11 +4,12 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MODEL  ?=
+SOAK_SECONDS ?= 3600
 # Tests at once: one after the other keep less than one core busy. A file's or folder's tests share stacks, so they stay together.
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run chat up down up-local down-local test-containers test test-all test-gpu check lint format protos bench load clean
+.PHONY: help setup run chat up down up-local down-local test-containers test test-all test-gpu check lint format protos bench load soak clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -79,6 +80,9 @@ load: $(STAMP)  ## load each service alone, for some seconds
 	$(BIN)/python -m tests.load.prefill --requests 100
 	$(BIN)/python -m tests.load.decode --requests 60 --max-concurrency 8
 	$(BIN)/python -m tests.load.kvstore --requests 300
+
+soak: $(STAMP)  ## an hour of load: answers right, memory flat; SOAK_SECONDS=120 for less, MODEL= for another model
+	$(BIN)/python -m tests.load.soak --seconds $(SOAK_SECONDS) $(if $(MODEL),--model $(MODEL))
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -19,6 +19,8 @@ ALL = (
     "hot",
     "kernels",
     "kv_stream",
+    "kv_transfer",
+    "kv_types",
     "kvstore",
     "predictions",
     "rests",

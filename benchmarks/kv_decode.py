@@ -1,14 +1,15 @@
 """A decode instance without an engine: the real contract, requests, receiver and pool, in a process of its own.
 
-`python -m benchmarks.kv_decode --conductor 127.0.0.1:1 --model none --blocks N`, as `services.decode` with its flags.
+`python -m benchmarks.kv_decode --conductor 127.0.0.1:1 --model SHAPE --blocks N`, as `services.decode` with its flags;
+SHAPE is one of kv_shape.py.
 Joins no conductor and computes nothing; for measuring what receiving KV costs.
 """
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from benchmarks.kv_shape import LAYOUT, NAMESPACE, VOCAB_SIZE
+from benchmarks.kv_shape import SHAPES, VOCAB_SIZE, Shape
 from moonpool.cost import Speeds
 from moonpool.engine.instance import EngineSetup, InstanceContext, lanes_of
 from moonpool.engine.messages import EngineSpec
@@ -28,21 +29,35 @@ from services.decode.service import contract
 class NoEngine:
     """A pool, and nobody who computes on it."""
 
-    layout = LAYOUT
-    stages = 1
+    stages = run_steps = 1
     speeds = Speeds()
 
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
-        self.pool = KVPool.create(LAYOUT, blocks, [(0, LAYOUT.layers)])
+    def __init__(self, shape: Shape, blocks: int) -> None:
+        self.layout, self.blocks = shape.layout, blocks
+        self.pool = KVPool.create(shape.layout, blocks, [(0, shape.layout.layers)])
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def run(self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None) -> StepResult:
+    async def run(
+        self,
+        step: Step,
+        *,
+        on_layer: Callable[[LayerDone], None] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> StepResult:
         """Refuses."""
         raise Unavailable("there is no engine here")
 
     def open_gate(self, step_id: int, layer: int) -> None:
         """Nothing to open."""
+
+    def drop(self, step_id: int, index: int) -> None:
+        """Nothing to drop."""
+
+    async def fetch(self, blocks: Sequence[int]) -> None:
+        """All blocks are here."""
+
+    def cut(self, step_id: int) -> None:
+        """Nothing to cut."""
 
     def abort(self, step_id: int) -> None:
         """Nothing to abort."""
@@ -50,10 +65,11 @@ class NoEngine:
 
 async def serve(context: ProcessContext, config: DecodeConfig) -> None:
     """Receives until it is told to stop."""
-    engine = NoEngine(config.blocks)
+    shape = SHAPES[config.model]
+    layout, engine = shape.layout, NoEngine(shape, config.blocks)
     setup = EngineSetup(
-        EngineSpec("none", LAYOUT.dtype, LAYOUT, config.blocks, 1),
-        conductor_pb2.ModelInfo(name="none", namespace=NAMESPACE, layout=LAYOUT.to_proto()),
+        EngineSpec("none", layout.dtype, layout, config.blocks, 1),
+        conductor_pb2.ModelInfo(name="none", namespace=shape.namespace, layout=layout.to_proto()),
         VOCAB_SIZE,
         1 << 20,
     )

@@ -6,12 +6,13 @@ have them.
 
 import asyncio
 import itertools
+import time
+from collections.abc import Iterator
 from typing import Protocol
 
 import grpc.aio
 
-from benchmarks import kv_shape
-from benchmarks.kv_shape import BLOCKS, LAYOUT, TRANSFER_BYTES
+from benchmarks.kv_shape import SMALL, Shape
 from moonpool.kv.frames import Slice
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.pool import KVPool
@@ -47,13 +48,14 @@ class Path(Protocol):
         ...
 
 
-def filled_pool() -> KVPool:
+def filled_pool(shape: Shape = SMALL) -> KVPool:
     """A pool with the KV of one transfer, no two slices alike."""
-    pool = KVPool.create(LAYOUT, BLOCKS, [(0, LAYOUT.layers)])
-    for layer in range(LAYOUT.layers):
-        for block in range(BLOCKS):
-            pool.slice(layer, block)[:] = (layer * BLOCKS + block + 1).to_bytes(4, "little") * (LAYOUT.slice_bytes // 4)
-            pool.seal(layer, block, LAYOUT.block_tokens)
+    layout, blocks = shape.layout, shape.blocks
+    pool = KVPool.create(layout, blocks, [(0, layout.layers)])
+    for layer in range(layout.layers):
+        for block in range(blocks):
+            pool.slice(layer, block)[:] = (layer * blocks + block + 1).to_bytes(4, "little") * (layout.slice_bytes // 4)
+            pool.seal(layer, block, layout.block_tokens)
     return pool
 
 
@@ -71,7 +73,7 @@ class _Sessions:
     """Runs whole transfers, some at once, until enough bytes have gone."""
 
     async def send(self, nbytes: int) -> None:
-        count = iter(range(-(-nbytes // TRANSFER_BYTES)))
+        count = iter(range(-(-nbytes // SMALL.transfer_bytes)))
 
         async def sender() -> None:
             for _ in count:
@@ -90,13 +92,22 @@ class DecodePath(_Sessions):
 
     _seeds = itertools.count(1)
 
-    def __init__(self, channels: Channels, address: str, pool: KVPool, frame_bytes: int, dialer: LaneDialer) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        address: str,
+        pool: KVPool,
+        frame_bytes: int,
+        dialer: LaneDialer,
+        shape: Shape = SMALL,
+    ) -> None:
+        self._shape = shape
         self._stub = DecodeServiceStub(channels.get(address))
         self._sender = TransferSender(
             channels,
             address,
-            kv_shape.hello("bench"),
-            LAYOUT,
+            shape.hello("bench"),
+            shape.layout,
             frame_bytes=frame_bytes,
             send_timeout_s=TIMEOUT_S,
             lanes=dialer,
@@ -121,11 +132,9 @@ class DecodePath(_Sessions):
         """One transfer."""
         target, request_id = await self.reserve()
         transfer = await self._sender.open(target)
-        pool = self._pool
         self._under_way.append(transfer)
-        for layer in range(LAYOUT.layers):
-            slices = ((block, *pool.read(layer, block)) for block in range(BLOCKS))
-            await transfer.send(Slice(layer, block, data, LAYOUT.block_tokens, value) for block, data, value in slices)
+        for layer in range(self._shape.layout.layers):
+            await transfer.send(self._slices(layer))
             self.layer_sent.set()
         self._under_way.remove(transfer)
         self._sent_bytes += transfer.sent_bytes
@@ -133,11 +142,34 @@ class DecodePath(_Sessions):
         await transfer.verdict(TIMEOUT_S)
         await self.cancel(target, request_id)
 
+    def _slices(self, layer: int) -> Iterator[Slice]:
+        tokens = self._shape.layout.block_tokens
+        for block in range(self._shape.blocks):
+            data, value = self._pool.read(layer, block)
+            yield Slice(layer, block, data, tokens, value)
+
+    async def computed(self, layer_s: float) -> float:
+        """One transfer whose layers are ready one after the other, each after so many seconds.
+
+        Returns the seconds from the last one's until decode says that it has all: its sequence joins at that moment.
+        """
+        target, request_id = await self.reserve()
+        transfer = await self._sender.open(target)
+        begin, layers = time.perf_counter(), self._shape.layout.layers
+        for layer in range(layers):
+            await asyncio.sleep(begin + (layer + 1) * layer_s - time.perf_counter())
+            await transfer.send(self._slices(layer))
+        transfer.close(aborted=False)
+        await transfer.verdict(TIMEOUT_S)
+        seconds = time.perf_counter() - begin - layers * layer_s
+        await self.cancel(target, request_id)
+        return seconds
+
     async def reserve(self) -> tuple[kv_pb2.TransferTarget, str]:
         """A promise of room for tokens that decode has never seen, and the request's id."""
         seed = next(self._seeds)
         request_id = f"bench-{seed}"
-        spec = kv_shape.sequence(request_id, kv_shape.tokens(seed))
+        spec = self._shape.sequence(request_id, self._shape.tokens(seed))
         response = await self._stub.Reserve(decode_pb2.ReserveRequest(sequence=spec))
         return response.target, request_id
 
@@ -170,7 +202,7 @@ class PutPath(_Sessions):
         self, channels: Channels, address: str, pool: KVPool, frame_bytes: int, dialer: LaneDialer | None = None
     ) -> None:
         self._writer = StoreWriter(
-            channels, address, kv_shape.hello("bench"), LAYOUT, frame_bytes=frame_bytes, lanes=dialer
+            channels, address, SMALL.hello("bench"), SMALL.layout, frame_bytes=frame_bytes, lanes=dialer
         )
         self._pool = pool
 
@@ -180,11 +212,11 @@ class PutPath(_Sessions):
 
     async def session(self) -> list[BlockKey]:
         """One put; the blocks' keys."""
-        keys = kv_shape.keys(kv_shape.tokens(-next(self._seeds)))
-        parents = [kv_shape.ROOT, *keys[:-1]]
+        keys = SMALL.keys(SMALL.tokens(-next(self._seeds)))
+        parents = [SMALL.root, *keys[:-1]]
         outcome = await self._writer.put(keys, parents, "", self._pool.read, timeout_s=TIMEOUT_S)
-        if outcome.stored != BLOCKS:
-            raise RuntimeError(f"the store took {outcome.stored} of {BLOCKS} blocks")
+        if outcome.stored != SMALL.blocks:
+            raise RuntimeError(f"the store took {outcome.stored} of {SMALL.blocks} blocks")
         return keys
 
     async def aclose(self) -> None:
@@ -197,9 +229,9 @@ class GetPath(_Sessions):
 
     def __init__(self, channels: Channels, address: str, pool: KVPool, dialer: LaneDialer) -> None:
         self._put = PutPath(channels, address, pool, 1 << 20, dialer)
-        self._reader = BlockReader(channels, address, kv_shape.hello("bench"), LAYOUT, lanes=dialer)
+        self._reader = BlockReader(channels, address, SMALL.hello("bench"), SMALL.layout, lanes=dialer)
         self._keys: list[BlockKey] = []
-        self._into = KVPool.create(LAYOUT, BLOCKS, [(0, LAYOUT.layers)])
+        self._into = KVPool.create(SMALL.layout, SMALL.blocks, [(0, SMALL.layout.layers)])
 
     @property
     def lane(self) -> str:
@@ -217,10 +249,10 @@ class GetPath(_Sessions):
             self._into.write(layer, index, data, value)
 
         blocks = await self._reader.read(
-            self._keys, layers=range(LAYOUT.layers), on_slice=take, on_layer=lambda _: None, timeout_s=TIMEOUT_S
+            self._keys, layers=range(SMALL.layout.layers), on_slice=take, on_layer=lambda _: None, timeout_s=TIMEOUT_S
         )
-        if blocks != BLOCKS:
-            raise RuntimeError(f"the store had {blocks} of {BLOCKS} blocks")
+        if blocks != SMALL.blocks:
+            raise RuntimeError(f"the store had {blocks} of {SMALL.blocks} blocks")
 
     async def aclose(self) -> None:
         """Ends the streams."""

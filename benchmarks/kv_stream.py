@@ -21,7 +21,7 @@ import uvloop
 
 from benchmarks.frame import Progress, Row, Skipped, bounded, paired, run
 from benchmarks.kv_paths import DecodePath, GetPath, Path, PutPath, dialers, filled_pool
-from benchmarks.kv_shape import BLOCKS, TRANSFER_BYTES
+from benchmarks.kv_shape import SMALL
 from benchmarks.limits import MEMORY_BYTES, copy_bytes_per_s, tcp_seconds
 from benchmarks.processes import Child, child, own_cpu_s, own_resident_bytes
 from moonpool.kv.pool import KVPool
@@ -78,7 +78,7 @@ class Bench:
 
     async def ours(self, path: Path, far: Child) -> Sample:
         """One stretch over one of our ways."""
-        nbytes = -(-self.nbytes // TRANSFER_BYTES) * TRANSFER_BYTES
+        nbytes = -(-self.nbytes // SMALL.transfer_bytes) * SMALL.transfer_bytes
         cpu, begin = own_cpu_s() + far.cpu_s(), time.perf_counter()
         await path.send(nbytes)
         seconds = time.perf_counter() - begin
@@ -107,9 +107,9 @@ async def bench(nbytes: int) -> AsyncIterator[Bench]:
         "--conductor",
         "127.0.0.1:1",
         "--model",
-        "none",
+        "small",
         "--blocks",
-        str(4 * BLOCKS),
+        str(4 * SMALL.blocks),
         "--log-level",
         "warning",
         *LANES,
@@ -165,7 +165,7 @@ async def speed_rows(it: Bench, kind: str, lane: str, frame_bytes: int, runs: in
 async def growth_rows(it: Bench, kind: str, lane: str, total_bytes: int, progress: Progress) -> list[Row]:
     """Growth of resident memory on both sides while many bytes pass."""
     path, far = it.path(kind, lane, TARGET_FRAME)
-    await path.send(TRANSFER_BYTES)
+    await path.send(SMALL.transfer_bytes)
     ours, theirs = own_resident_bytes(), far.resident_bytes()
     sent, grown = 0, [0.0]
     while sent < total_bytes:

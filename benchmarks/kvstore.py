@@ -84,8 +84,10 @@ def flags(parser: argparse.ArgumentParser) -> None:
         "--ssd-gigabytes",
         type=float,
         default=0.75,
-        help="put into an SSD tier of a third of it, and read from one that holds all (default 0.75)",
+        help="read from an SSD tier that holds all (default 0.75)",
     )
+    add("--ssd-put-gigabytes", type=float, help="put into a full SSD tier (default: as many as are read)")
+    add("--ssd-tier-gigabytes", type=float, help="that the tier holds (default: a third of what is put)")
     add("--folder", type=Path, help="where SSD tiers lie while they are measured (default: the temporary folder)")
     add("--blocks", type=int, default=1_000_000, help="of the store that is asked for prefixes (default 1,000,000)")
     add("--churn-s", type=float, default=20.0, help="seconds of churn (default 20; the proof takes 600)")

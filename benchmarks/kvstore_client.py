@@ -109,9 +109,12 @@ class StoreClient:
 
 
 @contextlib.asynccontextmanager
-async def connected(address: str, layout: KVLayout, memory: Memory) -> AsyncIterator[StoreClient]:
-    """A client of the store at `address`, over the lane that MOONPOOL_KV_LANES names (local)."""
-    lanes = LaneDialer(LaneSettings.of(LaneConfig()), memory.shared)
+async def connected(
+    address: str, layout: KVLayout, memory: Memory, lane: str | None = None
+) -> AsyncIterator[StoreClient]:
+    """A client of the store at `address`, over a lane; default: the one that MOONPOOL_KV_LANES names, or local."""
+    config = LaneConfig() if lane is None else LaneConfig(kv_lanes=lane)
+    lanes = LaneDialer(LaneSettings.of(config), memory.shared)
     async with Channels() as channels:
         writer = StoreWriter(channels, address, hello(layout), layout, lanes=lanes)
         reader = BlockReader(channels, address, hello(layout), layout, lanes=lanes)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.kvstore_shape import TINY, chain, namespace_of
 from moonpool.kv.blocks import BlockFormat
-from services.kvstore.ssd.catalogue import ENTRY, IdChange
+from services.kvstore.ssd.catalogue import ENTRY, Kind
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.reader import segment_path
@@ -20,7 +20,6 @@ RECORD_UNITS = 2
 ROWS_PER_VALUE = 2000
 """As the store's commits would leave them: some thousand records each."""
 SEGMENT_ROWS = 16_000
-FORMAT, TENANT = 1, 1
 
 
 def chain_keys(number: int) -> list[bytes]:
@@ -38,8 +37,7 @@ def build(folder: Path, chains: int) -> int:
     (folder / "segments").mkdir(parents=True)
     index = Index(Files(), folder / "index", 256 << 20, sync=False)
     try:
-        formats = IdChange({FORMAT: BlockFormat(namespace_of(TINY), TINY)}, frozenset())
-        index.commit(IndexChange(formats=formats, tenants=IdChange({TENANT: ""}, frozenset())))
+        kinds = [Kind(BlockFormat(namespace_of(TINY), TINY), "")]
         keys = (key for number in range(chains) for key in chain_keys(number))
         left, segment = chains * CHAIN_BLOCKS, 0
         while left:
@@ -49,11 +47,10 @@ def build(folder: Path, chains: int) -> int:
             entries = {}
             for first in range(0, rows, ROWS_PER_VALUE):
                 slots = range(first, min(first + ROWS_PER_VALUE, rows))
-                packed = [
-                    ENTRY.pack(next(keys), slot * RECORD_UNITS, RECORD_UNITS, FORMAT, TENANT, 0) for slot in slots
-                ]
+                packed = [ENTRY.pack(next(keys), slot * RECORD_UNITS, RECORD_UNITS, 0, 0) for slot in slots]
                 entries[segment, first] = b"".join(packed)
-            index.commit(IndexChange(entries=entries, segments={segment: rows * record_bytes()}))
+            change = IndexChange(entries=entries, segments={segment: rows * record_bytes()}, kinds={segment: kinds})
+            index.commit(change)
             with segment_path(folder / "segments", segment).open("wb") as file:
                 file.truncate(rows * record_bytes())
         index.sync()

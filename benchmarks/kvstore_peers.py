@@ -1,4 +1,4 @@
-"""Moonpool's kvstore beside Mooncake Store and Redis: the same blocks, one and sixteen at a time, over loopback.
+"""Moonpool's kvstore on each lane beside Mooncake Store and Redis: the same blocks, one and sixteen at a time.
 
 Every store and every client runs in a process of its own; an operation begins when the one before has ended. In each
 run all stores do the same, one after the other. A peer that is not installed is named as not measured. gRPC alone is
@@ -7,15 +7,18 @@ measured too: the difference to it is the store's own time.
 
 import argparse
 import contextlib
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, paired
 from benchmarks.peers.contract import Store
-from benchmarks.peers.driver import MEMORY_BYTES, MODULES, Driver
+from benchmarks.peers.driver import MEMORY_BYTES, MODULES, Driver, store_of
 
 TARGET = 1.2
+TCP_TARGET, TCP_FROM_BYTES = 1.0, 256 << 10
 OURS = "moonpool"
+"""Over the local lane."""
+TCP = "moonpool-tcp"
+OTHER_LANES = (TCP, "moonpool-grpc")
 FLOOR = "grpc"
 """Not a peer: the same bytes over gRPC without a store."""
 BATCHES = (1, 16)
@@ -41,7 +44,22 @@ def name_of(verb: str, block_bytes: int, batch: int) -> str:
     return f"{verb.capitalize()}, blocks of {block_bytes >> 10} KiB, {how}"
 
 
-def rows_of(name: str, speeds: Speeds, missing: Mapping[str, str], titles: Mapping[str, str]) -> list[Row | Absent]:
+def target_of(store: str, block_bytes: int) -> float | None:
+    """What is wanted of our store on one of its lanes beside the better of the peers."""
+    if store == TCP:
+        return TCP_TARGET if block_bytes >= TCP_FROM_BYTES else None
+    return TARGET if store == OURS else None
+
+
+def rows_of(
+    name: str,
+    speeds: Speeds,
+    missing: Mapping[str, str],
+    titles: Mapping[str, str],
+    *,
+    own: str = OURS,
+    target: float | None = TARGET,
+) -> list[Row | Absent]:
     """One row beside each peer, and one beside the better of them, which has the target.
 
     Args:
@@ -49,18 +67,20 @@ def rows_of(name: str, speeds: Speeds, missing: Mapping[str, str], titles: Mappi
         speeds: of our store and of the peers that are here.
         missing: peers that are not, and why.
         titles: names of all.
+        own: which lane of ours.
+        target: of it.
     """
-    own = speeds[OURS]
-    others = {store: values for store, values in speeds.items() if store != OURS}
+    ours = speeds[own]
+    others = {store: values for store, values in speeds.items() if store not in (OURS, *OTHER_LANES)}
     rows: list[Row | Absent] = [
-        paired(name, "GB/s", list(zip(own, others[store], strict=True)), titles[store]) for store in others
+        paired(name, "GB/s", list(zip(ours, others[store], strict=True)), titles[store]) for store in others
     ]
     peers = {store: values for store, values in others.items() if store != FLOOR}
     rows += [Absent(name, titles[store], reason) for store, reason in missing.items()]
     if missing:
         return [*rows, Absent(name, BETTER, "; ".join(missing.values()))]
     best = [max(values) for values in zip(*peers.values(), strict=True)]
-    return [*rows, paired(name, "GB/s", list(zip(own, best, strict=True)), BETTER, target=TARGET)]
+    return [*rows, paired(name, "GB/s", list(zip(ours, best, strict=True)), BETTER, target=target)]
 
 
 @contextlib.contextmanager
@@ -69,7 +89,7 @@ def drivers(
 ) -> Iterator[tuple[dict[str, Driver], dict[str, str], dict[str, str]]]:
     """A driver of each store that is installed, the reasons why others are missing, and all titles."""
     if stores is None:
-        stores = {store: importlib.import_module(name) for store, name in MODULES.items()}
+        stores = {store: store_of(store) for store in MODULES}
     found: dict[str, Driver] = {}
     missing: dict[str, str] = {}
     titles: dict[str, str] = {}
@@ -129,8 +149,11 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
                 runs = [speeds_of(found, f"{size}-{batch}-{run}", size, batch, nbytes) for run in range(options.runs)]
                 for verb in ("put", "get"):
                     speeds = {store: [run[verb][store] for run in runs] for store in found}
-                    rows += rows_of(name_of(verb, size, batch), speeds, missing, titles)
-                    progress(_said(rows[-1]))
+                    name = name_of(verb, size, batch)
+                    for own in (OURS, *OTHER_LANES):
+                        target = target_of(own, size)
+                        rows += rows_of(f"{name}, {titles[own]}", speeds, missing, titles, own=own, target=target)
+                        progress(_said(rows[-1]))
     return rows
 
 

@@ -1,9 +1,10 @@
 """The kvstore's SSD tier: blocks read from a cold disk beside plain reads, and put until durable beside plain appends.
 
-Sustained Put: the tier is full before the clock starts, and three times what it holds is put, so that space is
-reclaimed all the time. Cold Get: the store was restarted, so that its DRAM is empty, and its files were dropped from
-the page cache. Plain reads are `preadv` of the same sizes in the same order by as many threads, from a file like a
-segment, and once more with whole blocks. Plain appends sync as often as the store does.
+Sustained Put: the tier is full before the clock starts, and several times what it holds is put, so that space is
+reclaimed all the time (`--ssd-put-gigabytes 20 --ssd-tier-gigabytes 2` for a long stretch). Cold Get: the store was
+restarted, so that its DRAM is empty, and its files were dropped from the page cache. Plain reads are `preadv` of the
+same sizes in the same order by as many threads, from a file like a segment, and once more with whole blocks. Plain
+appends sync as often as the store does.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.disk import append_seconds, drop_cache, layer_major, make_file, read_seconds, whole_blocks
 from benchmarks.frame import Progress, Row, paired
@@ -36,7 +38,7 @@ DRAM_BYTES = 192 << 20
 SEGMENT_BYTES = 16 << 20
 """Of the store's segments: more than the default for such small tiers."""
 TIMES_PUT = 3
-"""Sustained Put moves this many times what its tier holds."""
+"""Sustained Put moves this many times what its tier holds, unless it is told otherwise."""
 MEMORY_BYTES = 64 << 20
 MIN_BLOCKS = 288
 
@@ -97,27 +99,49 @@ class Figures:
         self.read: list[float] = []
         self.read_whole: list[float] = []
 
-    def rows(self, gigabytes: float) -> list[Row]:
+    def rows(self, sizes: "Sizes") -> list[Row]:
         """The figures as GB/s."""
 
-        def row(name: str, own: Sequence[float], limit: Sequence[float], beside: str, target: float | None) -> Row:
+        def row(
+            name: str, blocks: int, own: Sequence[float], limit: Sequence[float], beside: str, target: float | None
+        ) -> Row:
+            gigabytes = blocks * LAYOUT.block_bytes / 1e9
             pairs = [(gigabytes / a, gigabytes / b) for a, b in zip(own, limit, strict=True)]
             return paired(name, "GB/s", pairs, beside, target=target)
 
         slower = [max(both) for both in zip(self.append, self.put_dram, strict=True)]
-        put, get = f"SSD, sustained Put until durable, {TIMES_PUT} times the tier", "SSD, cold Get"
+        put, moved = f"SSD, sustained Put until durable, {sizes.put / sizes.held:.0f} times the tier", sizes.put
+        get, read = "SSD, cold Get", sizes.read
         return [
-            row(put, self.put, slower, "the lesser of append with the same sync and Put to DRAM", WRITE_TARGET),
-            row(put, self.put, self.append, "append with the same sync", None),
-            row(put, self.put, self.put_dram, "Put to DRAM", None),
-            row(get, self.get, self.read, "plain reads of the same size, order and depth", READ_TARGET),
-            row(get, self.get, self.read_whole, "plain reads of whole blocks", None),
+            row(put, moved, self.put, slower, "the lesser of append with the same sync and Put to DRAM", WRITE_TARGET),
+            row(put, moved, self.put, self.append, "append with the same sync", None),
+            row(put, moved, self.put, self.put_dram, "Put to DRAM", None),
+            row(get, read, self.get, self.read, "plain reads of the same size, order and depth", READ_TARGET),
+            row(get, read, self.get, self.read_whole, "plain reads of whole blocks", None),
         ]
 
 
-async def put_sustained(folder: Path, memory: Memory, seed: int, blocks: int) -> float:
-    """Seconds to put blocks until they are durable into a full tier that holds a third of them."""
-    held = blocks // TIMES_PUT
+class Sizes(NamedTuple):
+    """Blocks that are read, that are put, and that the tier holds into which they are put."""
+
+    read: int
+    put: int
+    held: int
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    """Of the flags; never less than `MIN_BLOCKS`, or for a tier a third of it."""
+
+    def blocks(gigabytes: float | None, default: int, least: int) -> int:
+        return default if gigabytes is None else max(least, int(gigabytes * 1e9) // LAYOUT.block_bytes)
+
+    read = blocks(options.ssd_gigabytes, 0, MIN_BLOCKS)
+    put = blocks(options.ssd_put_gigabytes, read, MIN_BLOCKS)
+    return Sizes(read, put, blocks(options.ssd_tier_gigabytes, put // TIMES_PUT, MIN_BLOCKS // TIMES_PUT))
+
+
+async def put_sustained(folder: Path, memory: Memory, seed: int, blocks: int, held: int) -> float:
+    """Seconds to put blocks until they are durable into a full tier that holds `held` of them."""
     with store(folder, blocks_bytes(held)) as process:
         await put_seconds(process.address, memory, ~seed, 2 * held, durable=True)
         return await put_seconds(process.address, memory, seed, blocks, durable=True)
@@ -137,12 +161,12 @@ def blocks_bytes(blocks: int) -> int:
     return blocks * (LAYOUT.block_bytes + HEADER_BYTES)
 
 
-async def one_run(seed: int, figures: Figures, folder: Path, memory: Memory, blocks: int, dram: Child) -> None:
+async def one_run(seed: int, figures: Figures, folder: Path, memory: Memory, sizes: Sizes, dram: Child) -> None:
     """Every figure once, in a new folder with the file of plain reads; `seed` differs from other runs'."""
-    nbytes = blocks * LAYOUT.block_bytes
-    figures.put.append(await put_sustained(folder / "put", memory, seed, blocks))
+    blocks, nbytes = sizes.read, sizes.put * LAYOUT.block_bytes
+    figures.put.append(await put_sustained(folder / "put", memory, seed, sizes.put, sizes.held))
     figures.append.append(append_seconds(folder / "append", memory.source, 1 << 20, nbytes, SYNC_BYTES))
-    figures.put_dram.append(await put_seconds(dram.address, memory, seed, blocks, durable=False))
+    figures.put_dram.append(await put_seconds(dram.address, memory, seed, sizes.put, durable=False))
     figures.get.append(await get_cold(folder / "get", memory, seed, blocks))
     pitch = LAYOUT.block_bytes + HEADER_BYTES
     orders = (
@@ -156,21 +180,21 @@ async def one_run(seed: int, figures: Figures, folder: Path, memory: Memory, blo
 
 async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """All rows of this part."""
-    blocks = max(MIN_BLOCKS, int(options.ssd_gigabytes * 1e9) // LAYOUT.block_bytes)
+    sizes = sizes_of(options)
     memory = Memory(MEMORY_BYTES)
     figures = Figures()
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as shared,
         child("services.kvstore", "--dram-bytes", str(2 * DRAM_BYTES), "--log-level", "warning") as dram,
     ):
-        make_file(Path(shared) / "plain", blocks_bytes(blocks))
+        make_file(Path(shared) / "plain", blocks_bytes(sizes.read))
         for number in range(options.runs):
             with tempfile.TemporaryDirectory(dir=shared) as name:
                 folder = Path(name)
                 (folder / "plain").hardlink_to(Path(shared) / "plain")
-                await one_run(number, figures, folder, memory, blocks, dram)
+                await one_run(number, figures, folder, memory, sizes, dram)
             progress(f"SSD: run {number + 1} of {options.runs}")
-    rows = figures.rows(blocks * LAYOUT.block_bytes / 1e9)
+    rows = figures.rows(sizes)
     for row in rows:
         progress(f"{row.name}: {row.value:.2f} GB/s, {row.ratio:.2f} of {row.limit_name}")
     return rows

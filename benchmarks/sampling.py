@@ -1,10 +1,10 @@
 """What choosing a token costs: each parameter beside greedy, and within a step, as the masks of structured answers.
 
-`python -m benchmarks.sampling [--json]`. Steps are those of one stage in this process, of the shape `small` in bfloat16
-with random weights, a context of 256 tokens each; the tokenizer is made up (`moonpool model create`). All sequences of
-a structured step follow the same JSON schema and begin it anew when they have ended; plain ones sample from the same
-contexts. Both draw at temperature 1, and alternate; batch 8. At batch 32 steps that draw with top-p alternate with
-greedy ones, and the time is taken that those spend outside native code.
+`python -m benchmarks.sampling [--json]`. Steps are those of one stage in this process, in bfloat16 with random weights,
+a context of 256 tokens each; the tokenizer is made up (`moonpool model create`). All sequences of a structured step
+follow the same JSON schema and begin it anew when they have ended; plain ones sample from the same contexts. Both draw
+at temperature 1, and alternate; batch 8. At batch 32 steps that draw with top-p alternate with greedy ones, and the
+time is taken that those spend outside native code.
 """
 
 import argparse
@@ -43,7 +43,10 @@ from moonpool.v1 import kv_pb2
 
 VOCABULARIES = (49_152, 151_936)
 BATCH, CONTEXT, BLOCK_TOKENS = 8, 256, 64
+SHAPE = "small"
 MANY = 32
+MANY_SHAPES = ((SHAPE, 32_000), (SHAPE, 151_936), ("qwen2.5-0.5b", 151_936))
+"""Shapes whose steps have so many sequences, and vocabularies."""
 WANTED = 1 / 1.05
 """A step with masks takes at most 5 % longer."""
 WANTED_TOP_P = 0.9
@@ -81,8 +84,8 @@ FEATURES = {
 class Stage:
     """One stage of a made-up model, and sequences that it generates for."""
 
-    def __init__(self, folder: Path, vocabulary: int, batch: int) -> None:
-        create("small", folder, overrides={"vocab_size": vocabulary})
+    def __init__(self, folder: Path, shape: str, vocabulary: int, batch: int) -> None:
+        create(shape, folder, overrides={"vocab_size": vocabulary})
         config = load_config(folder)
         self._blocks = -(-(CONTEXT + 1) // BLOCK_TOKENS)
         self._pool = KVPool.create(
@@ -148,9 +151,9 @@ class Stage:
 
 
 @contextmanager
-def stage(vocabulary: int, batch: int) -> Iterator[Stage]:
+def stage(shape: str, vocabulary: int, batch: int) -> Iterator[Stage]:
     """A stage of a model with this vocabulary, and so many sequences."""
-    with tempfile.TemporaryDirectory() as folder, closing(Stage(Path(folder) / "model", vocabulary, batch)) as made:
+    with tempfile.TemporaryDirectory() as path, closing(Stage(Path(path) / "model", shape, vocabulary, batch)) as made:
         yield made
 
 
@@ -194,12 +197,13 @@ def paired_steps(
     return pairs
 
 
-def many_rows(vocabulary: int, runs: int, steps: int) -> Iterator[Row]:
+def many_rows(shape: str, vocabulary: int, runs: int, steps: int) -> Iterator[Row]:
     """Steps of many sequences: drawn with top-p beside greedy, and what is outside native calls."""
     native = library.get()
-    with stage(vocabulary, MANY) as made:
+    with stage(shape, vocabulary, MANY) as made:
         pairs = paired_steps(partial(made.plain, TOP_P), partial(made.plain, SampleSpec()), runs, steps)
-        name = f"step at temperature 0.8 with top-p 0.95, vocabulary {vocabulary}, batch {MANY}"
+        of = f"{shape}, vocabulary {vocabulary}, batch {MANY}"
+        name = f"step at temperature 0.8 with top-p 0.95, {of}"
         yield paired(name, "ms", pairs, "the greedy step", less_is_better=True, target=WANTED_TOP_P)
         if native is None:
             return
@@ -207,13 +211,13 @@ def many_rows(vocabulary: int, runs: int, steps: int) -> Iterator[Row]:
         clock.watch(native)
         for name, spec in (("greedy", SampleSpec()), ("top-p", TOP_P)):
             shares = [statistics.median(clock.outside(made, spec) for _ in range(steps)) for _ in range(runs)]
-            name = f"share of a step outside native calls, {name}, vocabulary {vocabulary}, batch {MANY}"
+            name = f"share of a step outside native calls, {name}, {of}"
             yield bounded(name, "of the step", shares, "wanted", MOST_OUTSIDE)
 
 
 def mask_row(vocabulary: int, runs: int, steps: int) -> Row:
     """A step with masks beside one without."""
-    with stage(vocabulary, BATCH) as made:
+    with stage(SHAPE, vocabulary, BATCH) as made:
         pairs = paired_steps(made.structured, partial(made.plain, PLAIN), runs, steps)
     name = f"step with masks, vocabulary {vocabulary}, batch {BATCH}"
     return paired(name, "ms", pairs, "the step without", less_is_better=True, target=WANTED)
@@ -247,9 +251,10 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
         for row in (mask_row(vocabulary, options.runs, options.steps), *feature_rows(vocabulary, options.runs)):
             rows.append(row)
             progress(f"{row.name}: {row.value:.2f} {row.unit}, ratio {row.ratio:.3f}")
-    for row in many_rows(VOCABULARIES[-1], options.runs, options.steps):
-        rows.append(row)
-        progress(f"{row.name}: {row.value:.3f} {row.unit}, ratio {row.ratio:.3f}")
+    for shape, vocabulary in MANY_SHAPES:
+        for row in many_rows(shape, vocabulary, options.runs, options.steps):
+            rows.append(row)
+            progress(f"{row.name}: {row.value:.3f} {row.unit}, ratio {row.ratio:.3f}")
     return rows
 
 

@@ -126,7 +126,16 @@ def measured_kind(
 def _calibrated(folder: Path) -> Path:
     """The bundled model's profile with one compute thread, as an engine of the stack has on two cores."""
     out = folder / "profile.yaml"
-    run_calibrate(str(model_dir()), out, name="bundled", hardware="this machine", dtype="auto", threads=1, repeats=3)
+    run_calibrate(
+        str(model_dir()),
+        out,
+        name="bundled",
+        hardware="this machine",
+        dtype="auto",
+        kv_dtype="auto",
+        threads=1,
+        repeats=3,
+    )
     return out
 
 

@@ -16,7 +16,7 @@ import uvloop
 
 from benchmarks.frame import Progress, Row, paired, run
 from benchmarks.kv_paths import PutPath, filled_pool
-from benchmarks.kv_shape import TRANSFER_BYTES
+from benchmarks.kv_shape import SMALL
 from benchmarks.processes import Child, child, own_cpu_s
 from moonpool.cli.certs import Authority
 from moonpool.kv.pool import KVPool
@@ -46,7 +46,7 @@ class Side:
 
     async def stretch(self, path: PutPath, nbytes: int) -> tuple[float, float]:
         """GB/s, and processor seconds per GB of both sides."""
-        nbytes = -(-nbytes // TRANSFER_BYTES) * TRANSFER_BYTES
+        nbytes = -(-nbytes // SMALL.transfer_bytes) * SMALL.transfer_bytes
         cpu, begin = own_cpu_s() + self.store.cpu_s(), time.perf_counter()
         await path.send(nbytes)
         seconds = time.perf_counter() - begin

@@ -66,7 +66,8 @@ if [ "${WHEELS:-1}" = 1 ]; then
     '.[engine]' hatchling editables 2>"$work/wheels.log" || { tail -n 20 "$work/wheels.log"; exit 1; }
   rm -f deploy/wheels/moonpool-*.whl  # the builds make their own
   rm -rf deploy/wheels/kernels
-  "$PYTHON" -m kernels.native.build --all deploy/wheels/kernels >"$work/kernels.log" || say "the build makes the kernels"
+  { "$PYTHON" -m kernels.native.build --all deploy/wheels/kernels \
+    && "$PYTHON" -m kernels.native.build --all deploy/wheels/kernels --sources moonpool/kv/native; } >"$work/kernels.log" || say "the build makes the kernels"
   export PIP_NO_INDEX=1
 fi
 

@@ -31,7 +31,7 @@ def paged_attention(
     scale: float,
     out: Tensor | None = None,  # [T, heads, head_dim], contiguous
     *,
-    scales: Tensor | None = None,  # [blocks, kv_heads, 2] float32, of quantised KV
+    scales: Tensor | None = None,  # [blocks, kv_heads, 2, block_tokens] float32, of quantised KV
     plan: AttentionPlan | None = None,
     deterministic: bool = False,
 ) -> Tensor:
@@ -41,8 +41,8 @@ def paged_attention(
     context_lens[s] - n + i and sees the keys up to its own position. Token t of a sequence is slot t % block_tokens of
     block block_tables[s, t // block_tokens]. Query head h reads key/value head h // (heads / kv_heads).
 
-    `kv` has q's type; or it is int8 or float8_e4m3fn, and each number is its value times the block's, head's and
-    plane's (K or V) entry of `scales`, see `kernels.quantized`.
+    `kv` has q's type; or it is int8 or float8_e4m3fn, and each number is its value times the entry of
+    `scales` that its token has for this head and plane (K or V), see `kernels.quantized`.
 
     Every element of the result is written; token slots past a sequence's context never reach it, whatever they hold.
     `plan`, from `make_plan` with the same tensors, saves repeating checks and index computations for each layer.
@@ -82,12 +82,11 @@ def write_kv(
     block_ids: Tensor,  # [T] int64
     offsets: Tensor,  # [T] int64
     *,
-    scales: Tensor | None = None,  # [blocks, kv_heads, 2] float32, of quantised KV
+    scales: Tensor | None = None,  # [blocks, kv_heads, 2, block_tokens] float32, of quantised KV
 ) -> None:
     """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
 
-    Quantised: a token in slot 0 begins its block anew; otherwise the block's scale grows as it must, see
-    `kernels.reference.write_kv`.
+    Quantised: each token has a scale of its own in each head, see `kernels.reference.write_kv`.
 
     Raises:
         ValueError: an argument has a wrong shape, stride or type; the message begins with its name.
@@ -106,9 +105,6 @@ def write_kv(
         _check_index(name, tensor, limit)
     native = library.get() if chosen == "native" and native_head(kv) else None
     if native is not None:
-        if scales is not None:
-            order = block_ids.argsort(stable=True)  # tokens of one block share one growth
-            block_ids, offsets, k, v = block_ids[order], offsets[order], k[order], v[order]
         native.write_kv(k, v, kv, scales, block_ids, offsets)
     elif chosen == "triton":
         from kernels.triton import ops
@@ -183,7 +179,7 @@ def _check_pool(kv: Tensor, scales: Tensor | None) -> None:
     if quantized != (scales is not None):
         raise ValueError(f"scales: {'needed' if quantized else 'only'} for quantised kv, which is {kv.dtype}")
     if scales is not None:
-        expect("scales", scales, (kv.shape[0], kv.shape[1], 2), torch.float32, kv.device, dense_from=1)
+        expect("scales", scales, kv.shape[:4], torch.float32, kv.device, dense_from=1)
 
 
 def _check_index(name: str, index: Tensor, limit: int) -> None:

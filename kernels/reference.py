@@ -8,7 +8,8 @@ The code stays simple, so that reading it shows that it is right.
 Words: T rows (tokens), S sequences, D = head_dim, G = heads / kv_heads. Query head h reads key/value head h // G.
 `kv` is one layer of the pool, [blocks, kv_heads, 2 (K, V), block_tokens, D]; a block is dense, the distance between
 two blocks is free (`kv.stride(0)`). `kv` is in q's type and `scales` is None; or `kv` is int8 or float8_e4m3fn, and
-`scales` [blocks, kv_heads, 2] float32 holds what its values are multiplied with (see `kernels.quantized`).
+`scales` [blocks, kv_heads, 2, block_tokens] float32 holds what each token's values are multiplied with (see
+`kernels.quantized`).
 Token t of a sequence is slot t % block_tokens of block block_tables[s, t // block_tokens]; entries past a sequence's
 blocks are never read, slots past its context never reach the result.
 """
@@ -81,29 +82,29 @@ def write_kv(
 ) -> None:
     """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
 
-    Quantised, a block of one head and plane has one scale, largest magnitude / QUANTIZED_MAX. A token in slot 0 begins
-    its block anew. Otherwise the block's scale grows to hold what comes, and what is there is rounded again at the new
-    scale: q' = round(q * old / new). Tokens of one block in one call share one growth.
+    Quantised, the D numbers of a token in one head and plane have a scale of their own, their largest magnitude /
+    QUANTIZED_MAX, and each is stored as number / scale, rounded to nearest even; zeros have scale 0. What is stored of
+    a token depends on its own numbers alone: it is the same whatever came before it, in which chunks, or beside it.
     """
     if scales is None:
-        slots = kv.permute(2, 0, 3, 1, 4)  # [2, blocks, block_tokens, kv_heads, D]
-        slots[0][block_ids, offsets] = k
-        slots[1][block_ids, offsets] = v
+        _put(kv, k, v, block_ids, offsets)
         return
-    for block in sorted(set(block_ids.tolist())):
-        chosen = block_ids == block
-        slots_ = offsets[chosen]
-        new = torch.stack((k[chosen], v[chosen])).float().permute(2, 0, 1, 3)  # [kv_heads, 2, n, D]
-        old = scales[block].clone()  # [kv_heads, 2]
-        if bool((slots_ == 0).any()):
-            old.zero_()
-        wanted = new.abs().amax((2, 3)) / QUANTIZED_MAX[kv.dtype]
-        grown = torch.maximum(old, wanted)
-        kept = kv[block].float() * torch.where(grown > 0, old / grown, 0.0)[:, :, None, None]
-        kept = torch.where((old == 0)[:, :, None, None], 0.0, kept)  # stale bytes may be NaN in float8
-        kept[:, :, slots_] = torch.where((grown > 0)[:, :, None, None], new / grown[:, :, None, None], 0.0)
-        kv[block] = to_stored(kept, kv.dtype)
-        scales[block] = grown
+    stored = [_quantize(part.float(), kv.dtype) for part in (k, v)]
+    _put(kv, stored[0][0], stored[1][0], block_ids, offsets)
+    _put(scales, stored[0][1], stored[1][1], block_ids, offsets)
+
+
+def _put(pool: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
+    """Store [T, kv_heads, ...] in slots of `pool` [blocks, kv_heads, 2, block_tokens, ...]."""
+    pool[block_ids, :, 0, offsets] = k
+    pool[block_ids, :, 1, offsets] = v
+
+
+def _quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (`values` [T, kv_heads, D] as they are stored, their scales [T, kv_heads])."""
+    scales = values.abs().amax(-1) / QUANTIZED_MAX[dtype]
+    divisor = torch.where(scales > 0, scales, 1.0)[..., None]
+    return to_stored(values / divisor, dtype), scales
 
 
 def copy_blocks(
@@ -168,9 +169,9 @@ def linear(
 
 
 def dequantize(kv: Tensor, scales: Tensor | None, precision: torch.dtype) -> Tensor:
-    """Return the numbers that blocks [n, kv_heads, 2, block_tokens, D] with scales [n, kv_heads, 2] stand for."""
+    """Return the numbers that blocks [n, kv_heads, 2, block_tokens, D] stand for; `scales` have no last dimension."""
     wide = kv.to(precision)
-    return wide if scales is None else wide * scales.to(precision)[..., None, None]
+    return wide if scales is None else wide * scales.to(precision)[..., None]
 
 
 def to_stored(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,17 +15,28 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.kvstore_shape import Memory, chain
-from benchmarks.peers.contract import BlockClient
+from benchmarks.peers.contract import BlockClient, Store
 from benchmarks.processes import Child
 from moonpool.rpc.tuning import tune_gc, tune_malloc
 
 MODULES = {
-    "moonpool": "benchmarks.peers.moonpool_store",
+    "moonpool": "benchmarks.peers.moonpool_store:LOCAL",
+    "moonpool-tcp": "benchmarks.peers.moonpool_store:TCP",
+    "moonpool-grpc": "benchmarks.peers.moonpool_store:GRPC",
     "mooncake": "benchmarks.peers.mooncake_store",
     "redis": "benchmarks.peers.redis_store",
     "grpc": "benchmarks.peers.bare_grpc",
 }
+"""Modules with what contract.py says, or "module:name" of something that has it."""
 MEMORY_BYTES = 64 << 20
+
+
+def store_of(name: str) -> Store:
+    """A store by its name among `MODULES`."""
+    module, _, attribute = MODULES[name].partition(":")
+    found: Any = importlib.import_module(module)
+    store: Store = getattr(found, attribute) if attribute else found
+    return store
 
 
 def batches(seed: object, operations: int, batch: int) -> list[list[bytes]]:
@@ -104,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tune_malloc()
     tune_gc()
     memory = Memory(MEMORY_BYTES)
-    client: BlockClient = importlib.import_module(MODULES[options.store]).client(options.address, memory)
+    client: BlockClient = store_of(options.store).client(options.address, memory)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         print(f"ready: 127.0.0.1:{listener.getsockname()[1]}", flush=True)
         for line, file in _lines(listener):

@@ -1,4 +1,4 @@
-"""Moonpool's kvstore for the comparison: the DRAM tier alone, each operation one session."""
+"""Moonpool's kvstore for the comparison, on each lane: the DRAM tier alone, each operation one session."""
 
 import asyncio
 import contextlib
@@ -12,28 +12,19 @@ from benchmarks.peers.contract import Batches
 from benchmarks.processes import child
 from moonpool.rpc.tuning import tune_grpc
 
-NAME = "Moonpool"
-
-
-@contextlib.contextmanager
-def running(nbytes: int) -> Iterator[str]:
-    """A kvstore."""
-    with child("services.kvstore", "--dram-bytes", str(nbytes), "--log-level", "warning") as store:
-        yield store.address
-
 
 class _Client:
     """Its event loop runs only while a call is being measured; it has a stream for each size of blocks."""
 
-    def __init__(self, address: str, memory: Memory) -> None:
-        self._address, self._memory = address, memory
+    def __init__(self, address: str, memory: Memory, lane: str) -> None:
+        self._address, self._memory, self._lane = address, memory, lane
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._stack = contextlib.AsyncExitStack()
         self._clients: dict[int, StoreClient] = {}
 
     async def _client(self, block_bytes: int) -> StoreClient:
         if block_bytes not in self._clients:
-            entering = connected(self._address, layout_of(block_bytes), self._memory)
+            entering = connected(self._address, layout_of(block_bytes), self._memory, self._lane)
             self._clients[block_bytes] = await self._stack.enter_async_context(entering)
         return self._clients[block_bytes]
 
@@ -61,7 +52,24 @@ class _Client:
         self._runner.close()
 
 
-def client(address: str, memory: Memory) -> _Client:
-    """A client."""
-    tune_grpc()
-    return _Client(address, memory)
+class OnLane:
+    """The store on one lane; a `Store` of contract.py."""
+
+    def __init__(self, lane: str) -> None:
+        self.lane = lane
+        self.NAME = f"Moonpool over {lane}"
+
+    @contextlib.contextmanager
+    def running(self, nbytes: int) -> Iterator[str]:
+        """A kvstore."""
+        flags = ("--dram-bytes", str(nbytes), "--kv-lanes", self.lane, "--log-level", "warning")
+        with child("services.kvstore", *flags) as store:
+            yield store.address
+
+    def client(self, address: str, memory: Memory) -> _Client:
+        """A client."""
+        tune_grpc()
+        return _Client(address, memory, self.lane)
+
+
+LOCAL, TCP, GRPC = OnLane("local"), OnLane("tcp"), OnLane("grpc")

@@ -30,8 +30,21 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti
 #: Per instruction set: what the processor must have (Linux's names), and the compiler's flags. The first that fits.
 TARGETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512-bf16": (
-        frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_bf16", "avx2", "fma", "f16c"}),
-        ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
+        frozenset(
+            {
+                "avx512f",
+                "avx512bw",
+                "avx512vl",
+                "avx512dq",
+                "avx512cd",
+                "avx512_bf16",
+                "avx512_vnni",
+                "avx2",
+                "fma",
+                "f16c",
+            }
+        ),
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
     ),
     "avx512": (
         frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx2", "fma", "f16c"}),
@@ -155,10 +168,11 @@ def prebuilt_name(target: str, sources: Path | None = None) -> str:
     return f"{target}-{_hash(target, sources or SOURCES)}.so"
 
 
-def build_all(folder: Path) -> list[Path]:
+def build_all(folder: Path, sources: Path | None = None) -> list[Path]:
     """Put a library for every target of this architecture into `folder`, and return where they lie.
 
-    The folder is for MOONPOOL_KERNELS_PREBUILT and readable by all users. What lies in that folder now is copied.
+    The folder is for MOONPOOL_KERNELS_PREBUILT and readable by all users. What lies in that folder now is copied. The
+    libraries are made of the C++ files in `sources`, as by `build`.
 
     Raises:
         BuildError: one cannot be built; says why.
@@ -166,15 +180,16 @@ def build_all(folder: Path) -> list[Path]:
     architecture = ARCHITECTURES.get(platform.machine())
     if architecture is None:
         raise BuildError(f"no kernels for this processor ({platform.machine()})")
-    paths = [folder / prebuilt_name(target) for target in architecture.targets]
+    sources = sources or SOURCES
+    paths = [folder / prebuilt_name(target, sources) for target in architecture.targets]
     try:
         if not folder.is_dir():
             folder.mkdir(parents=True)
             folder.chmod(0o755)
         for target, path in zip(architecture.targets, paths, strict=True):
-            found = prebuilt(target)
+            found = prebuilt(target, sources)
             if found is None:
-                _compile(target, compiler(), path, SOURCES)
+                _compile(target, compiler(), path, sources)
             elif found != path:
                 shutil.copyfile(found, path)
             path.chmod(0o755)
@@ -246,9 +261,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--all", type=Path, metavar="FOLDER", help="for every processor of this architecture, into FOLDER"
     )
-    folder = parser.parse_args(arguments).all
+    parser.add_argument("--sources", type=Path, metavar="FOLDER", help="of other C++ files than the kernels'")
+    given = parser.parse_args(arguments)
     try:
-        print(*([build()] if folder is None else build_all(folder)), sep="\n")  # noqa: T201
+        made = [build(sources=given.sources)] if given.all is None else build_all(given.all, given.sources)
+        print(*made, sep="\n")  # noqa: T201
     except BuildError as error:
         sys.exit(f"native kernels are not built, the torch path will run: {error}")
 

@@ -7,10 +7,10 @@
 #include "pool.h"
 #include "products.h"
 
-enum { SPLIT = 512, STATE = 1 + W };
+enum { SPLIT = 512, UNIT = 1 + W, STATE };  // of a row's state: its query's unit is behind the sums
 enum { TOUCH = 32 * 4096 };  // bytes of the pool whose pages' addresses are translated at once
 
-// Running softmax of one head over one tile: s becomes weights, o is scaled to the new maximum. state: the maximum,
+// Running softmax of one head over one tile: s becomes weights p, o is scaled to the new maximum. state: the maximum,
 // then W sums of weights.
 template <class C>
 INLINE void softmax(float* s, const Tile<C>& t, bool scaled, float scale, float* state, float* o, int width, C* p) {
@@ -47,12 +47,14 @@ static __attribute__((noinline)) void heads_of(const C* q, const Tile<C>& t, con
     float s[HB * ROW] __attribute__((aligned(64)));
     C p[HB * TILE] __attribute__((aligned(64)));
 #if defined(MP_BF16)
-    if (sizeof(C) == 2 && HB >= 5) scores_turned<HB>((const bf16*)q, (const Tile<bf16>&)t, a.head_dim, s);
+    if constexpr (sizeof(C) == 2 && HB >= 5) scores_turned<HB>(q, t, a.head_dim, s);
     else
 #endif
     scores<HB>(q, t, a.head_dim, s);
-    for (int h = 0; h < HB; h++)
-        softmax(s + h * ROW, t, a.scales, __builtin_fabsf(a.scale) * LOG2E, state + STATE * h, o + h * width, width, p + h * TILE);
+    for (int h = 0; h < HB; h++) {
+        float scale = __builtin_fabsf(a.scale) * LOG2E * state[STATE * h + UNIT];
+        softmax(s + h * ROW, t, a.scales, scale, state + STATE * h, o + h * width, width, p + h * TILE);
+    }
     values_row<HB>(p, t, a.head_dim, o, width);
 }
 template <int HB, class C>
@@ -61,10 +63,23 @@ INLINE void block_of(int heads, const C* q, const Tile<C>& t, const Attention& a
     heads_of<HB>(q, t, a, state, o, width);
 }
 
-template <class C> INLINE const C* row_of(int type, const char* from, C* to, int D) {
+// A row in float, where products are in float and the pool is not.
+INLINE const char* row_of(int type, const char* from, float* to, int D) {
     convert(type, from, to, D);
-    return to;
+    return (const char*)to;
 }
+
+// What a tile's weights, 1 at most, are in the type of its products: in fixed point FIXED_ONE is the largest scale.
+template <class C> INLINE void weigh(Tile<C>&) {}
+#if defined(MP_BF16)
+INLINE void weigh(Tile<fixed>& t) {
+    vf top = {};
+    for (int k = 0; k < t.n; k += W) top = vmax(top, load(t.v_scale + k));
+    float most = max_of(top), times = most > 0 ? FIXED_ONE / most : 0;
+    for (int k = 0; k < t.n; k += W) store(t.v_scale + k, load(t.v_scale + k) * times);
+    t.weight_unit = most / FIXED_ONE;
+}
+#endif
 
 // Keys and values are taken by the group: those after the end are the last one again, and weigh nothing.
 INLINE void repeat_last(Rows& t) {
@@ -82,13 +97,14 @@ INLINE void find(Rows& t, const Attention& a, const int32_t* table, int head, in
         const char* vals = keys + (int64_t)bt * row;
         for (int i = 0, k = at - begin; i < count; i++, k++) t.k[k] = keys + i * row, t.v[k] = vals + i * row;
         if (a.scales) {
-            const float* scale = a.scales + block * a.scale_stride + 2 * head;
-            for (int k = at - begin; k < at - begin + count; k++) t.k_scale[k] = scale[0], t.v_scale[k] = scale[1];
+            const float* scale = a.scales + block * a.scale_stride + (int64_t)head * 2 * bt + slot;
+            memcpy(t.k_scale + (at - begin), scale, 4 * count);
+            memcpy(t.v_scale + (at - begin), scale + bt, 4 * count);
         }
         at += count;
     }
     repeat_last(t);
-    if (a.scales) for (int k = t.n; k < (t.n + W - 1) / W * W; k++) t.k_scale[k] = t.v_scale[k] = 1;
+    if (a.scales) for (int k = t.n; k < (t.n + W - 1) / W * W; k++) t.k_scale[k] = 1, t.v_scale[k] = 0;
 }
 
 // Tokens [begin, end) of one sequence for heads [head0, head1): one split. Its steps are a tile of one head each, all
@@ -117,12 +133,31 @@ struct Part {
     }
 };
 
+// One query in the type of its products; returns what 1 of it stands for.
+template <class C> INLINE float query(int type, const char* from, C* to, int D, float sign) {
+    convert(type, from, to, D, sign);
+    return 1;
+}
+#if defined(MP_BF16)
+INLINE float query(int type, const char* from, bf16_f8* to, int D, float sign) { return query(type, from, (bf16*)to, D, sign); }
+INLINE float query(int type, const char* from, fixed* to, int D, float sign) {
+    float row[256];
+    vf top = {};
+    convert(type, from, row, D, sign);
+    for (int d = 0; d < D; d += W) top = vmax(top, vmax(load(row + d), -load(row + d)));
+    float most = max_of(top), times = most > 0 ? FIXED_ONE / most : 0;
+    for (int d = 0; d < D; d += W) narrow(to + d, load(row + d) * times);
+    return most / FIXED_ONE;
+}
+#endif
+
 // A part's queries in C, with states and results of nothing yet.
 template <class C> INLINE void start(const Attention& a, const Part& part, float* state, float* o, int width, C* queries) {
     int G = a.heads / a.kv_heads, D = a.head_dim, bytes = type_bytes[a.q_type], rows = part.heads() * G;
     const char* q = a.q + (part.item[0] * a.q_stride + (int64_t)part.head0 * G * D) * bytes;
     for (int r = 0; r < rows; r++) {
-        convert(a.q_type, q + (int64_t)r * D * bytes, queries + r * D, D, a.scale < 0 ? -1.0f : 1.0f);
+        float unit = query(a.q_type, q + (int64_t)r * D * bytes, queries + r * D, D, a.scale < 0 ? -1.0f : 1.0f);
+        state[STATE * r + UNIT] = unit;
         state[STATE * r] = -__builtin_inff();
         store(state + STATE * r + 1, (vf){});
     }
@@ -131,8 +166,7 @@ template <class C> INLINE void start(const Attention& a, const Part& part, float
 
 // Computes one part, and meanwhile fetches the first tile of what the same thread does after it, unless that is null.
 template <class C>
-static void walk(const Attention& a, const Part& part, const Part* then, bool direct,
-                 float* state, float* o, int width, C* queries, C* buffer) {
+static void walk(const Attention& a, const Part& part, const Part* then, float* state, float* o, int width, C* queries, C* buffer) {
     int begin = part.begin, end = part.end, G = a.heads / a.kv_heads, D = a.head_dim;
     start(a, part, state, o, width, queries);
     Rows found[2];  // this step's and the next's
@@ -147,6 +181,7 @@ static void walk(const Attention& a, const Part& part, const Part* then, bool di
         for (int last = begin + (step / heads + 2) * TILE; touched < last && touched < end; touched += span)
             part.touch(a, touched, touched + span);
         (Rows&)t = found[step % 2];
+        weigh(t);
         Rows* next = &found[(step + 1) % 2];
         t.next = next;
         if (step + 1 < steps) {
@@ -157,10 +192,10 @@ static void walk(const Attention& a, const Part& part, const Part* then, bool di
         } else {
             t.next = &t;
         }
-        if (!direct) {
+        if constexpr (sizeof(C) == 4) if (a.kv_type != F32) {
             for (int k = 0; k < t.n; k++) {
-                t.k[k] = (const char*)row_of(a.kv_type, t.k[k], buffer + k * D, D);
-                t.v[k] = (const char*)row_of(a.kv_type, t.v[k], buffer + (TILE + k) * D, D);
+                t.k[k] = row_of(a.kv_type, t.k[k], buffer + k * D, D);
+                t.v[k] = row_of(a.kv_type, t.v[k], buffer + (TILE + k) * D, D);
             }
             repeat_last(t);
         }
@@ -183,7 +218,7 @@ template <class C> INLINE void finish(const Attention& a, const int32_t* item, i
     }
 }
 
-template <class C> static int decode(const Attention& a, bool direct, int threads) {
+template <class C> static int decode(const Attention& a, int threads) {
     int width = padded((const C*)nullptr, a.head_dim), G = a.heads / a.kv_heads;
     int64_t splits = 0;
     for (int64_t i = 0; i < a.n; i++) splits += (a.items[4 * i + 3] + SPLIT - 1) / SPLIT;
@@ -221,7 +256,7 @@ template <class C> static int decode(const Attention& a, bool direct, int thread
         if (!buffer) { failed = 1; return; }
         float* o = parts + split * part + head0 * G * width;
         float* state = parts + split * part + H * width + head0 * G * STATE;
-        walk<C>(a, now, more ? &then : nullptr, direct, state, o, width, buffer + 2 * TILE * a.head_dim, buffer);
+        walk<C>(a, now, more ? &then : nullptr, state, o, width, buffer + 2 * TILE * a.head_dim, buffer);
         if (first[i + 1] - first[i] > 1) return;
         for (int r = 0; r < (head1 - head0) * G; r++)
             finish<C>(a, now.item, head0 * G + r, sum(load(state + r * STATE + 1)), o + r * width);
@@ -252,7 +287,11 @@ template <class C> static int decode(const Attention& a, bool direct, int thread
 
 extern "C" int mp_decode(const Attention* a, int threads) {
 #if defined(MP_BF16)
-    if (in_bf16(*a)) return decode<bf16>(*a, a->kv_type == BF16, threads);
+    if (in_bf16(*a)) switch (a->kv_type) {
+        case BF16: return decode<bf16>(*a, threads);
+        case I8: return decode<fixed>(*a, threads);
+        default: return decode<bf16_f8>(*a, threads);
+    }
 #endif
-    return decode<float>(*a, a->kv_type == F32, threads);
+    return decode<float>(*a, threads);
 }

@@ -2,6 +2,7 @@
 //
 // Between two layers the step's watch is looked at: a gate that is shut, or a step that was given up, ends the call.
 #include "panels.h"
+#include "quantized.h"
 
 struct Layer {  // norms in the weights' type; q_norm and k_norm may be null
     const char *input_norm, *post_norm, *q_norm, *k_norm;
@@ -23,6 +24,8 @@ struct Step {
     const char *cos, *sin;       // [rows, head_dim]
     const int64_t *blocks, *offsets;  // where each row's keys and values go
     char* kv; int64_t layer_stride, block_stride, block_tokens;  // of the stage's first layer; strides in bytes
+    float* scales; int64_t scale_layer_stride, scale_stride;  // of quantised KV, else null; strides in floats
+    int32_t kv_type;
     const int32_t* tables; int64_t table_stride;
     Items all;
     const int64_t* wanted; int64_t wanted_rows;  // rows that the last layer is computed for, rising; null: all
@@ -30,6 +33,8 @@ struct Step {
     const Watch* watch;                          // null: nobody watches
     int32_t threads;
 };
+
+struct Pool { char* values; float* scales; };  // of one layer
 
 // Memory of one step, rows begin at whole cache lines. Rows that are a multiple of 2 KB apart would share few sets.
 template <class T> static int64_t apart(int64_t elements) {
@@ -83,33 +88,37 @@ template <class T> struct Run {
         }
     }
     // Keys and values of one row into the pool.
-    void keep(const T* keys, char* kv, int64_t r) const {
+    void keep(const T* keys, const Pool& kv, int64_t r) const {
+        if (kv.scales) {
+            Quantized to{s.kv_type, kv.values, s.block_stride, kv.scales, s.scale_stride, s.block_tokens};
+            return to.keep(keys, keys + m.kv_heads * D, s.blocks[r], s.offsets[r], m.kv_heads, D);
+        }
         int64_t bytes = D * (int64_t)sizeof(T);
-        char* to = kv + s.blocks[r] * s.block_stride + s.offsets[r] * bytes;
+        char* to = kv.values + s.blocks[r] * s.block_stride + s.offsets[r] * bytes;
         for (int h = 0; h < m.kv_heads; h++, to += 2 * s.block_tokens * bytes) {
             memcpy(to, keys + h * D, bytes);
             memcpy(to + s.block_tokens * bytes, keys + (m.kv_heads + h) * D, bytes);
         }
     }
-    int attend(const T* q, int64_t stride, char* kv, const Items& items) const;
-    int queries_of_all(const Layer& layer, char* kv);
-    int queries_of_some(const Layer& layer, char* kv);
+    int attend(const T* q, int64_t stride, const Pool& kv, const Items& items) const;
+    int queries_of_all(const Layer& layer, const Pool& kv);
+    int queries_of_some(const Layer& layer, const Pool& kv);
     int layer(int64_t index, bool trimmed);
 };
 
 extern "C" int mp_decode(const Attention* a, int threads);
 extern "C" int mp_prefill(const Attention* a, int threads);
 
-template <class T> int Run<T>::attend(const T* q, int64_t stride, char* kv, const Items& items) const {
-    Attention a{(const char*)q, stride, m.type, kv, s.block_stride, m.type, nullptr, 0, s.tables, s.table_stride,
-                items.single, items.singles, m.heads, m.kv_heads, D, (int)s.block_tokens, m.scale,
+template <class T> int Run<T>::attend(const T* q, int64_t stride, const Pool& kv, const Items& items) const {
+    Attention a{(const char*)q, stride, m.type, kv.values, s.block_stride, s.kv_type, kv.scales, s.scale_stride,
+                s.tables, s.table_stride, items.single, items.singles, m.heads, m.kv_heads, D, (int)s.block_tokens, m.scale,
                 (char*)room.attended, room.heads};
     int code = a.n ? mp_decode(&a, s.threads) : 0;
     a.items = items.several, a.n = items.many;
     return code || !a.n ? code : mp_prefill(&a, s.threads);
 }
 
-template <class T> int Run<T>::queries_of_all(const Layer& l, char* kv) {
+template <class T> int Run<T>::queries_of_all(const Layer& l, const Pool& kv) {
     if (int code = times(l.qkv, room.normed, room.hidden, rows, room.qkv, room.columns, PLAIN, 0, l.qkv.outputs)) return code;
     each(rows, room.columns, [&](int64_t r) {
         T* row = room.qkv + r * room.columns;
@@ -121,7 +130,7 @@ template <class T> int Run<T>::queries_of_all(const Layer& l, char* kv) {
 }
 
 // Keys and values of all rows; queries, and all that follows, of the wanted ones only.
-template <class T> int Run<T>::queries_of_some(const Layer& l, char* kv) {
+template <class T> int Run<T>::queries_of_some(const Layer& l, const Pool& kv) {
     if (int code = times(l.qkv, room.normed, room.hidden, rows, room.qkv, room.columns, PLAIN, q_width, l.qkv.outputs)) return code;
     each(rows, room.columns, [&](int64_t r) {
         T* row = room.qkv + r * room.columns;
@@ -141,7 +150,7 @@ template <class T> int Run<T>::queries_of_some(const Layer& l, char* kv) {
 
 template <class T> int Run<T>::layer(int64_t index, bool trimmed) {
     const Layer& l = m.layers[index];
-    char* kv = s.kv + index * s.layer_stride;
+    Pool kv{s.kv + index * s.layer_stride, s.scales ? s.scales + index * s.scale_layer_stride : nullptr};
     norm(l.input_norm);
     if (int code = trimmed ? queries_of_some(l, kv) : queries_of_all(l, kv)) return code;
     if (!rows) return 0;

@@ -63,6 +63,8 @@ class Step(ctypes.Structure):
         ("cos", _P), ("sin", _P),
         ("blocks", _P), ("offsets", _P),
         ("kv", _P), ("layer_stride", _L), ("block_stride", _L), ("block_tokens", _L),
+        ("scales", _P), ("scale_layer_stride", _L), ("scale_stride", _L),
+        ("kv_type", _I),
         ("tables", _P), ("table_stride", _L),
         ("all", Items),
         ("wanted", _P), ("wanted_rows", _L),

@@ -18,7 +18,7 @@
 #else
 #define W 4  // NEON, or SSE2
 #endif
-#if defined(MP_AVX512) && defined(__AVX512BF16__)
+#if defined(MP_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define MP_BF16 1
 #endif
 #if defined(MP_AVX2)
@@ -32,14 +32,14 @@ typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 typedef int8_t vb __attribute__((vector_size(W)));
-typedef uint8_t vub __attribute__((vector_size(W)));
 
 enum Type { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, F8 = 4 };
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 struct f8 { uint8_t bits; };
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE_IN inline __attribute__((always_inline))  // in a class
+#define INLINE static INLINE_IN
 
 template <class V> INLINE V load_as(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 INLINE vf load(const float* p) { return load_as<vf>(p); }
@@ -75,13 +75,35 @@ INLINE vf widen(const f16* p) {
     return half_bits_to_float(__builtin_convertvector(load_as<vh>(p), vu));
 #endif
 }
-INLINE vf widen(const int8_t* p) { return __builtin_convertvector(__builtin_convertvector(load_as<vb>(p), vi), vf); }
+// W bytes as wide integers, and back: compilers go byte by byte where they are left alone with it.
+INLINE vi integers(const int8_t* p) {
+#if defined(MP_AVX512)
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(MP_AVX2)
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    return __builtin_convertvector(load_as<vb>(p), vi);
+#endif
+}
+INLINE vu integers(const f8* p) { return (vu)integers((const int8_t*)p) & 0xff; }
+INLINE void store_bytes(void* p, vi x) {
+#if defined(MP_AVX512)
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    vb b = __builtin_convertvector(x, vb);
+    memcpy(p, &b, sizeof b);
+#endif
+}
+INLINE vf widen(const int8_t* p) { return __builtin_convertvector(integers(p), vf); }
 INLINE vf widen(const f8* p) {  // e4m3fn without its NaN, which is never stored; subnormals come right by the product
-    vu b = __builtin_convertvector(load_as<vub>(p), vu);
+    vu b = integers(p);
     vf magnitude = (vf)((b & 0x7f) << 20) * 0x1p120f;
     return (vf)((vu)magnitude | ((b & 0x80) << 24));
 }
 
+INLINE vi nearest(vf x) {  // to nearest even, |x| < 2^22: the sum's last bits are the number
+    return (vi)(x + 12582912.0f) - 0x4b400000;
+}
 INLINE void narrow(float* p, vf v) { store(p, v); }
 INLINE void narrow(bf16* p, vf v) {
 #if defined(MP_BF16)

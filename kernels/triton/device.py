@@ -126,7 +126,9 @@ def _step(
         v = tl.load(v_base + offsets)
     scores = tl.dot(q, tl.trans(_widen(k, q.dtype, KV, NATIVE)), input_precision=PRECISION)
     if KV != _PLAIN:
-        k_scale, v_scale = _scales(scales + block * scale_stride, loaded, KV, NATIVE, BLOCK_TOKENS % KEYS == 0)
+        k_scale, v_scale = _scales(
+            scales + block * scale_stride + keys % BLOCK_TOKENS, loaded, KV, NATIVE, BLOCK_TOKENS
+        )
         scores *= k_scale
     if MASKED:
         scores = tl.where(keys[None, :] < seen[:, None], scores, float("-inf"))
@@ -142,14 +144,10 @@ def _step(
 
 
 @triton.jit
-def _scales(at, loaded, KV: tl.constexpr, NATIVE: tl.constexpr, ONE_BLOCK: tl.constexpr):
-    """Return the factors of keys and values: one number each, or one for each key where a tile spans blocks."""
-    if ONE_BLOCK:
-        k_scale = tl.load(at)
-        v_scale = tl.load(at + 1)
-    else:
-        k_scale = tl.load(at, mask=loaded, other=0.0)[None, :]
-        v_scale = tl.load(at + 1, mask=loaded, other=0.0)[None, :]
+def _scales(at, loaded, KV: tl.constexpr, NATIVE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Return the factors of keys and of values, one for each key."""
+    k_scale = tl.load(at, mask=loaded, other=0.0)[None, :]
+    v_scale = tl.load(at + BLOCK_TOKENS, mask=loaded, other=0.0)[None, :]
     if KV == _FLOAT8 and not NATIVE:
         k_scale *= 256.0
         v_scale *= 256.0
@@ -248,7 +246,7 @@ def attention(
     base = kv + head * (2 * BLOCK_TOKENS * HEAD_DIM)
     table = tables + seq.to(tl.int64) * table_stride
     if KV != _PLAIN:
-        scales += head * 2
+        scales += head * (2 * BLOCK_TOKENS)
     if SPLIT == _JOINED:
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         l = tl.zeros((ROWS,), tl.float32)  # noqa: E741

@@ -29,11 +29,7 @@ def write_kv(
     block_ids: Tensor,  # [T] int64
     offsets: Tensor,  # [T] int64
 ) -> None:
-    """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i].
-
-    Quantised, the tokens of one block must stand together and in the order of their slots, as those of a packed batch
-    do: they share one program, which sees to the growth of the block's scale.
-    """
+    """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]."""
     tokens, kv_heads, head_dim = k.shape
     if not tokens:
         return
@@ -47,9 +43,8 @@ def write_kv(
     else:
         float8 = kv.dtype == torch.float8_e4m3fn
         _write_quantized[tokens, kv_heads, 2](
-            k, v, kv.view(torch.uint8) if float8 else kv, scales, block_ids, offsets, *where, scales.stride(0), tokens,
-            **shape, PADDED_DIM=padded(head_dim), SLOTS=min(32, padded(kv.shape[3])), FLOAT8=float8,
-            LARGEST=_LARGEST[kv.dtype],
+            k, v, kv.view(torch.uint8) if float8 else kv, scales, block_ids, offsets, *where, scales.stride(0),
+            **shape, PADDED_DIM=padded(head_dim), FLOAT8=float8, LARGEST=_LARGEST[kv.dtype],
         )  # fmt: skip
 
 
@@ -113,74 +108,30 @@ def _quantize(x, FLOAT8: tl.constexpr, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _dequantize(stored, FLOAT8: tl.constexpr):
-    """Return the pool's numbers, before their scale, as float32."""
-    if FLOAT8:
-        bits = stored.to(tl.int16)
-        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        numbers = half.to(tl.float32) * 256.0
-    else:
-        numbers = stored.to(tl.float32)
-    return numbers
-
-
-@triton.jit(do_not_specialize=("tokens",))  # it changes from batch to batch
 def _write_quantized(
-    k, v, kv, scales, block_ids, offsets, k_stride, v_stride, block_units, num_blocks, scale_stride, tokens,
+    k, v, kv, scales, block_ids, offsets, k_stride, v_stride, block_units, num_blocks, scale_stride,
     UNIT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    PADDED_DIM: tl.constexpr, SLOTS: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
+    PADDED_DIM: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Store one head's keys or values of a run of tokens of one block; grid (tokens, kv_heads, 2).
-
-    The program of a run's first token does all of it, SLOTS tokens at a time; the others have nothing to do.
-    """
+    """Store one head's key or value of one token, and its scale; grid (tokens, kv_heads, 2)."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    plane = tl.program_id(2)
+    plane = tl.program_id(1) * 2 + tl.program_id(2)
     block = tl.load(block_ids + token)
-    before = tl.load(block_ids + token - 1, mask=token > 0, other=-1)
-    if (block < 0) | (block >= num_blocks) | (block == before):
+    offset = tl.load(offsets + token)
+    if (block < 0) | (block >= num_blocks) | (offset < 0) | (offset >= BLOCK_TOKENS):
         return
-    first = tl.load(offsets + token)
-    if (first < 0) | (first >= BLOCK_TOKENS):
-        return
-    source = k
-    stride = k_stride
-    if plane == 1:
-        source = v
-        stride = v_stride
-    source += token * stride + head * HEAD_DIM
-    target = kv + block * block_units * UNIT + (head * 2 + plane) * (BLOCK_TOKENS * HEAD_DIM)
+    source = k + token * k_stride
+    if tl.program_id(2) == 1:
+        source = v + token * v_stride
     dims = tl.arange(0, PADDED_DIM)
-    inside = (dims < HEAD_DIM)[None, :]
-
-    largest = tl.zeros((SLOTS,), tl.float32)
-    for start in range(0, BLOCK_TOKENS, SLOTS):
-        slots = start + tl.arange(0, SLOTS)
-        at = slots - first
-        ours = (at >= 0) & (token + at < tokens) & (slots < BLOCK_TOKENS)
-        ours = ours & (tl.load(block_ids + token + at, mask=ours, other=-1) == block)
-        new = tl.load(source + at[:, None] * stride + dims[None, :], mask=ours[:, None] & inside, other=0)
-        largest = tl.maximum(largest, tl.max(tl.abs(new.to(tl.float32)), 1))
-    scale_at = scales + block * scale_stride + head * 2 + plane
-    old = tl.load(scale_at, mask=first > 0, other=0.0)  # a token in slot 0 begins its block anew
-    grown = tl.maximum(old, tl.div_rn(tl.max(largest, 0), LARGEST))
-    divisor = tl.where(grown > 0, grown, 1.0)
-    keep = tl.div_rn(old, divisor)
-    for start in range(0, BLOCK_TOKENS, SLOTS):
-        slots = start + tl.arange(0, SLOTS)
-        at = slots - first
-        ours = (at >= 0) & (token + at < tokens) & (slots < BLOCK_TOKENS)
-        ours = ours & (tl.load(block_ids + token + at, mask=ours, other=-1) == block)
-        new = tl.load(source + at[:, None] * stride + dims[None, :], mask=ours[:, None] & inside, other=0)
-        there = target + slots[:, None] * HEAD_DIM + dims[None, :]
-        # What is there is read and written again only if the scale has grown, or to clear what a former owner left.
-        kept = (slots < BLOCK_TOKENS) & (ours == 0) & (tl.zeros((SLOTS,), tl.float32) + keep != 1.0)
-        was = _dequantize(tl.load(there, mask=kept[:, None] & inside, other=0), FLOAT8)
-        was = tl.where(old > 0, was * keep, 0.0)
-        numbers = tl.where(ours[:, None], tl.div_rn(new.to(tl.float32), tl.broadcast_to(divisor, new.shape)), was)
-        tl.store(there, _quantize(numbers, FLOAT8, LARGEST), mask=(ours | kept)[:, None] & inside)
-    tl.store(scale_at, grown)
+    inside = dims < HEAD_DIM
+    numbers = tl.load(source + tl.program_id(1) * HEAD_DIM + dims, mask=inside, other=0).to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(numbers), 0), LARGEST)
+    divisor = tl.where(scale > 0, scale, 1.0)
+    stored = _quantize(tl.div_rn(numbers, tl.broadcast_to(divisor, numbers.shape)), FLOAT8, LARGEST)
+    slot = plane * BLOCK_TOKENS + offset
+    tl.store(kv + block * block_units * UNIT + slot * HEAD_DIM + dims, stored, mask=inside)
+    tl.store(scales + block * scale_stride + slot, scale)
 
 
 @triton.jit

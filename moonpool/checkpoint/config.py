@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from moonpool.errors import CheckpointError, UnsupportedModel
-from moonpool.kv.layout import KVLayout
+from moonpool.kv.layout import QUANTISED, KVLayout
 
-#: Element types that weights, activations and KV may have.
+#: Element types that weights and activations may have.
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -109,14 +109,17 @@ def resolve_dtype(config: ModelConfig, dtype: str = "auto") -> str:
     return dtype
 
 
-def kv_layout(config: ModelConfig, dtype: str, block_tokens: int) -> KVLayout:
-    """Return how one block of this model's KV is arranged, all layers, in element type `dtype`."""
+def kv_layout(config: ModelConfig, dtype: str, block_tokens: int, kv_dtype: str = "auto") -> KVLayout:
+    """Return how one block of this model's KV is arranged, all layers.
+
+    Its element type is that of the weights, `dtype`, where `kv_dtype` is "auto"; else it is quantised, "int8" or "fp8".
+    """
     return KVLayout(
         layers=config.num_layers,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_tokens=block_tokens,
-        dtype=dtype,
+        dtype=dtype if kv_dtype == "auto" else QUANTISED[kv_dtype],
     )
 
 

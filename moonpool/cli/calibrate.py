@@ -59,7 +59,9 @@ decode:
 """
 
 
-def run_calibrate(model: str, out: Path, *, name: str, hardware: str, dtype: str, threads: int, repeats: int) -> None:
+def run_calibrate(
+    model: str, out: Path, *, name: str, hardware: str, dtype: str, kv_dtype: str, threads: int, repeats: int
+) -> None:
     """Measures, fits, prints times and errors of the fit, and writes the profile.
 
     Raises:
@@ -69,7 +71,7 @@ def run_calibrate(model: str, out: Path, *, name: str, hardware: str, dtype: str
     folder = resolve(model)
     config = load_config(folder)
     kind = resolve_dtype(config, dtype)
-    layout = kv_layout(config, kind, BLOCK_TOKENS)
+    layout = kv_layout(config, kind, BLOCK_TOKENS, kv_dtype)
     threads = threads or len(os.sched_getaffinity(0))
     spec = EngineSpec(
         checkpoint=str(folder),

@@ -13,7 +13,7 @@ import typer
 from moonpool.cli import chat_verb, traces
 from moonpool.cli import model as model_verbs
 from moonpool.cli.bench import bench_app
-from moonpool.cli.options import PASS_THROUGH, Address, Model, addresses
+from moonpool.cli.options import PASS_THROUGH, Address, KVDtype, Model, addresses
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
@@ -76,6 +76,7 @@ def kvstore_(context: typer.Context) -> None:
 def up(
     model: Model = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_dtype: KVDtype = "auto",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
@@ -124,7 +125,7 @@ def up(
 
     def plan(folder: Path) -> StackPlan:
         return StackPlan(
-            model=served, data_dir=folder, dtype=dtype, prefill=prefill, decode=decode,
+            model=served, data_dir=folder, dtype=dtype, kv_dtype=kv_dtype, prefill=prefill, decode=decode,
             kvstore=kvstore, conductors=conductors, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine,
             time_scale=time_scale, threads=threads, core_page=core_page,
             port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port,
@@ -309,6 +310,7 @@ def calibrate(
     name: Annotated[str, typer.Option(help="Name of the profile; default: the file's.")] = "",
     hardware: Annotated[str, typer.Option(help="The class of machine, in words.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_dtype: KVDtype = "auto",
     threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = all cores.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Steps of each size; the median counts.")] = 5,
 ) -> None:
@@ -316,8 +318,8 @@ def calibrate(
     from moonpool.cli.calibrate import run_calibrate
     from moonpool.cli.named import chosen_model
 
-    run_calibrate(chosen_model(model), out, name=name, hardware=hardware, dtype=dtype, threads=threads,
-                  repeats=repeats)  # fmt: skip
+    run_calibrate(chosen_model(model), out, name=name, hardware=hardware, dtype=dtype, kv_dtype=kv_dtype,
+                  threads=threads, repeats=repeats)  # fmt: skip
 
 
 @app.command()

@@ -42,6 +42,7 @@ class StackPlan:
         model: folder of a checkpoint, or a hub id.
         data_dir: kvstore data and logs live below it.
         dtype: "auto", "float32", "bfloat16" or "float16".
+        kv_dtype: "auto", "int8" or "fp8".
         prefill, decode, kvstore: number of instances of each.
         conductors: side by side; all instances join all of them.
         kvstore_replicas: kvstores that hold a copy of each prefix.
@@ -65,6 +66,7 @@ class StackPlan:
     model: str
     data_dir: Path
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     prefill: int = 1
     decode: int = 1
     kvstore: int = 1
@@ -373,6 +375,7 @@ class LocalStack:
             arguments += ["--dram-bytes", str(plan.dram_bytes), "--ssd-bytes", str(plan.ssd_bytes)]
         else:
             arguments += ["--model", plan.model, "--dtype", plan.dtype, "--block-tokens", str(plan.block_tokens)]
+            arguments += ["--kv-dtype", plan.kv_dtype]
             arguments += ["--kv-bytes", str(plan.kv_bytes), "--threads", str(plan.threads)]
             arguments += ["--engine", plan.engine, "--time-scale", f"{plan.time_scale:g}", "--either-role"]
             arguments += ["--core-page", str(plan.core_page)] if plan.core_page is not None else []

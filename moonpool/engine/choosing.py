@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moonpool.engine.footprint import LOGIT_ROWS
 from moonpool.engine.masks import CannotFollow, Mask
 from moonpool.logprobs import Logprobs
 from moonpool.model.batch import PackedBatch
@@ -15,9 +16,6 @@ from moonpool.model.sampler import NOT_FINITE, NOTHING_LEFT, sample
 from moonpool.model.stage import StageModel
 from moonpool.sampling import SampleSpec
 from moonpool.sched.steps import Scored, Several, Step
-
-SCORED_ROWS = 64
-"""Rows of logits that are held at once for the log probabilities of known tokens: a row of 152k tokens has 0.6 MB."""
 
 
 @dataclass(slots=True)
@@ -47,9 +45,10 @@ def choose(
     found = Found([None] * len(step.sequences))
     live = [(index, sequence) for index, sequence in enumerate(step.sequences) if index not in dropped]
     wanted = [(index, sequence.sample) for index, sequence in live if sequence.sample is not None]
-    if wanted:
-        logits = model.logits(hidden[batch.last_rows[[index for index, _ in wanted]]])
-        _sample(logits, wanted, masks, found)
+    for begin in range(0, len(wanted), LOGIT_ROWS):
+        some = wanted[begin : begin + LOGIT_ROWS]
+        logits = model.logits(hidden[batch.last_rows[[index for index, _ in some]]])
+        _sample(logits, some, masks, found)
     for index, sequence in live:
         if sequence.scored is not None:
             last = int(batch.last_rows[index])
@@ -99,8 +98,8 @@ def _most_likely(logits: Tensor, index: int, spec: SampleSpec, found: Found) -> 
 def _scores(model: StageModel, hidden: Tensor, scored: Scored) -> Logprobs:
     """Log probabilities of the tokens after the leading rows of `hidden`."""
     tokens, found = torch.frombuffer(bytearray(scored.token_ids), dtype=torch.int32).tolist(), Logprobs()
-    for begin in range(0, len(tokens), SCORED_ROWS):
-        part = tokens[begin : begin + SCORED_ROWS]
+    for begin in range(0, len(tokens), LOGIT_ROWS):
+        part = tokens[begin : begin + LOGIT_ROWS]
         logits = model.logits(hidden[begin : begin + len(part)])
         for its in logprobs(logits, [[token] for token in part], scored.top):
             found.extend(its)

@@ -35,6 +35,7 @@ def _environment(spec: EngineSpec, threads: int) -> dict[str, str]:
     env.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
     env.setdefault("MALLOC_TRIM_THRESHOLD_", str((1 << 31) - 1))
     env.setdefault("MALLOC_TOP_PAD_", str(64 << 20))
+    env.setdefault("MALLOC_ARENA_MAX", "2")  # each arena keeps the most that its threads ever had
     if spec.stages > 1:
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all stages are on this host
     return env

@@ -17,6 +17,8 @@ from moonpool.kv.layout import KVLayout
 from moonpool.logprobs import Logprobs
 from moonpool.sched.steps import Several
 
+STEP_TOKENS = 512
+"""Tokens of the largest step, unless told otherwise."""
 MAX_FETCHES = 64
 """Fetches that are not answered yet, at most."""
 
@@ -28,11 +30,13 @@ class EngineSpec:
     checkpoint: str
     """Folder of the checkpoint (already resolved: engines never reach for a hub)."""
     dtype: str
-    """Element type of weights and KV: "float32", "bfloat16" or "float16"."""
+    """Element type of weights and of what is computed: "float32", "bfloat16" or "float16"."""
     layout: KVLayout
-    """Arrangement of the KV of all layers."""
+    """Arrangement of the KV of all layers, and its element type."""
     blocks: int
     """Blocks in the KV pool."""
+    step_tokens: int = STEP_TOKENS
+    """Tokens of the largest step that is run; the work space is bounded by them."""
     stages: int = 1
     """Engine processes; each runs consecutive layers."""
     threads: int = 0
@@ -152,6 +156,34 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one engine process.
+
+    Attributes:
+        libraries: the program itself, before it has read anything of the checkpoint.
+        weights: of its layers, once.
+        pool: its part of the KV pool, which it shares with the I/O process, and the device's own where that is memory
+            of the host.
+        work: everything that steps need.
+    """
+
+    libraries: int
+    weights: int
+    pool: int
+    work: int
+
+    @property
+    def bound(self) -> int:
+        """What is never exceeded once the engine is ready."""
+        return self.libraries + self.weights + self.pool + self.work
+
+    def mebibytes(self) -> dict[str, int]:
+        """For a line of the log."""
+        parts = {"libraries": self.libraries, "weights": self.weights, "pool": self.pool, "work": self.work}
+        return {f"{name}_mib": size >> 20 for name, size in (parts | {"bound": self.bound}).items()}
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The stage has loaded its layers and is linked to its neighbours."""
 
@@ -159,6 +191,8 @@ class Ready:
     """Seconds it took."""
     peak_bytes: int
     """The most memory that the process held until then, libraries and mapped files included."""
+    footprint: Footprint
+    """What it holds from now on, at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from moonpool.engine.messages import (
     Failed,
     Fetch,
     Fetched,
+    Footprint,
     Loaded,
     OpenGate,
     Ready,
@@ -118,6 +119,8 @@ class ProcessEngine:
         self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
         self._readers: list[asyncio.Task[None]] = []
         self.speeds = Speeds()
+        self.footprints: dict[int, Footprint] = {}
+        """What each stage's process holds in memory at most."""
 
     @property
     def layout(self) -> KVLayout:
@@ -251,6 +254,8 @@ class ProcessEngine:
             "loaded", stage=worker.stage, seconds=round(message.load_s, 2), peak_mib=message.peak_bytes >> 20,
             checkpoint=self._spec.checkpoint,
         )  # fmt: skip
+        self.footprints[worker.stage] = message.footprint
+        log.info("memory", stage=worker.stage, pid=worker.process.pid, **message.footprint.mebibytes())
 
     def listen(self) -> None:
         """Starts to read the messages of the stages."""

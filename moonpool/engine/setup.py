@@ -27,7 +27,7 @@ from moonpool.engine.devices.names import DeviceName
 from moonpool.engine.emulated.noise import Noise
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile, load_profile
 from moonpool.engine.incoming import IncomingRequest
-from moonpool.engine.messages import EngineSpec
+from moonpool.engine.messages import STEP_TOKENS, EngineSpec
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import KVLayout
@@ -81,7 +81,13 @@ class EngineConfig(CoreServiceConfig, LaneConfig):
     )
     model: str = Field(description="folder or GGUF file of the checkpoint, or its id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="element type of weights and KV; auto = the checkpoint's own"
+        "auto",
+        description="element type of weights, and of KV unless --kv-dtype says otherwise; auto = the checkpoint's own",
+    )
+    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
+        "auto",
+        description="element type of KV; int8 and fp8 (e4m3) take about half of bfloat16's memory and transfers, and "
+        "change the answers a little (docs/kernels.md); one in the cluster; auto = as the weights",
     )
     block_tokens: int = Field(64, ge=16, multiple_of=16, description="tokens per KV block; one size in the cluster")
     kv_bytes: int = Field(
@@ -128,6 +134,11 @@ class EngineConfig(CoreServiceConfig, LaneConfig):
         "status 10, and whoever started it starts it as the other service, under its id",
     )
     start_timeout_s: float = Field(180.0, gt=0.0, description="seconds the engine may take to get ready")
+
+    @property
+    def most_step_tokens(self) -> int:
+        """Tokens of the largest step that the engine is given."""
+        return STEP_TOKENS
 
     @property
     def link_rate(self) -> float | None:
@@ -205,13 +216,14 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
     lends = config.core_share and DeviceName.parse(config.device).kind != "cuda"
     dtype = resolve_dtype(model, config.dtype)
-    layout = kv_layout(model, dtype, config.block_tokens)
+    layout = kv_layout(model, dtype, config.block_tokens, config.kv_dtype)
     longest = min(config.max_tokens or model.max_position_embeddings, model.max_position_embeddings)
     spec = EngineSpec(
         checkpoint=str(folder),
         dtype=dtype,
         layout=layout,
         blocks=_blocks(config, layout, DEFAULT_KV_BYTES),
+        step_tokens=config.most_step_tokens,
         stages=stages,
         threads=config.threads,
         core_page=(config.core_page or str(default_page())) if lends else "",
@@ -221,7 +233,14 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         max_tokens=longest,
         speeds=_calibrated(config.profile, layout),
     )
-    return _setup(config, model, spec, weights_fingerprint(folder))
+    return _setup(config, model, spec, _computed_by(weights_fingerprint(folder), spec))
+
+
+def _computed_by(fingerprint: bytes, spec: EngineSpec) -> bytes:
+    """The fingerprint of what KV is computed by: weights, and their type where the layout does not tell it."""
+    if not spec.layout.scale_bytes:
+        return fingerprint
+    return blake3(b"moonpool quantised kv v1\0" + spec.dtype.encode() + b"\0" + fingerprint).digest()
 
 
 def _calibrated(profile: str, layout: KVLayout) -> Speeds | None:
@@ -250,6 +269,8 @@ def _emulated_setup(
         raise ConfigError("profile", f"emulated compute has its own, {profile.name}; leave it out")
     if config.dtype != "auto":
         raise ConfigError("dtype", f"emulated compute has none of its own; leave it 'auto', not {config.dtype!r}")
+    if config.kv_dtype != "auto":
+        raise ConfigError("kv_dtype", f"emulated compute has none of its own; leave it 'auto', not {config.kv_dtype!r}")
     if config.device != "cpu":
         raise ConfigError("device", f"emulated compute is on none; leave it out, not {config.device!r}")
     if config.deterministic:

@@ -51,11 +51,6 @@ class StageRunner:
     share: Callable[[], float] = lambda: 1.0
     """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
 
-    @property
-    def kv(self) -> Tensor:
-        """[layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]."""
-        return self.place.memory.kv
-
     def close(self) -> None:
         """Waits until everything sent has been received, and ends the stage's threads."""
         self.links.flush()
@@ -97,7 +92,7 @@ class StageRunner:
     def _received(self, step: Step) -> _Work | None:
         """The batch, with the hidden states of the stage before; None when that has aborted the step."""
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
-        batch = PackedBatch.build(parts, self.kv.shape[4], self.place.torch_device)
+        batch = PackedBatch.build(parts, self.place.memory.kv.shape[4], self.place.torch_device)
         if self.model.is_first:
             work = _Work(batch, torch.empty(0), self.model.layer_begin)
             self.place.lane.run(partial(self._embed, work))
@@ -153,9 +148,9 @@ class StageRunner:
         work.hidden = self.model.embed(work.batch.token_ids)
 
     def _run_layers(self, first: int, last: int, tails: list[int] | None, work: _Work, watch: Watch | None) -> None:
-        wanted = tails if last == self.model.layer_end else None
+        wanted, memory = tails if last == self.model.layer_end else None, self.place.memory
         work.layer, work.hidden = self.model.run(
-            work.hidden, work.batch, self.kv, first, last, tails=wanted, watch=watch
+            work.hidden, work.batch, memory.kv, first, last, scales=memory.scales, tails=wanted, watch=watch
         )
 
     def _choose(self, step: Step, work: _Work, masks: Future[dict[int, Mask]] | None) -> None:

@@ -12,7 +12,8 @@ from moonpool.sampling import SampleSpec
 from moonpool.sched.steps import SequenceStep, Step
 
 _FIRST_STEP_ID = -1000
-_LONG_TOKENS = 512
+LONG_TOKENS = 512
+"""Of the longest step that is timed."""
 _LONG_SECONDS = 0.25  # the long prefill is chosen to take about so long at most
 _PREFIX_TOKENS = 1024
 _BATCH = 8
@@ -139,7 +140,7 @@ async def measure(engine: Engine, *, max_tokens: int = 0) -> Speeds:
     half = max(1, room // 2)
     short = await timer.prefill(min(16, half), times=3)
     affordable = int(short.tokens * max(2.0, _LONG_SECONDS / max(short.seconds, 1e-9)))
-    long = await timer.prefill(max(short.tokens, min(half, _LONG_TOKENS, affordable)))
+    long = await timer.prefill(max(short.tokens, min(half, LONG_TOKENS, affordable)))
     prefixed = await timer.prefill(long.tokens, min(room - long.tokens, _PREFIX_TOKENS))
     base, per_token, per_pair = fit_prefill(short, long, prefixed)
 

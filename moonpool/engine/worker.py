@@ -34,6 +34,7 @@ from moonpool.engine.messages import (
     EngineSpec,
     Failed,
     Fetch,
+    Footprint,
     Loaded,
     OpenGate,
     Ready,
@@ -98,8 +99,8 @@ class Receiver:
         os._exit(_ORPHANED)
 
 
-def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) -> "StageRunner":
-    """Loads the stage's layers and meets the other stages.
+def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) -> "tuple[StageRunner, Footprint]":
+    """Loads the stage's layers and meets the other stages; also returns what the process will hold in memory.
 
     Raises:
         MoonpoolError: What cannot be had, as `moonpool.engine.start.start_engine` documents.
@@ -113,6 +114,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
     from moonpool.engine.devices.opening import open_device, place_on
+    from moonpool.engine.footprint import resident_bytes, work_bytes
     from moonpool.engine.masks import Masks
     from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
     from moonpool.engine.step import StageRunner
@@ -121,7 +123,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
 
     gc.freeze()  # what stays for ever is not looked at again
     gc.enable()
-    engine = spec.engine
+    engine, libraries = spec.engine, resident_bytes()
     torch.set_num_threads(max(1, engine.threads))
     torch.set_num_interop_threads(1)
     path = Path(engine.checkpoint)
@@ -158,7 +160,8 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
     if native is not None:
         runner.share = native.had
-    return runner
+    work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
+    return runner, Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work)
 
 
 def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextManager[None]]:
@@ -205,10 +208,10 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     receiver = Receiver(channel, gates, spec.engine.stages, spec.rendezvous)
     receiver.start()
     begin = time.monotonic()
-    runner = load(spec, pool_fd, gates, channel)
+    runner, footprint = load(spec, pool_fd, gates, channel)
     turn = turns(spec.engine, native=runner.model.native)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    channel.send(Ready(time.monotonic() - begin, peak_bytes))
+    channel.send(Ready(time.monotonic() - begin, peak_bytes, footprint))
 
     def run(step: Step) -> Step | None:
         with turn():

@@ -14,6 +14,7 @@ import xxhash
 from moonpool.errors import FrameError
 from moonpool.kv.hashes import key_bindings, layer_binding, slice_hash
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.scattered import Bytes, parts_of
 from moonpool.v1 import kv_pb2
 
 FRAME_BYTES = 1 << 20
@@ -135,7 +136,7 @@ class OpenRun(NamedTuple):
     """A run as it came: all heads of the session, block after block, and the hashes that came with it, one a block."""
 
     run: Run
-    data: memoryview
+    data: Bytes
     hashes: Sequence[int]
 
 
@@ -164,19 +165,21 @@ class FrameOpener:
         self._piece: tuple[Run, bytearray] | None = None  # the beginning of a slice that comes in pieces
         self.unfinished_bytes = 0
 
-    def open(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
+    def open(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[tuple[Run, memoryview, Sequence[int]]]:
         """Verifies a frame; returns its whole runs with their bytes, not copied but for slices in pieces.
 
         Raises:
             DamagedSliceError: A slice's bytes are not what was sent.
             FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
         """
-        opened = self.parse(header, payload)
-        for run, data, hashes in opened:
+        opened = []
+        for run, data, hashes in self.parse(header, payload):
+            assert isinstance(data, memoryview), "parts of a payload in one piece are such"
             self._verify(run, data, self.unbound(run, hashes))
+            opened.append((run, data, hashes))
         return opened
 
-    def parse(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[OpenRun]:
+    def parse(self, header: kv_pb2.FrameHeader, payload: Bytes) -> list[OpenRun]:
         """As `open`, but the slices are not verified: who copies them does it (`moonpool.kv.landing`, `unbound`).
 
         Raises:
@@ -189,7 +192,7 @@ class FrameOpener:
         if _checksum(session, header.generation, runs, hashes) != header.checksum:
             raise FrameError(f"frame of session {session}: wrong checksum")
         sizes = [run_bytes(run, self._layout) for run in runs]
-        if sum(sizes) != payload.nbytes or sum(run.block_count for run in runs) != len(hashes):
+        if sum(sizes) != payload.nbytes or sum([run.block_count for run in runs]) != len(hashes):
             raise FrameError(f"frame of session {session}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
         opened: list[OpenRun] = []
         position = number = 0
@@ -222,13 +225,14 @@ class FrameOpener:
             value ^ layer ^ of_key for value, of_key in zip(hashes, bindings[first : first + len(hashes)], strict=True)
         ]
 
-    def _pieced(self, run: Run, data: memoryview) -> tuple[Run, memoryview] | None:
+    def _pieced(self, run: Run, data: Bytes) -> tuple[Run, memoryview] | None:
         """Takes a piece of a slice; returns the slice when it is whole."""
         start = run._replace(head_begin=self._heads.start, head_end=run.head_begin)
         before, buffer = self._piece or (start._replace(head_end=self._heads.start), bytearray())
         if before != start or run.block_count != 1 or run.head_end > self._heads.stop:
             raise FrameError(f"{run}: not expected (heads {self._heads}, behind {before})")
-        buffer += data
+        for part in parts_of(data):
+            buffer += part
         before = start._replace(head_end=run.head_end)
         whole = run.head_end == self._heads.stop
         self._piece = None if whole else (before, buffer)

@@ -10,7 +10,6 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple
 from typing import NewType
 
 from blake3 import blake3
@@ -36,7 +35,9 @@ def _field(data: bytes) -> bytes:
 def namespace(weights_fingerprint: bytes, layout: KVLayout) -> bytes:
     """32-byte hash of everything that makes KV differ: the weights and the layout (dtype and block size included)."""
     parts = [_field(_NAMESPACE_CONTEXT), _field(weights_fingerprint)]
-    parts.extend(_field(str(value).encode()) for value in astuple(layout))
+    shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens)
+    identity = (*shape, layout.dtype, layout.scale_bytes, layout.version)
+    parts.extend(_field(str(value).encode()) for value in identity)
     return blake3(b"".join(parts)).digest()
 
 

@@ -18,12 +18,13 @@ from pathlib import Path
 
 from kernels.native.build import ARCHITECTURES, BuildError, build
 from moonpool.kv.hashes import slice_hash
+from moonpool.kv.scattered import Bytes, Scattered, parts_of
 
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "native"
 
-Land = Callable[[list[memoryview], memoryview, Sequence[int]], int]
+Land = Callable[[list[memoryview], Bytes, Sequence[int]], int]
 """Cuts bytes into pieces as long as the targets, and copies each to its target; how many leading ones have their hash
 there.
 
@@ -36,7 +37,7 @@ Raises:
 """
 
 
-def land_in_two_passes(targets: list[memoryview], data: memoryview, hashes: Sequence[int]) -> int:
+def land_in_two_passes(targets: list[memoryview], data: Bytes, hashes: Sequence[int]) -> int:
     """Copies a piece, then hashes it."""
     if len(targets) != len(hashes) or sum(target.nbytes for target in targets) != data.nbytes:
         raise _misfit(targets, data, hashes)
@@ -44,14 +45,16 @@ def land_in_two_passes(targets: list[memoryview], data: memoryview, hashes: Sequ
     for number, (target, value) in enumerate(zip(targets, hashes, strict=True)):
         if target.readonly or not target.contiguous:
             raise BufferError("a target cannot be written, or is not contiguous")
-        target[:] = data[at : at + target.nbytes]
+        begin = at
+        for part in parts_of(data[at : at + target.nbytes]):
+            target[at - begin : at - begin + part.nbytes] = part
+            at += part.nbytes
         if slice_hash(target) != value:
             return number
-        at += target.nbytes
     return len(hashes)
 
 
-def _misfit(targets: list[memoryview], data: memoryview, hashes: Sequence[int]) -> ValueError:
+def _misfit(targets: list[memoryview], data: Bytes, hashes: Sequence[int]) -> ValueError:
     return ValueError(f"{data.nbytes} bytes, {len(hashes)} hashes, targets of {[one.nbytes for one in targets]} bytes")
 
 
@@ -101,8 +104,8 @@ def load_native(path: Path) -> Land:
     native = library.mp_land
     native.argtypes, native.restype = (ctypes.py_object,) * 3, ctypes.c_int64
 
-    def land(targets: list[memoryview], data: memoryview, hashes: Sequence[int]) -> int:
-        found: int = native(targets, data, array("Q", hashes))
+    def land(targets: list[memoryview], data: Bytes, hashes: Sequence[int]) -> int:
+        found: int = native(targets, parts_of(data), array("Q", hashes))
         if found < 0:
             raise _misfit(targets, data, hashes)
         return found
@@ -129,11 +132,16 @@ def _is_right(land: Land) -> bool:
     ends = list(itertools.accumulate(sizes, initial=0))
     targets = [memory[begin:end] for begin, end in itertools.pairwise(ends)]
     data, values = source[: ends[-1]], [slice_hash(source[begin:end]) for begin, end in itertools.pairwise(ends)]
-    right = land(targets, data, values) == len(sizes) and memory[: ends[-1]] == data
-    return right and all(
-        land(targets, data, [value ^ (at == number) for at, value in enumerate(values)]) == number
-        for number in range(len(sizes))
-    )
+    scattered = Scattered([data[:100], data[100:40_000], data[40_000:]])
+
+    def comes(given: Bytes) -> bool:
+        memory[:] = bytes(memory.nbytes)
+        return land(targets, given, values) == len(sizes) and memory[: ends[-1]] == data
+
+    def stops(number: int) -> bool:
+        return land(targets, data, [value ^ (at == number) for at, value in enumerate(values)]) == number
+
+    return comes(data) and comes(scattered) and all(map(stops, range(len(sizes))))
 
 
 class Lander:
@@ -148,7 +156,7 @@ class Lander:
         self._lock = threading.Lock()
         self._land: Land | None = None
 
-    def __call__(self, targets: list[memoryview], data: memoryview, hashes: Sequence[int]) -> int:
+    def __call__(self, targets: list[memoryview], data: Bytes, hashes: Sequence[int]) -> int:
         """See `Land`."""
         return (self._land or self.prepare())(targets, data, hashes)
 

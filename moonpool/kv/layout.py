@@ -8,7 +8,11 @@ from functools import cached_property
 from moonpool.errors import ConfigError, Mismatch
 from moonpool.v1 import kv_pb2
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}
+"""Types whose numbers are stored with a scale, by the names that flags have for them."""
+SCALE_BYTES = 4
+"""Of one scale, a little-endian float32; each token has one per head and plane (K or V)."""
 LAYOUT_VERSION = 1
 _BLOCK_TOKENS_MULTIPLE = 16
 
@@ -17,7 +21,6 @@ MAX_OF = {
     "kv_heads": 1024,
     "head_dim": 4096,
     "block_tokens": 4096,
-    "scale_bytes": 1 << 20,
     "version": 1 << 16,
 }
 """Largest value of each field: some ten times what any known model has."""
@@ -30,9 +33,11 @@ MAX_BLOCK_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Arrangement of a block: per layer `[kv_heads, 2 (K, V), block_tokens, head_dim]`, then `scale_bytes`.
+    """Arrangement of a block: per layer `[kv_heads, 2 (K, V), block_tokens, head_dim]`, then its scales.
 
-    Heads are outermost, so that the share of some heads is one run of bytes.
+    Heads are outermost, so that the share of some heads is one run of bytes. Only quantised KV has scales,
+    `[kv_heads, 2, block_tokens]` float32: a number is its stored value times its token's scale. Its slices travel
+    whole.
 
     Raises:
         ConfigError: A field is out of range; names it.
@@ -43,7 +48,6 @@ class KVLayout:
     head_dim: int
     block_tokens: int
     dtype: str
-    scale_bytes: int = 0
     version: int = LAYOUT_VERSION
 
     def __post_init__(self) -> None:
@@ -55,8 +59,6 @@ class KVLayout:
             raise ConfigError("block_tokens", f"must be a multiple of {_BLOCK_TOKENS_MULTIPLE}, is {self.block_tokens}")
         if self.dtype not in ELEMENT_BYTES:
             raise ConfigError("dtype", f"must be one of {', '.join(ELEMENT_BYTES)}, is {self.dtype!r}")
-        if not 0 <= self.scale_bytes <= MAX_OF["scale_bytes"]:
-            raise ConfigError("scale_bytes", f"must be in [0, {MAX_OF['scale_bytes']}], is {self.scale_bytes}")
         if self.version != LAYOUT_VERSION:
             raise ConfigError("version", f"only version {LAYOUT_VERSION} is known, not {self.version}")
         self._check_sizes()
@@ -74,8 +76,13 @@ class KVLayout:
         return ELEMENT_BYTES[self.dtype]
 
     @cached_property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales behind one layer's values; 0 where KV is not quantised."""
+        return self.kv_heads * 2 * self.block_tokens * SCALE_BYTES if self.dtype in QUANTISED.values() else 0
+
+    @cached_property
     def head_bytes(self) -> int:
-        """Bytes of one head's K and V in one layer of one block."""
+        """Bytes of one head's K and V in one layer of one block, without their scales."""
         return 2 * self.block_tokens * self.head_dim * self.element_bytes
 
     @cached_property
@@ -103,7 +110,8 @@ class KVLayout:
 
     def to_proto(self) -> kv_pb2.KVLayout:
         """The layout as it is sent."""
-        return kv_pb2.KVLayout(**{f.name: getattr(self, f.name) for f in fields(self)})
+        names = (*(f.name for f in fields(self)), "scale_bytes")
+        return kv_pb2.KVLayout(**{name: getattr(self, name) for name in names})
 
     @classmethod
     def from_proto(cls, message: kv_pb2.KVLayout) -> KVLayout:
@@ -113,9 +121,14 @@ class KVLayout:
             Mismatch: It is none that this version can hold; names the field.
         """
         try:
-            return cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
+            found = cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
         except ConfigError as error:
             raise Mismatch(f"layout.{error.field}", error.message) from error
+        if message.scale_bytes != found.scale_bytes:
+            raise Mismatch(
+                "layout.scale_bytes", f"{found.dtype} has {found.scale_bytes} bytes here, not {message.scale_bytes}"
+            )
+        return found
 
     def difference(self, other: KVLayout) -> str | None:
         """Name of the first field in which the two differ, or None when KV may be exchanged."""
@@ -135,8 +148,13 @@ class KVLayout:
         assert 0 <= valid_tokens <= self.block_tokens, "valid_tokens out of range"
         if valid_tokens == self.block_tokens:
             return
-        plane = self.block_tokens * self.head_dim * self.element_bytes
-        begin = valid_tokens * self.head_dim * self.element_bytes
+        values = self.kv_heads * self.head_bytes
+        self._zero_planes(slice_[:values], self.head_dim * self.element_bytes, valid_tokens)
+        self._zero_planes(slice_[values:], SCALE_BYTES, valid_tokens)
+
+    def _zero_planes(self, planes: memoryview, token: int, valid_tokens: int) -> None:
+        """Zeroes slots of `token` bytes from `valid_tokens` on in each plane of `block_tokens` slots."""
+        plane, begin = self.block_tokens * token, valid_tokens * token
         zeros = bytes(plane - begin)
-        for start in range(0, self.kv_heads * self.head_bytes, plane):
-            slice_[start + begin : start + plane] = zeros
+        for start in range(0, planes.nbytes, plane):
+            planes[start + begin : start + plane] = zeros

@@ -16,7 +16,7 @@ from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 
 _NUMBER_BYTES = 8
-_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
+F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
 
 
 @dataclass(slots=True)
@@ -172,7 +172,7 @@ class KVPool:
         """
         try:
             for part in self.parts:
-                seals = _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+                seals = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
                 fcntl.fcntl(part.fd, fcntl.F_ADD_SEALS, seals)
         except (OSError, AttributeError):  # no memfd, or a kernel without such seals
             return []

@@ -43,6 +43,7 @@ class NativeLayers:
         angles: tuple[Tensor, Tensor],
         plan: AttentionPlan,
         kv: Tensor,
+        scales: Tensor | None,
         first: int,
         last: int,
         *,
@@ -57,6 +58,7 @@ class NativeLayers:
             angles: RoPE's cos and sin of the batch's rows.
             plan: Of the batch and `kv`.
             kv: The stage's pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], each block dense.
+            scales: Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32, each block dense.
             first: First layer.
             last: The layer after the last.
             tails: Of each sequence so many last rows are wanted of layer `last` - 1, the others are left undefined;
@@ -75,6 +77,8 @@ class NativeLayers:
             angles[0].data_ptr(), angles[1].data_ptr(),
             batch.block_ids.data_ptr(), batch.offsets.data_ptr(),
             kv.data_ptr(), kv.stride(0) * size, kv.stride(1) * size, kv.shape[4],
+            *((None, 0, 0) if scales is None else (scales.data_ptr(), scales.stride(0), scales.stride(1))),
+            TYPES[kv.dtype],
             tables.data_ptr(), tables.stride(0),
             _items(plan.decode, plan.prefill),
             None if chosen is None else chosen.rows.data_ptr() or hidden.data_ptr(),

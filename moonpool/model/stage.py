@@ -111,13 +111,16 @@ class StageModel:
         first: int,
         last: int,
         *,
+        scales: Tensor | None = None,
         tails: Sequence[int] | None = None,
         watch: Watch | None = None,
     ) -> tuple[int, Tensor]:
         """Run layers `first` up to `last` (counted in the whole model) on hidden states [T, hidden].
 
         Writes the batch's keys and values into `kv`, the stage's pool
-        [layers, blocks, kv_heads, 2, block_tokens, head_dim], and attends to what is there. `hidden` may be
+        [layers, blocks, kv_heads, 2, block_tokens, head_dim], and attends to what is there: of quantised KV, whose
+        `scales` are [layers, blocks, kv_heads, 2, block_tokens] float32, to what the stored values stand for, also of
+        the batch's own tokens. So it makes no difference which of them were there before. `hidden` may be
         overwritten. Of layer `last` - 1, rows that `tails` leaves out (it has, for each sequence, how many of its last
         rows are wanted) are undefined; their keys and values are written all the same.
 
@@ -125,17 +128,19 @@ class StageModel:
             The layer that it came to, `last` unless `watch` stopped it before, and the hidden states there.
         """
         if self._native is not None:
-            assert kv.dtype == self.dtype == hidden.dtype
+            assert self.dtype == hidden.dtype
+            assert scales is not None or kv.dtype == self.dtype
             assert hidden.is_contiguous()
             came = self._native.run(
-                hidden, batch, self._angles(batch), self._plan(batch, kv[0]), kv, first, last,
+                hidden, batch, self._angles(batch), self._plan(batch, kv[0]), kv, scales, first, last,
                 tails=tails, watch=0 if watch is None else watch.address,
             )  # fmt: skip
             return came, hidden
         for index in range(first, last):
             if watch is not None and watch.stopped(index):
                 return index, hidden
-            hidden = self._layer(index, hidden, batch, kv[index - self.layer_begin])
+            row = index - self.layer_begin
+            hidden = self._layer(index, hidden, batch, kv[row], None if scales is None else scales[row])
         return last, hidden
 
     @torch.inference_mode()
@@ -146,23 +151,27 @@ class StageModel:
         normed = ops.rms_norm(rows, self.final_norm, self.config.rms_norm_eps)
         return self.head(normed, deterministic=self.deterministic, wide=True)
 
-    def forward(self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor) -> Tensor:
-        """Run all layers of this stage, `kv` as for `run`. Embeds on the first stage."""
+    def forward(
+        self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor, *, scales: Tensor | None = None
+    ) -> Tensor:
+        """Run all layers of this stage, `kv` and `scales` as for `run`. Embeds on the first stage."""
         hidden = self.embed(hidden_or_tokens) if self.is_first else hidden_or_tokens
-        return self.run(hidden, batch, kv, self.layer_begin, self.layer_end)[1]
+        return self.run(hidden, batch, kv, self.layer_begin, self.layer_end, scales=scales)[1]
 
-    def _layer(self, index: int, hidden: Tensor, batch: PackedBatch, kv: Tensor) -> Tensor:
+    def _layer(self, index: int, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None) -> Tensor:
         """Run layer `index` in torch; `kv` [blocks, kv_heads, 2, block_tokens, head_dim] is its own part."""
         weights = self.layers[index - self.layer_begin]
         eps = self.config.rms_norm_eps
         normed = ops.rms_norm(hidden, weights.input_norm, eps)
-        attended = self._attention(weights, normed, batch, kv)
+        attended = self._attention(weights, normed, batch, kv, scales)
         projected = weights.output(attended, deterministic=self.deterministic)
         normed = ops.rms_norm(projected, weights.post_norm, eps, residual=hidden)  # hidden is the sum from here on
         inner = weights.gate_up(normed, deterministic=self.deterministic)
         return weights.down(inner, deterministic=self.deterministic).add_(hidden)
 
-    def _attention(self, weights: LayerWeights, normed: Tensor, batch: PackedBatch, kv: Tensor) -> Tensor:
+    def _attention(
+        self, weights: LayerWeights, normed: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
+    ) -> Tensor:
         """Project, rotate, store keys and values, attend: [T, hidden] to [T, heads * head_dim]."""
         config = self.config
         tokens, heads, kv_heads = normed.shape[0], config.num_heads, config.num_kv_heads
@@ -177,10 +186,9 @@ class StageModel:
             qk = torch.cat(normed_parts, dim=1)
         qk = ops.rope(qk, *self._angles(batch))
         plan = self._plan(batch, kv)
-        write_kv(qk[:, heads:], v, kv, batch.block_ids, batch.offsets)
-        attended = paged_attention(
-            qk[:, :heads], kv, batch.block_tables, batch.query_start, batch.context_lens, self._scale, plan=plan
-        )
+        write_kv(qk[:, heads:], v, kv, batch.block_ids, batch.offsets, scales=scales)
+        tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
+        attended = paged_attention(qk[:, :heads], kv, tables, starts, lengths, self._scale, scales=scales, plan=plan)
         return attended.view(tokens, heads * config.head_dim)
 
     def _angles(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:

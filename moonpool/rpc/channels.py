@@ -37,6 +37,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 OLD_S = 3600.0
 """So long calls may go on over a connection whose certificates have changed since."""
 
+Metadata = tuple[tuple[str, str], ...]
 StreamOpener = Callable[..., "grpc.aio.StreamStreamCall[Any, Any]"]
 
 

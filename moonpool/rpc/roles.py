@@ -24,6 +24,8 @@ ENGINES = frozenset({"prefill", "decode"})
 INSTANCES = ENGINES | {"kvstore"}
 CLIENTS = frozenset({"client", "gateway", "operator"})
 OPERATORS = frozenset({"operator"})
+KEEPERS = ENGINES | {"client"}
+"""Who keeps KV in kvstores; a client under keys of its tenant only (services/kvstore/tenancy/owners.py)."""
 READERS = OPERATORS | {"conductor"}
 ROLES = ("conductor", "prefill", "decode", "kvstore", "gateway", "client", "operator")
 
@@ -56,8 +58,10 @@ _DECODE = {
     "DecodeStats": READERS,
 }
 _KVSTORE = {
-    "Put": ENGINES,
-    "Get": ENGINES,
+    "Put": KEEPERS,
+    "Get": KEEPERS,
+    "Find": KEEPERS,
+    "Remove": frozenset({"client"}),
     "MatchPrefix": ENGINES | READERS,
     "Pin": READERS,
     "Unpin": READERS,

@@ -15,7 +15,7 @@ from moonpool.kv.frames import DamagedSliceError, FrameOpener, split_run
 from moonpool.kv.hashes import bind
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
-from moonpool.rpc.channels import Channels, payload_stream
+from moonpool.rpc.channels import Channels, Metadata, payload_stream
 from moonpool.streams.credits import Traffic
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.ledger import SliceLedger
@@ -182,6 +182,7 @@ class BlockReader:
         window_bytes: int = READ_WINDOW_BYTES,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         lanes: LaneDialer | None = None,
+        metadata: Metadata = (),
         forgotten: Callable[[Sequence[bytes], str], Sequence[str]] = lambda keys, tenant: (),
     ) -> None:
         """Connects when the first read begins.
@@ -195,6 +196,7 @@ class BlockReader:
             window_bytes: Payload bytes the source may be ahead.
             connect_timeout_s: Longest wait for the source's welcome.
             lanes: Opens lanes beside gRPC; None to stay on gRPC.
+            metadata: Of the call, such as an API key.
             forgotten: `(keys, tenant)` -> the deletions that concern such blocks and were carried out on this side:
                 nothing is taken from who has not carried out all of them.
         """
@@ -210,7 +212,7 @@ class BlockReader:
                 method.method,
                 method.asked,
                 method.answer,
-            )(),
+            )(metadata=metadata),
             method.asked(hello=hello),
             _get_session,
             method.answer,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -20,6 +21,7 @@ from moonpool.rpc.wire import Payload, payload_bytes
 from moonpool.streams.calling import ClientStream, Req, Res, Spawn
 from moonpool.streams.credits import ByteCredits, CreditReturn, Traffic
 from moonpool.streams.lanes.dialing import LaneDialer
+from moonpool.streams.lanes.held import Held
 from moonpool.streams.lanes.settings import lane_name
 from moonpool.streams.link import Link
 from moonpool.telemetry.logs import get_logger
@@ -29,6 +31,8 @@ log = get_logger(__name__)
 
 ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
 
+AHEAD_BYTES = 4 << 20
+"""Payloads of one session that a lane may have at once."""
 LINGER_S = 0.005
 """How long the last credits to be handed back wait for a message to travel with."""
 
@@ -101,22 +105,39 @@ class MuxSession(Generic[Req, Res]):
         """
         self._connection.outbox.post(message)
 
-    async def send(self, message: Req, payload: Payload, *, timeout_s: float) -> None:
-        """Sends a frame: waits for credits, for the link, for room, and queues its bytes.
+    async def send(self, frames: Iterable[tuple[Req, Payload]], *, timeout_s: float) -> None:
+        """Sends frames in their order: waits for credits, for the link, for room, and queues their bytes.
 
-        When it returns or raises, nothing refers to the payload's memory any more. A send that raises used no credits,
-        unless it was cancelled while a lane was sending.
+        On a lane some are under way at once, so that the peer is not waited for after each. When it returns or raises,
+        nothing refers to the payloads' memory any more. A frame that was not sent used no credits.
 
         Args:
-            message: The message around the frame's header.
-            payload: The frame's bytes.
-            timeout_s: Longest time of each of the three waits.
+            frames: The message around each frame's header, and the frame's bytes; taken as they can be sent.
+            timeout_s: Longest time of each wait.
 
         Raises:
             StreamBroken: The stream has ended.
             TransferFailed: A wait took too long.
-            Exception: The session has ended; whatever ended it.
+            Exception: The session has ended; whatever ended it. Or whatever `frames` raises.
         """
+        outbox, under_way, ahead = self._connection.outbox, deque[Held](), 0
+        try:
+            for message, payload in frames:
+                held = await self._begin(message, payload, timeout_s)
+                if held is None:
+                    continue
+                under_way.append(held)
+                ahead += held.nbytes
+                while under_way and (ahead >= AHEAD_BYTES or under_way[0].done.done()):
+                    first = under_way.popleft()
+                    ahead -= first.nbytes
+                    await outbox.done_with(first, timeout_s)
+            while under_way:
+                await outbox.done_with(under_way.popleft(), timeout_s)
+        finally:
+            await outbox.abandon(under_way)
+
+    async def _begin(self, message: Req, payload: Payload, timeout_s: float) -> Held | None:
         self.check()
         size = payload_bytes(payload)
         connection = self._connection
@@ -128,7 +149,7 @@ class MuxSession(Generic[Req, Res]):
             connection.credits.grant(size)
             raise
         unsent = functools.partial(connection.credits.grant, size)
-        await connection.outbox.put(message, payload, timeout_s=timeout_s, unsent=unsent)
+        return await connection.outbox.begin(message, payload, timeout_s=timeout_s, unsent=unsent)
 
     def take_credit(self) -> int:
         """Bytes to be handed back to the peer with the message that is sent next, which must say so."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -68,13 +68,22 @@ class Outbox:
     async def put(
         self, message: Message, payload: Payload, *, timeout_s: float, unsent: Callable[[], None] = lambda: None
     ) -> None:
-        """Queues a message with a payload once there is room; on a lane, returns when the payload's memory is free.
+        """As `begin` and `done_with`: when it returns or raises, nothing refers to the payload's memory."""
+        held = await self.begin(message, payload, timeout_s=timeout_s, unsent=unsent)
+        if held is not None:
+            await self.done_with(held, timeout_s)
 
-        `unsent` is called when it raises and nothing of the message has left or will.
+    async def begin(
+        self, message: Message, payload: Payload, *, timeout_s: float, unsent: Callable[[], None] = lambda: None
+    ) -> Held | None:
+        """Queues a message with a payload once there is room.
+
+        Returns None when the payload's memory is free; on a lane what must be `done_with`, or given to `abandon`,
+        before it is. `unsent` is called when nothing of the message has left or will: this raises, or those do.
 
         Raises:
             StreamBroken: The outbox is or becomes closed.
-            TransferFailed: There was no room for `timeout_s`, or the lane was not done with it for so long.
+            TransferFailed: There was no room for `timeout_s`.
         """
         size = payload_bytes(payload)
         try:
@@ -83,12 +92,10 @@ class Outbox:
                 self._ahead = 0
                 await asyncio.sleep(0)  # what waits goes out before this is copied, not after all that still comes
             await self._room.acquire(size, timeout_s=timeout_s)
-            held = self._put(message, payload, size)
+            return self._put(message, payload, size, unsent)
         except BaseException:
             unsent()
             raise
-        if held is not None:
-            await self._done_with(held, timeout_s, unsent)
 
     def offer(self, message: Message, payload: Payload) -> bool:
         """Queues a message with a payload if the outbox is open and there is room at once; whether it was done.
@@ -104,39 +111,59 @@ class Outbox:
         self._put(message, payload, size)
         return True
 
-    def _put(self, message: Message, payload: Payload, size: int) -> Held | None:
+    def _put(
+        self, message: Message, payload: Payload, size: int, unsent: Callable[[], None] = lambda: None
+    ) -> Held | None:
         try:
             if self._stuck is None:
                 self._append(serialize(PayloadMessage(message, payload)), size)
                 return None
-            held = Held(message, payload)
+            held = Held(message, payload, unsent)
             self._append(held, size)
             return held
         except BaseException:
             self._room.grant(size)
             raise
 
-    async def _done_with(self, held: Held, timeout_s: float, unsent: Callable[[], None]) -> None:
-        """Waits until the lane is done with a payload; cancelled, or too late, it lets the lane end what it began."""
+    async def done_with(self, held: Held, timeout_s: float) -> None:
+        """Waits until the lane is done with a payload; cancelled, or too late, it lets the lane end what it began.
+
+        Raises:
+            StreamBroken: The outbox becomes closed.
+            TransferFailed: The lane was not done with it for `timeout_s`.
+        """
+        if held.done.done():
+            held.done.result()
+            return
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(held.done)
         except BaseException as error:
-            if not held.begun and not held.done.done():
-                held.withdrawn = True
-                self._room.grant(held.nbytes)
-                unsent()
-            elif not held.done.done():
-                await self._let_end(held)
+            await self.abandon([held])
             if isinstance(error, TimeoutError):
                 raise TransferFailed(f"a payload was not taken within {timeout_s:g} s") from None
             raise
 
-    async def _let_end(self, held: Held) -> None:
+    async def abandon(self, items: Iterable[Held]) -> None:
+        """Withdraws payloads that the lane has not begun, and lets it end the others; their memory is free then."""
+        begun = []
+        for held in items:
+            if held.done.done() or held.withdrawn:
+                continue
+            if held.begun:
+                begun.append(held.done)
+                continue
+            held.withdrawn = True
+            self._room.grant(held.nbytes)
+            held.unsent()
+        if begun:
+            await self._let_end(begun)
+
+    async def _let_end(self, begun: Sequence[asyncio.Future[None]]) -> None:
         try:
-            await asyncio.wait((held.done,), timeout=CANCEL_GRACE_S)
+            await asyncio.wait(begun, timeout=CANCEL_GRACE_S)
         finally:
-            if not held.done.done() and self._stuck is not None:
+            if not all(done.done() for done in begun) and self._stuck is not None:
                 self._stuck(StreamBroken("the peer does not take what it was sent"))
 
     async def at_most(self, messages: int) -> None:

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, StreamBroken, Unavailable
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.calling import LANE_GRACE_S
-from moonpool.streams.lanes.landing import Landing
+from moonpool.streams.lanes.landing import Landed, Landing, Lent
 from moonpool.streams.lanes.lane import Lane
 from moonpool.streams.lanes.listening import LaneServer, Opened
 from moonpool.streams.outbox import Outbox
@@ -44,7 +44,12 @@ class ServerStream(Generic[Req]):
     Attributes:
         outbox: answers on their way to the peer.
         silent: whether the stream ended because nothing came for `silence_s`.
+        borrows: payloads that lie in a region of the peer are lent: `on_message` copies what it needs of them before
+            it verifies that, and keeps nothing else (`lent`).
+        lent: the payload of the message that is being handled is lent.
     """
+
+    borrows = False
 
     def __init__(
         self,
@@ -68,6 +73,7 @@ class ServerStream(Generic[Req]):
         """
         self.outbox = Outbox()
         self.silent = False
+        self.lent = False
         self._closing = closing
         self._hello_timeout_s = hello_timeout_s
         self._silence_s = silence_s
@@ -96,8 +102,13 @@ class ServerStream(Generic[Req]):
             self._offered = self._lanes.offer(hello, lambda opened: self._attach(opened, type(message)))
         return self._offered
 
-    def on_message(self, message: Req, payload: memoryview) -> None:
-        """Handles a message; what it raises ends the stream."""
+    def on_message(self, message: Req, payload: Any) -> None:
+        """Handles a message; what it raises ends the stream.
+
+        Args:
+            message: The peer's.
+            payload: Its bytes: a memoryview, or any `Bytes` where the stream borrows.
+        """
         raise NotImplementedError
 
     def place(self, message: Req, nbytes: int) -> Landing | None:
@@ -260,15 +271,25 @@ class ServerStream(Generic[Req]):
     async def _receive_on(self, lane: Lane[Req]) -> None:
         while True:
             try:
-                message, payload = await lane.read(self.place)
+                message, payload = await lane.read(self.place, lend=self.borrows)
             except MoonpoolError as error:
                 await self._lane_ended(error)
             await self.room()
-            if isinstance(payload, Landing):
-                payload.landed()
+            if isinstance(payload, Landed):
+                payload.tell()
+            elif isinstance(payload, Lent):
+                self._borrow(message, payload)
             else:
                 self.on_message(message, payload)
             del message, payload  # as in _receive
+
+    def _borrow(self, message: Req, payload: Lent) -> None:
+        self.lent = True
+        try:
+            self.on_message(message, payload.data)
+        finally:
+            self.lent = False
+            payload.give_back()
 
     async def _lane_ended(self, error: MoonpoolError) -> NoReturn:
         await asyncio.sleep(LANE_GRACE_S)  # a peer that has left ends its call too, and this task with it

@@ -12,7 +12,7 @@ from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
 from moonpool.kv.hashes import key_bindings, layer_binding
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
-from moonpool.rpc.channels import Channels, payload_stream
+from moonpool.rpc.channels import Channels, Metadata, payload_stream
 from moonpool.streams.credits import Traffic
 from moonpool.streams.faults import frames_to_send
 from moonpool.streams.lanes.dialing import LaneDialer
@@ -96,8 +96,9 @@ class StoreWriter:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         lanes: LaneDialer | None = None,
         frame_bytes: int = FRAME_BYTES,
+        metadata: Metadata = (),
     ) -> None:
-        """Connects when the first put begins. Arguments as for TransferSender."""
+        """Connects when the first put begins. Arguments as for TransferSender; `metadata` of the call: an API key."""
         self._layout = layout
         self._frame_bytes = frame_bytes
         self._ids = count(1)
@@ -109,7 +110,7 @@ class StoreWriter:
                 "Put",
                 kvstore_pb2.PutRequest,
                 kvstore_pb2.PutResponse,
-            )(),
+            )(metadata=metadata),
             kvstore_pb2.PutRequest(hello=hello),
             _put_session,
             kvstore_pb2.PutResponse,
@@ -205,8 +206,9 @@ class StoreWriter:
             await put.opened.wait()
             if not put.taken:
                 slices = missing_slices(keys, put.missing, read, self._layout, self._frame_bytes)
-                for header, pieces in frames_to_send(put.session, 0, slices, self._layout, self._frame_bytes):
-                    await session.send(kvstore_pb2.PutRequest(frame=header), pieces, timeout_s=timeout_s)
+                frames = frames_to_send(put.session, 0, slices, self._layout, self._frame_bytes)
+                messages = ((kvstore_pb2.PutRequest(frame=header), pieces) for header, pieces in frames)
+                await session.send(messages, timeout_s=timeout_s)
                 self._end(session, put, aborted=False)
             aborted = False
             if put.missing and not put.taken:
@@ -239,7 +241,7 @@ class StoreWriter:
         slices = missing_slices(keys, set(range(len(keys))), read, self._layout, self._frame_bytes)
         [(header, pieces)] = frames_to_send(opening.session, 0, slices, self._layout, self._frame_bytes)
         opening.frame.CopyFrom(header)
-        await session.send(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s=timeout_s)
+        await session.send([(kvstore_pb2.PutRequest(open=opening), pieces)], timeout_s=timeout_s)
 
     @staticmethod
     def _end(session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse], put: _Put, *, aborted: bool) -> None:

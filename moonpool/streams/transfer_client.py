@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -186,19 +186,19 @@ class OutboundTransfer:
         session = self._session
         if session is None or self._closed:
             raise TransferFailed(f"transfer {self.target.transfer_id} is closed")
-        sent = 0
-        frames = frames_to_send(
-            self.target.transfer_id, self.target.generation, slices, self._layout, self._frame_bytes
-        )
-        for header, pieces in frames:
+        sent = self.sent_bytes
+        await session.send(self._frames(slices), timeout_s=self._send_timeout_s)
+        return self.sent_bytes - sent
+
+    def _frames(self, slices: Iterable[Slice]) -> Iterator[tuple[decode_pb2.ReceiveKVRequest, list[memoryview]]]:
+        target = self.target
+        for header, pieces in frames_to_send(
+            target.transfer_id, target.generation, slices, self._layout, self._frame_bytes
+        ):
             if self._error is not None:
                 raise self._error
-            message = decode_pb2.ReceiveKVRequest(frame=header)
-            await session.send(message, pieces, timeout_s=self._send_timeout_s)
-            nbytes = payload_bytes(pieces)
-            self.sent_bytes += nbytes
-            sent += nbytes
-        return sent
+            yield decode_pb2.ReceiveKVRequest(frame=header), pieces
+            self.sent_bytes += payload_bytes(pieces)
 
     def close(self, aborted: bool) -> None:
         """Tells the receiver that nothing more comes; never waits. Aborted: the session is forgotten. Idempotent."""

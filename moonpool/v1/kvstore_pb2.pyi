@@ -477,6 +477,126 @@ class MatchPrefixResponse(_message.Message):
 Global___MatchPrefixResponse: _TypeAlias = MatchPrefixResponse  # noqa: Y015
 
 @_typing.final
+class FindRequest(_message.Message):
+    """Asks for blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """Concatenated 32-byte keys; none to learn only of `tenant` and `deletions`."""
+    tenant: _builtins.str
+    """Whose blocks the caller puts. A client may leave it out."""
+    namespace: _builtins.bytes
+    """32-byte namespace. Blocks of another one are not found."""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        tenant: _builtins.str = ...,
+        namespace: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "namespace", b"namespace", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindRequest: _TypeAlias = FindRequest  # noqa: Y015
+
+@_typing.final
+class FindResponse(_message.Message):
+    """The blocks that are here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYOUTS_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    DELETIONS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """The tenant that the caller speaks for."""
+    @_builtins.property
+    def layouts(self) -> _containers.RepeatedCompositeFieldContainer[_kv_pb2.KVLayout]:
+        """How they are arranged, each once."""
+
+    @_builtins.property
+    def found(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each key 0 when its block is not here, else the number of its layout, from 1."""
+
+    @_builtins.property
+    def deletions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Deletions of the tenant's or the namespace's blocks that this store knows of: whoever puts blocks that are younger
+        names them (PutOpen.forgotten).
+        """
+
+    def __init__(
+        self,
+        *,
+        layouts: _abc.Iterable[_kv_pb2.KVLayout] | None = ...,
+        found: _abc.Iterable[_builtins.int] | None = ...,
+        deletions: _abc.Iterable[_builtins.str] | None = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletions", b"deletions", "found", b"found", "layouts", b"layouts", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindResponse: _TypeAlias = FindResponse  # noqa: Y015
+
+@_typing.final
+class RemoveRequest(_message.Message):
+    """Drops blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """Concatenated 32-byte keys."""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveRequest: _TypeAlias = RemoveRequest  # noqa: Y015
+
+@_typing.final
+class RemoveResponse(_message.Message):
+    """Blocks were dropped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """How many there were."""
+    bytes: _builtins.int
+    """Bytes of all their copies."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveResponse: _TypeAlias = RemoveResponse  # noqa: Y015
+
+@_typing.final
 class PinRequest(_message.Message):
     """Pins blocks."""
 

@@ -51,6 +51,16 @@ class KVStoreServiceStub:
                 request_serializer=moonpool_dot_v1_dot_kvstore__pb2.MatchPrefixRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_kvstore__pb2.MatchPrefixResponse.FromString,
                 _registered_method=True)
+        self.Find = channel.unary_unary(
+                '/moonpool.v1.KVStoreService/Find',
+                request_serializer=moonpool_dot_v1_dot_kvstore__pb2.FindRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kvstore__pb2.FindResponse.FromString,
+                _registered_method=True)
+        self.Remove = channel.unary_unary(
+                '/moonpool.v1.KVStoreService/Remove',
+                request_serializer=moonpool_dot_v1_dot_kvstore__pb2.RemoveRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_kvstore__pb2.RemoveResponse.FromString,
+                _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/moonpool.v1.KVStoreService/Pin',
                 request_serializer=moonpool_dot_v1_dot_kvstore__pb2.PinRequest.SerializeToString,
@@ -118,6 +128,21 @@ class KVStoreServiceServicer:
 
     def MatchPrefix(self, request, context):
         """How many leading blocks of a chain are here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Find(self, request, context):
+        """Which of some blocks are here, each on its own, and how they are arranged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Remove(self, request, context):
+        """Drops blocks from both tiers on behalf of whoever put them. Unlike Forget it leaves no order behind: they may be put
+        again at once. Answered when nobody finds them any more, also not after a restart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,6 +228,16 @@ def add_KVStoreServiceServicer_to_server(servicer, server):
                     servicer.MatchPrefix,
                     request_deserializer=moonpool_dot_v1_dot_kvstore__pb2.MatchPrefixRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_kvstore__pb2.MatchPrefixResponse.SerializeToString,
+            ),
+            'Find': grpc.unary_unary_rpc_method_handler(
+                    servicer.Find,
+                    request_deserializer=moonpool_dot_v1_dot_kvstore__pb2.FindRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kvstore__pb2.FindResponse.SerializeToString,
+            ),
+            'Remove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Remove,
+                    request_deserializer=moonpool_dot_v1_dot_kvstore__pb2.RemoveRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_kvstore__pb2.RemoveResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -332,6 +367,60 @@ class KVStoreService:
             '/moonpool.v1.KVStoreService/MatchPrefix',
             moonpool_dot_v1_dot_kvstore__pb2.MatchPrefixRequest.SerializeToString,
             moonpool_dot_v1_dot_kvstore__pb2.MatchPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Find(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.KVStoreService/Find',
+            moonpool_dot_v1_dot_kvstore__pb2.FindRequest.SerializeToString,
+            moonpool_dot_v1_dot_kvstore__pb2.FindResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Remove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.KVStoreService/Remove',
+            moonpool_dot_v1_dot_kvstore__pb2.RemoveRequest.SerializeToString,
+            moonpool_dot_v1_dot_kvstore__pb2.RemoveResponse.FromString,
             options,
             channel_credentials,
             insecure,

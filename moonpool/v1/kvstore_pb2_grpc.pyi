@@ -40,6 +40,12 @@ class KVStoreServiceStub:
     """Reads blocks layer by layer; many sessions on one long-lived stream per pair of processes."""
     MatchPrefix: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.MatchPrefixRequest, _kvstore_pb2.MatchPrefixResponse]
     """How many leading blocks of a chain are here."""
+    Find: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.FindRequest, _kvstore_pb2.FindResponse]
+    """Which of some blocks are here, each on its own, and how they are arranged."""
+    Remove: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.RemoveRequest, _kvstore_pb2.RemoveResponse]
+    """Drops blocks from both tiers on behalf of whoever put them. Unlike Forget it leaves no order behind: they may be put
+    again at once. Answered when nobody finds them any more, also not after a restart.
+    """
     Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]
     """Keeps blocks from being evicted for a time; the same name again renews and replaces."""
     Unpin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.UnpinRequest, _kvstore_pb2.UnpinResponse]
@@ -70,6 +76,12 @@ class KVStoreServiceAsyncStub(KVStoreServiceStub):
     """Reads blocks layer by layer; many sessions on one long-lived stream per pair of processes."""
     MatchPrefix: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.MatchPrefixRequest, _kvstore_pb2.MatchPrefixResponse]  # type: ignore[assignment]
     """How many leading blocks of a chain are here."""
+    Find: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.FindRequest, _kvstore_pb2.FindResponse]  # type: ignore[assignment]
+    """Which of some blocks are here, each on its own, and how they are arranged."""
+    Remove: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.RemoveRequest, _kvstore_pb2.RemoveResponse]  # type: ignore[assignment]
+    """Drops blocks from both tiers on behalf of whoever put them. Unlike Forget it leaves no order behind: they may be put
+    again at once. Answered when nobody finds them any more, also not after a restart.
+    """
     Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]  # type: ignore[assignment]
     """Keeps blocks from being evicted for a time; the same name again renews and replaces."""
     Unpin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.UnpinRequest, _kvstore_pb2.UnpinResponse]  # type: ignore[assignment]
@@ -115,6 +127,24 @@ class KVStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.MatchPrefixResponse, _abc.Awaitable[_kvstore_pb2.MatchPrefixResponse]]:
         """How many leading blocks of a chain are here."""
+
+    @_abc_1.abstractmethod
+    def Find(
+        self,
+        request: _kvstore_pb2.FindRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.FindResponse, _abc.Awaitable[_kvstore_pb2.FindResponse]]:
+        """Which of some blocks are here, each on its own, and how they are arranged."""
+
+    @_abc_1.abstractmethod
+    def Remove(
+        self,
+        request: _kvstore_pb2.RemoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.RemoveResponse, _abc.Awaitable[_kvstore_pb2.RemoveResponse]]:
+        """Drops blocks from both tiers on behalf of whoever put them. Unlike Forget it leaves no order behind: they may be put
+        again at once. Answered when nobody finds them any more, also not after a restart.
+        """
 
     @_abc_1.abstractmethod
     def Pin(

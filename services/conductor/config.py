@@ -8,10 +8,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moonpool.config import ListenAddress, OptionalAddress, read_mapping
+from moonpool.config import ListenAddress, read_mapping
 from moonpool.drive.config import CoreServiceConfig
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.selection import check_ttls
+from moonpool.rpc.client_port import ClientPortConfig
 from services.conductor.core.admission import Admission
 from services.conductor.core.policies import DEFAULT, POLICIES
 from services.conductor.core.roles import RoleLimits
@@ -25,19 +26,12 @@ def _positive(ttl_s: dict[str, float]) -> dict[str, float]:
         raise ValueError(str(error)) from None
 
 
-class ConductorConfig(CoreServiceConfig):
+class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     """Takes requests, places them on instances, and keeps the state of the cluster."""
 
     listen: ListenAddress = Field(
         "127.0.0.1:50051",
         description="HOST:PORT to listen at; port 0 takes any free port, which `ready: HOST:PORT` tells",
-    )
-    client_listen: OptionalAddress = Field(
-        "",
-        description="HOST:PORT for clients that show an API key and no certificate, with TLS only; default: none",
-    )
-    api_keys: Path | None = Field(
-        None, description="file of these clients' hashed keys and their tenants, a line `sha256:HEX TENANT` each"
     )
     model: str = Field(
         description="checkpoint folder, GGUF file or Hugging Face hub id whose tokenizer and configuration are used; "
@@ -180,14 +174,6 @@ class ConductorConfig(CoreServiceConfig):
     )
     explain_history: int = Field(4096, ge=1, description="requests whose placement `Explain` remembers")
     tokenizer_threads: int = Field(2, ge=1, description="threads that tokenise prompts")
-
-    @model_validator(mode="after")
-    def _clients(self) -> Self:
-        if self.client_listen and (self.api_keys is None or self.tls_ca is None):
-            raise ConfigError("client_listen", "needs --api-keys, and --tls-cert, --tls-key and --tls-ca")
-        if self.api_keys is not None and not self.client_listen:
-            raise ConfigError("api_keys", "needs --client-listen, where their owners connect")
-        return self
 
     @model_validator(mode="after")
     def _weights_are_shares(self) -> Self:

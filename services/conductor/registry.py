@@ -177,6 +177,7 @@ class Registry:
         field_name = self._layout.difference(layout)
         if field_name is not None:
             ours, theirs = getattr(self._layout, field_name), getattr(layout, field_name)
-            raise Mismatch(f"model.layout.{field_name}", f"the other engines have {ours!r}, not {theirs!r}")
+            flags = "; --dtype and --kv-dtype must be those of the cluster" if field_name == "dtype" else ""
+            raise Mismatch(f"model.layout.{field_name}", f"the other engines have {ours!r}, not {theirs!r}{flags}")
         if model.namespace != self._model.namespace:
-            raise Mismatch("model.namespace", "the weights differ from those of the other engines")
+            raise Mismatch("model.namespace", "the weights, or their --dtype, differ from those of the other engines")

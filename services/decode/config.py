@@ -49,3 +49,8 @@ class DecodeConfig(EngineConfig):
         ge=0,
         description="diagnosis: preempt a running sequence in every so many steps; 0 = only when blocks run out",
     )
+
+    @property
+    def most_step_tokens(self) -> int:
+        """See `EngineConfig`."""
+        return self.max_batch + self.step_tokens

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moonpool.config import PeerAddresses, read_mapping
 from moonpool.errors import ConfigError
+from moonpool.rpc.client_port import ClientPortConfig
 from moonpool.streams.lanes.settings import LaneConfig
 from services.kvstore.policies import POLICIES
 from services.kvstore.tenancy.tenants import TenantRow, check_rows
@@ -18,7 +19,7 @@ def _policy_known(name: str) -> str:
     return name
 
 
-class KVStoreConfig(LaneConfig):
+class KVStoreConfig(LaneConfig, ClientPortConfig):
     """Settings of a kvstore, which keeps KV blocks in DRAM and on SSD."""
 
     conductor: PeerAddresses = Field(
@@ -36,6 +37,9 @@ class KVStoreConfig(LaneConfig):
         "power",
         description="what a block on SSD survives once it is DURABLE: power = the loss of power; process = only the "
         "death of this process, which spares the device all syncs (an orderly stop still writes everything)",
+    )
+    ssd_write_bytes_per_s: int = Field(
+        0, ge=0, description="bytes that may be written to the SSD tier in a second, on average; 0 = no limit"
     )
     eviction: Annotated[str, AfterValidator(_policy_known)] = Field(
         "lru", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
@@ -70,7 +74,6 @@ class KVStoreConfig(LaneConfig):
 
     @property
     def durable_bytes(self) -> int:
-        """Budget of the SSD tier in bytes; 0 without one."""
         return 0 if self.data_dir is None else self.ssd_bytes
 
     @property

@@ -53,11 +53,7 @@ END_STREAMS_S = 2.0
 
 
 def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
-    """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD, if any, with what it held before.
-
-    Raises:
-        ConfigError: naming `data_dir`.
-    """
+    """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD, if any, with what it held before."""
     pins = Pins(config.pin_budget_bytes, Account.of(config.tenants, "pins"), max_pins=config.max_pins)
     account, arena = Account.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
@@ -105,7 +101,8 @@ class KVStoreService(StoreListener):
             deletions=self._ledger.deletions,
         )
         ssd = self.store.tiers.ssd
-        self.writer = None if ssd is None else WriteBehind(self.store.writes.queue, ssd, self._observer.committed)
+        rate, queue, observe = config.ssd_write_bytes_per_s, self.store.writes.queue, self._observer.committed
+        self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, bytes_per_s=rate)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
         self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
@@ -124,7 +121,7 @@ class KVStoreService(StoreListener):
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
-        put = PutResources(store, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
+        put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
         lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
         operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
         journal, closing, streams = self._journal, self._closing, self.streams
@@ -171,16 +168,13 @@ class KVStoreService(StoreListener):
 
     def _tiers(self) -> list[conductor_pb2.TierLoad]:
         dram, ssd = self.store.tiers.dram, self.store.tiers.ssd
-        tiers = [
-            conductor_pb2.TierLoad(
-                name="dram", blocks=len(dram), used_bytes=dram.block_bytes, capacity_bytes=dram.capacity_bytes
-            )
-        ]
+        tiers = [("dram", len(dram), dram.block_bytes, dram.capacity_bytes)]
         if ssd is not None:
-            used, size = ssd.space.used_bytes, ssd.space.capacity_bytes
-            blocks = len(ssd.catalogue)
-            tiers.append(conductor_pb2.TierLoad(name="ssd", blocks=blocks, used_bytes=used, capacity_bytes=size))
-        return tiers
+            tiers.append(("ssd", len(ssd.catalogue), ssd.space.used_bytes, ssd.space.capacity_bytes))
+        return [
+            conductor_pb2.TierLoad(name=name, blocks=blocks, used_bytes=used, capacity_bytes=size)
+            for name, blocks, used, size in tiers
+        ]
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -222,18 +216,13 @@ class KVStoreService(StoreListener):
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
-    """A kvstore process, until it is told to stop.
-
-    Raises:
-        ConfigError: a setting cannot be used.
-        Mismatch: the conductor refuses this store.
-    """
+    """A kvstore process, until it is told to stop; raises ConfigError, or Mismatch when a conductor refuses it."""
     raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config)
     await asyncio.to_thread(land.prepare)
     ledger = await asyncio.to_thread(Ledger, config.data_dir and config.data_dir / "records")
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
-    security = Security.of(config)
+    security = Security.of(config, config.client_listen, config.api_keys)
     async with Channels(Security.tls_of(security)) as channels:
         service = KVStoreService(config, tiers, instance, channels, ctx.stopping.set, ledger)
         async with (
@@ -242,6 +231,8 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
             service.lanes.running(config),
             serving(config.listen, [service.contract], security=security) as server,
         ):
+            if server.client_address:
+                log.info("clients with API keys connect here", address=server.client_address)
             instance.address = config.advertised(server.port)
             service.hello.instance.CopyFrom(instance)
             left = asyncio.Event()

@@ -12,6 +12,7 @@ from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import kv_pb2
 from moonpool.v1 import kvstore_pb2 as pb
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
+from services.kvstore.core.tiered_store import find
 from services.kvstore.operate.deletions import Deletions
 from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.operations import Operations
@@ -20,6 +21,7 @@ from services.kvstore.streams.get_stream import GetResources, GetStream
 from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources, PutStream
 from services.kvstore.streams.watch import Journal
+from services.kvstore.tenancy.owners import Owner
 
 MAX_MATCH_KEYS = 1 << 15
 
@@ -54,8 +56,25 @@ class KVStoreServicer:
         keys = unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
         return pb.MatchPrefixResponse(blocks=self.operations.store.tiers.match(keys))
 
+    async def Find(self, request: pb.FindRequest, context: object) -> pb.FindResponse:  # noqa: N802
+        """Which of some blocks of a namespace are here."""
+        owner, keys = Owner.of_call(), unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
+        owner.check(keys)
+        tenant, store = owner.speaks_for(request.tenant), self.operations.store
+        deletions = store.writes.deletions.concerning((), tenant, request.namespace)
+        found, layouts = find(store.tiers, keys, request.namespace)
+        return pb.FindResponse(
+            layouts=[layout.to_proto() for layout in layouts], found=found, deletions=deletions, tenant=tenant
+        )
+
+    async def Remove(self, request: pb.RemoveRequest, context: object) -> pb.RemoveResponse:  # noqa: N802
+        """Drops blocks that their owner does not need any more."""
+        keys = unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
+        Owner.of_call().check(keys)
+        dropped = await self.deletions.drop(keys)
+        return pb.RemoveResponse(blocks=dropped.blocks, bytes=dropped.nbytes)
+
     async def Pin(self, request: pb.PinRequest, context: object) -> pb.PinResponse:  # noqa: N802
-        """Keeps the leading blocks that are here."""
         keys = unpack_keys(request.keys, max_keys=MAX_SESSION_BLOCKS)
         outcome = self.pins.pin(request.tenant, request.name, keys, request.ttl_s)
         return pb.PinResponse(
@@ -95,7 +114,6 @@ class KVStoreServicer:
         return pb.WarmResponse(blocks=blocks, bytes=nbytes)
 
     async def ReuseCurve(self, request: pb.ReuseCurveRequest, context: object) -> pb.ReuseCurveResponse:  # noqa: N802
-        """Hit shares that other sizes would have had."""
         reuse = self.operations.reuse
         return pb.ReuseCurveResponse(
             points=[pb.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()],

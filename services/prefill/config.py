@@ -15,3 +15,8 @@ class PrefillConfig(EngineConfig):
         5.0, gt=0, description="seconds a load from a kvstore may take beyond what is predicted"
     )
     verdict_timeout_s: float = Field(30.0, gt=0, description="seconds a decode instance has to confirm a transfer")
+
+    @property
+    def most_step_tokens(self) -> int:
+        """See `EngineConfig`."""
+        return self.step_tokens

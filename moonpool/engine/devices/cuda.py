@@ -72,12 +72,12 @@ class CudaDevice:
         """See `Device.torch_device`."""
         return self._device
 
-    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def memory(self, shape: tuple[int, ...]) -> Tensor:
         """See `Device.memory`."""
-        needed, (free, _) = torch.Size(shape).numel() * dtype.itemsize, torch.cuda.mem_get_info(self._device)
+        needed, (free, _) = torch.Size(shape).numel(), torch.cuda.mem_get_info(self._device)
         if needed + RESERVE_BYTES > free:
             raise ConfigError("kv_bytes", f"{needed} bytes of KV do not fit the GPU: {free} are free")
-        found = torch.empty(shape, dtype=dtype, device=self._device)
+        found = torch.empty(shape, dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)
         return found
 

@@ -50,8 +50,8 @@ class Device(Protocol):
     def torch_device(self) -> torch.device:
         """Where its tensors lie."""
 
-    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the device, whatever it holds.
+    def memory(self, shape: tuple[int, ...]) -> Tensor:
+        """Memory of the device, uint8 of this shape, whatever it holds.
 
         Raises:
             ConfigError: there is not so much.

@@ -6,7 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moonpool.errors import Unsupported
+from kernels import quantized
+from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import PoolPart
 from moonpool.model.load import torch_dtype
 from moonpool.sched.steps import Step, finished_blocks
@@ -23,6 +24,10 @@ class KVMemory(Protocol):
 
     kv: Tensor
     """[layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]; belongs to the computing lane."""
+    scales: Tensor | None
+    """Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32; belongs to the computing lane, too."""
+    host_bytes: int
+    """Memory of the host that KV takes, the pool included."""
 
     def begin(self, step: Step) -> None:
         """A step begins: its blocks are copied as it says."""
@@ -46,34 +51,28 @@ class KVMemory(Protocol):
         """Waits for what is under way, and ends its threads."""
 
 
-def kv_shape(part: PoolPart) -> tuple[int, ...]:
-    """[layers, blocks, kv_heads, 2, block_tokens, head_dim].
-
-    Raises:
-        Unsupported: KV is quantised (`scale_bytes` is not 0).
-    """
-    layout = part.layout
-    if layout.scale_bytes:
-        raise Unsupported("quantised KV cannot be computed with yet")
+def slices_of(part: PoolPart) -> Tensor:
+    """A stage's pool as bytes, uint8 [layers, blocks, slice_bytes], over the same memory."""
     layers = part.layer_end - part.layer_begin
-    return layers, part.blocks, layout.kv_heads, 2, layout.block_tokens, layout.head_dim
+    flat = torch.frombuffer(part.map, dtype=torch.uint8, count=part.nbytes)
+    return flat.view(layers, part.blocks, part.slice_bytes)
 
 
-def pool_tensor(part: PoolPart) -> Tensor:
-    """A stage's pool as a tensor [layers, blocks, kv_heads, 2, block_tokens, head_dim] over the same memory.
-
-    Raises:
-        Unsupported: KV is quantised (`scale_bytes` is not 0).
-    """
-    shape, dtype = kv_shape(part), torch_dtype(part.layout.dtype)
-    return torch.frombuffer(part.map, dtype=dtype, count=part.nbytes // dtype.itemsize).view(shape)
+def kv_of(slices: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor | None]:
+    """(`KVMemory.kv`, `KVMemory.scales`) over the memory of uint8 [layers, blocks, slice_bytes]."""
+    shape = (layout.kv_heads, 2, layout.block_tokens, layout.head_dim)
+    if layout.dtype not in quantized.DTYPES:
+        return slices.view(torch_dtype(layout.dtype)).view(*slices.shape[:2], *shape), None
+    sizes = {"kv_heads": layout.kv_heads, "block_tokens": layout.block_tokens, "head_dim": layout.head_dim}
+    return quantized.views(slices, quantized.DTYPES[layout.dtype], **sizes)
 
 
 class OnePool:
     """See `KVMemory`. Steps compute in the pool itself, and everything is done at once."""
 
     def __init__(self, part: PoolPart) -> None:
-        self.kv = pool_tensor(part)
+        self.kv, self.scales = kv_of(slices_of(part), part.layout)
+        self.host_bytes = part.nbytes
         self._part = part
         self._finished: Sequence[tuple[int, int]] = ()
 

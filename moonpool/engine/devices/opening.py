@@ -58,7 +58,6 @@ def place_on(device: Device | None, part: PoolPart, on_failure: Callable[[BaseEx
 
     Raises:
         ConfigError: the device has no room for the KV.
-        Unsupported: KV is quantised.
     """
     if device is None:
         return Place(torch.device("cpu"), Immediate(), OnePool(part))

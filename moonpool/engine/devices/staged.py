@@ -98,11 +98,9 @@ class StagedDevice:
         """See `Device.torch_device`."""
         return torch.device("cpu")
 
-    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def memory(self, shape: tuple[int, ...]) -> Tensor:
         """See `Device.memory`."""
-        found = torch.empty(shape, dtype=dtype)
-        found.view(torch.uint8).fill_(_POISON)
-        return found
+        return torch.full(shape, _POISON, dtype=torch.uint8)
 
     def buffers(self, count: int, nbytes: int) -> Tensor:
         """See `Device.buffers`."""

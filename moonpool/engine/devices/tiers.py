@@ -15,10 +15,9 @@ from torch import Tensor
 from kernels.attention import copy_blocks
 from moonpool.engine.devices.courier import Courier
 from moonpool.engine.devices.lanes import Device, Mark
-from moonpool.engine.devices.memory import Then, kv_shape
+from moonpool.engine.devices.memory import Then, kv_of, slices_of
 from moonpool.engine.devices.ring import Ring
 from moonpool.kv.pool import PoolPart
-from moonpool.model.load import torch_dtype
 from moonpool.sched.steps import SequenceStep, Step, finished_blocks
 
 BUFFERS = 64
@@ -42,16 +41,17 @@ class TwoTiers:
         on_failure: Callable[[BaseException], None],
         buffers: int = BUFFERS,
     ) -> None:
-        shape = kv_shape(part)
-        self.kv = device.memory(shape, torch_dtype(part.layout.dtype))
+        self._there = slices_of(part)
+        self._here = device.memory(tuple(self._there.shape))  # [layers, blocks, slice_bytes]
+        self.kv, self.scales = kv_of(self._here, part.layout)
         self._part, self._device, self._size = part, device, part.layout.block_tokens
-        self._here = self.kv.view(torch.uint8).view(*shape[:2], -1)  # [layers, blocks, slice_bytes]
-        self._there = torch.frombuffer(part.map, dtype=torch.uint8, count=part.nbytes).view(self._here.shape)
-        self._written = torch.frombuffer(part.written, dtype=torch.int64).view(shape[:2])
+        self._written = torch.frombuffer(part.written, dtype=torch.int64).view(self._there.shape[:2])
         self._seen = torch.zeros_like(self._written)
         self._only_here: set[int] = set()
         self._coming = Ring(device.buffers(buffers, part.slice_bytes))
         self._leaving = Ring(device.buffers(buffers, part.slice_bytes))
+        own = self._here.nbytes if self._here.device.type == "cpu" else 0
+        self.host_bytes = part.nbytes + own + 2 * buffers * part.slice_bytes
         self._courier = Courier(on_failure)
         self._blocks = torch.empty(0, dtype=torch.int64)
         self._finished: list[tuple[int, int]] = []
@@ -111,7 +111,7 @@ class TwoTiers:
         sources, targets = (torch.tensor(blocks) for blocks in zip(*copies, strict=True))
         for row in range(len(self._here)):
             self._bring(row, sources)
-        self._device.compute.run(partial(_copy_blocks, self.kv, sources, targets))
+        self._device.compute.run(partial(_copy_blocks, self._here, sources, targets))
         self._seen[:, targets] = self._written[:, targets]
 
     def _bring(self, row: int, blocks: Tensor) -> None:
@@ -154,5 +154,5 @@ def _copy_bytes(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
-    copy_blocks(kv, sources.to(kv.device), targets.to(kv.device))
+def _copy_blocks(slices: Tensor, sources: Tensor, targets: Tensor) -> None:
+    copy_blocks(slices, sources.to(slices.device), targets.to(slices.device))

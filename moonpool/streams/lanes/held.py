@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from google.protobuf.message import Message
 
@@ -14,15 +15,17 @@ class Held:
 
     Attributes:
         parts: the payload.
+        unsent: called when it is withdrawn.
         begun: the writer has it.
         withdrawn: it is not to be written any more.
         done: set when the memory is the sender's again.
     """
 
-    __slots__ = ("begun", "done", "message", "nbytes", "parts", "withdrawn")
+    __slots__ = ("begun", "done", "message", "nbytes", "parts", "unsent", "withdrawn")
 
-    def __init__(self, message: Message, payload: Payload) -> None:
+    def __init__(self, message: Message, payload: Payload, unsent: Callable[[], None] = lambda: None) -> None:
         self.message = message
+        self.unsent = unsent
         pieces = (payload,) if isinstance(payload, bytes | memoryview) else payload
         self.parts = [memoryview(piece) for piece in pieces]
         self.nbytes = payload_bytes(payload)

@@ -1,35 +1,57 @@
-"""Where a payload lands that is not to be copied twice."""
+"""Payloads that are not copied twice: memory in which they land, and payloads that stay where they lie meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from moonpool.kv.hashes import slice_hash
+from moonpool.kv.scattered import Bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Memory that takes a payload as it comes, before anything of it is verified.
+    """Memory that takes a payload as it comes.
 
     Attributes:
-        targets: the payload's parts go there, in order; together as long as it is.
+        targets: the payload's slices go there, in order; together as long as it is.
+        hashes: of each.
         live: asked before each write: whether the memory may still be written. What comes later is dropped.
-        landed: to be called when all of the payload has come, whatever has become of it.
+        landed: to be called when all of the payload has come, whatever has become of it, with the number of leading
+            targets that have their hash.
     """
 
     targets: list[memoryview]
+    hashes: Sequence[int]
     live: Callable[[], bool]
-    landed: Callable[[], None]
+    landed: Callable[[int], None]
+
+    def intact(self) -> int:
+        """How many leading targets have their hash."""
+        for number, (target, value) in enumerate(zip(self.targets, self.hashes, strict=True)):
+            if slice_hash(target) != value:
+                return number
+        return len(self.targets)
 
 
-def copy_parts(parts: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
-    """Copies bytes that lie in parts to targets that are cut otherwise; both have the same number of bytes."""
-    left = list(reversed(parts))
-    for target in targets:
-        at = 0
-        while at < target.nbytes:
-            part = left.pop()
-            count = min(part.nbytes, target.nbytes - at)
-            target[at : at + count] = part[:count]
-            at += count
-            if count < part.nbytes:
-                left.append(part[count:])
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A payload that has landed: where, and how many leading targets have their hash."""
+
+    landing: Landing
+    intact: int
+
+    def tell(self) -> None:
+        """Tells whoever gave the memory."""
+        self.landing.landed(self.intact)
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A payload in memory that its sender can still write, until `give_back`.
+
+    Whoever uses it copies it to memory of its own first, and then verifies the copy.
+    """
+
+    data: Bytes
+    give_back: Callable[[], None]

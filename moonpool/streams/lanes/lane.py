@@ -2,11 +2,13 @@
 
 Payloads are sent from where they lie. Who sends one may use its memory again when it is *held* no longer: the system
 has taken it (over a socket), or the peer says that it has pulled it (out of a region). Who receives one copies it into
-memory of its own before anything looks at it. So what is verified is what is used, whatever the peer writes meanwhile.
+memory of its own before anything looks at it: here, in one pass with the hash where it lands, or, where it is lent,
+whoever gets it. So what is verified is what is used, whatever the peer writes meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
 from collections.abc import Callable
 from functools import partial
@@ -16,16 +18,21 @@ from google.protobuf.message import DecodeError, Message
 
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken
 from moonpool.kv.frames import MAX_FRAME_SLICES
+from moonpool.kv.landing import land
+from moonpool.kv.scattered import Scattered
 from moonpool.rpc.codec import plain_deserializer
 from moonpool.rpc.limits import MESSAGE_BYTES
 from moonpool.streams.lanes.faults import LANE_BROKEN, Breaker, breaker
 from moonpool.streams.lanes.held import Held
-from moonpool.streams.lanes.landing import Landing, copy_parts
+from moonpool.streams.lanes.landing import Landed, Landing, Lent
 from moonpool.streams.lanes.regions import Mapped, OwnRegions, Ring
 from moonpool.streams.lanes.sockets import LENGTHS, LaneSocket
 from moonpool.v1 import kv_pb2
 
 M = TypeVar("M", bound=Message)
+
+PULLS_AT_ONCE = 2
+"""Payloads that are pulled before their sender is told, while there are more."""
 
 
 def _nowhere(message: Message, nbytes: int) -> None:
@@ -72,6 +79,8 @@ class Lane(Generic[M]):
         self._lent = lent
         self._ring = Ring(lent[1].nbytes) if lent else None
         self._acknowledge = acknowledge
+        self._pulls = 0  # payloads that the peer has not been told of
+        self._told = False  # of some, since the last turn of the event loop
         self._unpulled: collections.deque[Held | None] = collections.deque()  # None: a piece of the ring
         self._unsent: list[Held] = []  # their sending failed; they are told when the lane is closed
         self._error: Exception | None = None
@@ -81,17 +90,24 @@ class Lane(Generic[M]):
         """It has ended."""
         return self._error is not None
 
-    async def read(self, place: Callable[[M, int], Landing | None] = _nowhere) -> tuple[M, memoryview | Landing]:
+    async def read(
+        self, place: Callable[[M, int], Landing | None] = _nowhere, *, lend: bool = False
+    ) -> tuple[M, memoryview | Landed | Lent]:
         """The next message and its payload, which is nobody else's; or where the payload has landed.
 
         Args:
             place: Says where the payload of a message, of so many bytes, is to land; None for memory of its own.
+            lend: Payloads that lie in regions and land nowhere are lent.
 
         Raises:
             StreamBroken: The lane has ended.
             FrameError: What came is not proper; nothing more can be read.
         """
         while True:
+            self._tell_pulled()
+            if self._told:
+                self._told = False
+                await asyncio.sleep(0)  # that goes out before more is pulled
             size, follow = LENGTHS.unpack(await self._sock.receive(LENGTHS.size))
             if size + follow > MESSAGE_BYTES:
                 raise FrameError(f"a message of {size} bytes with {follow} bytes of payload")
@@ -100,11 +116,12 @@ class Lane(Generic[M]):
                 self._pulled(frame.pulled)
             message = self._message(frame.message)
             if frame.extents:
-                return message, self._pull(frame, await self._sock.receive(follow), partial(place, message))
+                parts = self._parts(frame, await self._sock.receive(follow))
+                return message, self._pull(parts, partial(place, message), lend=lend)
             landing = place(message, follow) if follow else None
             if landing is not None:
-                await self._sock.receive_onto(landing.targets, landing.live)
-                return message, landing
+                whole = await self._sock.receive_onto(landing.targets, landing.live)
+                return message, Landed(landing, landing.intact() if whole else 0)
             payload = await self._sock.receive(follow)
             if frame.message:
                 return message, payload
@@ -202,9 +219,32 @@ class Lane(Generic[M]):
                 self._ring.free()
 
     def _pull(
-        self, frame: kv_pb2.LaneFrame, follow: memoryview, place: Callable[[int], Landing | None]
-    ) -> memoryview | Landing:
-        """Copies a payload from where its extents say that it lies, and tells the peer."""
+        self, parts: list[memoryview], place: Callable[[int], Landing | None], *, lend: bool
+    ) -> memoryview | Landed | Lent:
+        """Copies a payload from where it lies, and tells the peer; or lends it."""
+        landing = place(sum(part.nbytes for part in parts))
+        if landing is None and lend:
+            return Lent(parts[0] if len(parts) == 1 else Scattered(parts), self._was_pulled)
+        if landing is not None:
+            payload: memoryview | Landed = Landed(landing, land(landing.targets, Scattered(parts), landing.hashes))
+        else:
+            payload = memoryview(b"".join(parts))
+        self._was_pulled()
+        return payload
+
+    def _was_pulled(self) -> None:
+        self._pulls += 1
+        self._tell_pulled()
+
+    def _tell_pulled(self) -> None:
+        """Tells the peer what was pulled, several at once while more is there: each word may wake it."""
+        if self._pulls >= PULLS_AT_ONCE or (self._pulls and not self._sock.has_more):
+            pulls, self._pulls = self._pulls, 0
+            self._told = True
+            self._acknowledge(kv_pb2.LaneFrame(pulled=pulls))
+
+    def _parts(self, frame: kv_pb2.LaneFrame, follow: memoryview) -> list[memoryview]:
+        """Where the extents of a payload say that it lies."""
         if len(frame.extents) > MAX_FRAME_SLICES or sum(extent.length for extent in frame.extents) > MESSAGE_BYTES:
             raise FrameError("the payload of a message is too large")
         parts: list[memoryview] = []
@@ -217,12 +257,7 @@ class Lane(Generic[M]):
                 at += extent.length
         if at != follow.nbytes:
             raise FrameError(f"{follow.nbytes} bytes follow a message, its extents need {at}")
-        landing = place(sum(part.nbytes for part in parts))
-        if landing is not None:
-            copy_parts(parts, landing.targets)
-        payload = landing or memoryview(b"".join(parts))
-        self._acknowledge(kv_pb2.LaneFrame(pulled=1))
-        return payload
+        return parts
 
     def _region(self, number: int) -> Mapped:
         region = self._readable.get(number)

@@ -18,7 +18,7 @@ from moonpool.config import ServiceConfig, format_address, is_loopback, parse_ad
 from moonpool.errors import ConfigError, MoonpoolError, PermissionDenied, StreamBroken
 from moonpool.streams.lanes.regions import Mapped, map_regions
 from moonpool.streams.lanes.settings import LaneSettings, lane_name, remove_stale, socket_path
-from moonpool.streams.lanes.sockets import LaneSocket
+from moonpool.streams.lanes.sockets import LaneSocket, NothingSaid
 from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
@@ -170,6 +170,8 @@ class LaneServer:
             offer.attach(opened)
             taken = True
             self.opened[name] += 1
+        except NothingSaid:
+            pass  # a neighbour that looked whether somebody listens here (`remove_stale`)
         except (MoonpoolError, OSError, TimeoutError) as failure:
             error = failure
             self.refused += 1

@@ -13,10 +13,12 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.errors import FrameError
+from moonpool.kv.pool import F_SEAL_FUTURE_WRITE
 from moonpool.v1 import kv_pb2
 
 MAX_REGION_BYTES = 1 << 46
@@ -33,6 +35,19 @@ class Shared:
 
     fd: int
     data: memoryview
+
+
+class SharedMemory:
+    """Zeroed memory of this process that peers may read, as `shared`. It goes with the last reference to it."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Takes address space; memory as it is touched. Raises OSError where the system has no such memory."""
+        fd = os.memfd_create("moonpool-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, fd)
+        os.truncate(fd, nbytes)
+        data = memoryview(mmap.mmap(fd, nbytes))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.shared = Shared(fd, data)
 
 
 class OwnRegions:

@@ -33,6 +33,10 @@ _new_bytes = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytes.argtypes, _new_bytes.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
 
 
+class NothingSaid(StreamBroken):
+    """The peer has left without a word."""
+
+
 class LaneSocket:
     """A connected stream socket with one reader and one writer. Owns it."""
 
@@ -46,6 +50,11 @@ class LaneSocket:
         self._turn = 0
         self._waits: set[asyncio.Future[None]] = set()
         self._error: Exception | None = None
+
+    @property
+    def has_more(self) -> bool:
+        """Something has been received that nobody has asked for yet."""
+        return self._begin < self._end
 
     async def receive(self, nbytes: int) -> memoryview:
         """The next bytes, in memory of their own.
@@ -68,8 +77,8 @@ class LaneSocket:
                 self._begin, self._end = 0, await self._receive_some(self._buffer)
                 at += self._from_buffer(data[at:])
 
-    async def receive_onto(self, targets: Sequence[memoryview], live: Callable[[], bool]) -> None:
-        """Fills targets with the next bytes, one after the other; drops the rest once they are not `live`.
+    async def receive_onto(self, targets: Sequence[memoryview], live: Callable[[], bool]) -> bool:
+        """Fills targets with the next bytes, one after the other; drops the rest, and says False, once not `live`.
 
         Raises as `receive`.
         """
@@ -77,7 +86,7 @@ class LaneSocket:
         while left:
             if not live():
                 await self.receive(sum(target.nbytes for target in left))
-                return
+                return False
             if self._begin < self._end:
                 left = _behind(left, self._from_buffer(left[0]))
                 continue
@@ -91,6 +100,7 @@ class LaneSocket:
             if not count:
                 raise StreamBroken("the peer has closed its end")
             left = _behind(left, count)
+        return True
 
     async def send(self, parts: Sequence[memoryview | bytes]) -> None:
         """Returns when the system has taken all parts: their memory is free then. To be called by one task at a time.
@@ -127,6 +137,8 @@ class LaneSocket:
         except OSError as error:
             raise self._failure(error) from error
         fds += found
+        if not data:
+            raise NothingSaid("the peer has closed its end")
         if len(data) < LENGTHS.size:
             raise StreamBroken("the peer has closed its end")
         return _parsed(kv_pb2.LaneOpen, await self._after(data, MAX_OPEN_BYTES))

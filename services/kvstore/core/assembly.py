@@ -9,34 +9,26 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from moonpool.errors import FrameError, InvalidRequest
 from moonpool.kv.blocks import MAX_TENANT_BYTES, NO_PARENT, BlockFormat, BlockInfo, DramBlock
-from moonpool.kv.frames import DamagedSliceError, FrameOpener, OpenRun
+from moonpool.kv.frames import DamagedSliceError, FrameOpener, OpenRun, Run
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.landing import land
+from moonpool.kv.layout import KVLayout
 from moonpool.kv.selection import Selection
 from moonpool.streams.ledger import SliceLedger
 
 MAX_SESSION_BLOCKS = 16384
-"""Most keys in one session."""
-
-PORTION_BLOCKS = 128
-PORTION_BYTES = 4 << 20
-"""Blocks and bytes that are written without letting others have the event loop, for a few milliseconds at most."""
-
-AHEAD_BYTES = 4 << 20
-"""Most DRAM that is reserved for the next blocks of a session with that of a frame's."""
+PORTION_BLOCKS, PORTION_BYTES = 128, 4 << 20  # written at once: the event loop is held for a few ms at most
+AHEAD_BYTES = 4 << 20  # most DRAM that is reserved for the next blocks of a session with that of a frame's
 
 _NO_DATA = memoryview(b"")
 Indices = Callable[[Sequence[int]], None]
 Allocate = Callable[[int], memoryview]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class PutSpec:
     """What a writing session has declared: its blocks, and the layers and heads of them that it brings.
-
-    `parents` are the blocks before them in their chains, one for each key, or none when they are unknown; `written_at`
-    is the time that its blocks get. Of the deletions `forgotten` its writer knows that the blocks are younger.
 
     Raises:
         InvalidRequest: naming the field of PutOpen that is wrong.
@@ -44,12 +36,12 @@ class PutSpec:
 
     format: BlockFormat
     keys: Sequence[BlockKey]
-    parents: Sequence[BlockKey]
+    parents: Sequence[BlockKey]  # one for each key, or none when they are unknown
     tenant: str
     layers: range
     heads: range
-    written_at: int = 0
-    forgotten: Collection[str] = ()
+    written_at: int = 0  # what its blocks get
+    forgotten: Collection[str] = ()  # deletions of which its writer knows that the blocks are younger
 
     def __post_init__(self) -> None:
         layout = self.format.layout
@@ -74,7 +66,6 @@ class PutSpec:
 
     @property
     def whole_blocks(self) -> bool:
-        """Whether it has all layers and heads."""
         return len(self.layers) == self.format.layout.layers and self.all_heads
 
     def is_among(self, selection: Selection) -> bool:
@@ -83,32 +74,21 @@ class PutSpec:
         return named or not selection.keys.isdisjoint(self.keys)
 
     def info(self, index: int) -> BlockInfo:
-        """What is known of one of its blocks."""
         parent = self.parents[index] if self.parents else NO_PARENT
         return BlockInfo(self.keys[index], parent, self.tenant, self.format, self.written_at)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Assembly:
-    """One unfinished block. A session may open thousands, so that most is made with the first bytes only.
+    """One unfinished block. A session may open thousands, so that most is made with the first bytes only."""
 
-    Attributes:
-        spec: of the session that opened it first, which gives tenant and parent.
-        index: of the block in that session.
-        data: memory of the DRAM tier from its first bytes on.
-        hashes: by layer, of layers that are whole.
-        parts: layer -> one bit per head that has come, of the other layers.
-        reserved: its bytes are reserved in DRAM.
-        writers: session -> index of the block in that session.
-    """
-
-    spec: PutSpec
-    index: int
-    data: memoryview = _NO_DATA
-    hashes: dict[int, int] = dataclasses.field(init=False)
-    parts: dict[int, int] = dataclasses.field(init=False)
-    reserved: bool = False
-    writers: dict["PutSession", int] = dataclasses.field(default_factory=dict)
+    spec: PutSpec  # of the session that opened it first, which gives tenant and parent
+    index: int  # of the block in that session
+    data: memoryview = _NO_DATA  # memory of the DRAM tier from its first bytes on
+    hashes: dict[int, int] = dataclasses.field(init=False)  # by layer, of layers that are whole
+    parts: dict[int, int] = dataclasses.field(init=False)  # layer -> one bit per head that has come, of other layers
+    reserved: bool = False  # its bytes are, in DRAM
+    writers: dict["PutSession", int] = dataclasses.field(default_factory=dict)  # with the index of the block there
 
     @property
     def key(self) -> BlockKey:
@@ -116,7 +96,6 @@ class Assembly:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole block."""
         return self.spec.format.layout.block_bytes
 
     def target(self, layer: int, place: slice, heads: int, allocate: Allocate) -> memoryview | None:
@@ -149,40 +128,27 @@ class Assembly:
         return len(self.hashes) == layout.layers
 
     def block(self) -> DramBlock:
-        """The whole block."""
         hashes = [self.hashes[layer] for layer in range(self.spec.format.layout.layers)]
         return DramBlock(self.spec.info(self.index), self.data, hashes)
 
 
 class PutSession:
-    """One writing session.
-
-    Attributes:
-        present: indices of blocks that existed when it was opened.
-        on_visible: told indices of blocks that became readable.
-        on_durable: told indices of blocks that became durable.
-        on_forgotten: told that blocks of it were deleted or found damaged, which ends it.
-        unfinished: index -> block that is not whole yet.
-        reserved_bytes: DRAM that was reserved for its blocks since it was opened.
-        opener: opens its frames, in their order.
-        ledger: slices that have come.
-    """
+    """One writing session: `on_visible` and `on_durable` are told indices of its blocks that are so from now on."""
 
     def __init__(self, spec: PutSpec, present: Sequence[int], on_visible: Indices, on_durable: Indices) -> None:
         self.spec = spec
-        self.present = present
+        self.present = present  # indices of blocks that existed when it was opened
         self.on_visible = on_visible
         self.on_durable = on_durable
-        self.on_forgotten: Callable[[], None] = lambda: None
-        self.unfinished: dict[int, Assembly] = {}
-        self.reserved_bytes = 0
+        self.on_forgotten: Callable[[], None] = lambda: None  # blocks were deleted or found damaged, which ends it
+        self.unfinished: dict[int, Assembly] = {}  # by index
+        self.reserved_bytes = 0  # of DRAM since it was opened
         self.closed = False
         self.opener = FrameOpener(spec.format.layout, spec.heads, spec.keys)
         self.ledger = SliceLedger(spec.layers, len(spec.keys), spec.heads)
 
     @property
     def complete(self) -> bool:
-        """Whether all of its blocks are whole."""
         return not self.unfinished
 
     def begun_by(self, runs: Sequence[OpenRun]) -> list[Assembly]:
@@ -204,15 +170,11 @@ class PutSession:
     def take(self, runs: Sequence[OpenRun], allocate: Allocate) -> Iterator[Assembly]:
         """Writes a parsed frame into its blocks; yields those that are whole, which the caller must finish at once.
 
-        Raises:
-            DamagedSliceError: a slice's bytes are not what was sent.
-            FrameError: it does not belong to the session.
-            Overloaded: there is no memory.
+        Raises DamagedSliceError, FrameError when it does not belong to the session, Overloaded without memory.
         """
         unfinished, layout, all_heads = self.unfinished, self.spec.format.layout, self.spec.all_heads
         for run, data, hashes in runs:
-            if run.valid_tokens != layout.block_tokens:
-                raise FrameError(f"{run}: only full blocks are stored")
+            _check_full(run, layout)
             values = self.opener.unbound(run, hashes)
             self.ledger.accept(run)
             layer, first, count = run.layer, run.first_block, run.block_count
@@ -233,9 +195,41 @@ class PutSession:
                 raise DamagedSliceError(layer, first + good)
 
 
+def landed(
+    spec: PutSpec, opener: FrameOpener, runs: Sequence[OpenRun], present: Collection[int], allocate: Allocate
+) -> list[DramBlock]:
+    """Copies and verifies a frame that has as many slices as the session's blocks; those blocks that are not `present`.
+
+    Raises what `PutSession.take` does.
+    """
+    layout, layers, size = spec.format.layout, spec.format.layout.layers, spec.format.layout.slice_bytes
+    memory = {at: allocate(layout.block_bytes) for at in range(len(spec.keys)) if at not in present}
+    spare = memoryview(bytearray(size if present else 0))  # for slices that nobody needs
+    hashes = [-1] * (len(spec.keys) * layers)
+    for run, data, bound in runs:
+        _check_full(run, layout)
+        layer, first, count = run.layer, run.first_block, run.block_count
+        begin, end, values = layer * size, (layer + 1) * size, opener.unbound(run, bound)
+        blocks = range(first, first + count)
+        good = land([memory[block][begin:end] if block in memory else spare for block in blocks], data, values)
+        if good < count:
+            raise DamagedSliceError(layer, first + good)
+        hashes[first * layers + layer : (first + count) * layers : layers] = bound
+    if -1 in hashes:
+        raise FrameError("some slices came twice, and others not at all")
+    return [DramBlock(spec.info(at), data, hashes[at * layers : (at + 1) * layers]) for at, data in memory.items()]
+
+
+def _check_full(run: Run, layout: KVLayout) -> None:
+    if run.valid_tokens != layout.block_tokens:
+        raise FrameError(f"{run}: only full blocks are stored")
+
+
 def portions(runs: Sequence[OpenRun]) -> list[list[OpenRun]]:
     """Splits a parsed frame into parts that hold the event loop for a moment only, of at least a slice each."""
-    if not is_long(runs):
+    first = min((run.first_block for run, _, _ in runs), default=0)
+    last = max((run.first_block + run.block_count for run, _, _ in runs), default=0)
+    if last - first <= PORTION_BLOCKS and sum(len(data) for _, data, _ in runs) <= PORTION_BYTES:
         return [list(runs)]
     parts: list[list[OpenRun]] = [[]]
     slices = nbytes = 0
@@ -252,10 +246,3 @@ def portions(runs: Sequence[OpenRun]) -> list[list[OpenRun]]:
             parts[-1].append(OpenRun(some, data[at * size : (at + count) * size], hashes[at : at + count]))
             slices, nbytes, at = slices + count, nbytes + count * size, at + count
     return parts
-
-
-def is_long(runs: Sequence[OpenRun]) -> bool:
-    """Whether a parsed frame has more blocks or bytes than are written without letting others have the event loop."""
-    first = min((run.first_block for run, _, _ in runs), default=0)
-    last = max((run.first_block + run.block_count for run, _, _ in runs), default=0)
-    return last - first > PORTION_BLOCKS or sum(len(data) for _, data, _ in runs) > PORTION_BYTES

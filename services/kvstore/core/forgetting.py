@@ -1,24 +1,22 @@
 """Deleting blocks from both tiers, in steps between which others may run.
 
-With the first step, writing sessions that bring such blocks end; older blocks are refused since the store knows of the
-deletion (`Writes.deletions`). The steps go through the parts of all keys: a block that moves between the tiers stays in
-its part, so none is missed. With the last step nobody finds the blocks; what comes meanwhile may be deleted as well. A
-read that has begun may end with what it has in DRAM; what it has not read from the SSD tier yet is a miss, unless its
-segment was being rewritten when it began: then it reads on, and nothing of it is kept (`Reads.close`). Records are
-overwritten with the next plans (`SsdTier.erasing`).
+With the first step, writing sessions that bring such blocks end. The steps go through the parts of all keys: a block
+that moves between the tiers stays in its part, so none is missed. A read that has begun may end with what it has in
+DRAM; what it has not read from the SSD tier yet is a miss, unless its segment was being rewritten when it began: then
+it reads on, and nothing of it is kept (`Reads.close`). Records are overwritten with the next plans.
 """
 
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 from moonpool.kv.blocks import BlockInfo, DramBlock
+from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PARTS
 from moonpool.kv.selection import Selection, ttl_of
 from services.kvstore.core.store import BlockStore
 from services.kvstore.ssd.catalogue import Catalogue, Place, Wanted
 
-STEP_BLOCKS = 2048
-"""Most blocks deleted in one step, some 20 ms, and blocks looked at: about as many, but one part of all at least."""
+STEP_BLOCKS = 2048  # deleted in one step, some 20 ms, or looked at; but one part of all at least
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +46,20 @@ def forget(store: BlockStore, selection: Selection, step_blocks: int = STEP_BLOC
     forgotten = yield from _sweep(store, in_dram, on_ssd, step_blocks)
     yield from _erase_dead(store, on_ssd, step_blocks)
     return forgotten
+
+
+def drop(store: BlockStore, keys: Sequence[BlockKey]) -> Forgotten:
+    """Deletes a few blocks by key, at once. Dead copies of them stay on the disk until their segments go."""
+    tiers = store.tiers
+    store.writes.forget(Selection(frozenset(keys)))
+    blocks = [block for key in keys if (block := tiers.dram.get(key)) is not None]
+    places = (
+        [] if tiers.ssd is None else [place for key in keys if (place := tiers.ssd.catalogue.find(key)) is not None]
+    )
+    dropped = _remove(store, blocks, places)
+    tiers.listener.room()
+    tiers.listener.work()
+    return dropped
 
 
 def expire(store: BlockStore, ttl_s: Mapping[str, float], now: float) -> Steps:

@@ -1,8 +1,7 @@
 """Leases on leading blocks of a chain, and blocks that come back from the SSD tier into DRAM.
 
-A lease keeps its blocks from being evicted or reclaimed until it is closed. Blocks that a lease reads whole from the
-SSD tier are read into DRAM that was reserved for them, and stay there. All leases together keep at most `lease_bytes`
-of DRAM; a lease that would need more gets fewer leading blocks. Reading the device is done elsewhere.
+A lease keeps its blocks from being evicted or reclaimed until it is closed. Blocks that it reads whole from the SSD
+tier are read into DRAM that was reserved for them, and stay there. Reading the device is done elsewhere.
 """
 
 import dataclasses
@@ -19,32 +18,19 @@ from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.tenancy.tenants import TenantBytes
 
-PORTION_KEYS = 2048
-"""Keys that are leased without letting others have the event loop."""
+PORTION_KEYS = 2048  # leased without letting others have the event loop
 
 
 @dataclasses.dataclass(slots=True)
 class LeasedBlock:
-    """Where one block of a lease comes from: `block` in DRAM, held, or `reader` on the SSD tier.
-
-    Attributes:
-        tenant: whose block `reader` reads.
-        allocate: gives memory for the whole block, which may stay in DRAM then; None when no DRAM was reserved for it.
-        fill: memory that `reader` reads to then, from the first slice on.
-        filled: one bit per layer whose verified bytes are in `fill`.
-    """
+    """Where one block of a lease comes from: `block` in DRAM, held, or `reader` on the SSD tier."""
 
     block: DramBlock | None = None
     reader: SsdReader | None = None
-    tenant: str = ""
-    allocate: Callable[[int], memoryview] | None = None
-    fill: memoryview | None = None
-    filled: int = 0
-
-    @property
-    def reserved(self) -> bool:
-        """Whether DRAM was reserved for the whole block."""
-        return self.allocate is not None
+    tenant: str = ""  # whose block `reader` reads
+    allocate: Callable[[int], memoryview] | None = None  # gives memory for the block, where DRAM was reserved for it
+    fill: memoryview | None = None  # that memory, from the first slice on
+    filled: int = 0  # one bit per layer whose verified bytes are in it
 
     def memory(self, layer: int, layout: KVLayout) -> memoryview:
         """Memory to read one layer to: in `fill`, else new; raises Overloaded when the operating system gives none."""
@@ -57,14 +43,8 @@ class LeasedBlock:
 
     def promoted(self, layout: KVLayout) -> DramBlock | None:
         """The block that was read from the SSD tier into reserved DRAM; None when not all of it was read."""
-        reader = self.reader
-        if (
-            reader is None
-            or reader.deleted
-            or reader.info is None
-            or self.fill is None
-            or self.filled != (1 << layout.layers) - 1
-        ):
+        reader, whole = self.reader, self.filled == (1 << layout.layers) - 1
+        if reader is None or reader.deleted or reader.info is None or self.fill is None or not whole:
             return None
         hashes = [reader.hashes[layer] for layer in range(layout.layers)]
         return DramBlock(dataclasses.replace(reader.info, tenant=self.tenant), self.fill, hashes)
@@ -72,61 +52,41 @@ class LeasedBlock:
 
 @dataclasses.dataclass(slots=True)
 class ReadLease:
-    """Blocks that stay until the lease is closed, in the order of the reader's keys.
-
-    Attributes:
-        promote: the reader reads whole blocks, so that those of the SSD tier may stay in DRAM.
-        counted: among hits and misses.
-    """
+    """Blocks that stay until the lease is closed, in the order of the reader's keys."""
 
     format: BlockFormat
     keys: Sequence[BlockKey]
     sources: list[LeasedBlock] = dataclasses.field(default_factory=list)
-    promote: bool = False
-    counted: bool = True
+    promote: bool = False  # whole blocks are read, so that those of the SSD tier may stay in DRAM
+    counted: bool = True  # among hits and misses
     closed: bool = False
 
     @property
     def blocks(self) -> int:
-        """How many blocks it holds."""
         return len(self.sources)
 
     @property
     def cold(self) -> bool:
-        """Whether some of them are not in DRAM."""
         return any(source.reader is not None for source in self.sources)
 
 
 class Reads:
-    """All leases.
+    """All leases, `max_sessions` at most, which keep `lease_bytes` of DRAM: blocks, and room for those being read in.
 
-    Args:
-        writes: is told of blocks that were found damaged.
-        max_sessions: most open leases.
-        lease_bytes: most DRAM that leases keep: blocks, and what is reserved for blocks being read in.
-
-    Attributes:
-        leases: number of open leases.
-        leased_bytes: DRAM that leases keep.
-        damaged_blocks: blocks whose bytes in DRAM were found not to match their hashes, since the start.
-        bad_blocks: the same, of those on SSD.
+    `writes` is told of blocks that were found damaged.
     """
 
     def __init__(self, tiers: TieredStore, writes: Writes, *, max_sessions: int, lease_bytes: int) -> None:
         self.tiers = tiers
         self._writes = writes
         self._max_sessions = max_sessions
-        self._lease_bytes = lease_bytes
-        self._leased: dict[BlockKey, int] = {}  # leases of each block in DRAM
-        self._keys = 0
-        self.leased_bytes = 0
-        self.leases = 0
-        self.dram_hits = 0
-        self.ssd_hits = 0
-        self.misses = 0
-        self.promotions = 0
-        self.bad_blocks = 0
-        self.damaged_blocks = 0
+        self.lease_bytes = lease_bytes
+        self.leased: dict[BlockKey, int] = {}  # leases of each block in DRAM
+        self.open_keys = 0
+        self.leased_bytes = self.leases = 0
+        self.dram_hits = self.ssd_hits = self.misses = self.promotions = 0
+        self.bad_blocks = 0  # on SSD, that did not match their hashes
+        self.damaged_blocks = 0  # the same, in DRAM
 
     def open(
         self, keys: Sequence[BlockKey], block_format: BlockFormat, *, promote: bool, counted: bool = True
@@ -138,14 +98,10 @@ class Reads:
         return lease
 
     def begin(self, lease: ReadLease) -> ReadLease:
-        """Opens a lease that holds nothing yet.
-
-        Raises:
-            Overloaded: too many are open.
-        """
-        if self.leases >= self._max_sessions or self._keys + len(lease.keys) > MAX_OPEN_KEYS:
+        """Opens a lease that holds nothing yet; raises Overloaded when too many are open."""
+        if self.leases >= self._max_sessions or self.open_keys + len(lease.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many reading sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
-        self._keys += len(lease.keys)
+        self.open_keys += len(lease.keys)
         self.leases += 1
         self.tiers.listener.sessions_changed()
         return lease
@@ -153,8 +109,7 @@ class Reads:
     def extend(self, lease: ReadLease) -> bool:
         """Leases a portion of the leading blocks of the chain that are here; whether there may be more.
 
-        Raises:
-            Overloaded: leases keep so much DRAM that not even the first block can be had. The lease is closed then.
+        Raises Overloaded, and closes the lease, when leases keep so much DRAM that not even the first can be had.
         """
         end = min(lease.blocks + PORTION_KEYS, len(lease.keys))
         dram, keys = self.tiers.dram, lease.keys[lease.blocks : end]
@@ -163,7 +118,10 @@ class Reads:
         for block in held:
             dram.hold(block)
         try:
-            self._lease_leading(keys, lease)
+            for key in keys:
+                if (source := self._source(key, lease)) is None:
+                    break
+                lease.sources.append(source)
         finally:
             self.tiers.release(held)
         if lease.blocks == end < len(lease.keys):
@@ -176,13 +134,6 @@ class Reads:
         if lease.counted:
             self._count(lease)
         return False
-
-    def _lease_leading(self, keys: Sequence[BlockKey], lease: ReadLease) -> None:
-        for key in keys:
-            source = self._source(key, lease)
-            if source is None:
-                break
-            lease.sources.append(source)
 
     def _count(self, lease: ReadLease) -> None:
         self.tiers.touch(lease.keys[: lease.blocks])
@@ -198,19 +149,20 @@ class Reads:
     def _source(self, key: BlockKey, lease: ReadLease) -> LeasedBlock | None:
         """Leases one block; None when it is not here, or leases keep as much DRAM as they may."""
         dram, ssd, size = self.tiers.dram, self.tiers.ssd, lease.format.layout.block_bytes
-        fits = self.leased_bytes + size <= self._lease_bytes
+        fits = self.leased_bytes + size <= self.lease_bytes
         block = dram.get(key)
         if block is not None:
-            leases = self._leased.get(key, 0)
+            leases = self.leased.get(key, 0)
             if not (leases or fits) or not self._is_wanted(block, lease):
                 return None
             dram.hold(block)
             self.leased_bytes += 0 if leases else size
-            self._leased[key] = leases + 1
+            self.leased[key] = leases + 1
             return LeasedBlock(block)
-        if ssd is None or ssd.catalogue.format_of(key) != lease.format:
+        kind = None if ssd is None else ssd.catalogue.kind_of(key)
+        if ssd is None or kind is None or kind.format != lease.format:
             return None
-        source = LeasedBlock(reader=ssd.reader(key), tenant=ssd.catalogue.tenant_of(key) or "")
+        source = LeasedBlock(reader=ssd.reader(key), tenant=kind.tenant)
         if lease.promote and fits and self.tiers.reserve({source.tenant: size}):
             self.leased_bytes += size
             source.allocate = functools.partial(dram.arena.allocate, ahead=False)
@@ -243,13 +195,13 @@ class Reads:
             return
         lease.closed = True
         self.leases -= 1
-        self._keys -= len(lease.keys)
+        self.open_keys -= len(lease.keys)
         layout = lease.format.layout
         held = [source.block for source in lease.sources if source.block is not None]
         for block in held:
-            left = self._leased.pop(block.info.key) - 1
+            left = self.leased.pop(block.info.key) - 1
             if left:
-                self._leased[block.info.key] = left
+                self.leased[block.info.key] = left
             else:
                 self.leased_bytes -= layout.block_bytes
         promoted: dict[BlockKey, DramBlock] = {}
@@ -257,11 +209,17 @@ class Reads:
         for source in lease.sources if len(held) < lease.blocks else ():
             if source.reader is not None:
                 source.reader.release()
-            if not source.reserved:
+            if source.allocate is None:
                 continue
             self.leased_bytes -= layout.block_bytes
-            read = self._promoted(source, layout)
-            if read is None or promoted.setdefault(read.info.key, read) is not read:
+            read = source.promoted(layout)
+            # What has left the SSD tier meanwhile may not stay: it may have been deleted. A segment that was rewritten
+            # while it was read does not tell (`SsdReader.deleted`): only the new copy is erased.
+            if (
+                read is None
+                or not self.tiers.durable(read.info.key)
+                or promoted.setdefault(read.info.key, read) is not read
+            ):
                 unused.add(source.tenant, layout.block_bytes)
             source.fill = None
         taken = self.tiers.insert(list(promoted.values()))
@@ -271,18 +229,3 @@ class Reads:
         self.tiers.release(held)
         self.tiers.listener.room()
         self.tiers.listener.sessions_changed()
-
-    def _promoted(self, source: LeasedBlock, layout: KVLayout) -> DramBlock | None:
-        """What was read whole and may stay. What has left the SSD tier meanwhile may not: it may have been deleted.
-
-        A segment that was rewritten while it was read does not tell (`SsdReader.deleted`): only the new copy is erased.
-        """
-        read = source.promoted(layout)
-        return read if read is not None and self.tiers.durable(read.info.key) else None
-
-    def check_invariants(self) -> None:
-        """Checks that leases keep no more than they may, and nothing when none is open."""
-        assert 0 <= self.leased_bytes <= self._lease_bytes
-        assert all(count > 0 for count in self._leased.values())
-        if not self.leases:
-            assert (self.leased_bytes, self._leased, self._keys) == (0, {}, 0)

@@ -1,11 +1,11 @@
 """The union of the two tiers: a key is here when either has it; each arrival and each departure is told once."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
-from moonpool.kv.parts import PARTS
+from moonpool.kv.layout import KVLayout
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.ssd.tier import SsdTier
 
@@ -40,29 +40,22 @@ class TieredStore:
     def __contains__(self, key: bytes) -> bool:
         return key in self.dram or self.durable(key)
 
-    def __iter__(self) -> Iterator[BlockKey]:
-        return itertools.chain.from_iterable(map(self.part, range(PARTS)))
-
     def part(self, number: int) -> list[BlockKey]:
-        """Every key of one part, once. A walk over all parts misses no key that stays.
-
-        A block that moves between the tiers stays in its part; a walk over one tier and then the other could miss it.
-        """
-        found = self.dram.part(number)
+        """Every key of one part, once. A walk over all parts misses no key that stays: none changes its part."""
+        found = self.dram.parts[number]
         if self.ssd is None:
             return list(found)
         return [*found, *itertools.filterfalse(found.__contains__, self.ssd.catalogue.parts[number])]
 
     def durable(self, key: bytes) -> bool:
-        """Whether the block survives a restart."""
         return self.ssd is not None and key in self.ssd.catalogue
 
     def format_of(self, key: BlockKey) -> BlockFormat | None:
-        """The block's format; None when it is not here."""
         block = self.dram.get(key)
         if block is not None:
             return block.info.format
-        return None if self.ssd is None else self.ssd.catalogue.format_of(key)
+        kind = None if self.ssd is None else self.ssd.catalogue.kind_of(key)
+        return None if kind is None else kind.format
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks of a chain are here."""
@@ -73,7 +66,6 @@ class TieredStore:
         return len(keys)
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
-        """Counts blocks of `chain`, head first, as used."""
         self.dram.touch(chain)
         if self.ssd is not None:
             self.ssd.catalogue.touch(chain)
@@ -86,12 +78,12 @@ class TieredStore:
             if victims is None:
                 self.unreserve(taken)
                 return False
-            self.removed(victims)
+            if victims:
+                self.removed(victims)
             taken[tenant] = count
         return True
 
     def unreserve(self, nbytes: Mapping[str, int]) -> None:
-        """Gives reserved bytes back, by tenant."""
         for tenant, count in nbytes.items():
             self.dram.unreserve(count, tenant)
         if nbytes:
@@ -115,7 +107,6 @@ class TieredStore:
         return taken
 
     def release(self, blocks: Sequence[DramBlock]) -> None:
-        """Ends one hold on each."""
         for block in blocks:
             self.dram.release(block)
         if blocks:
@@ -126,3 +117,17 @@ class TieredStore:
         lost = [key for key in keys if key not in self]
         if lost:
             self.listener.changed((), lost)
+
+
+def find(tiers: TieredStore, keys: Sequence[BlockKey], namespace: bytes) -> tuple[list[int], list[KVLayout]]:
+    """Which blocks of a namespace are here, each on its own.
+
+    Returns for each key 0, or the number of its layout from 1; and the layouts.
+    """
+    layouts: dict[KVLayout, int] = {}
+    found = []
+    for key in keys:
+        there = tiers.format_of(key)
+        known = there is not None and there.namespace == namespace
+        found.append(layouts.setdefault(there.layout, len(layouts) + 1) if there is not None and known else 0)
+    return found, list(layouts)

@@ -16,17 +16,9 @@ from services.kvstore.ssd.records import record_size
 
 
 class WriteQueue:
-    """The queue to the SSD tier, if there is one.
+    """The queue to the SSD tier, if there is one; `on_durable` is told keys of blocks that were committed.
 
-    Args:
-        on_durable: told keys of blocks that were committed.
-        batch_bytes: most bytes in one commit, unless one block is larger.
-
-    Attributes:
-        queued: keys of visible blocks on their way to the SSD tier: in the queue or in the plan under way.
-        unsaved: keys of blocks that the SSD tier has not taken yet, the one tried last at the end. Some may have left
-            DRAM meanwhile, or be queued again.
-        blocks_not_durable: blocks that the SSD tier did not take at the first try.
+    One commit has at most `batch_bytes`, unless one block is larger.
     """
 
     def __init__(self, tiers: TieredStore, on_durable: Callable[[Sequence[BlockKey]], None], batch_bytes: int) -> None:
@@ -34,14 +26,13 @@ class WriteQueue:
         self._on_durable = on_durable
         # A plan cannot reclaim what it stores itself: what it refused for that, the next one would have taken.
         self._batch_bytes = batch_bytes if tiers.ssd is None else min(batch_bytes, tiers.ssd.space.capacity_bytes // 2)
-        self._queue: collections.deque[DramBlock] = collections.deque()
-        self._committing: WritePlan | None = None
-        self._recalled: set[DramBlock] = set()  # gone for good while the plan under way writes them
-        self.queued: set[BlockKey] = set()
-        self.unsaved: dict[BlockKey, None] = {}
-        self.blocks_durable = 0
-        self.blocks_not_durable = 0
-        self.failed_batches = 0
+        self.waiting: collections.deque[DramBlock] = collections.deque()
+        self.committing: WritePlan | None = None
+        self.recalled: set[DramBlock] = set()  # gone for good while the plan under way writes them
+        self.queued: set[BlockKey] = set()  # in the queue or in the plan under way
+        self.unsaved: dict[BlockKey, None] = {}  # not taken yet, the last tried at the end; some may be gone or queued
+        self.blocks_durable = self.failed_batches = 0
+        self.blocks_not_durable = 0  # at the first try
 
     def add(self, blocks: Iterable[DramBlock]) -> None:
         """Queues those blocks that are neither durable nor queued."""
@@ -52,19 +43,19 @@ class WriteQueue:
             if key not in self.queued and not self._tiers.durable(key):
                 self._tiers.dram.hold(block)
                 self.queued.add(key)
-                self._queue.append(block)
-        if self._queue:
+                self.waiting.append(block)
+        if self.waiting:
             self._tiers.listener.work()
 
     def next_plan(self) -> WritePlan | None:
         """The next batch for `SsdTier.commit`; None when there is nothing to do, or one is under way."""
         ssd = self._tiers.ssd
-        if ssd is None or self._committing is not None or not (self._queue or ssd.has_housekeeping):
+        if ssd is None or self.committing is not None or not (self.waiting or ssd.has_housekeeping):
             return None
-        batch = self._first_batch(self._queue)
+        batch = self._first_batch(self.waiting)
         for _ in batch:
-            self._queue.popleft()
-        plan = self._committing = ssd.plan(batch)
+            self.waiting.popleft()
+        plan = self.committing = ssd.plan(batch)
         self._tiers.removed(plan.removed)
         self._not_durable(plan.rejected)
         return plan
@@ -82,18 +73,18 @@ class WriteQueue:
 
     def plan_done(self, error: BaseException | None, *, again: bool = False) -> None:
         """The plan under way was committed, or failed with `error`; `again`: its blocks are tried again at once."""
-        plan, self._committing = self._committing, None
+        plan, self.committing = self.committing, None
         ssd = self._tiers.ssd
         assert plan is not None
         assert ssd is not None
-        recalled, self._recalled = self._recalled, set()
+        recalled, self.recalled = self.recalled, set()
         blocks = [block for block in plan.blocks if block not in recalled]
         if error is not None:
             self.failed_batches += 1
             ssd.failed(plan, error)
             self._tiers.removed(plan.lost)
             if again:
-                self._queue.extendleft(reversed(blocks))
+                self.waiting.extendleft(reversed(blocks))
             else:
                 self._not_durable(blocks)
         else:
@@ -106,17 +97,17 @@ class WriteQueue:
     @property
     def erasing(self) -> bool:
         """Whether something that was deleted may be on disk still."""
-        return bool(self._recalled) or (self._tiers.ssd is not None and self._tiers.ssd.erasing)
+        return bool(self.recalled) or (self._tiers.ssd is not None and self._tiers.ssd.erasing)
 
     def recall(self, blocks: Iterable[DramBlock]) -> None:
         """Blocks have left DRAM for good: none of them becomes durable."""
         coming = {block for block in blocks if block.info.key in self.queued}
         if not coming:
             return
-        waiting = [block for block in self._queue if block in coming]
-        self._queue = collections.deque(block for block in self._queue if block not in coming)
-        writing = coming.intersection(self._committing.blocks if self._committing is not None else ())
-        self._recalled |= writing
+        waiting = [block for block in self.waiting if block in coming]
+        self.waiting = collections.deque(block for block in self.waiting if block not in coming)
+        writing = coming.intersection(self.committing.blocks if self.committing is not None else ())
+        self.recalled |= writing
         self.queued.difference_update(block.info.key for block in (*waiting, *writing))
         self._tiers.release(waiting)
 
@@ -155,15 +146,3 @@ class WriteQueue:
                 del self.unsaved[key]
             elif key not in self.queued:
                 yield block
-
-    def check_invariants(self) -> None:
-        """Checks that waiting blocks are held and not durable."""
-        waiting = [*self._queue, *(self._committing.blocks if self._committing else ())]
-        assert self._recalled <= set(waiting)
-        waiting = [block for block in waiting if block not in self._recalled]
-        assert self.queued == {block.info.key for block in waiting}
-        assert len(self.queued) == len(waiting)
-        assert not any(map(self._tiers.durable, (*self.queued, *self.unsaved)))
-        there = self._tiers.dram
-        assert all(block.holds > 0 for block in waiting)
-        assert all(there.get(block.info.key) is block or block in there.leaving for block in waiting)

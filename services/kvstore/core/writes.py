@@ -1,6 +1,7 @@
 """Writing sessions: they bring blocks, whole blocks become VISIBLE, blocks committed to the SSD tier DURABLE.
 
-DRAM for a block is reserved when its first bytes come, or those of a block shortly before it.
+DRAM for a block is reserved when its first bytes come, or those of a block shortly before it. Blocks that come whole,
+all of a session in one frame with its opening, need no session (`put_whole`): the usual way of a few small blocks.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -8,17 +9,16 @@ from collections.abc import Collection, Iterable, Sequence
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.deletions import Deletions
-from moonpool.kv.frames import OpenRun
+from moonpool.kv.frames import FrameOpener, OpenRun
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
-from services.kvstore.core.assembly import Assembly, Indices, PutSession, PutSpec
+from services.kvstore.core.assembly import PORTION_BLOCKS, PORTION_BYTES, Assembly, Indices, PutSession, PutSpec, landed
 from services.kvstore.core.tiered_store import TieredStore
 from services.kvstore.core.write_queue import WriteQueue
 from services.kvstore.dram.arena import RETRY_AFTER_S
-from services.kvstore.tenancy.tenants import TenantBytes
+from services.kvstore.tenancy.tenants import sum_by_tenant
 
-MAX_OPEN_KEYS = 1 << 18
-"""Most keys of all open writing sessions together."""
+MAX_OPEN_KEYS = 1 << 18  # of all open sessions together
 
 
 class DeletedBlocks(InvalidRequest):
@@ -26,15 +26,10 @@ class DeletedBlocks(InvalidRequest):
 
 
 class Writes:
-    """Writing sessions.
-
-    Args:
-        max_sessions: most open sessions.
-        batch_bytes: most bytes in one commit, unless one block is larger.
+    """All writing sessions, at most `max_sessions`.
 
     Attributes:
-        queue: blocks on their way to the SSD tier.
-        sessions: open sessions.
+        queue: blocks on their way to the SSD tier, in batches of `batch_bytes`.
         unfinished: blocks that are being written.
         awaiting: sessions that wait for a block to become durable, each with its index there.
         deletions: those that this store knows of: what is older must not come back.
@@ -43,7 +38,7 @@ class Writes:
     def __init__(self, tiers: TieredStore, deletions: Deletions, *, max_sessions: int, batch_bytes: int) -> None:
         self._tiers = tiers
         self._max_sessions = max_sessions
-        self._keys = 0  # of all open sessions
+        self.open_keys = 0  # of all open sessions
         self.queue = WriteQueue(tiers, self._durable, batch_bytes)
         self.sessions: set[PutSession] = set()
         self.unfinished: dict[BlockKey, Assembly] = {}
@@ -58,19 +53,16 @@ class Writes:
     def open(self, spec: PutSpec, on_visible: Indices, on_durable: Indices, *, now: float = 0.0) -> PutSession | None:
         """Opens a session; evicts and reserves nothing, since that is done when data comes.
 
-        `on_visible` is told indices of blocks that others can read from now on; `on_durable` is told indices of blocks
-        that survive a restart from now on, present ones among them. Returns None while there is no room for one more
-        block; `StoreListener.room` tells when to try again.
-
-        Raises:
-            InvalidRequest: it can never be opened; DeletedBlocks if there is a deletion that its writer does not know.
-            Overloaded: too many sessions are open, or pins and guarantees of others leave too little.
+        `on_visible` is told indices of blocks that others can read from now on, `on_durable` of those that survive a
+        restart, present ones among them. Returns None while there is no room for one more block; `StoreListener.room`
+        tells when to try again. Raises InvalidRequest if it can never be opened, Overloaded if too many are open, or
+        pins and guarantees of others leave too little.
         """
         self.check_not_deleted(spec)
-        if len(self.sessions) >= self._max_sessions or self._keys + len(spec.keys) > MAX_OPEN_KEYS:
+        if len(self.sessions) >= self._max_sessions or self.open_keys + len(spec.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many writing sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
         tiers, dram, size = self._tiers, self._tiers.dram, spec.format.layout.block_bytes
-        present = self.present(spec)
+        present = self._present(spec)
         dram.check_possible((len(spec.keys) - len(present)) * size, spec.tenant, now)
         if len(present) < len(spec.keys) and not dram.can_reserve(size, spec.tenant):
             return None
@@ -78,17 +70,47 @@ class Writes:
         self._expect(session)
         for index in present:
             self._await_durable(session, index)
-        self.offered(spec, present)
+        self._offered(spec, present)
         tiers.listener.sessions_changed()
         return session
 
-    def offered(self, spec: PutSpec, present: Sequence[int]) -> None:
+    def put_whole(self, spec: PutSpec, opener: FrameOpener, runs: Sequence[OpenRun], now: float) -> list[int] | None:
+        """Stores the blocks of a parsed frame that has all of them; None, without effect, when it takes a session.
+
+        Returns the indices of those that were here already. It takes a session when there is no room, or when it would
+        hold the event loop for long. Raises what `open` and `write` do.
+        """
+        tiers, size, count = self._tiers, spec.format.layout.block_bytes, len(spec.keys)
+        small = count <= PORTION_BLOCKS and count * size <= PORTION_BYTES
+        if not small or not spec.whole_blocks or opener.unfinished_bytes:
+            return None
+        self.check_not_deleted(spec)
+        present = self._present(spec)
+        if sum([len(hashes) for _, _, hashes in runs]) != spec.format.layout.layers * count:
+            raise InvalidRequest("frame", "is not all of the session")
+        if present:
+            self._offered(spec, present)  # before others are evicted
+        if not tiers.reserve({spec.tenant: size * (count - len(present))}):
+            tiers.dram.check_possible(size * (count - len(present)), spec.tenant, now)
+            return None
+        try:
+            blocks = landed(spec, opener, runs, set(present), tiers.dram.arena.allocate)
+        except BaseException:
+            tiers.unreserve({spec.tenant: size * (count - len(present))})
+            raise
+        tiers.insert(blocks)
+        self.blocks_put += len(blocks)
+        self.arrived(blocks)
+        tiers.dram.arrived(spec.keys)
+        return present
+
+    def _offered(self, spec: PutSpec, present: Sequence[int]) -> None:
         """A writer brought blocks that are here: a use, and a reason to try again what the SSD tier did not take."""
         keys = [spec.keys[index] for index in present]
         self._tiers.touch(keys)
         self.queue.add(filter(None, map(self._tiers.dram.get, keys)))
 
-    def present(self, spec: PutSpec) -> list[int]:
+    def _present(self, spec: PutSpec) -> list[int]:
         """Indices of blocks that are here; raises InvalidRequest if one is, or is being written, in another format."""
         return [index for index, key in enumerate(spec.keys) if self._is_present(key, spec)]
 
@@ -101,7 +123,6 @@ class Writes:
         return found is not None
 
     def _expect(self, session: PutSession) -> None:
-        """Takes a session; its blocks that are not present are expected from now on."""
         present = set(session.present)
         for index, key in enumerate(session.spec.keys):
             if index in present:
@@ -112,30 +133,26 @@ class Writes:
             block.writers[session] = index
             session.unfinished[index] = block
         self.sessions.add(session)
-        self._keys += len(session.spec.keys)
+        self.open_keys += len(session.spec.keys)
 
     def durable_present(self, session: PutSession) -> list[int]:
-        """Indices of those present blocks of a session that are durable."""
         return [index for index in session.present if self._tiers.durable(session.spec.keys[index])]
 
     def reserve(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
         """Reserves DRAM for those blocks of a frame whose first bytes it brings, all or (False) none.
 
-        Where there is room, the session's next blocks get theirs too: as much as it has had so far, to spare a
-        reservation for each block.
-
-        Raises:
-            Overloaded: pins and guarantees of others leave too little; the session must be closed.
+        Where there is room, the session's next blocks get theirs too: as much as it has had so far. Raises Overloaded
+        when pins and guarantees of others leave too little; the session must be closed then.
         """
         begun = session.begun_by(runs)
         if not begun:
             return True
-        for tenant, nbytes in _by_tenant(begun).items():
-            self._tiers.dram.check_possible(nbytes, tenant, now)
         ahead = session.next_blocks(max(block.writers[session] for block in begun) + 1)
         if ahead and self._tiers.reserve(_by_tenant([*begun, *ahead])):
             begun += ahead
         elif not self._tiers.reserve(_by_tenant(begun)):
+            for tenant, nbytes in _by_tenant(begun).items():
+                self._tiers.dram.check_possible(nbytes, tenant, now)
             return False
         for block in begun:
             block.reserved = True
@@ -145,9 +162,7 @@ class Writes:
     def write(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
         """Takes an opened frame of a session and makes whole blocks visible; False, with no effect, without room.
 
-        Raises:
-            FrameError: it does not belong to the session, which must be closed.
-            Overloaded: there is no memory, or pins and guarantees of others leave too little; close the session.
+        What it raises ends the session: FrameError, or Overloaded for want of memory.
         """
         assert not session.closed
         if not self.reserve(session, runs, now=now):
@@ -165,12 +180,6 @@ class Writes:
                 self._tell_visible(whole)
         return True
 
-    def came_whole(self, blocks: Sequence[DramBlock]) -> None:
-        """Takes blocks that are not here, in the place of reserved bytes."""
-        self._tiers.insert(blocks)
-        self.blocks_put += len(blocks)
-        self.arrived(blocks)
-
     def _finish(self, block: Assembly) -> None:
         del self.unfinished[block.key]
         for session, index in block.writers.items():
@@ -180,10 +189,11 @@ class Writes:
         """Blocks came into DRAM in another way; tells the sessions that write them, which need not go on."""
         self.queue.add(blocks)
         whole = [found for block in blocks if (found := self.unfinished.get(block.info.key)) is not None]
-        for assembly in whole:
-            self._finish(assembly)
-        self._tiers.unreserve(_by_tenant(each for each in whole if each.reserved))
-        self._tell_visible(whole)
+        if whole:
+            for assembly in whole:
+                self._finish(assembly)
+            self._tiers.unreserve(_by_tenant(each for each in whole if each.reserved))
+            self._tell_visible(whole)
 
     def _tell_visible(self, whole: Sequence[Assembly]) -> None:
         visible: dict[PutSession, list[int]] = {}
@@ -205,7 +215,7 @@ class Writes:
             return
         session.closed = True
         self.sessions.remove(session)
-        self._keys -= len(session.spec.keys)
+        self.open_keys -= len(session.spec.keys)
         left_alone: list[Assembly] = []
         for block in session.unfinished.values():
             del block.writers[session]
@@ -221,11 +231,7 @@ class Writes:
         self._tiers.listener.sessions_changed()
 
     def check_not_deleted(self, spec: PutSpec) -> None:
-        """Checks that no deletion of a session's blocks is known here of which its writer does not know.
-
-        Raises:
-            DeletedBlocks: there is one.
-        """
+        """Raises DeletedBlocks if a deletion of a session's blocks is known here of which its writer does not know."""
         if self.deletions:
             known = self.deletions.concerning(spec.keys, spec.tenant, spec.format.namespace)
             if not set(spec.forgotten).issuperset(known):
@@ -233,7 +239,7 @@ class Writes:
 
     def forget(self, selection: Selection) -> None:
         """Blocks are being deleted: sessions that bring such blocks end."""
-        self._end([session for session in self.sessions if session.spec.is_among(selection)])
+        self._end({session for session in self.sessions if session.spec.is_among(selection)})
 
     def recall(self, blocks: Collection[DramBlock]) -> None:
         """Blocks have left DRAM for good: none of them becomes durable, and who waits for that hears it."""
@@ -255,7 +261,6 @@ class Writes:
             session.on_durable(indices)
 
     def awaits(self, session: PutSession) -> bool:
-        """Whether there is an SSD tier and some block of a session is not durable yet."""
         return self._tiers.ssd is not None and not all(map(self._tiers.durable, session.spec.keys))
 
     def _await_durable(self, session: PutSession, index: int) -> None:
@@ -263,26 +268,6 @@ class Writes:
         if self._tiers.ssd is not None and not self._tiers.durable(key):
             self.awaiting.setdefault(key, []).append((session, index))
 
-    def check_invariants(self) -> None:
-        """Checks that sessions and their blocks know each other, and the queue."""
-        self.queue.check_invariants()
-        assert self._keys == sum(len(session.spec.keys) for session in self.sessions)
-        for key, block in self.unfinished.items():
-            assert block.key == key
-            assert block.writers
-            assert block.reserved or not block.data
-            assert not block.data or len(block.hashes) < block.spec.format.layout.layers
-            assert self.sessions.issuperset(block.writers)
-            assert all(session.unfinished[index] is block for session, index in block.writers.items())
-        for session in self.sessions:
-            assert not session.closed
-            assert all(self.unfinished[session.spec.keys[at]] is block for at, block in session.unfinished.items())
-        reserved = sum(block.nbytes for block in self.unfinished.values() if block.reserved)
-        assert self._tiers.dram.reserved.total_bytes >= reserved
-        for key, entries in self.awaiting.items():
-            assert entries
-            assert all(not session.closed and session.spec.keys[index] == key for session, index in entries)
 
-
-def _by_tenant(blocks: Iterable[Assembly]) -> TenantBytes:
-    return TenantBytes.of((block.spec.tenant, block.nbytes) for block in blocks)
+def _by_tenant(blocks: Iterable[Assembly]) -> dict[str, int]:
+    return sum_by_tenant([(block.spec.tenant, block.nbytes) for block in blocks])

@@ -54,13 +54,11 @@ class _Slab:
         self.bare = list(range(self.slots))[::-1]
 
     @property
-    def resident(self) -> int:
-        """Slots that may have memory."""
+    def resident(self) -> int:  # slots that may have memory
         return self.slots - len(self.bare)
 
     @property
-    def live(self) -> int:
-        """Slots that are handed out."""
+    def live(self) -> int:  # slots that are handed out
         return self.resident - len(self.free)
 
 
@@ -97,7 +95,6 @@ class _SizeClass:
         return slab
 
     def file(self, slab: _Slab) -> None:
-        """Brings `warm` up to date after a change of a slab."""
         self.warm.pop(slab, None)
         if slab.free:
             self.warm[slab] = None
@@ -107,18 +104,17 @@ _Place = tuple[_SizeClass, _Slab, int]
 
 
 class Arena:
-    """Memory for blocks of any size.
+    """Memory for blocks of any size, no more than `budget_bytes` of it handed out.
 
-    The owner hands out no more than `budget_bytes`; free slots keep memory only while all slots together take little
-    more. With `ahead` a thread brings memory to slots before they are needed, within the budget, so that the first
-    bytes written to them cost the caller no page faults. Such slots count as handed out meanwhile.
+    With `ahead` a thread brings memory to slots before they are needed, so that the first bytes written to them cost
+    the caller no page faults. Such slots count as handed out meanwhile.
     """
 
     def __init__(self, budget_bytes: int, *, ahead: bool = False) -> None:
         self._budget = budget_bytes
-        self._limit = budget_bytes + budget_bytes // RESERVE_SHARE
-        self._classes: dict[int, _SizeClass] = {}
-        self._live: dict[int, tuple[object, _Place]] = {}  # by id of the reference that ends it
+        self.limit = budget_bytes + budget_bytes // RESERVE_SHARE
+        self.classes: dict[int, _SizeClass] = {}
+        self.live: dict[int, tuple[object, _Place]] = {}  # by id of the reference that ends it
         self._ended: collections.deque[_Place] = collections.deque()
         self._thread = ThreadPoolExecutor(1, "kvstore-arena") if ahead and sys.platform == "linux" else None
         self._populating: Future[None] | None = None
@@ -134,21 +130,19 @@ class Arena:
 
     @property
     def mapped_bytes(self) -> int:
-        """Address space."""
-        return sum(len(each.slabs) * each.slab_bytes for each in self._classes.values())
+        return sum(len(each.slabs) * each.slab_bytes for each in self.classes.values())
 
     def allocate(self, nbytes: int, *, ahead: bool = True) -> memoryview:
-        """Writable memory of `nbytes`, of undefined content. Not `ahead`: other threads write to it, page by page.
+        """Writable memory of undefined content; raises Overloaded when the operating system gives none.
 
-        Raises:
-            Overloaded: the operating system gives no more address space.
+        Not `ahead`: other threads write to it, page by page.
         """
         assert nbytes > 0
         self.collect()
         size = slot_bytes(nbytes)
-        each = self._classes.get(size)
+        each = self.classes.get(size)
         if each is None:
-            each = self._classes[size] = _SizeClass(size, self._budget)
+            each = self.classes[size] = _SizeClass(size, self._budget)
         fresh = not each.warm
         buffer = self._take(each, fresh=fresh)
         if fresh:
@@ -163,12 +157,12 @@ class Arena:
         self.resident_bytes += each.size if fresh else 0
         buffer = each.view.from_buffer(slab.memory, slot * each.size)
         end = weakref.ref(buffer, self._end)
-        self._live[id(end)] = end, (each, slab, slot)
+        self.live[id(end)] = end, (each, slab, slot)
         return buffer
 
     def _end(self, end: object) -> None:
         """The last view of a slot is gone. Called in any thread."""
-        self._ended.append(self._live.pop(id(end))[1])
+        self._ended.append(self.live.pop(id(end))[1])
 
     def _populate(self, thread: ThreadPoolExecutor, each: _SizeClass, buffers: list[Buffer]) -> None:
         """Brings memory to `buffers`, which have none yet, and to further slots if few are left that have any."""
@@ -192,15 +186,15 @@ class Arena:
 
     def _trim(self) -> None:
         """Gives memory in free slots back while all slots together take more than the limit."""
-        if self.resident_bytes <= self._limit:
+        if self.resident_bytes <= self.limit:
             return
-        for each in list(self._classes.values()):
+        for each in list(self.classes.values()):
             for slab in list(each.warm):
                 self._give_back(each, slab)
-                if self.resident_bytes <= self._limit:
+                if self.resident_bytes <= self.limit:
                     return
             if not each.slabs:
-                del self._classes[each.size]
+                del self.classes[each.size]
 
     def _give_back(self, each: _SizeClass, slab: _Slab) -> None:
         """Takes memory from free slots of one slab, the longest free first; removes a slab without live slots."""
@@ -209,7 +203,7 @@ class Arena:
             count = slab.resident
             del each.slabs[slab], each.warm[slab]  # the mapping goes with the last reference to it
         elif not each.small:
-            count = min(len(slab.free), -(-(self.resident_bytes - self._limit) // each.size))
+            count = min(len(slab.free), -(-(self.resident_bytes - self.limit) // each.size))
             for slot in slab.free[:count]:
                 slab.memory.madvise(mmap.MADV_DONTNEED, slot * each.size, each.size)
             slab.bare += slab.free[:count]
@@ -223,24 +217,6 @@ class Arena:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-
-    def check_invariants(self) -> None:
-        """Checks that every slot is in one state, and that the bytes add up."""
-        self.collect()
-        live = resident = free = 0
-        for size, each in self._classes.items():
-            assert size == each.size
-            for slab in each.slabs:
-                slots = {*slab.free, *slab.bare}
-                assert len(slots) == len(slab.free) + len(slab.bare) <= slab.slots
-                assert all(slot < slab.slots for slot in slots)
-                assert (slab in each.warm) == bool(slab.free)
-                live += slab.live * size
-                resident += slab.resident * size
-                free += 0 if each.small else len(slab.free)
-        assert (self.live_bytes, self.resident_bytes) == (live, resident)
-        assert live == sum(place[0].size for _, place in self._live.values())
-        assert not free or resident <= self._limit
 
 
 def _populate(buffers: list[Buffer]) -> None:

@@ -3,7 +3,7 @@
 A block that is in use is held. Held blocks and pinned blocks are never evicted, nor those that a guarantee covers.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
@@ -12,7 +12,7 @@ from moonpool.kv.parts import PartTable
 from services.kvstore.dram.arena import RETRY_AFTER_S, Arena
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import Account, TenantBytes
+from services.kvstore.tenancy.tenants import Account, TenantBytes, sum_by_tenant
 
 
 class DramTier(PartTable[DramBlock]):
@@ -36,7 +36,7 @@ class DramTier(PartTable[DramBlock]):
         self.pins = Pins() if pins is None else pins
         self.account = account or Account()
         self.arena = arena or Arena(capacity_bytes)
-        self._policy = policy
+        self.policy = policy
         self.reserved = TenantBytes()
         self.pinned = TenantBytes()
         self.fixed = TenantBytes()  # of blocks that are held or pinned
@@ -44,27 +44,19 @@ class DramTier(PartTable[DramBlock]):
         self.leaving: set[DramBlock] = set()  # found by nobody; their bytes go with their last hold
         self.evictions = 0  # blocks, since the start
 
-    def part(self, number: int) -> Collection[BlockKey]:
-        """Keys of one part of all blocks."""
-        return self.parts[number].keys()
-
     def touch(self, chain: Sequence[BlockKey]) -> None:
         """Counts those of `chain` (head first) that are here as used now."""
-        self._policy.touched(self._ordered(chain))
+        self.policy.touched(self._ordered(chain))
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
         """Blocks of `chain` (head first) that came together have all come; some may have left. Not a use of them."""
-        self._policy.arrived(self._ordered(chain))
+        self.policy.arrived(self._ordered(chain))
 
     def _ordered(self, chain: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those that the policy holds."""
         return [block.info.key for block in filter(None, map(self.get, chain)) if not block.pinned]
-
-    # Room
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of all blocks."""
         return self.account.used.total_bytes
 
     @property
@@ -75,9 +67,7 @@ class DramTier(PartTable[DramBlock]):
     def check_possible(self, nbytes: int, tenant: str, now: float) -> None:
         """Checks that `reserve` can succeed once nothing is held or reserved any more.
 
-        Raises:
-            InvalidRequest: it never can.
-            Overloaded: pins or guarantees of others leave too little; says when the next pin ends.
+        Raises InvalidRequest if it never can, Overloaded while pins or guarantees of others leave too little.
         """
         if nbytes > self.capacity_bytes:
             raise InvalidRequest("keys", f"the session needs {nbytes} bytes, all DRAM has {self.capacity_bytes}")
@@ -105,8 +95,9 @@ class DramTier(PartTable[DramBlock]):
         victims = self._victims(nbytes, tenant)
         if victims is None:
             return None
-        self._discard(victims)
-        self.evictions += len(victims)
+        if victims:
+            self._discard(victims)
+            self.evictions += len(victims)
         self.reserved.add(tenant, nbytes)
         return [block.info.key for block in victims]
 
@@ -120,7 +111,9 @@ class DramTier(PartTable[DramBlock]):
         Each block is judged as if those before it had left. Guarantees do not protect a tenant's blocks from itself.
         """
         over = nbytes - self.free_bytes
-        own = self.account.over_quota(tenant, self.reserved[tenant] + nbytes)
+        own = self.account.over_quota(tenant, self.reserved.get(tenant, 0) + nbytes)
+        if over <= 0 >= own:
+            return []
         evictable = self.block_bytes - self.fixed.total_bytes - self.account.guarded_from(tenant, self.fixed)
         if over > evictable or own > self.account.used[tenant] - self.fixed[tenant]:
             return None  # decides the common cases without a walk over the blocks
@@ -128,7 +121,7 @@ class DramTier(PartTable[DramBlock]):
         going = {tenant: 0}  # bytes by tenant
         for own_only, wanted in ((True, own), (False, over)):
             gone = going[tenant] if own_only else sum(going.values())
-            for key in self._policy.candidates() if gone < wanted else ():
+            for key in self.policy.candidates() if gone < wanted else ():
                 block = self[key]
                 owner, size = block.info.tenant, block.info.nbytes
                 if block.holds or key in victims:
@@ -147,8 +140,6 @@ class DramTier(PartTable[DramBlock]):
     def unreserve(self, nbytes: int, tenant: str = "") -> None:
         self.reserved.add(tenant, -nbytes)
 
-    # Blocks
-
     def insert(self, blocks: Sequence[DramBlock]) -> None:
         """Takes whole blocks in, in the place of as many bytes that were reserved for their tenants."""
         for tenant, nbytes in _by_tenant(blocks).items():
@@ -159,7 +150,7 @@ class DramTier(PartTable[DramBlock]):
             assert key not in self
             assert block.holds == 0
             self[key] = block
-            self._policy.added(block.info)
+            self.policy.added(block.info)
             if key in self.pins:
                 self._set_pinned(block, True)
 
@@ -171,16 +162,15 @@ class DramTier(PartTable[DramBlock]):
             self._discard([block])
             return
         del self[block.info.key]
-        self._policy.removed(block.info.key)
+        self.policy.removed(block.info.key)
         self.leaving.add(block)
 
     def _discard(self, blocks: Sequence[DramBlock]) -> None:
-        """Drops blocks that are neither held nor pinned."""
         for block in blocks:
             assert block.holds == 0
             assert not block.pinned
             del self[block.info.key]
-            self._policy.removed(block.info.key)
+            self.policy.removed(block.info.key)
         for tenant, nbytes in _by_tenant(blocks).items():
             self.account.used.add(tenant, -nbytes)
 
@@ -191,7 +181,6 @@ class DramTier(PartTable[DramBlock]):
             self._count_held(block, block.info.nbytes)
 
     def release(self, block: DramBlock) -> None:
-        """Ends one hold."""
         assert block.holds > 0
         block.holds -= 1
         if not block.holds:
@@ -215,34 +204,14 @@ class DramTier(PartTable[DramBlock]):
     def _set_pinned(self, block: DramBlock, pinned: bool) -> None:
         block.pinned = pinned
         if pinned:
-            self._policy.removed(block.info.key)
+            self.policy.removed(block.info.key)
         else:
-            self._policy.added(block.info)
+            self.policy.added(block.info)
         nbytes = block.info.nbytes if pinned else -block.info.nbytes
         self.pinned.add(block.info.tenant, nbytes)
         if not block.holds:
             self.fixed.add(block.info.tenant, nbytes)
 
-    def check_invariants(self) -> None:
-        """Checks the counts against the blocks, the budget and the quotas, and that the policy knows the same keys."""
-        blocks = [*self.values(), *self.leaving]
-        assert all(block.holds and not block.pinned for block in self.leaving)
-        assert self.held_bytes == sum(block.info.nbytes for block in blocks if block.holds)
-        assert self.free_bytes >= 0
-        assert set(self._policy.candidates()) == {key for key, block in self.items() if not block.pinned}
-        assert all(block.info.key == key and block.holds >= 0 for key, block in self.items())
-        assert all(block.pinned == (key in self.pins) for key, block in self.items())
-        assert self.account.used == _by_tenant(blocks)
-        assert self.fixed == _by_tenant(block for block in blocks if block.holds or block.pinned)
-        assert self.pinned == _by_tenant(block for block in blocks if block.pinned)
-        for count in (self.account.used, self.reserved, self.fixed, self.pinned):
-            assert count.total_bytes == count.total()
-            assert all(nbytes > 0 for nbytes in count.values())
-        for tenant, used in self.account.used.items():
-            quota = self.account.quota(tenant)
-            assert quota is None or used + self.reserved[tenant] <= quota
-        self.arena.check_invariants()
 
-
-def _by_tenant(blocks: Iterable[DramBlock]) -> TenantBytes:
-    return TenantBytes.of((block.info.tenant, block.info.nbytes) for block in blocks)
+def _by_tenant(blocks: Iterable[DramBlock]) -> dict[str, int]:
+    return sum_by_tenant([(block.info.tenant, block.info.nbytes) for block in blocks])

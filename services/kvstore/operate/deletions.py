@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from moonpool.cluster.selections import selection_from_proto
 from moonpool.errors import Unavailable
+from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection, check_ttls
 from moonpool.v1 import kv_pb2
-from services.kvstore.core.forgetting import Forgotten, Steps, expire, forget
+from services.kvstore.core.forgetting import Forgotten, Steps, drop, expire, forget
 from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.pin_keeper import PinKeeper
@@ -36,10 +37,7 @@ class Deletions:
         """Carries out what was not carried out before, and deletes what is older than its tenant's time to live.
 
         Returns what all of these deletions deleted, whenever they did. Those carried out together count as the first.
-
-        Raises:
-            InvalidRequest: a selection or a time is wrong.
-            Unavailable: nobody finds the blocks any more, but the disk did not take it; to be asked again.
+        Raises Unavailable when nobody finds the blocks any more, but the disk did not take it; to be asked again.
         """
         ttl_s = check_ttls(ttl_s)
         asked = {one.id: selection_from_proto(one.selection) for one in deletions}
@@ -55,8 +53,7 @@ class Deletions:
                 self.unsaved.update(dict.fromkeys(new, Forgotten()) | {next(iter(new)): done})
             if ttl_s:
                 expired = await _in_turns(expire(self.store, ttl_s, self.clock()))
-        if self.writer is not None and not await self.writer.erased(self.timeout_s):
-            raise Unavailable("deleted, but not on disk yet, which does not take it")
+        await self._erased()
         counts = {name: count for name in asked if (count := self._done(name)) is not None}
         await self.ledger.applied(
             {name: (one.blocks, one.nbytes) for name, one in counts.items() if name in self.unsaved}
@@ -65,18 +62,27 @@ class Deletions:
             self.unsaved.pop(name, None)
         return sum(counts.values(), start=expired)
 
+    async def drop(self, keys: Sequence[BlockKey]) -> Forgotten:
+        """Drops blocks that may be put again; raises Unavailable as `forget`."""
+        async with self.turn:
+            dropped = drop(self.store, keys)
+        await self._erased()
+        return dropped
+
+    async def _erased(self) -> None:
+        if self.writer is not None and not await self.writer.erased(self.timeout_s):
+            raise Unavailable("deleted, but not on disk yet, which does not take it")
+
     def __contains__(self, name: object) -> bool:
         """Whether a deletion was carried out: nobody finds such blocks here that are older."""
         return isinstance(name, str) and self._done(name) is not None
 
     def _done(self, name: str) -> Forgotten | None:
-        """What a deletion deleted; None when it was not carried out."""
         counts = self.ledger.counts(name)
         return self.unsaved.get(name) if counts is None else Forgotten(*counts)
 
 
 async def _in_turns(steps: Steps) -> Forgotten:
-    """Does all steps, between which others have turns of the event loop."""
     while True:
         try:
             next(steps)

@@ -22,8 +22,7 @@ from moonpool.v1 import kv_pb2
 from services.kvstore.ssd.files import Files, open_lmdb
 
 MAP_BYTES = 1 << 30
-KEEP_S = 40 * 86400.0
-"""How long it is known that a deletion was carried out; conductors repeat theirs for a shorter time."""
+KEEP_S = 40 * 86400.0  # it is known that a deletion was carried out; conductors repeat theirs for a shorter time
 _APPLIED = "applied"
 _COUNTS = struct.Struct("<QQ")
 
@@ -31,12 +30,8 @@ _COUNTS = struct.Struct("<QQ")
 class Ledger:
     """The records of one store. Blocking to open; `folder` None keeps them in memory only.
 
-    Attributes:
-        book: the records.
-        deletions: those that the records, or conductors, have named, carried out here or not.
-
-    Raises:
-        ConfigError: naming `data_dir`: what is there cannot be read.
+    `deletions` are those that the records, or conductors, have named, carried out here or not. Raises ConfigError
+    naming `data_dir` when what is there cannot be read.
     """
 
     def __init__(self, folder: Path | None, clock: Callable[[], float] = time.time) -> None:
@@ -65,9 +60,7 @@ class Ledger:
     async def take(self, records: Sequence[kv_pb2.Record]) -> None:
         """Keeps those that are newer than what is here; they are durable on return.
 
-        Raises:
-            InvalidRequest: a record is too large, has no place, or should be a deletion and is not.
-            Overloaded: all together are too large; none was taken.
+        Raises, without having taken any, InvalidRequest if one is wrong, Overloaded if all together are too large.
         """
         for record in filter(_is_deletion, records):
             deletion_from_record(record)  # raises before any is taken
@@ -76,17 +69,10 @@ class Ledger:
         await self._write(newer)
 
     def _note(self, records: Iterable[kv_pb2.Record]) -> None:
-        """Keeps up which deletions there are."""
         for record in records:
             if _is_deletion(record):
                 self.deletions.add(record.id, deletion_from_record(record))
             elif record.kind == DELETION:
-                self.deletions.remove(record.id)
-
-    def _forget(self, over: Iterable[kv_pb2.Record]) -> None:
-        """Forgets deletions whose time is over: that of the record, or, where there is none, of the mark."""
-        for record in over:
-            if record.kind in (DELETION, _APPLIED) and self.book.get(DELETION, "", record.id) is None:
                 self.deletions.remove(record.id)
 
     def counts(self, deletion: str) -> tuple[int, int] | None:
@@ -107,7 +93,9 @@ class Ledger:
 
     async def _write(self, records: Sequence[kv_pb2.Record]) -> None:
         over = [record for book in (self.book, self._applied) for record in book.prune(self._clock())]
-        self._forget(over)
+        for record in over:  # of a deletion its own time counts, or, where there is no record of it, its mark's
+            if record.kind in (DELETION, _APPLIED) and self.book.get(DELETION, "", record.id) is None:
+                self.deletions.remove(record.id)
         if self._env is not None and (records or over):
             await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records, over)
 
@@ -120,7 +108,6 @@ class Ledger:
                 txn.put(_key(record), record.SerializeToString())
 
     def close(self) -> None:
-        """Blocking. Ends it; what was taken is durable."""
         self._thread.shutdown()
         if self._env is not None:
             self._env.close()

@@ -12,7 +12,7 @@ from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.store import BlockStore
-from services.kvstore.operate.reuse import Curve, ReuseSample
+from services.kvstore.operate.observe import Curve, ReuseSample
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.streams.layers import LayerReader
 
@@ -35,7 +35,6 @@ class Operations:
 
     @property
     def ssd(self) -> SsdTier:
-        """The SSD tier; raises Unsupported when there is none."""
         ssd = self.store.tiers.ssd
         if ssd is None:
             raise Unsupported("this kvstore has no SSD tier")
@@ -44,11 +43,8 @@ class Operations:
     async def warm(self, max_bytes: int) -> tuple[int, int]:
         """Fills free DRAM from the SSD tier, the most recently written blocks first; evicts nothing.
 
-        Returns blocks and bytes read into DRAM until `max_bytes` (0 = no bound) or free DRAM was used up.
-
-        Raises:
-            Overloaded: too many reading sessions are open.
-            Unsupported: there is no SSD tier.
+        Returns blocks and bytes read into DRAM until `max_bytes` (0 = no bound) or free DRAM was used up. Raises
+        Overloaded when too many reading sessions are open.
         """
         async with self.turn:
             dram = self.store.tiers.dram
@@ -67,7 +63,7 @@ class Operations:
             return blocks, nbytes
 
     async def _portions(self) -> AsyncGenerator[tuple[BlockFormat, list[BlockKey]], None]:
-        """Blocks of the SSD tier that are not in DRAM, newest first, in portions of one format."""
+        """Blocks that are not in DRAM, newest first, in portions of one format."""
         tiers = self.store.tiers
         for step in self.ssd.catalogue.newest_first(self.step_blocks):
             cold = [key for key in step if key not in tiers.dram]
@@ -87,12 +83,7 @@ class Operations:
             reader.close()
 
     def compact(self, min_live_share: float) -> int:
-        """Begins to rewrite segments with a smaller share of live bytes (0 = the default); returns how many there are.
-
-        Raises:
-            InvalidRequest: the share is not between 0 and 1.
-            Unsupported: there is no SSD tier.
-        """
+        """Begins to rewrite segments with a smaller share of live bytes (0 = the default); returns how many."""
         if not 0.0 <= min_live_share <= 1.0:
             raise InvalidRequest("min_live_share", f"must be between 0 and 1, is {min_live_share}")
         segments = self.ssd.space.compact(min_live_share or MIN_LIVE_SHARE)

@@ -19,14 +19,12 @@ class PinKeeper:
         self._pinned = asyncio.Event()
 
     async def run(self) -> None:
-        """Works until cancelled."""
         while True:
             self.expire()
             await within(self._pins.next_expiry - self._clock(), self._pinned)
             self._pinned.clear()
 
     def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> PinOutcome:
-        """Pins the leading keys that are here; see `Pins.pin`."""
         self.expire()
         outcome, changed = self._pins.pin(tenant, name, keys, self._size_of, now=self._clock(), ttl_s=ttl_s)
         self._changed(changed)
@@ -38,17 +36,14 @@ class PinKeeper:
         return None if block_format is None else block_format.layout.block_bytes
 
     def unpin(self, tenant: str, name: str) -> bool:
-        """Ends a pin; False when there is none."""
         changed = self._pins.unpin(tenant, name)
         self._changed(changed)
         return bool(changed)
 
     def end_all(self, tenants: Container[str]) -> None:
-        """Ends all pins of tenants."""
         self._changed(self._pins.end_all(tenants))
 
     def expire(self) -> None:
-        """Ends the pins whose time is over."""
         self._changed(self._pins.expire(self._clock()))
 
     def _changed(self, keys: Collection[BlockKey]) -> None:

@@ -14,11 +14,11 @@ import lmdb
 
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.catalogue import Catalogue, Row, Segment
+from services.kvstore.ssd.catalogue import Catalogue, Segment
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.index import Index, IndexImage, IndexLostError
-from services.kvstore.ssd.reader import Found, list_segments, read_record, scan, segment_path
-from services.kvstore.ssd.records import ALIGN, BadRecordError
+from services.kvstore.ssd.reader import list_segments, read_record, scan, segment_path
+from services.kvstore.ssd.records import BadRecordError
 
 _THREADS = 4
 _MAX_FAULTS = 1000
@@ -67,8 +67,7 @@ class VerifyReport:
 def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
     """Checks a data folder; `on_segment` is called with the number of segments done, and of all.
 
-    Raises:
-        ConfigError: `path` holds no store, cannot be read, or a kvstore is using it.
+    Raises ConfigError when `path` holds no store, cannot be read, or is used by a kvstore.
     """
     try:
         lock = (path / "lock").open("rb")
@@ -100,20 +99,19 @@ def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> Verif
     def check(number: int) -> VerifyReport:
         return _check_segment(reading, segment_path(folder, number), number, files[number], catalogue)
 
-    with contextlib.ExitStack() as stack:
-        stack.callback(reading.close_all)
-        pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify"))
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify") as pool:
         for done, part in enumerate(pool.map(check, files), 1):
             report.merge(part)
             on_segment(done, len(files))
+    reading.close_all()
     return report
 
 
 def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -> Catalogue:
-    """The index's entries of the segments that are there."""
-    catalogue = Catalogue(image.formats, image.tenants)
+    catalogue = Catalogue()
     for number in files:
-        segment = Segment(number, segment_path(folder, number), image.segments.get(number, 0))
+        path, kinds = segment_path(folder, number), image.kinds.get(number, [])
+        segment = Segment(number, path, image.segments.get(number, 0), named=kinds)
         catalogue.add(segment, image.entries.get(number, b""))
     for number, slot in image.dropped:
         catalogue.mark_dead(number, slot)
@@ -124,36 +122,30 @@ def _check_segment(
     files: Files, path: pathlib.Path, number: int, size: int, catalogue: Catalogue | None
 ) -> VerifyReport:
     report = VerifyReport(segments=1)
-    named: dict[int, Row] = {}
-    if catalogue is not None:
-        segment = catalogue.segments[number]
-        named = {segment.offset(slot): segment.row(slot) for slot in catalogue.live_slots(segment)}
+    named: dict[int, int] = {}
+    segment = None if catalogue is None else catalogue.segments[number]
+    if catalogue is not None and segment is not None:
+        named = {segment.offset(slot): slot for slot in catalogue.live_slots(segment)}
         if size < segment.size:
             report.add(Fault(number, None, None, f"the segment has {size} bytes instead of {segment.size}"))
     for found in scan(files, path, size):
         report.records += 1
-        row = named.pop(found.offset, None)
-        if catalogue is not None and row is None:
+        slot = named.pop(found.offset, None)
+        if segment is not None and slot is None:
             report.dead += 1
             continue
         report.bytes_read += found.nbytes
         try:
-            _check_record(files, path, found, row, catalogue)
+            if segment is not None and slot is not None:
+                if (segment.keys[slot], segment.nbytes(slot)) != (found.info.key, found.nbytes):
+                    raise BadRecordError("the index names another block")
+                if segment.kind(slot) != (found.info.format, found.info.tenant):
+                    raise BadRecordError("the index names another format or tenant")
+            read_record(files, path, found.info.key, found.offset, found.nbytes)
             report.blocks += 1
         except (BadRecordError, OSError) as error:
             report.add(Fault(number, found.offset, found.info.key, str(error)))
-    for offset, row in named.items():
-        report.add(Fault(number, offset, row[0], "the index names a record that is not there"))
+    for offset, slot in named.items():
+        assert segment is not None
+        report.add(Fault(number, offset, segment.keys[slot], "the index names a record that is not there"))
     return report
-
-
-def _check_record(files: Files, path: pathlib.Path, found: Found, row: Row | None, catalogue: Catalogue | None) -> None:
-    """Raises the fault of a record whose header is intact."""
-    info = found.info
-    if row is not None and catalogue is not None:
-        key, _, length, block_format, tenant, _ = row
-        if (key, length * ALIGN) != (info.key, found.nbytes):
-            raise BadRecordError("the index names another block")
-        if catalogue.formats[block_format] != info.format or catalogue.tenants[tenant] != info.tenant:
-            raise BadRecordError("the index names another format or tenant")
-    read_record(files, path, info.key, found.offset, found.nbytes)

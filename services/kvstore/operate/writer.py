@@ -1,7 +1,4 @@
-"""The writer thread: commits batches to the SSD tier, one after the other, and tries failed ones again.
-
-While one batch is being committed, the next one gathers.
-"""
+"""The writer thread: commits batches to the SSD tier, one after the other, and tries failed ones again."""
 
 import asyncio
 import contextlib
@@ -9,7 +6,7 @@ import dataclasses
 import errno
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
@@ -23,11 +20,9 @@ from services.kvstore.ssd.tier import SsdTier
 
 log = get_logger(__name__)
 
+# Seconds before a failed batch is tried again, the first time and so on, and then its blocks, which are in DRAM only.
 RETRY_AFTER_S = (0.0, 0.1, 1.0)
-"""Seconds before a failed batch is tried again: the first time, the second and so on; then its blocks are unsaved."""
 UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
-"""Seconds before unsaved blocks, which are in DRAM only, are tried again: the first time, the second and so on."""
-
 ERASE_AGAIN_S = 0.02
 REPEAT_S = 60.0  # the same kind of error is logged once in this time, unless blocks became durable meanwhile
 _Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file it happened with
@@ -46,7 +41,8 @@ async def within(timeout_s: float, event: asyncio.Event) -> bool:
 class WriteBehind:
     """Commits the batches of `queue` to `ssd`, when woken. `run` once; `drain` before ending it.
 
-    `on_committed` is told the seconds that a batch took; `clock` times the log messages.
+    It writes `bytes_per_s` on average, if not 0: after a batch it pauses. `on_committed` is told the seconds that a
+    batch took; `clock` times the log messages.
     """
 
     queue: WriteQueue
@@ -55,6 +51,7 @@ class WriteBehind:
     retry_after_s: Sequence[float] = RETRY_AFTER_S
     unsaved_after_s: Sequence[float] = UNSAVED_AFTER_S
     clock: Callable[[], float] = time.monotonic
+    bytes_per_s: int = 0
 
     def __post_init__(self) -> None:
         self.retries = 0  # batches that were tried again
@@ -64,12 +61,13 @@ class WriteBehind:
         self._delays = iter(self.retry_after_s)
         self._unsaved_tries = 0
         self._retry_at = math.inf
+        self._hurry = asyncio.Event()  # the end, and deletions, wait for no pause
+        self._free_at = 0.0  # when what has been written so far is within the rate
         self._told: dict[_Kind, float] = {}  # when a message was logged last
         self._failing = False  # blocks were given up since one became durable
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
 
     def wake(self) -> None:
-        """There may be something to do."""
         self._idle.clear()
         self._work.set()
 
@@ -79,18 +77,27 @@ class WriteBehind:
         while True:
             await self._wait()
             while (plan := self.queue.next_plan()) is not None:
+                written = self.ssd.written_bytes
                 error = await self._commit(plan)
                 again = self._again(plan, error)
                 self._report(plan, error, again)
                 self.queue.plan_done(error, again=again is not None)
                 self._planned.set()
                 self._planned = asyncio.Event()
+                await self._pause(self.ssd.written_bytes - written)
                 if again is not None:
                     await asyncio.sleep(again)
                 elif not plan.blocks and (plan.idle or error is not None):
                     break  # housekeeping that could not be finished waits for the next reason to wake
             if not self._work.is_set():
                 self._idle.set()
+
+    async def _pause(self, nbytes: int) -> None:
+        """Waits until so many bytes more are within the rate."""
+        if self.bytes_per_s:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(now, self._free_at) + nbytes / self.bytes_per_s
+            await within(self._free_at - now, self._hurry)
 
     async def _wait(self) -> None:
         """Waits for work, or until unsaved blocks are due to be tried again, which it begins."""
@@ -149,11 +156,12 @@ class WriteBehind:
 
     async def drain(self, timeout_s: float) -> bool:
         """Waits until everything visible is durable or unsaved; False when that takes longer than `timeout_s`."""
-        return await within(timeout_s, self._idle)
+        with self._hurrying():
+            return await within(timeout_s, self._idle)
 
     async def erased(self, timeout_s: float) -> bool:
         """Waits until what was deleted is overwritten on disk; False when that takes longer than `timeout_s`."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError), self._hurrying():
             async with asyncio.timeout(timeout_s):
                 while self.queue.erasing:
                     self.wake()
@@ -163,6 +171,13 @@ class WriteBehind:
                 return True
         return False
 
+    @contextlib.contextmanager
+    def _hurrying(self) -> Iterator[None]:
+        self._hurry.set()
+        try:
+            yield
+        finally:
+            self._hurry.clear()
+
     async def aclose(self) -> None:
-        """Waits for the thread; call when `run` has ended."""
         await asyncio.to_thread(self._executor.shutdown)

@@ -33,6 +33,3 @@ class EvictionPolicy(abc.ABC):
     @abc.abstractmethod
     def candidates(self) -> Iterator[BlockKey]:
         """Keys in the order in which they should leave; the policy is not changed during the walk."""
-
-    def check_invariants(self) -> None:  # noqa: B027
-        """Asserts that the policy's parts agree with each other."""

@@ -1,6 +1,5 @@
 """Moonpool's own policy: chains leave tail first, and the tail least likely to be used again leaves first."""
 
-import collections
 import dataclasses
 import heapq
 import itertools
@@ -66,20 +65,18 @@ class KVAware(EvictionPolicy):
     latest request on the block's chain did: by how many blocks it made the chain longer, in powers of two (a question
     adds few, a document many), and whether it was the first to continue the chain (a turn of a conversation). Blocks
     that many requests share have a class of their own. The last block of a chain has a class beside that of the others.
-
-    Until the classes differ, the order is that of LRU.
     """
 
     def __init__(self, refit_least: int = REFIT_LEAST) -> None:
         self.nodes: dict[BlockKey, Node] = {}  # every held block, and blocks not held that have held descendants
         self._refit_least = refit_least
-        self._held = 0
-        self._leaves: list[list[_Entry]] = [[] for _ in range(2 * KINDS)]  # a heap per class, with outdated entries
+        self.held = 0
+        self.leaves: list[list[_Entry]] = [[] for _ in range(2 * KINDS)]  # a heap per class, with outdated entries
         self._number = 0  # of the newest entry
         self._now = 0
         self._fit_at = 0
         self._forget_at = 0
-        self._rates = ReturnRates(KINDS)
+        self.rates = ReturnRates(KINDS)
 
     def added(self, info: BlockInfo) -> None:
         """A block belongs to the growth its parent came with, unless the parent was used since."""
@@ -91,8 +88,8 @@ class KVAware(EvictionPolicy):
         node.since, node.uses, node.kind = self._now, 0, FRESH
         node.growth = _growth_after(node.parent)
         node.growth.blocks += 1
-        self._held += 1
-        self._rates.used(node.key, FRESH, self._now)
+        self.held += 1
+        self.rates.used(node.key, FRESH, self._now)
         self._queue(node)
 
     def touched(self, chain: Sequence[BlockKey]) -> None:
@@ -104,7 +101,7 @@ class KVAware(EvictionPolicy):
             node.uses += 1
             if node.uses >= POPULAR_USES:
                 node.kind = POPULAR
-            self._rates.used(key, node.kind, self._now)
+            self.rates.used(key, node.kind, self._now)
             self._queue(node)
         self._learn()
 
@@ -124,7 +121,7 @@ class KVAware(EvictionPolicy):
                 break
             if node.held and node.kind != kind:
                 node.kind = kind
-                self._rates.classify(node.key, kind)
+                self.rates.classify(node.key, kind)
                 self._queue(node)
             kind = growth.kind
         self._learn()
@@ -134,7 +131,7 @@ class KVAware(EvictionPolicy):
         node = self.nodes[key]
         assert node.held
         node.growth, node.queued = None, 0
-        self._held -= 1
+        self.held -= 1
         while not (node.children or node.held):
             del self.nodes[node.key]
             if node.parent is None:
@@ -146,8 +143,8 @@ class KVAware(EvictionPolicy):
     def candidates(self) -> Iterator[BlockKey]:
         """Leaves, the least worth first; a block follows once all blocks behind it have been named."""
         frontier: list[_Place] = []
-        for kind, heap in enumerate(self._leaves):
-            while heap and not _is_current(heap[0]):
+        for kind, heap in enumerate(self.leaves):
+            while heap and not is_current(heap[0]):
                 heapq.heappop(heap)
             self._look(frontier, kind, 0)
         unnamed: dict[Node, int] = {}  # children not named yet, of parents with one that was
@@ -162,15 +159,14 @@ class KVAware(EvictionPolicy):
             yield node.key
             parent = _freed_by(node, unnamed)
             if parent is not None:
-                worth = self._rates.worth(parent.kind, self._now - parent.since)
+                worth = self.rates.worth(parent.kind, self._now - parent.since)
                 heapq.heappush(frontier, (worth, parent.since, next(numbers), parent, parent.kind, -1))
 
     def _look(self, frontier: "list[_Place]", kind: int, index: int) -> None:
-        """Adds an entry of a class's heap to the frontier."""
-        heap = self._leaves[kind]
+        heap = self.leaves[kind]
         if index < len(heap):
             since, number, node = heap[index]
-            worth = self._rates.worth(kind, self._now - since)
+            worth = self.rates.worth(kind, self._now - since)
             heapq.heappush(frontier, (worth, since, number, node, kind, index))
 
     def _at(self, key: BlockKey) -> Node:
@@ -191,41 +187,27 @@ class KVAware(EvictionPolicy):
             return
         self._number += 1
         node.queued = self._number
-        heapq.heappush(self._leaves[node.kind], (node.since, self._number, node))
+        heapq.heappush(self.leaves[node.kind], (node.since, self._number, node))
 
     def _learn(self) -> None:
-        held = max(self._held, self._refit_least)
+        held = max(self.held, self._refit_least)
         if self._now >= self._forget_at:
             self._forget_at = self._now + MEMORY * held
-            self._rates.forget(self._now, HORIZON * held)
+            self.rates.forget(self._now, HORIZON * held)
         if self._now >= self._fit_at:
-            self._fit_at = self._now + max(self._held // 2, self._refit_least)
-            self._rates.fit(self._now)
-            for heap in self._leaves:
-                heap[:] = filter(_is_current, heap)
+            self._fit_at = self._now + max(self.held // 2, self._refit_least)
+            self.rates.fit(self._now)
+            for heap in self.leaves:
+                heap[:] = filter(is_current, heap)
                 heapq.heapify(heap)
 
-    def check_invariants(self) -> None:
-        children = collections.Counter(node.parent for node in self.nodes.values())
-        for key, node in self.nodes.items():
-            assert node.key == key
-            assert node.children == children[node]
-            assert node.held or node.children
-            assert node.parent is None or self.nodes[node.parent.key] is node.parent
-        nodes = [node for node in self.nodes.values() if node.held]
-        assert len(nodes) == self._held
-        queued = {entry[2]: kind for kind, heap in enumerate(self._leaves) for entry in heap if _is_current(entry)}
-        assert queued == {node: node.kind for node in nodes if not node.children}
-        assert all(node.queued == 0 for node in self.nodes.values() if node not in queued)
-        self._rates.check_invariants()
 
-
-def _is_current(entry: _Entry) -> bool:
+def is_current(entry: _Entry) -> bool:
+    """Whether an entry is its leaf's last."""
     return entry[2].queued == entry[1]
 
 
 def _growth_after(parent: Node | None) -> Growth:
-    """The growth that a block behind `parent` belongs to."""
     if parent is None or parent.growth is None:
         return Growth(continued=False)
     if not parent.uses:

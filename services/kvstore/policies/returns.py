@@ -1,10 +1,8 @@
 """How soon blocks are used again, by class and age: an estimate from a sample of the keys.
 
 The model is that of proportional hazards (Cox 1972): the rate at which unused blocks are used again is one curve over
-the age, common to all classes, times one factor per class. The curve is returns over time spent at an age. A class's
-factor is its returns over those the curve predicts for it (indirect standardisation), so a class that was only seen
-young is compared with others at that age. Evicted keys are followed too, so a wrong eviction shows. Ages and times
-count block references.
+the age, common to all classes, times one factor per class: its returns over those the curve predicts for it. Evicted
+keys are followed too, so a wrong eviction shows. Ages and times count block references.
 """
 
 import bisect
@@ -41,7 +39,6 @@ class _Tally:
         self.returns[place] += used
 
     def exposure(self) -> list[float]:
-        """Time spent in each interval."""
         times, beyond = [0.0] * _AGES, 0.0
         for place in range(_AGES - 1, -1, -1):
             times[place] = beyond * (_EDGES[place + 1] - _EDGES[place]) + self.inside[place]
@@ -63,8 +60,8 @@ class ReturnRates:
 
     def __init__(self, kinds: int, *, sample_keys: int = SAMPLE_KEYS) -> None:
         self.sample: KeySample[tuple[int, int]] = KeySample(sample_keys)  # time of the last use, class
-        self._tallies = [_Tally() for _ in range(2 * kinds)]
-        self._curve = [0.0] * (_AGES + 1)
+        self.tallies = [_Tally() for _ in range(2 * kinds)]
+        self.curve = [0.0] * (_AGES + 1)
         self._factors = [1.0] * 2 * kinds
         self._kinds = kinds
 
@@ -74,7 +71,7 @@ class ReturnRates:
             return
         if key in self.sample:
             since, last_kind = self.sample[key]
-            self._tallies[last_kind].end(now - since, used=True)
+            self.tallies[last_kind].end(now - since, used=True)
         if self.sample.put(key, (now, kind)):
             self._halve()  # each key left stands for twice as many
 
@@ -90,12 +87,12 @@ class ReturnRates:
             if now - since <= horizon:
                 break
             del self.sample[key]
-            self._tallies[kind].end(now - since, used=False)
+            self.tallies[kind].end(now - since, used=False)
         self._halve()
 
     def fit(self, now: int) -> None:
         """Estimates curve and factors from what was seen so far."""
-        exposures, returns = self._exposures(now), [tally.returns for tally in self._tallies]
+        exposures, returns = self._exposures(now), [tally.returns for tally in self.tallies]
         times, counts = map(sum, zip(*exposures, strict=True)), map(sum, zip(*returns, strict=True))
         rates = list(map(_shrunk, counts, times))
         seen = list(map(sum, returns))
@@ -103,12 +100,12 @@ class ReturnRates:
         self._factors = self._weigh(seen, expected)
         self._factors[0] = max(self._factors)
         # A block younger than the age of most returns is worth what it will be worth at that age.
-        self._curve[:_AGES] = list(itertools.accumulate(reversed(rates), max))[::-1]
+        self.curve[:_AGES] = list(itertools.accumulate(reversed(rates), max))[::-1]
 
     def worth(self, kind: int, age: int) -> float:
         """Expected returns per reference of a block of a class, unused for `age`; never rises with the age."""
         place = age_bin(age)
-        low, high = self._curve[place], self._curve[place + 1]
+        low, high = self.curve[place], self.curve[place + 1]
         part: float = (age - _EDGES[place]) / (_EDGES[place + 1] - _EDGES[place])
         return self._factors[kind] * (low + (high - low) * min(part, 1.0))
 
@@ -123,23 +120,14 @@ class ReturnRates:
 
     def _exposures(self, now: int) -> list[list[float]]:
         """Times at each age by class, periods that have not ended included."""
-        tallies = copy.deepcopy(self._tallies)
+        tallies = copy.deepcopy(self.tallies)
         for since, kind in self.sample.values():
             tallies[kind].end(now - since, used=False)
         return [tally.exposure() for tally in tallies]
 
     def _halve(self) -> None:
-        for tally in self._tallies:
+        for tally in self.tallies:
             tally.halve()
-
-    def check_invariants(self) -> None:
-        self.sample.check_invariants()
-        since = [since for since, _ in self.sample.values()]
-        assert since == sorted(since)
-        for tally in self._tallies:
-            assert min(*tally.ends, *tally.inside, *tally.returns) >= 0
-            assert all(count <= ends for count, ends in zip(tally.returns, tally.ends, strict=True))
-        assert self._curve == sorted(self._curve, reverse=True)
 
 
 def _shrunk(count: float, time: float) -> float:

@@ -13,9 +13,8 @@ _HASHES = 1 << 32
 class KeySample(collections.OrderedDict[BlockKey, T]):
     """At most `size` keys and what is known of each, in the order they were set.
 
-    A key is in the sample when its hash is below a bound, whether its block is held or not, so that the same keys are
-    followed from one use to the next. When there are too many, the bound is halved and every key above it leaves.
-    `rate` is the share of all keys that belong to the sample.
+    A key is in the sample when its hash is below a bound, so that the same keys are followed from one use to the next.
+    When there are too many, the bound is halved. `rate` is the share of all keys that belong to the sample.
     """
 
     def __init__(self, size: int) -> None:
@@ -36,7 +35,3 @@ class KeySample(collections.OrderedDict[BlockKey, T]):
             for other in [other for other in self if not self.accepts(other)]:
                 del self[other]
         return self.rate < before
-
-    def check_invariants(self) -> None:
-        assert len(self) <= self.size
-        assert all(map(self.accepts, self))

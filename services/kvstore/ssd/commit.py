@@ -1,9 +1,8 @@
 """What the writer thread does for one plan: carry over, remove, append. Everything here blocks.
 
 The order makes a block durable and keeps it so: records written, segments synced, then the index transaction that names
-them. A file is deleted only after the transaction that forgets it and names elsewhere what was carried over from it.
-There are two transactions at most: the first carries and removes, so that its room is free, the second stores new
-blocks.
+them. A file is deleted only after the transaction that forgets it. There are two transactions at most: the first
+carries and removes, so that its room is free, the second stores new blocks.
 """
 
 import collections
@@ -13,10 +12,10 @@ import errno
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from moonpool.kv.blocks import BlockFormat, DramBlock
+from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, IdChange, Place, Row, Segment, Slot
+from services.kvstore.ssd.catalogue import ENTRY, Place, Row, Segment, Slot
 from services.kvstore.ssd.files import Buffer, Files
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.reader import read_record
@@ -92,8 +91,6 @@ class WritePlan:
     forgotten: list[Segment]  # to be forgotten by the index; their files may be deleted already
     nameless: list[Segment]  # the index has forgotten them; their files could not be deleted
     dead: list[Slot]  # the index does not know that they are
-    formats: IdChange[BlockFormat]
-    tenants: IdChange[str]
     full: bool
     carry: list[Append]
     store: list[Append]
@@ -101,7 +98,6 @@ class WritePlan:
     unerased: list[Place] = dataclasses.field(default_factory=list)  # of these, what the device did not take
     erase_error: OSError | None = None  # the last reason
     cleared: bool = False  # first transaction committed: victims are forgotten, what was carried has its new place
-    named: bool = False  # the index has learnt the ids
     unreadable: Segment | None = None  # the plan failed for it
     undeleted: list[Segment] = dataclasses.field(default_factory=list)
     lost: list[BlockKey] = dataclasses.field(default_factory=list)  # of bad records, once the plan has ended
@@ -122,7 +118,6 @@ class WritePlan:
 
     @property
     def carried(self) -> list[Append]:
-        """What was carried over, once `cleared`."""
         return [append for append in self.carry if not append.bad]
 
 
@@ -179,16 +174,14 @@ class Committer:
         for segment, places in by_segment.items():
             try:
                 for _, slot in places:
-                    self._overwrite(segment, slot)
+                    nbytes = segment.nbytes(slot)
+                    for at in range(0, nbytes, ERASE_BYTES):
+                        zeros = bytes(min(nbytes - at, ERASE_BYTES))
+                        self.files.write(segment.path, [zeros], segment.offset(slot) + at)
                 self.files.sync(segment.path)
             except OSError as error:
                 plan.unerased += places
                 plan.erase_error = error
-
-    def _overwrite(self, segment: Segment, slot: int) -> None:
-        nbytes, zeros = segment.nbytes(slot), bytes(min(segment.nbytes(slot), ERASE_BYTES))
-        for at in range(0, nbytes, ERASE_BYTES):
-            self.files.write(segment.path, [zeros[: nbytes - at]], segment.offset(slot) + at)
 
     def _carry(self, append: Append, plan: WritePlan) -> None:
         """Copies one verified record, but not a bad one. When it cannot be read, another segment may do: EAGAIN."""
@@ -206,7 +199,6 @@ class Committer:
         self.files.write(append.segment.path, [record], append.offset)
 
     def _write(self, appends: Sequence[Append]) -> None:
-        """Writes new blocks, those that lie one behind the other together."""
         parts: list[Buffer] = []
         for append, after in zip(appends, (*appends[1:], None), strict=True):
             if not parts:
@@ -221,7 +213,6 @@ class Committer:
     def _commit(
         self, plan: WritePlan, appends: Sequence[Append], going: Iterable[int] = (), dropped: Iterable[Slot] = ()
     ) -> None:
-        """Syncs what was written, and names it in the index."""
         sizes = ends(appends)
         if self.sync:
             for segment in sizes:
@@ -232,8 +223,8 @@ class Committer:
             before = collections.Counter(append.segment for append in (plan.carried if plan.cleared else ()))
             entries = {(one.number, len(one.keys) + before[one]): packed for one, packed in pack(appends).items()}
             committed = {segment.number: size for segment, size in sizes.items()}
-            self.index.commit(IndexChange(going, dropped, entries, committed, plan.formats, plan.tenants))
-        plan.named = True
+            kinds = {segment.number: segment.named for segment in sizes}
+            self.index.commit(IndexChange(going, dropped, entries, committed, kinds))
 
     def _cut(self, plan: WritePlan) -> None:
         """Takes back what was written behind the committed ends, as far as the device lets us."""

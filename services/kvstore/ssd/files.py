@@ -12,7 +12,7 @@ import mmap
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,18 @@ def _is_aligned(out: memoryview) -> bool:
 
 
 def _advance(views: list[memoryview], count: int) -> None:
-    """Takes `count` bytes off the front."""
     while views and count >= len(views[0]):
         count -= len(views.pop(0))
     if count:
         views[0] = views[0][count:]
+
+
+def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, views: list[memoryview], offset: int) -> int:
+    """Reads or writes all of the views one after the other, or up to the end of the file; where it ends."""
+    while views and (count := call(fd, views[:_IOV_MAX], offset)):
+        offset += count
+        _advance(views, count)
+    return offset
 
 
 class _File:
@@ -80,16 +87,7 @@ class _File:
         os.close(self.fd)
 
     def read(self, outs: Sequence[memoryview], offset: int) -> int:
-        """Fills `outs` one after the other from `offset` on; bytes read, fewer only at the end of the file."""
-        views = [out for out in outs if len(out)]
-        position = offset
-        while views:
-            count = os.preadv(self.fd, views[:_IOV_MAX], position)
-            if not count:
-                break
-            position += count
-            _advance(views, count)
-        return position - offset
+        return _transfer(os.preadv, self.fd, [out for out in outs if len(out)], offset) - offset
 
     def read_direct(self, outs: Sequence[memoryview], offset: int) -> int:
         """As `read`, past the page cache; an OSError with EINVAL says that the file system has no direct reads."""
@@ -112,20 +110,14 @@ class _File:
         return position - offset
 
     def write(self, parts: Sequence[Buffer], offset: int) -> int:
-        """Writes parts one after the other from `offset` on; where they end."""
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
-        while views:
-            count = os.pwritev(self.fd, views[:_IOV_MAX], offset)
-            offset += count
-            _advance(views, count)
-        return offset
+        return _transfer(os.pwritev, self.fd, [memoryview(part).cast("B") for part in parts if len(part)], offset)
 
 
 class Files:
     """Files and folders of one data folder. Failing operations raise OSError, or lmdb.Error where LMDB failed.
 
     `direct` keeps segments out of the page cache: reads go past it where the file system can, and what is written goes
-    to the device at once. At most `max_open` files stay open; the least recently used one makes way for the next.
+    to the device at once. At most `max_open` files stay open.
     """
 
     def __init__(self, *, direct: bool = False, max_open: int = MAX_OPEN) -> None:
@@ -239,7 +231,6 @@ class Files:
             self.sync_folder(path.parent)
 
     def sync_folder(self, folder: Path) -> None:
-        """Makes new and removed names in a folder durable."""
         file = _File(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
         self.flush(file.fd, folder)
 
@@ -272,16 +263,11 @@ class Files:
             yield txn
 
     def sync_index(self, env: lmdb.Environment) -> None:
-        """Makes durable what was committed without syncs."""
         env.sync(True)
 
     @contextlib.contextmanager
     def lmdb_errors(self, folder: Path) -> Iterator[None]:
-        """Turns an error without a class of its own into DiskError when the device has no room.
-
-        LMDB says that a device is full only when not a byte fits. Where part of a page fits it reports an input/output
-        error, and for a quota an error that its binding has no class for.
-        """
+        """Turns an error without a class of its own into DiskError where the device is full: LMDB has such for some."""
         try:
             yield
         except lmdb.Error as error:

@@ -2,26 +2,23 @@
 
 Everything in it can be rebuilt from the segments, so whatever is wrong with it is answered by making it anew.
 
-It is kept by segment, not by block: one value holds all records that one commit appended to one segment. So a commit
-touches a page or two instead of one per block, a segment is forgotten with a few deletions, and a million blocks load
-in the time it takes to read a table. Blocks that are dropped one by one leave a mark.
+It is kept by segment: one value holds all records that one commit appended to one segment. So a commit touches a page
+or two, a segment is forgotten with a few deletions, and a million blocks load in the time it takes to read a table.
 
     meta        version, ...
     segments    segment -> committed bytes
     entries     segment, first slot -> packed entries of consecutive slots
     dropped     segment, slot -> "": that slot is dead
-    formats     id -> format
-    tenants     id -> name
+    kinds       segment, number -> format and tenant, as the entries of that segment number them
 
-`load` and `close` are called while nothing else uses the index; `commit` only by the single writer thread (an LMDB
-write transaction belongs to the thread that began it).
+`commit` is called by the single writer thread only: an LMDB write transaction belongs to the thread that began it.
 """
 
 import collections
 import contextlib
 import dataclasses
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import lmdb
@@ -32,16 +29,15 @@ from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import KEY_BYTES
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
-from services.kvstore.ssd.catalogue import ENTRY, NO_CHANGE, IdChange, Slot
+from services.kvstore.ssd.catalogue import ENTRY, Kind, Slot
 from services.kvstore.ssd.files import Files, open_lmdb
 
-_VERSION = b"3"
+_VERSION = b"4"
 _VERSION_KEY = b"version"
-_TABLES = (b"meta", b"segments", b"entries", b"dropped", b"formats", b"tenants")
+_TABLES = (b"meta", b"segments", b"entries", b"dropped", b"kinds")
 _SEGMENT_KEY = struct.Struct(">Q")
 _SLOT_KEY = struct.Struct(">QI")
 _SEGMENT_SIZE = struct.Struct("<Q")
-_ID_KEY = struct.Struct(">I")
 _MAX_MAP_BYTES = 1 << 44
 MAP_BYTES = 64 << 20
 _DAMAGE = (
@@ -62,11 +58,10 @@ class IndexLostError(MoonpoolError):
 class IndexImage:
     """Everything the index holds."""
 
-    formats: dict[int, BlockFormat] = dataclasses.field(default_factory=dict)
-    tenants: dict[int, str] = dataclasses.field(default_factory=dict)
     segments: dict[int, int] = dataclasses.field(default_factory=dict)  # number -> committed bytes
     entries: dict[int, bytes] = dataclasses.field(default_factory=dict)  # number -> packed entries of all its slots
     dropped: list[Slot] = dataclasses.field(default_factory=list)
+    kinds: dict[int, list[Kind]] = dataclasses.field(default_factory=dict)  # by segment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,19 +72,15 @@ class IndexChange:
     dropped: Iterable[Slot] = ()  # dead from now on; of segments that stay
     entries: Mapping[Slot, bytes] = dataclasses.field(default_factory=dict)  # packed, by the first one's slot
     segments: Mapping[int, int] = dataclasses.field(default_factory=dict)  # number -> committed bytes
-    formats: IdChange[BlockFormat] = NO_CHANGE
-    tenants: IdChange[str] = NO_CHANGE
+    kinds: Mapping[int, Sequence[Kind]] = dataclasses.field(default_factory=dict)  # all of a segment, known or not
 
 
 class Index:
     """The LMDB database in a folder. It is whole with its first commit; `load` refuses it before.
 
     Without `files` it is a look, which changes and makes nothing. The memory map of `map_bytes` is doubled whenever it
-    is full. With `sync` a commit survives a loss of power; else only the death of this process.
-
-    Raises:
-        IndexLostError: the files there are not a usable LMDB database.
-        OSError, lmdb.Error: the folder cannot be written.
+    is full. With `sync` a commit survives a loss of power; else only the death of this process. Raises IndexLostError
+    when the files there are not a usable LMDB database, OSError or lmdb.Error when the folder cannot be written.
     """
 
     def __init__(self, files: Files | None, path: Path, map_bytes: int = MAP_BYTES, *, sync: bool = True) -> None:
@@ -104,8 +95,10 @@ class Index:
             present = (path / "data.mdb").stat().st_size
             if present < needed:  # touching pages behind its end would kill the process (SIGBUS)
                 raise IndexLostError(f"the index has {present} bytes instead of {needed}")
-            with self._writing() if files is not None else contextlib.nullcontext() as txn:  # one commit makes them all
-                self._meta, self._segments, self._entries, self._dropped, self._formats, self._tenants = (
+            with (
+                files.transaction(self._env) if files is not None else contextlib.nullcontext() as txn
+            ):  # one commit makes them all
+                self._meta, self._segments, self._entries, self._dropped, self._kinds = (
                     self._env.open_db(name, txn, create=files is not None) for name in _TABLES
                 )
             on_error.pop_all()
@@ -117,12 +110,17 @@ class Index:
             if version != _VERSION:
                 raise IndexLostError(f"the index is new or of another version: {version!r}")
             return IndexImage(
-                {_ID_KEY.unpack(key)[0]: _unpack_format(value) for key, value in txn.cursor(self._formats)},
-                {_ID_KEY.unpack(key)[0]: value.decode() for key, value in txn.cursor(self._tenants)},
                 dict(_SEGMENT_KEY.unpack(key) + _SEGMENT_SIZE.unpack(size) for key, size in txn.cursor(self._segments)),
                 self._load_entries(txn),
                 [_SLOT_KEY.unpack(key) for key in txn.cursor(self._dropped).iternext(values=False)],
+                self._load_kinds(txn),
             )
+
+    def _load_kinds(self, txn: lmdb.Transaction) -> dict[int, list[Kind]]:
+        kinds = collections.defaultdict[int, list[Kind]](list)
+        for key, value in txn.cursor(self._kinds):
+            kinds[_SEGMENT_KEY.unpack_from(key)[0]].append(_unpack_kind(bytes(value)))
+        return kinds
 
     def _load_entries(self, txn: lmdb.Transaction) -> dict[int, bytes]:
         entries = collections.defaultdict[int, bytearray](bytearray)
@@ -137,7 +135,8 @@ class Index:
         """Does the change in one transaction, for which the map grows; on an lmdb.Error nothing has changed."""
         while True:
             try:
-                with self._writing() as txn:
+                assert self._files is not None
+                with self._files.transaction(self._env) as txn:
                     self._apply(txn, change)
                 return
             except lmdb.MapFullError:
@@ -146,35 +145,26 @@ class Index:
                     raise
                 self._env.set_mapsize(size * 2)
 
-    def _writing(self) -> contextlib.AbstractContextManager[lmdb.Transaction]:
-        assert self._files is not None
-        return self._files.transaction(self._env)
-
     def _apply(self, txn: lmdb.Transaction, change: IndexChange) -> None:
         txn.put(_VERSION_KEY, _VERSION, overwrite=False, db=self._meta)
         for segment in change.removed_segments:
             key = _SEGMENT_KEY.pack(segment)
             txn.delete(key, db=self._segments)
-            for table in (self._entries, self._dropped):
+            for table in (self._entries, self._dropped, self._kinds):
                 cursor = txn.cursor(table)
                 while cursor.set_range(key) and bytes(cursor.key()).startswith(key):
                     cursor.delete()
         for slot in change.dropped:
             txn.put(_SLOT_KEY.pack(*slot), b"", db=self._dropped)
-        for table, unused in ((self._formats, change.formats.unused), (self._tenants, change.tenants.unused)):
-            for number in unused:
-                txn.delete(_ID_KEY.pack(number), db=table)
-        for number, block_format in change.formats.new.items():
-            txn.put(_ID_KEY.pack(number), _pack_format(block_format), db=self._formats)
-        for number, tenant in change.tenants.new.items():
-            txn.put(_ID_KEY.pack(number), tenant.encode(), db=self._tenants)
+        for segment, kinds in change.kinds.items():
+            for number, kind in enumerate(kinds):
+                txn.put(_SLOT_KEY.pack(segment, number), _pack_kind(kind), overwrite=False, db=self._kinds)
         for segment, size in change.segments.items():
             txn.put(_SEGMENT_KEY.pack(segment), _SEGMENT_SIZE.pack(size), db=self._segments)
         for slot, packed in change.entries.items():
             txn.put(_SLOT_KEY.pack(*slot), packed, db=self._entries)
 
     def sync(self) -> None:
-        """Makes durable what was committed without `sync`."""
         assert self._files is not None
         self._files.sync_index(self._env)
 
@@ -190,12 +180,15 @@ def _lost_if_damaged(errors: tuple[type[Exception], ...] = _DAMAGE) -> Iterator[
         raise IndexLostError(f"the index is damaged: {error}") from error
 
 
-def _pack_format(block_format: BlockFormat) -> bytes:
-    return block_format.namespace + block_format.layout.to_proto().SerializeToString(deterministic=True)
+def _pack_kind(kind: Kind) -> bytes:
+    layout = kind.format.layout.to_proto().SerializeToString(deterministic=True)
+    return kind.format.namespace + bytes([len(layout)]) + layout + kind.tenant.encode()
 
 
-def _unpack_format(data: bytes) -> BlockFormat:
+def _unpack_kind(data: bytes) -> Kind:
+    end = KEY_BYTES + 1 + data[KEY_BYTES]
     try:
-        return BlockFormat(data[:KEY_BYTES], KVLayout.from_proto(kv_pb2.KVLayout.FromString(data[KEY_BYTES:])))
+        layout = KVLayout.from_proto(kv_pb2.KVLayout.FromString(data[KEY_BYTES + 1 : end]))
+        return Kind(BlockFormat(data[:KEY_BYTES], layout), data[end:].decode())
     except MoonpoolError as error:
         raise IndexLostError(f"the index holds an impossible format: {error}") from error

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moonpool.kv.blocks import BlockFormat, BlockInfo
+from moonpool.kv.blocks import BlockInfo
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.catalogue import Segment
 from services.kvstore.ssd.files import Files, header_memory
@@ -19,14 +19,14 @@ class SsdReader:
     The header is read and verified with the first slice, in one read where that is layer 0.
     """
 
-    def __init__(self, files: Files, segment: Segment, slot: int, block_format: BlockFormat) -> None:
+    def __init__(self, files: Files, segment: Segment, slot: int) -> None:
         self.key: BlockKey = segment.keys[slot]
-        self.format = block_format
+        self.format = segment.kind(slot).format
         self.segment = segment
         self.slot = slot
         self._files = files
         self._offset = segment.offset(slot)
-        self._header_bytes = segment.nbytes(slot) - data_size(block_format)
+        self._header_bytes = segment.nbytes(slot) - data_size(self.format)
         self._header: RecordHeader | None = None
         self.hashes: dict[int, int] = {}  # of layers that were read, bound to the block
         self._released = False
@@ -39,7 +39,6 @@ class SsdReader:
 
     @property
     def info(self) -> BlockInfo | None:
-        """Known once a slice was read."""
         return self._header.info if self._header is not None else None
 
     def read_layers(self, first: int, outs: Sequence[memoryview]) -> None:
@@ -140,7 +139,6 @@ class _Pieces:
     data: bytes = b""
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """These bytes; they are fewer only where the file ends."""
         if not self.begin <= offset <= self.begin + len(self.data) - nbytes:
             self.data, self.begin = self.files.peek(self.path, max(nbytes, self.size), offset), offset
         return self.data[offset - self.begin : offset - self.begin + nbytes]

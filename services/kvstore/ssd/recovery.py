@@ -1,11 +1,11 @@
 """What a data folder holds: what its index names, and what its segments hold besides. Everything here blocks.
 
 Records that the index does not name are read and adopted: all of them where the index is lost, else those of segments
-and ends of segments that are newer than it. Reading needs no room on the device; where there is none for an index, what
-was read is served all the same, and the next start reads it again.
+and ends of segments that are newer than it.
 """
 
 import collections
+import contextlib
 import fcntl
 import functools
 import itertools
@@ -19,7 +19,7 @@ import lmdb
 
 from moonpool.errors import ConfigError
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Segment, Slot
+from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Kind, Segment, Slot
 from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES, Index, IndexChange, IndexImage, IndexLostError
 from services.kvstore.ssd.reader import Found, list_segments, read_record, scan, segment_path
@@ -32,15 +32,13 @@ _SCAN_THREADS = 8
 _PROGRESS_STEPS = 10
 _SPARE_BYTES = 1 << 20
 
-Durability = Literal["power", "process"]
-"""What a block that was committed survives: a loss of power, or the death of this process only."""
+Durability = Literal["power", "process"]  # whose loss a committed block survives: that of power, or of this process
 
 
 class DataFolder:
     """A locked data folder, made if need be. `durability` is what commits survive from now on.
 
-    Raises:
-        ConfigError: naming `data_dir`: it cannot be made or written, or another process has it.
+    Raises ConfigError naming `data_dir` when it cannot be made or written, or another process has it.
     """
 
     def __init__(self, path: Path, files: Files, durability: Durability = "power") -> None:
@@ -107,8 +105,7 @@ class DataFolder:
 class Recovery:
     """What a data folder holds. Blocking: reads it, and makes its index and its files agree.
 
-    Raises:
-        ConfigError: naming `data_dir`: the folder cannot be used.
+    Raises ConfigError naming `data_dir` when the folder cannot be used.
     """
 
     def __init__(self, folder: DataFolder, account: Account | None = None, map_bytes: int = MAP_BYTES) -> None:
@@ -121,7 +118,7 @@ class Recovery:
             image = self._load(is_first_start=not sizes)
             self.next_segment = max([0, *sizes, *image.segments]) + 1  # was never used
             self.rebuilt = bool(sizes) and self.index is None  # from the segments
-            self.catalogue = Catalogue(image.formats, image.tenants, account)
+            self.catalogue = Catalogue(account)
             adopted = self._fill(sizes, image)
             self._tell(self._difference(image, adopted))
         except BaseException as error:
@@ -160,13 +157,14 @@ class Recovery:
         scanned = self._scan(newer)
         entries, deleted_bytes = dict[Slot, bytes](), 0
         for number, size in sizes.items():
-            segment = Segment(number, segment_path(folder.segments, number), named.get(number, 0))
+            path, kinds = segment_path(folder.segments, number), image.kinds.get(number, [])
+            segment = Segment(number, path, named.get(number, 0), named=kinds)
             known = image.entries.get(number, b"") if segment.size else b""
             records = next(scanned) if number in newer else ()
             if records is not None:  # else it could not be read: another start may
                 deleted_bytes += _trim(folder.files, segment, size, records)
             if segment.size:
-                adopted = _pack(self.catalogue, records or ())
+                adopted = _pack(segment, records or ())
                 self.catalogue.add(segment, known + adopted)
                 if adopted:
                     entries[number, len(known) // ENTRY.size] = adopted
@@ -232,14 +230,14 @@ class Recovery:
             blocks = len(lost) + sum(len(image.entries.get(one, b"")) // ENTRY.size for one in gone)
             log.warning("segments are missing or cut off; their blocks are dropped", blocks=blocks, segments=len(gone))
         sizes = {segment.number: segment.size for segment in changed}
-        return IndexChange(gone, lost, adopted, sizes, catalogue.formats.change(), catalogue.tenants.change())
+        return IndexChange(gone, lost, adopted, sizes, {segment.number: segment.named for segment in changed})
 
     def _tell(self, change: IndexChange) -> None:
         """Tells the index what it must learn, in one transaction; makes a lost one anew.
 
         A full device is no reason not to start: a new index is given up with its room, an old one stays as it is.
         """
-        is_new, written = self.index is None, True
+        is_new = self.index is None
         try:
             if self.index is None:
                 self.index = self._open_index()
@@ -258,10 +256,7 @@ class Recovery:
                     error=str(error),
                 )
             else:
-                written = False
                 log.warning("the device is too full to update the index; the next start does", error=str(error))
-        self.catalogue.formats.settle(written=written)
-        self.catalogue.tenants.settle(written=written)
 
 
 def _trim(files: Files, segment: Segment, size: int, records: Sequence[Found]) -> int:
@@ -275,18 +270,15 @@ def _trim(files: Files, segment: Segment, size: int, records: Sequence[Found]) -
 
 
 def _is_whole(files: Files, path: Path, found: Found) -> bool:
-    try:
-        read_record(files, path, found.info.key, found.offset, found.nbytes)
-    except BadRecordError:
-        return False
-    return True
+    with contextlib.suppress(BadRecordError):
+        return bool(read_record(files, path, found.info.key, found.offset, found.nbytes))
+    return False
 
 
-def _pack(catalogue: Catalogue, found: Sequence[Found]) -> bytes:
-    """Entries of records."""
-    formats, tenants = catalogue.formats, catalogue.tenants
-    ids = ((formats.id_of(one.info.format), tenants.id_of(one.info.tenant), one.info.written_at) for one in found)
+def _pack(segment: Segment, found: Sequence[Found]) -> bytes:
     return b"".join(
-        ENTRY.pack(info.key, at // ALIGN, nbytes // ALIGN, *last)
-        for (at, nbytes, info), last in zip(found, ids, strict=True)
+        ENTRY.pack(
+            info.key, at // ALIGN, nbytes // ALIGN, segment.number_of(Kind(info.format, info.tenant)), info.written_at
+        )
+        for at, nbytes, info in found
     )

@@ -1,9 +1,8 @@
 """Segments as room: where the next record goes, which segment makes room for it, and what is carried over.
 
 Oldest first, with a second chance: a block that was used since it was written is written anew once, into the newest
-segment, and must be used again to be spared again; at most half a segment is spared so. Blocks that are pinned, or that
-a guarantee covers, are always carried. What this gains over dropping whole segments, and over other choices:
-docs/adr/0004-ssd-tier.md.
+segment; at most half a segment is spared so. Blocks that are pinned, or that a guarantee covers, are always carried.
+What this gains: docs/adr/0004-ssd-tier.md.
 """
 
 import dataclasses
@@ -27,10 +26,7 @@ ASK_AGAIN = 64  # plans in which a segment is passed over after too much of it h
 
 @dataclasses.dataclass(eq=False)
 class Space:
-    """Room for records, together at most `capacity_bytes`. Used while a plan is made.
-
-    `used_bytes` are those of all segments, live or dead, as they will be after the plan under way.
-    """
+    """Room for records, together at most `capacity_bytes`. Used while a plan is made."""
 
     catalogue: Catalogue
     folder: Path
@@ -40,7 +36,7 @@ class Space:
     pins: Container[BlockKey]
     account: Account
     active: Segment | None = None  # is appended to; a file of an earlier life never is
-    used_bytes: int = 0
+    used_bytes: int = 0  # of all segments, live or dead, as they will be after the plan under way
     _thin: list[int] = dataclasses.field(default_factory=list)
     _plans: int = 0
 
@@ -51,13 +47,11 @@ class Space:
         self.recount()
 
     def recount(self) -> None:
-        """Counts what is used, for the next plan."""
         self._plans += 1
         self.used_bytes = sum(segment.size for segment in self.catalogue.segments.values())
 
     @property
     def has_work(self) -> bool:
-        """Whether segments are to be rewritten or reclaimed."""
         return bool(self._thin) or self.used_bytes > self.capacity_bytes
 
     def compact(self, min_live_share: float) -> int:
@@ -111,8 +105,6 @@ class Space:
         """Empties the next segment without readers into `victims`; False if there is none. The active one comes last.
 
         At most `spare_bytes` are carried over for having been used; `cheaply`: not if most of it must be carried over.
-        Blocks are judged one after the other, each after the last has left the catalogue, so that a tenant's guarantee
-        holds for all together. Beside what must stay some of a segment always goes.
         """
         segments = self.catalogue.segments.values()
         idle = [segment for segment in segments if not segment.readers and not segment.going and segment.size]
@@ -126,11 +118,10 @@ class Space:
         return True
 
     def _choose(self, segments: Iterable[Segment]) -> Segment | None:
-        """The first of `segments` (oldest first, none empty) that may go; its `kept_share` is up to date.
+        """The first of `segments` (oldest first, none empty) of which at least half would become free.
 
-        Among the first few, it is the first of which at least half would become free; failing that, the one of which
-        most would; None when nothing would. A segment is asked about once in `ASK_AGAIN` plans, but always before it
-        goes.
+        Failing that, that of the first few of which most would; None when nothing would. A segment is asked about once
+        in `ASK_AGAIN` plans, but always before it goes: its `kept_share` is up to date.
         """
         best: Segment | None = None
         looked = 0
@@ -151,18 +142,20 @@ class Space:
         return best if best is not None and best.kept_share < 1 else None
 
     def _ask(self, segment: Segment) -> None:
-        """Finds out how much of a segment must stay."""
         slots = self.catalogue.live_slots(segment)
         kept_bytes = sum(segment.nbytes(slot) for slot in slots if self._is_kept(segment, slot))
         segment.kept_share = kept_bytes / segment.size
         segment.asked_at = self._plans
 
     def _is_kept(self, segment: Segment, slot: int) -> bool:
-        tenant = self.catalogue.tenants[segment.tenants[slot]]
+        tenant = segment.kind(slot).tenant
         return segment.keys[slot] in self.pins or self.account.guards(tenant, segment.nbytes(slot))
 
     def _take(self, segment: Segment, spared: Container[int]) -> Victim:
-        """Carries the blocks that must stay and `spared` slots, which keep their place for now; forgets the others."""
+        """Carries the blocks that must stay and `spared` slots, which keep their place for now; forgets the others.
+
+        One after the other, so that a tenant's guarantee holds for all together.
+        """
         victim = Victim(segment)
         for slot in self.catalogue.live_slots(segment):
             if slot in spared or self._is_kept(segment, slot):

@@ -13,7 +13,7 @@ import lmdb
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import Place, Segment, Slot
+from services.kvstore.ssd.catalogue import Kind, Place, Segment, Slot
 from services.kvstore.ssd.commit import Append, Committer, Victim, WritePlan, ends, pack
 from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES
@@ -29,9 +29,8 @@ log = get_logger(__name__)
 class SsdTier:
     """A bounded, durable set of blocks. Made by `open_tier`.
 
-    While a segment of which much must stay is rewritten, the segment files may exceed the budget by what is carried; so
-    they may after a start, if the process ended meanwhile, until the next plan. `commit` does a plan, blocking, in the
-    writer thread; then its blocks are as durable as `durability` says.
+    While a segment of which much must stay is rewritten, the files may exceed the budget by what is carried. `commit`
+    does a plan, blocking, in the writer thread; then its blocks are as durable as `durability` says.
     """
 
     def __init__(
@@ -64,18 +63,12 @@ class SsdTier:
         """Blocks that are being read, of removed segments too."""
         return sum(segment.readers for segment in (*self.catalogue.segments.values(), *self._leaving))
 
-    @property
-    def write_amplification(self) -> float:
-        """Bytes written over bytes of new blocks, in this process' life; 1.0 before the first."""
-        return self.written_bytes / self.user_bytes if self.user_bytes else 1.0
-
     def reader(self, key: BlockKey) -> SsdReader:
-        """Begins reading a block that is here."""
         found = self.catalogue.find(key)
         assert found is not None
         segment, slot = found
         segment.used[slot] = 1
-        return SsdReader(self._files, segment, slot, self.catalogue.formats[segment.formats[slot]])
+        return SsdReader(self._files, segment, slot)
 
     def drop(self, reader: SsdReader) -> bool:
         """Marks a bad record dead; False when the block lies elsewhere by now. Only for a `BadRecordError`."""
@@ -119,7 +112,10 @@ class SsdTier:
         for block in blocks:
             assert block.info.key not in self.catalogue
             tenant, size = block.info.tenant, record_size(block.info)
-            given_up += self._within_quota(tenant, coming[tenant] + size)
+            if excess := self.account.over_quota(tenant, coming[tenant] + size):
+                oldest = self.catalogue.oldest_of(tenant, excess, self.space.pins.__contains__)
+                self.forget(oldest)
+                given_up += oldest
             fits = not self.account.over_quota(tenant, coming[tenant] + size)
             if fits and self.space.make_room(coming.total_bytes + size, victims):
                 taken.append(block)
@@ -131,38 +127,29 @@ class SsdTier:
             self.space.compact_one(victims)
         self.space.used_bytes += coming.total_bytes
         carry, store = self._place(taken, victims)
-        change = self.catalogue.formats.change(), self.catalogue.tenants.change()
         known = self._forgotten, self._nameless, self._dead
         self._forgotten, self._nameless, self._dead = [], [], []
         erase = [place for place in self._doomed if place[0].number in self.catalogue.segments]
         self._dooming, self._doomed = bool(self._doomed), []
-        return WritePlan(taken, rejected, given_up, victims, *known, *change, full, carry, store, erase)
-
-    def _within_quota(self, tenant: str, nbytes: int) -> list[BlockKey]:
-        """Forgets the oldest blocks of a tenant for so many bytes of new ones, as far as its quota asks for it."""
-        excess = self.account.over_quota(tenant, nbytes)
-        oldest = self.catalogue.oldest_of(tenant, excess, self.space.pins.__contains__) if excess else []
-        self.forget(oldest)
-        return oldest
+        return WritePlan(taken, rejected, given_up, victims, *known, full, carry, store, erase)
 
     def _place(self, blocks: Sequence[DramBlock], victims: Sequence[Victim]) -> tuple[list[Append], list[Append]]:
         """Gives every record its place. Sizes of segments change only when the plan is done."""
         carry, store = [], []
         sizes: dict[Segment, int] = {}
         for source in ((victim.segment, slot) for victim in victims for slot in victim.carried):
-            key, _, length, format_id, tenant_id, written = source[0].row(source[1])
-            segment, start = self.space.place(length, sizes)
-            carry.append(Append(segment, (key, start, length, format_id, tenant_id, written), source=source))
-        formats, tenants = self.catalogue.formats, self.catalogue.tenants
+            old, slot = source
+            segment, start = self.space.place(old.lengths[slot], sizes)
+            row = old.keys[slot], start, old.lengths[slot], segment.number_of(old.kind(slot)), old.written[slot]
+            carry.append(Append(segment, row, source=source))
         for block in blocks:
             info, length = block.info, record_size(block.info) // ALIGN
             segment, start = self.space.place(length, sizes)
-            ids = formats.id_of(info.format), tenants.id_of(info.tenant)
-            store.append(Append(segment, (info.key, start, length, *ids, info.written_at), block))
+            number = segment.number_of(Kind(info.format, info.tenant))
+            store.append(Append(segment, (info.key, start, length, number, info.written_at), block))
         return carry, store
 
     def committed(self, plan: WritePlan) -> None:
-        """The plan was committed: its blocks are here from now on."""
         self._dooming = False
         self._clear(plan)
         self._add(plan.store)
@@ -224,7 +211,6 @@ class SsdTier:
         self._leaving = [segment for segment in (*self._leaving, *removed) if segment.readers]
 
     def _add(self, appends: Sequence[Append]) -> None:
-        """These records are committed."""
         for segment, size in ends(appends).items():
             segment.size = size
         for segment, packed in pack(appends).items():
@@ -237,8 +223,6 @@ class SsdTier:
                 self._nameless.append(segment)
                 self.space.active = None
         self.space.recount()
-        self.catalogue.formats.settle(written=plan.named)
-        self.catalogue.tenants.settle(written=plan.named)
 
     def close(self) -> None:
         """Blocking. Closes all files and unlocks the folder; what was not synced on the way is synced now."""
@@ -261,11 +245,6 @@ class SsdTier:
             self._index.close()
         self._folder.close()
 
-    def check_invariants(self) -> None:
-        """Segments, places, bytes and ids agree with each other. Only between plans."""
-        self.catalogue.check_invariants(self._forgotten)
-        assert self.space.used_bytes == sum(segment.size for segment in self.catalogue.segments.values())
-
 
 def open_tier(
     path: Path,
@@ -281,11 +260,8 @@ def open_tier(
     """Blocking. Locks the data folder `path`, made if need be, finds out what it holds, and opens the tier on it.
 
     At `segment_bytes` a segment is closed and the next begun; a larger record gets one of its own. Blocks in `pins`
-    stay, and those that `account` guarantees; it is told of every record that comes or goes, and of those that are here
-    at once. `map_bytes` is the size of the index's memory map to begin with.
-
-    Raises:
-        ConfigError: naming `data_dir`: the folder cannot be used.
+    stay, and those that `account` guarantees, which is kept up to date. `map_bytes` is the size of the index's memory
+    map to begin with. Raises ConfigError naming `data_dir` when the folder cannot be used.
     """
     files, account = files or Files(direct=durability == "power"), account or Account()
     folder = DataFolder(path, files, durability)

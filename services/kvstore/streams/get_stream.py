@@ -31,27 +31,17 @@ log = get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GetResources:
-    """What all Get streams of a store use.
-
-    Attributes:
-        pool: threads that read the SSD tier.
-        ahead: budget of the read-ahead.
-        session_timeout_s: longest wait for a reader's credits.
-        lease_timeout_s: longest life of a session, whose blocks cannot be evicted.
-        on_read: told of sessions that ended well: whether blocks came from the SSD tier, and the seconds.
-        carried_out: names of deletions that were carried out here.
-        together_bytes: largest read that is answered in one message.
-    """
+    """What all Get streams of a store use."""
 
     reads: Reads
-    pool: ThreadPoolExecutor
-    ahead: ByteCredits
+    pool: ThreadPoolExecutor  # reads the SSD tier
+    ahead: ByteCredits  # budget of the read-ahead
     instance: kv_pb2.Instance
-    session_timeout_s: float
-    lease_timeout_s: float
-    on_read: Callable[[bool, float], None]
-    carried_out: Container[str]
-    together_bytes: int = FRAME_BYTES
+    session_timeout_s: float  # longest wait for a reader's credits
+    lease_timeout_s: float  # longest life of a session, whose blocks cannot be evicted
+    on_read: Callable[[bool, float], None]  # told of what ended well: whether blocks came from SSD, and the seconds
+    carried_out: Container[str]  # names of deletions that were carried out here
+    together_bytes: int = FRAME_BYTES  # largest read that is answered in one message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +109,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         return kvstore_pb2.GetResponse(welcome=kv_pb2.StreamWelcome(receiver=self._resources.instance))
 
     def on_message(self, message: kvstore_pb2.GetRequest, payload: memoryview) -> None:
-        """One message of the reader. What is wrong with a session ends that session only."""
+        """What is wrong with a session ends that session only."""
         if message.credit_bytes:
             self._credits.grant(message.credit_bytes)
         match message.WhichOneof("message"):
@@ -147,6 +137,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
                 self._close(message.session)
                 raise InvalidRequest("session", f"{message.session} was open already")
             keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
+            self.owner.check(keys)
             wanted = _wanted(message, layout)
             if any(name not in self._resources.carried_out for name in message.forgotten):
                 raise Unavailable("a deletion of such blocks was not carried out yet")
@@ -159,7 +150,6 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             self._post_done(message.session)
 
     def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, wanted: _Wanted) -> None:
-        """Serves a lease, at once or by a task; it is closed in any case."""
         resources, number, begin = self._resources, message.session, time.monotonic()
         task = None
         try:
@@ -207,7 +197,6 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
         return self._frames.offer(number, slices, wrap)
 
     async def _serve(self, number: int, reader: LayerReader, wanted: _Wanted, begin: float, more: bool) -> None:
-        """One session from its opening to its end: layer by layer, each as soon as it is read."""
         resources, lease = self._resources, reader.lease
         try:
             while more:

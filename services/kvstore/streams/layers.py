@@ -1,9 +1,8 @@
 """Reading a lease layer by layer, ahead of the stream that sends it.
 
-A lease's slices are handed out layer-major in groups near a frame's size. A device wants larger pieces than a slice and
-several of them at once. So several threads read a *band*, consecutive layers of each block, while the band before it is
-being sent. The first band is one layer, so that it comes soon; each further one may be twice as thick, as far as a
-piece's size and memory allow.
+A lease's slices are handed out layer-major in groups near a frame's size. Several threads read a *band*, consecutive
+layers of each block, while the band before it is being sent. The first band is one layer, so that it comes soon; each
+further one may be twice as thick, as far as a piece's size and memory allow.
 """
 
 import asyncio
@@ -57,18 +56,12 @@ _Fetch = Future[tuple[_Piece, Exception] | None]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Band:
-    """Consecutive layers of all blocks.
-
-    Attributes:
-        ahead: bytes taken from the read-ahead's budget and not handed out yet.
-        started: blocks before this one are in DRAM, being read, or read.
-        slices: what has been read, by block.
-    """
+    """Consecutive layers of all blocks."""
 
     layers: range
-    ahead: int
-    started: int = 0
-    slices: dict[int, list[memoryview]] = dataclasses.field(default_factory=dict)
+    ahead: int  # bytes taken from the read-ahead's budget and not handed out yet
+    started: int = 0  # blocks before this one are in DRAM, being read, or read
+    slices: dict[int, list[memoryview]] = dataclasses.field(default_factory=dict)  # what has been read, by block
 
 
 def _read(first_layer: int, pieces: list[_Piece]) -> tuple[_Piece, Exception] | None:
@@ -86,22 +79,18 @@ def _read(first_layer: int, pieces: list[_Piece]) -> tuple[_Piece, Exception] | 
 class LayerReader:
     """Reads one lease, and closes it when the last read for it has ended.
 
-    Attributes:
-        layers: what is wanted, less those layers that have their band.
-        ahead: bytes that all readers together may have read and not sent; each may always have one fetch. What is read
-            into DRAM that was set aside for it does not count.
-        group_bytes: size of a group aimed at.
-        sent_bytes: what counts of each slice for the size of its group; 0 for all of it.
+    `ahead` are the bytes that all readers together may have read and not sent; each may always have one fetch. What is
+    read into DRAM that was set aside for it does not count.
     """
 
     reads: Reads
     lease: ReadLease
-    layers: range
+    layers: range  # wanted, less those that have their band
     pool: ThreadPoolExecutor
     ahead: ByteCredits
     _: dataclasses.KW_ONLY
-    group_bytes: int = FRAME_BYTES
-    sent_bytes: int = 0
+    group_bytes: int = FRAME_BYTES  # aimed at
+    sent_bytes: int = 0  # what counts of each slice for the size of its group; 0 for all of it
     piece_bytes: int = PIECE_BYTES
     layer_break_bytes: int = LAYER_BREAK_BYTES
 
@@ -160,7 +149,7 @@ class LayerReader:
                 group.append(Cell(layer, block, source.block.slice(layer), source.block.hashes[layer]))
             elif source.reader is not None and block in band.slices:
                 group.append(Cell(layer, block, band.slices[block][depth], source.reader.hashes[layer]))
-                if not source.reserved:
+                if source.allocate is None:
                     self._walked += self._slice_bytes
                     band.ahead -= self._slice_bytes
             else:
@@ -177,7 +166,6 @@ class LayerReader:
             yield Lost(self._limit)
 
     def _sent(self) -> None:
-        """What was walked over has been sent."""
         walked, self._walked = self._walked, 0
         self.ahead.grant(walked)
         self._start_more()
@@ -207,7 +195,6 @@ class LayerReader:
 
     @property
     def _held(self) -> int:
-        """Bytes taken from `ahead`."""
         return self._walked + sum(band.ahead for band in self._bands)
 
     def _next_band(self) -> _Band:
@@ -223,9 +210,8 @@ class LayerReader:
         return band
 
     def _cost(self, blocks: range | list[int]) -> int:
-        """Bytes of the read-ahead's budget that one layer of some blocks needs."""
         sources = (self.lease.sources[block] for block in blocks)
-        return self._slice_bytes * sum(source.block is None and not source.reserved for source in sources)
+        return self._slice_bytes * sum(source.block is None and source.allocate is None for source in sources)
 
     def _next_blocks(self, band: _Band) -> tuple[list[int], int]:
         """Blocks of a band that one fetch should read, and before which block it ends."""
@@ -259,7 +245,6 @@ class LayerReader:
         await self._progress.wait()
 
     def _ended(self, fetch: _Fetch, band: _Band, pieces: list[_Piece]) -> None:
-        """Takes note of what a thread read and what it could not read."""
         self._fetches.discard(fetch)
         if fetch.cancelled():
             self._limit = min(self._limit, pieces[0].block)

@@ -11,25 +11,27 @@ from moonpool.kv.blocks import BlockFormat
 from moonpool.streams.credits import Traffic
 from moonpool.streams.receiving import check_hello
 from moonpool.streams.serving import ServerStream
+from services.kvstore.tenancy.owners import Owner
 
 Req = TypeVar("Req", bound=Message)
 
 
 class KVStream(ServerStream[Req]):
-    """One Put or Get stream of one peer. `format` is that of the KV which the peer's hello names."""
+    """One Put or Get stream of a peer, the `owner`. `format` is that of the KV which its hello names."""
 
     format: BlockFormat
+    owner: Owner
 
     @property
     def traffic(self) -> Traffic:
         return Traffic(unsent=len(self.outbox))
 
     def welcome(self) -> Message:
-        """The answer to the peer's hello."""
         raise NotImplementedError
 
     async def on_hello(self, message: Any) -> None:
         """Takes any KV whose layout can be kept; raises Mismatch for others."""
+        self.owner = Owner.of_call()  # noted here: what comes on a lane comes outside of the call
         self.format = BlockFormat(message.hello.namespace, check_hello(message.hello))
         answer: Any = self.welcome()
         lane = self.offer_lane(message)
@@ -51,7 +53,6 @@ class OpenStreams:
 
     @property
     def kv(self) -> list[KVStream[Any]]:
-        """Those that carry KV."""
         return [stream for stream in self._open if isinstance(stream, KVStream)]
 
     @property
@@ -60,7 +61,6 @@ class OpenStreams:
 
     @contextmanager
     def running(self, stream: object) -> Iterator[None]:
-        """Counts `stream` while the body runs."""
         self._open.add(stream)
         self.quiet.clear()
         try:

@@ -16,13 +16,12 @@ from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloade
 from moonpool.kv.frames import FrameOpener, OpenRun
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import MAX_SLICE_BYTES
+from moonpool.kv.scattered import Bytes
 from moonpool.streams.credits import CreditReturn, Traffic
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, portions
-from services.kvstore.core.store import BlockStore
-from services.kvstore.core.whole import take_whole
-from services.kvstore.core.writes import DeletedBlocks
+from services.kvstore.core.writes import DeletedBlocks, Writes
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.streams.open_streams import KVStream
 from services.kvstore.streams.rooms import RoomQueue
@@ -33,50 +32,38 @@ MAX_UNFINISHED_BYTES = 4 * MAX_SLICE_BYTES
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PutResources:
-    """What all Put streams of a store use.
+    """What all Put streams of a store use."""
 
-    Attributes:
-        window_bytes: how far a writer may be ahead.
-        session_timeout_s: longest time without progress.
-        room_timeout_s: longest wait for DRAM.
-    """
-
-    store: BlockStore
+    writes: Writes
     rooms: RoomQueue
     instance: kv_pb2.Instance
-    window_bytes: int
-    session_timeout_s: float
-    room_timeout_s: float
+    window_bytes: int  # how far a writer may be ahead
+    session_timeout_s: float  # longest time without progress
+    room_timeout_s: float  # longest wait for DRAM
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Entry:
-    """One session as the stream knows it.
-
-    Attributes:
-        progress_at: when something of it came or became durable, on the event loop's clock.
-        session: None while it waits for room.
-        task: waits for room, to open the session or to write its backlog.
-        backlog: parts of opened frames that wait to be written, and the payload bytes that are dealt with then.
-        close: the writer's close, once it has come.
-    """
+    """One session as the stream knows it."""
 
     number: int
-    progress_at: float
-    session: PutSession | None = None
-    task: "asyncio.Task[None] | None" = None
+    progress_at: float  # when something of it came or became durable, on the event loop's clock
+    session: PutSession | None = None  # while it waits for room
+    task: "asyncio.Task[None] | None" = None  # waits for room, to open the session or to write its backlog
+    # Parts of opened frames that wait to be written, and the payload bytes that are dealt with then.
     backlog: collections.deque[tuple[list[OpenRun], int]] = dataclasses.field(default_factory=collections.deque)
-    close: kvstore_pb2.PutClose | None = None
+    close: kvstore_pb2.PutClose | None = None  # the writer's, once it has come
     timer: asyncio.TimerHandle | None = None
 
 
 class PutStream(KVStream[kvstore_pb2.PutRequest]):
-    """One writer process' stream."""
+    """One writer process' stream. Blocks are copied and verified straight from the writer's memory (`land`)."""
+
+    borrows = True
 
     def __init__(self, resources: PutResources, closing: asyncio.Event, lanes: LaneServer | None = None) -> None:
         super().__init__(closing, lanes=lanes)
-        self._store = resources.store
-        self._writes = resources.store.writes
+        self._writes = resources.writes
         self._rooms = resources.rooms
         self._resources = resources
         self._credits = CreditReturn(resources.window_bytes)
@@ -92,8 +79,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         welcome = kv_pb2.StreamWelcome(receiver=self._resources.instance, credit_bytes=self._resources.window_bytes)
         return kvstore_pb2.PutResponse(welcome=welcome)
 
-    def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
-        """What is wrong with a session ends that session only."""
+    def on_message(self, message: kvstore_pb2.PutRequest, payload: Bytes) -> None:
         match message.WhichOneof("message"):
             case "open":
                 self._open(message.open, payload)
@@ -113,7 +99,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         elif credit:
             self.post(kvstore_pb2.PutResponse(credit=kv_pb2.Credit(bytes=credit)))
 
-    def _open(self, message: kvstore_pb2.PutOpen, payload: memoryview) -> None:
+    def _open(self, message: kvstore_pb2.PutOpen, payload: Bytes) -> None:
         answer, entry = None, self._entries.get(message.session)
         if entry is not None:
             self._refuse(entry, InvalidRequest("session", f"{message.session} is open already"))
@@ -125,15 +111,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 self._refuse(entry, error)
         self._settle(payload.nbytes, answer)
 
-    def _begin(
-        self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: memoryview
-    ) -> kvstore_pb2.PutResponse | None:
-        """Takes a session that came whole; the answer then. Opens others, now or when there is room.
-
-        Raises:
-            InvalidRequest, FrameError: the session or its frame is not what it should be.
-            Overloaded: there is no room for it.
-        """
+    def _begin(self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: Bytes) -> kvstore_pb2.PutResponse | None:
+        """Takes a session that came whole; the answer then. Opens others, now or when there is room."""
         spec = self._spec(message)
         waits = self._waits(spec)
         if message.HasField("frame"):
@@ -141,7 +120,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 raise InvalidRequest("frame.session", f"{message.frame.session} is not the session that is opened")
             opener = FrameOpener(spec.format.layout, spec.heads, spec.keys)
             runs = opener.parse(message.frame, payload)
-            present = None if waits else take_whole(self._store, spec, opener, runs, entry.progress_at)
+            present = None if waits else self._writes.put_whole(spec, opener, runs, entry.progress_at)
             if present is not None:
                 opened = kvstore_pb2.PutOpened(session=entry.number, present=present, taken=True)
                 return kvstore_pb2.PutResponse(opened=opened)
@@ -155,11 +134,13 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
         keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
+        self.owner.check(keys)
+        tenant = self.owner.speaks_for(message.tenant)
         parents = unpack_keys(message.parent_keys, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
         layers = range(message.layer_begin, message.layer_end)
         heads = range(message.head_begin, message.head_end)
         now, forgotten = int(time.time()), frozenset(message.forgotten)
-        return PutSpec(self.format, keys, parents, message.tenant, layers, heads, now, forgotten)
+        return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten)
 
     def _waits(self, spec: PutSpec) -> bool:
         return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))
@@ -174,13 +155,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if session is not None:
             session.on_forgotten = lambda: self._refuse(entry, InvalidRequest("keys", "blocks of them were deleted"))
         return session
-
-    def _open_frame(self, session: PutSession, header: kv_pb2.FrameHeader, payload: memoryview) -> list[list[OpenRun]]:
-        """Checks a frame's header; the parts in which it is written and verified, nearly always one."""
-        runs = session.opener.parse(header, payload)
-        if session.opener.unfinished_bytes:
-            self._check_unfinished()
-        return portions(runs)
 
     def _check_unfinished(self) -> None:
         sessions = [entry.session for entry in self._entries.values() if entry.session is not None]
@@ -214,7 +188,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._close_requested(entry.close)
 
     def _reserve_first(self, entry: _Entry, session: PutSession) -> bool | None:
-        """Reserves room for the first of the backlog; None while there is none."""
         entry.progress_at = self._loop.time()
         return self._writes.reserve(session, entry.backlog[0][0], now=entry.progress_at) or None
 
@@ -227,7 +200,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._durable(entry, durable)
         self._arm(entry)
 
-    def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
+    def _frame(self, header: kv_pb2.FrameHeader, payload: Bytes) -> None:
         entry = self._entries.get(header.session)
         try:
             if entry is not None and not self._take_frame(entry, header, payload):
@@ -237,27 +210,27 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._refuse(entry, error)
         self._settle(payload.nbytes)
 
-    def _take_frame(self, entry: _Entry, header: kv_pb2.FrameHeader, payload: memoryview) -> bool:
+    def _take_frame(self, entry: _Entry, header: kv_pb2.FrameHeader, payload: Bytes) -> bool:
         """Writes a frame; False when it has to wait, for room or because it is large."""
         session = entry.session
         if session is None:
             raise InvalidRequest("session", f"{header.session} is not open yet")
         entry.progress_at = self._loop.time()
-        parts = self._open_frame(session, header, payload)
+        runs = session.opener.parse(header, payload)
+        if session.opener.unfinished_bytes:
+            self._check_unfinished()
+        parts = portions(runs)  # nearly always one
         if not (len(parts) > 1 or entry.backlog):
             waits = self._waits(session.spec) and session.begun_by(parts[0])
             if not waits and self._writes.write(session, parts[0], now=entry.progress_at):
                 return True
-        self._put_off(entry, parts, payload.nbytes)
-        return False
-
-    def _put_off(self, entry: _Entry, parts: list[list[OpenRun]], nbytes: int) -> None:
-        """Has the parts of a frame written by a task, and `nbytes` of credit handed back with the last."""
-        assert entry.session is not None
-        entry.backlog += [(runs, 0) for runs in parts[:-1]]
-        entry.backlog.append((parts[-1], nbytes))
+        if self.lent:  # the writer has its memory back before this is written
+            parts = [[run._replace(data=memoryview(bytes(run.data))) for run in runs] for runs in parts]
+        entry.backlog += [(part, 0) for part in parts[:-1]]
+        entry.backlog.append((parts[-1], payload.nbytes))  # its credit is handed back with the last
         if entry.task is None:
-            entry.task = self.spawn(self._when_room(entry, entry.session.spec))
+            entry.task = self.spawn(self._when_room(entry, session.spec))
+        return False
 
     def _visible(self, entry: _Entry, blocks: Sequence[int]) -> None:
         self._ack(entry, blocks, kvstore_pb2.DURABILITY_VISIBLE)
@@ -313,7 +286,6 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self.post(kvstore_pb2.PutResponse(refused=refused))
 
     def _remove(self, entry: _Entry) -> None:
-        """Forgets a session and everything it left unfinished."""
         if self._entries.get(entry.number) is entry:
             del self._entries[entry.number]
         if entry.timer is not None:

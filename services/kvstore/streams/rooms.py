@@ -12,10 +12,7 @@ _Wanted = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class RoomQueue:
-    """Waiting attempts to get room, in lanes: one lane does not keep another waiting.
-
-    At most `max_waiting` attempts wait; further ones fail at once.
-    """
+    """At most `max_waiting` attempts to get room, in lanes: one lane does not keep another waiting."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
@@ -38,9 +35,7 @@ class RoomQueue:
         """The attempt's result, once there is one.
 
         `attempt` returns None while there is no room. `undo` takes back what came after the caller was cancelled.
-
-        Raises:
-            DeadlineExceeded: there was no room within `timeout_s`, or too many wait already.
+        Raises DeadlineExceeded when there was no room within `timeout_s`, or too many wait already.
         """
         if len(self) >= self._max_waiting:
             raise DeadlineExceeded("no room, and many others wait for it")

@@ -1,11 +1,8 @@
 """Watching the store's keys: a snapshot, and every change, in order.
 
-The journal numbers changes; changes of one turn of the event loop become one message. A watcher that knows this
-incarnation and a number that the journal still reaches gets the changes since. Others get a snapshot, step by step
-(`moonpool.cluster.events.snapshot`), each when the watcher has taken the one before, so that no turn of the loop is
-long and no watcher costs more memory than a page. Changes that come meanwhile go in between the pages. Each page
-carries the number of the last change that was told before it (0 at the start). With the last page the watcher knows
-exactly what is here at that number.
+A watcher that knows this incarnation and a number that the journal still reaches gets the changes since. Others get a
+snapshot, page by page, each when the watcher has taken the one before; changes that come meanwhile go in between. Each
+page carries the number of the last change that was told before it (0 at the start).
 """
 
 import asyncio
@@ -22,14 +19,9 @@ RETRY_AFTER_S = 5.0
 
 @dataclasses.dataclass(eq=False)
 class Journal:
-    """All changes since the start, the last ones kept.
+    """All changes since the start; the last messages are kept, so many of them and so many bytes of keys at most.
 
-    Attributes:
-        held: every key, for snapshots.
-        incarnation: of this store; numbers mean something within it only.
-        journal_messages: how many messages are kept at most; a watcher that is further behind is cut off.
-        journal_bytes: how many bytes of keys are kept in them at most, beside the last message.
-        watchers: how many watch.
+    `held` has every key, for snapshots; numbers mean something within one `incarnation` only.
     """
 
     held: HeldKeys
@@ -51,7 +43,6 @@ class Journal:
 
     @property
     def sequence(self) -> int:
-        """Number of the last change that was told."""
         return self._log.next_sequence - 1
 
     def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
@@ -79,9 +70,7 @@ class Journal:
     async def watch(self, incarnation: int, after_sequence: int) -> AsyncGenerator[kv_pb2.KVEvents, None]:
         """The messages, without end, of a watcher that has seen `after_sequence` of an incarnation (0 for none).
 
-        Raises:
-            Unavailable: it was too slow and may come again, or the store is closing.
-            Overloaded: too many watch.
+        Raises Unavailable when it was too slow, or the store is closing; Overloaded if too many watch.
         """
         if self.watchers >= self.max_watchers:
             raise Overloaded("too many watchers", reason="kvstore_watchers", retry_after_s=RETRY_AFTER_S)
@@ -119,7 +108,6 @@ class Journal:
         return self._kept[sequence]
 
     def close(self) -> None:
-        """Ends all watching, once the watchers have what was told."""
         self._closed = True
         self._wake()
 
@@ -129,20 +117,19 @@ def _size(message: kv_pb2.KVEvents) -> int:
 
 
 class Unreported:
-    """Changes that no conductor has been told yet: the net effect per key; `max_keys` while none follows."""
+    """Changes that no conductor has been told yet: the net effect per key."""
 
-    def __init__(self, max_keys: int = 1 << 18) -> None:
-        self._max_keys = max_keys
+    def __init__(self) -> None:
         self._changes: dict[BlockKey, bool] = {}
 
     def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], *, follows: bool) -> None:
-        """Takes note of changes. While no conductor follows, they may be dropped: each gets a snapshot first."""
-        self._changes.update(dict.fromkeys(stored, True))
-        self._changes.update(dict.fromkeys(removed, False))
-        if len(self._changes) > self._max_keys and not follows:
+        """Takes note of changes. While no conductor follows, none are kept: each gets a snapshot first."""
+        if follows:
+            self._changes.update(dict.fromkeys(stored, True))
+            self._changes.update(dict.fromkeys(removed, False))
+        else:
             self._changes.clear()
 
     def take(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Stored and removed keys since the last call."""
         changes, self._changes = self._changes, {}
         return [key for key, here in changes.items() if here], [key for key, here in changes.items() if not here]

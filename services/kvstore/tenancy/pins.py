@@ -9,23 +9,21 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import MAX_TENANT_BYTES
 from moonpool.kv.keys import BlockKey
-from services.kvstore.tenancy.tenants import Account, TenantBytes
+from services.kvstore.tenancy.tenants import Account
 
 MAX_NAME_BYTES = 256  # of a pin, as UTF-8
 MAX_ENTRIES = 1 << 18  # keys of all pins together; a key in several pins counts for each
 MAX_TTL_S = 7 * 86400.0  # of a pin that is not renewed
-
-
-SizeOf = Callable[[BlockKey], int | None]
-"""Bytes of a block; None when it is not here."""
+SizeOf = Callable[[BlockKey], int | None]  # bytes of a block; None when it is not here
 
 
 class PinLimit(enum.Enum):
-    """Why a pin keeps fewer blocks than were asked for; the names are those of the contract."""
+    """Why a pin keeps fewer blocks than were asked for, as in the contract."""
 
     UNSPECIFIED = enum.auto()
     ABSENT = enum.auto()
@@ -33,8 +31,7 @@ class PinLimit(enum.Enum):
     STORE_BUDGET = enum.auto()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PinOutcome:
+class PinOutcome(NamedTuple):
     """How many leading blocks a pin keeps, their bytes, and why it does not keep more."""
 
     blocks: int
@@ -42,8 +39,7 @@ class PinOutcome:
     limit: PinLimit
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Pin:
+class _Pin(NamedTuple):
     keys: Sequence[BlockKey] = ()
     expires_at: float = 0.0
 
@@ -72,27 +68,26 @@ class Pins:
     ) -> None:
         self.budget_bytes = budget_bytes
         self.account = account or Account()
-        self._max_pins = max_pins
-        self._max_entries = max_entries
-        self._pins: dict[tuple[str, str], _Pin] = {}
-        self._pinned: dict[BlockKey, _Pinned] = {}
+        self.max_pins = max_pins
+        self.max_entries = max_entries
+        self.by_name: dict[tuple[str, str], _Pin] = {}
+        self.pinned: dict[BlockKey, _Pinned] = {}
         self.nbytes = 0  # of all pinned blocks; one that several tenants pin counts once
 
     def __len__(self) -> int:
-        return len(self._pins)
+        return len(self.by_name)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._pinned
+        return key in self.pinned
 
     @property
     def keys(self) -> int:
-        """How many blocks are pinned."""
-        return len(self._pinned)
+        return len(self.pinned)
 
     @property
     def next_expiry(self) -> float:
         """When the next pin ends; infinite without pins."""
-        return min((pin.expires_at for pin in self._pins.values()), default=math.inf)
+        return min((pin.expires_at for pin in self.by_name.values()), default=math.inf)
 
     def pin(
         self, tenant: str, name: str, keys: Sequence[BlockKey], size_of: SizeOf, *, now: float, ttl_s: float
@@ -100,28 +95,24 @@ class Pins:
         """Keeps the leading keys that are here and fit the budgets; replaces the tenant's pin of that name.
 
         Call `expire` first: a pin whose time is over still counts here. Also returns the keys that may be pinned or no
-        longer pinned by this.
-
-        Raises:
-            InvalidRequest: naming the field of the request.
-            Overloaded: there are too many pins or keys in pins.
+        longer pinned by this. Raises Overloaded when there are too many pins or keys in pins.
         """
         _check(tenant, name, keys, ttl_s)
-        others = [pin for place, pin in self._pins.items() if place != (tenant, name)]
+        others = [pin for place, pin in self.by_name.items() if place != (tenant, name)]
         entries = sum(len(pin.keys) for pin in others)
-        if len(others) >= self._max_pins or entries + len(keys) > self._max_entries:
+        if len(others) >= self.max_pins or entries + len(keys) > self.max_entries:
             message = f"there are {len(others)} other pins of {entries} blocks, and there may be no more"
             raise Overloaded(message, reason="kvstore_pins", retry_after_s=self.next_expiry - now)
         changed = {*keys, *self._end([(tenant, name)])}
         outcome = self._take(tenant, keys, size_of)
         if outcome.blocks:
-            self._pins[tenant, name] = _Pin(keys[: outcome.blocks], now + ttl_s)
+            self.by_name[tenant, name] = _Pin(keys[: outcome.blocks], now + ttl_s)
         return outcome, changed
 
     def _take(self, tenant: str, keys: Sequence[BlockKey], size_of: SizeOf) -> PinOutcome:
         nbytes = 0
         for count, key in enumerate(keys):
-            pinned, size = self._pinned.get(key), size_of(key)
+            pinned, size = self.pinned.get(key), size_of(key)
             if size is None:
                 return PinOutcome(count, nbytes, PinLimit.ABSENT)
             size = size if pinned is None else pinned.nbytes
@@ -131,7 +122,7 @@ class Pins:
             if pinned is None:
                 if self.nbytes + size > self.budget_bytes:
                     return PinOutcome(count, nbytes, PinLimit.STORE_BUDGET)
-                pinned = self._pinned[key] = _Pinned(size)
+                pinned = self.pinned[key] = _Pinned(size)
                 self.nbytes += size
             self.account.used.add(tenant, owed)
             pinned.pins[tenant] += 1
@@ -139,39 +130,27 @@ class Pins:
         return PinOutcome(len(keys), nbytes, PinLimit.UNSPECIFIED)
 
     def unpin(self, tenant: str, name: str) -> set[BlockKey]:
-        """Ends a pin; returns its keys, none when there is no such pin."""
+        """Ends a pin, if there is one; this and what ends several returns their keys."""
         return self._end([(tenant, name)])
 
     def end_all(self, tenants: Container[str]) -> set[BlockKey]:
-        """Ends all pins of tenants; returns their keys."""
-        return self._end([place for place in self._pins if place[0] in tenants])
+        return self._end([place for place in self.by_name if place[0] in tenants])
 
     def expire(self, now: float) -> set[BlockKey]:
-        """Ends the pins whose time is over; returns their keys."""
-        return self._end([place for place, pin in self._pins.items() if pin.expires_at <= now])
+        return self._end([place for place, pin in self.by_name.items() if pin.expires_at <= now])
 
     def _end(self, places: Sequence[tuple[str, str]]) -> set[BlockKey]:
-        keys = [(tenant, key) for tenant, name in places for key in self._pins.pop((tenant, name), _Pin()).keys]
+        keys = [(tenant, key) for tenant, name in places for key in self.by_name.pop((tenant, name), _Pin()).keys]
         for tenant, key in keys:
-            pinned = self._pinned[key]
+            pinned = self.pinned[key]
             pinned.pins[tenant] -= 1
             if not pinned.pins[tenant]:
                 del pinned.pins[tenant]
                 self.account.used.add(tenant, -pinned.nbytes)
             if not pinned.pins:
-                del self._pinned[key]
+                del self.pinned[key]
                 self.nbytes -= pinned.nbytes
         return {key for _, key in keys}
-
-    def check_invariants(self) -> None:
-        """Checks that the pinned blocks and bytes are those of the pins, within the limits."""
-        counts = collections.Counter((key, tenant) for (tenant, _), pin in self._pins.items() for key in pin.keys)
-        assert {(key, tenant): n for key, kept in self._pinned.items() for tenant, n in kept.pins.items()} == counts
-        assert all(pinned.pins for pinned in self._pinned.values())
-        assert self.account.used == TenantBytes.of((tenant, self._pinned[key].nbytes) for key, tenant in counts)
-        assert self.nbytes == sum(pinned.nbytes for pinned in self._pinned.values()) <= self.budget_bytes
-        assert len(self) <= self._max_pins
-        assert counts.total() <= self._max_entries
 
 
 def _check(tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> None:

@@ -13,8 +13,7 @@ from moonpool.kv.blocks import MAX_TENANT_BYTES
 DEFAULT_ROW = "*"  # names the row for tenants without a row of their own; each of them gets what it grants
 MAX_TENANT_ROWS = 64  # each is a set of gauges
 Bytes = Annotated[int, Field(ge=0)]
-What = Literal["dram", "ssd", "pins"]
-"""That in which a tenant has bytes: one of the tiers, or the blocks that its pins keep in either."""
+What = Literal["dram", "ssd", "pins"]  # in which a tenant has bytes: a tier, or the blocks that its pins keep in either
 
 
 class TenantRow(BaseModel):
@@ -59,21 +58,18 @@ def check_rows(rows: Mapping[str, TenantRow], dram_bytes: int, ssd_bytes: int) -
             raise ConfigError(f"tenants.*.{tier}_guarantee_bytes", message)
 
 
+def sum_by_tenant(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Sums up (tenant, bytes)."""
+    sums: dict[str, int] = {}
+    for tenant, nbytes in counts:
+        sums[tenant] = sums.get(tenant, 0) + nbytes
+    return sums
+
+
 class TenantBytes(collections.Counter[str]):
     """Bytes by tenant, without tenants that have none."""
 
     total_bytes = 0
-
-    @staticmethod
-    def of(counts: Iterable[tuple[str, int]]) -> "TenantBytes":
-        """Sums up (tenant, bytes)."""
-        sums: dict[str, int] = {}
-        for tenant, nbytes in counts:
-            sums[tenant] = sums.get(tenant, 0) + nbytes
-        found = TenantBytes()
-        for tenant, nbytes in sums.items():
-            found.add(tenant, nbytes)
-        return found
 
     def add(self, tenant: str, nbytes: int) -> None:
         """Counts more bytes of a tenant; fewer when `nbytes` is negative."""
@@ -96,7 +92,7 @@ class TenantBytes(collections.Counter[str]):
 class Account:
     """What tenants are granted in one tier or for their pins, and what they have of it, in bytes.
 
-    The tier or the pins keep `used` up to date, with each block that leaves: so the next one is judged after it.
+    The tier or the pins keep `used` up to date, block by block.
     """
 
     guarantees: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of tenants that have one
@@ -105,7 +101,6 @@ class Account:
 
     @staticmethod
     def of(rows: Mapping[str, TenantRow], what: What) -> "Account":
-        """An empty account."""
         guarantees = {name: row.guarantee(what) for name, row in rows.items() if row.guarantee(what)}
         return Account(guarantees, {name: row.quota(what) for name, row in rows.items()})
 

@@ -14,11 +14,12 @@ from benchmarks.kvstore_churn import Churn, picture_path
 from benchmarks.kvstore_client import IncompleteError
 from benchmarks.kvstore_index import CHAIN_BLOCKS, build, chain_keys, record_bytes
 from benchmarks.kvstore_match import percentile
-from benchmarks.kvstore_peers import BETTER, FLOOR, TARGET, name_of, operations, rows_of
+from benchmarks.kvstore_peers import BETTER, FLOOR, TARGET, TCP, name_of, operations, rows_of, target_of
 from benchmarks.kvstore_picture import picture
 from benchmarks.kvstore_shape import BLOCK_SIZES, Memory, chain, layout_of, parents, root_of, split
-from benchmarks.kvstore_ssd import MIN_BLOCKS, TIMES_PUT, Figures, blocks_bytes, put_sustained
+from benchmarks.kvstore_ssd import LAYOUT, MIN_BLOCKS, TIMES_PUT, Figures, Sizes, blocks_bytes, put_sustained
 from benchmarks.page import page
+from tests.unit.kvstore.invariants import check
 
 KIB = 1 << 10
 
@@ -116,6 +117,19 @@ def test_grpc_alone_is_not_a_peer() -> None:
     ]
 
 
+def test_each_lane_has_its_own_figures_and_target() -> None:
+    speeds = {"moonpool": [3.0], TCP: [2.0], "redis": [2.0], FLOOR: [1.0]}
+    rows = rows_of("Put", speeds, {}, {"redis": "Redis", FLOOR: "bare gRPC"}, own=TCP, target=target_of(TCP, 1 << 20))
+    assert [(row.limit_name, row.value, row.target) for row in rows if isinstance(row, Row)] == [
+        ("Redis", 2.0, None),
+        ("bare gRPC", 2.0, None),
+        (BETTER, 2.0, 1.0),
+    ]
+    assert [target_of(own, size) for own in ("moonpool", TCP, "moonpool-grpc") for size in (64 * KIB, 1 << 20)] == [
+        *(TARGET, TARGET, None, 1.0, None, None)
+    ]
+
+
 def test_a_peer_that_is_not_installed_has_no_figure() -> None:
     titles = {"redis": "Redis", "mooncake": "Mooncake Store"}
     reason = "mooncake is not installed"
@@ -136,9 +150,11 @@ def test_a_put_to_ssd_stands_beside_the_slower_of_its_two_references() -> None:
     figures = Figures()
     figures.put, figures.append, figures.put_dram = [4.0, 4.0], [2.0, 5.0], [3.0, 1.0]
     figures.get, figures.read, figures.read_whole = [1.0, 1.0], [0.9, 0.9], [0.5, 0.5]
-    rows = figures.rows(6.0)
-    assert rows[0].value == 1.5
-    assert rows[0].limit_value == pytest.approx((2.0 + 1.2) / 2)
+    rows = figures.rows(Sizes(read=6000, put=6000, held=600))
+    assert rows[0].name.endswith(" 10 times the tier")
+    gigabytes = 6000 * LAYOUT.block_bytes / 1e9
+    assert rows[0].value == pytest.approx(gigabytes / 4)
+    assert rows[0].limit_value == pytest.approx((gigabytes / 3 + gigabytes / 5) / 2)
     assert rows[0].ratio == pytest.approx((1.5 / 2.0 + 1.5 / 1.2) / 2)
     assert rows[3].ratio == pytest.approx(0.9)
     assert rows[3].met
@@ -236,7 +252,7 @@ def test_a_made_data_folder_is_one_that_the_store_opens(tmp_path: Path) -> None:
     assert len(tier.catalogue) == 9 * CHAIN_BLOCKS
     assert all(key in tier.catalogue for key in chain_keys(8))
     assert tier.catalogue.live.total_bytes == 9 * CHAIN_BLOCKS * record_bytes()
-    tier.check_invariants()
+    check(tier)
     tier.close()
 
 
@@ -254,7 +270,7 @@ def test_the_dram_part_measures_and_checks() -> None:
 
 @pytest.mark.slow
 async def test_a_sustained_put_moves_three_times_what_its_tier_holds(tmp_path: Path) -> None:
-    assert await put_sustained(tmp_path / "data", Memory(1 << 20), 1, MIN_BLOCKS) > 0
+    assert await put_sustained(tmp_path / "data", Memory(1 << 20), 1, MIN_BLOCKS, MIN_BLOCKS // TIMES_PUT) > 0
     kept = sum(path.stat().st_size for path in (tmp_path / "data" / "segments").iterdir())
     assert 0 < TIMES_PUT * kept <= blocks_bytes(MIN_BLOCKS)
 

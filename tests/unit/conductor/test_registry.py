@@ -69,7 +69,7 @@ def test_a_restarted_instance_replaces_its_earlier_self() -> None:
         ({"config_hash": b"x" * 32}, "model.config_hash"),
         ({"vocab_size": 7}, "model.vocab_size"),
         ({"head_dim": 32}, "model.layout.head_dim"),
-        ({"dtype": "bfloat16"}, "model.layout.dtype"),
+        ({"dtype": "int8"}, "model.layout.dtype"),
         ({"namespace": b"x" * 32}, "model.namespace"),
     ],
 )
@@ -79,6 +79,7 @@ def test_a_mismatch_names_the_field(change: dict[str, object], field: str) -> No
     with pytest.raises(Mismatch) as caught:
         registry.join(hello("decode-0", model=model_info(**change)))
     assert caught.value.field == field
+    assert ("--kv-dtype" in caught.value.message) == ("dtype" in change)
     assert [member.id for member in registry] == ["prefill-0"]
 
 

@@ -33,6 +33,8 @@ HTTP = ("gateway",)
 """Services that are asked for their health by HTTP."""
 JOIN_NOT = ("conductor", "gateway")
 """Services that do not join a conductor."""
+LANDING = "landing"
+"""The stage that builds what copies and hashes KV."""
 KINDS = tuple(sorted(path.parent.name for path in (ROOT / "services").glob("*/__main__.py")))
 
 
@@ -216,13 +218,16 @@ def _of_containerfile(images: Containerfile, text: str) -> Iterator[str]:
             for source in sources if not rest.startswith("--from") else ():
                 if not (ROOT / source).exists():
                     yield f"there is no {source} to copy"
-                if not any(fnmatch(source.rstrip("/"), line[1:]) for line in ignored if line.startswith("!")):
+                folders = [source.rstrip("/"), *map(str, Path(source).parents)]
+                context = [line[1:] for line in ignored if line.startswith("!")]
+                if not any(fnmatch(folder, line) for folder in folders for line in context):
                     yield f"{source} is not in the build context"
         kept = " ".join(stage.all("ENV"))
         for argument in stage.all("ARG"):
             if f"{argument}=${{{argument}}}" not in kept:
                 yield f"{argument} is not known in the stages that start from {stage.name}: only ENV is"
     yield from _of_kernels(images)
+    yield from _of_landing(images)
     for name in ("light", "engine"):
         user = images.last(name, "USER").partition(":")[0]
         if not user.isdecimal() or int(user) == 0:
@@ -245,7 +250,7 @@ def _of_kernels(images: Containerfile) -> Iterator[str]:
     copies = [
         rest.removeprefix("--from=").split() for rest in images.all("engine", "COPY") if rest.startswith("--from=")
     ]
-    found = [(stage, folder) for stage, folder, target in copies if target == where]
+    found = [(stage, folder) for stage, folder, target in copies if target == where and stage != LANDING]
     if not found:
         yield f"image engine: nothing is copied to {where or 'nowhere'}, where the loader of native kernels looks"
         return
@@ -263,9 +268,20 @@ def _of_kernels(images: Containerfile) -> Iterator[str]:
         yield f"image light is made from stage {stage}"
 
 
-def kernels_folder(images: Containerfile) -> str:
-    """Where the loader looks for native kernels in the engine's image; "" = nowhere."""
-    for rest in images.all("engine", "ENV"):
+def _of_landing(images: Containerfile) -> Iterator[str]:
+    """Every image gets the library that copies and hashes KV, where its loader looks."""
+    made = " ".join(images.stages[LANDING].all("RUN"))
+    if "python3 -m kernels.native.build --all /landing --sources moonpool/kv/native" not in made:
+        yield f"stage {LANDING} does not build what copies and hashes KV into /landing"
+    for image in ("light", "engine"):
+        where = kernels_folder(images, image)
+        if f"--from={LANDING} /landing {where}" not in images.all(image, "COPY"):
+            yield f"image {image}: what copies and hashes KV is not copied to {where or 'nowhere'}"
+
+
+def kernels_folder(images: Containerfile, image: str = "engine") -> str:
+    """Where the loader looks for native code in an image; "" = nowhere."""
+    for rest in images.all(image, "ENV"):
         for word in shlex.split(rest):
             if word.startswith("MOONPOOL_KERNELS_PREBUILT="):
                 return word.partition("=")[2]

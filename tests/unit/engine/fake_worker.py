@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moonpool.engine.channel import BlockingChannel
 from moonpool.engine.gates import Gates
-from moonpool.engine.messages import Failed, Ready, Shutdown, StageSpec, StepDone
+from moonpool.engine.messages import Failed, Footprint, Ready, Shutdown, StageSpec, StepDone
 from moonpool.engine.worker import Receiver
 from moonpool.sched.steps import LayerDone, Step
 
@@ -66,7 +66,7 @@ def main() -> None:
     gates = Gates()
     receiver = Receiver(channel, gates, spec.engine.stages, spec.rendezvous)
     receiver.start()
-    channel.send(Ready(0.0, 0))
+    channel.send(Ready(0.0, 0, Footprint(4, 3, 2, 1)))
     following: Step | None = None
     while not isinstance(order := receiver.next_order(following), Shutdown):
         if isinstance(order, Step):

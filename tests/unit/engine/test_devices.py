@@ -134,9 +134,9 @@ def nothing_fails(error: BaseException) -> None:
 
 
 @contextmanager
-def rig(model: StageModel, device: Device | None, buffers: int = 3) -> Iterator[Rig]:
+def rig(model: StageModel, device: Device | None, buffers: int = 3, kv_dtype: str = "auto") -> Iterator[Rig]:
     """On a plain CPU without a device."""
-    layout = kv_layout(model.config, "float32", SIZE)
+    layout = kv_layout(model.config, "float32", SIZE, kv_dtype)
     pool = KVPool.create(layout, BLOCKS, [(0, layout.layers)])
     [part] = pool.parts
     place = Place(torch.device("cpu"), Immediate(), OnePool(part))
@@ -231,6 +231,16 @@ def test_a_hostile_order_changes_nothing(model: StageModel, expected: Story, see
     assert os.environ.get("TOKENS") in (None, repr(expected[0])), "other kernels chose others"
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_nor_does_it_with_quantised_kv(model: StageModel, kv_dtype: str) -> None:
+    with rig(model, None, kv_dtype=kv_dtype) as it:
+        expected = story(it)
+    for seed in FEW[:2]:
+        with rig(model, StagedDevice(seed), kv_dtype=kv_dtype) as it:
+            assert story(it) == expected
+            assert it.place.memory.host_bytes == 2 * it.pool.nbytes + 2 * 3 * it.pool.layout.slice_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_thousand_hostile_orders_change_nothing(model: StageModel, expected: Story) -> None:
@@ -279,8 +289,8 @@ class AtOnce:
         self.torch_device = torch.device("cpu")
         self.compute, self.up, self.down = Immediate(), Interrupted(happens), Immediate()
 
-    def memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
+    def memory(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.uint8)
 
     def buffers(self, count: int, nbytes: int) -> torch.Tensor:
         return torch.zeros(count, nbytes, dtype=torch.uint8)
@@ -296,7 +306,7 @@ def test_what_is_written_while_it_is_brought_is_brought_once_more(model: StageMo
     wrong: Slices = [(bytes(len(data)), 0) for data, _ in right[0]]
 
     def held(it: Rig) -> bytes:
-        return it.runner.kv[0, 4].numpy().tobytes()
+        return it.runner.place.memory.kv[0, 4].numpy().tobytes()
 
     rigs: list[Rig] = []
     with rig(model, AtOnce(lambda: rigs[0].write(4, right[0]))) as it:

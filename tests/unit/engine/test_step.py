@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from moonpool.checkpoint import Tokenizer, kv_layout, load_config
-from moonpool.engine.devices.memory import pool_tensor
+from moonpool.engine.devices.memory import kv_of, slices_of
 from moonpool.engine.devices.opening import place_on
 from moonpool.engine.gates import Gates
 from moonpool.engine.masks import Masks
 from moonpool.engine.messages import Fetched, StepDone
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.step import StageRunner
-from moonpool.errors import Unsupported
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
@@ -119,9 +118,11 @@ def test_two_stages_and_chunks_compute_what_one_stage_computes_at_once(checkpoin
         assert [(d.stage, d.aborted) for d in done] == [(0, False), (1, False)]
         assert done[0].sampled == ()
         assert done[1].sampled == (None, *expected.sampled)
-        got = torch.cat([runner.kv for runner in two.runners])
-        torch.testing.assert_close(got[:, [4, 1]], one.runners[0].kv[:, [4, 1]], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(got[:, 6, :, :, :8], one.runners[0].kv[:, 6, :, :, :8], rtol=1e-4, atol=1e-5)
+        got = torch.cat([runner.place.memory.kv for runner in two.runners])
+        torch.testing.assert_close(got[:, [4, 1]], one.runners[0].place.memory.kv[:, [4, 1]], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            got[:, 6, :, :, :8], one.runners[0].place.memory.kv[:, 6, :, :, :8], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_blocks_are_copied_in_all_layers_before_the_step_writes(checkpoint: Path) -> None:
@@ -249,7 +250,8 @@ def test_a_step_goes_on_without_a_dropped_share(checkpoint: Path, count: int) ->
 def test_the_pool_is_computed_in_without_copies() -> None:
     layout = KVLayout(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
     pool = KVPool.create(layout, 4, [(0, 1), (1, 3)])
-    kv = pool_tensor(pool.parts[1])
+    kv, scales = kv_of(slices_of(pool.parts[1]), layout)
+    assert scales is None
     assert (kv.shape, kv.dtype) == ((2, 4, 2, 2, 16, 8), torch.bfloat16)
     kv[1, 3, 1, 0, 2, 5] = 1.0
     offset = ((1 * 2 + 0) * 16 + 2) * 8 + 5  # head, K, token, element of the slice
@@ -259,11 +261,16 @@ def test_the_pool_is_computed_in_without_copies() -> None:
     pool.close()
 
 
-def test_quantised_pools_are_refused() -> None:
-    layout = KVLayout(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32", scale_bytes=16)
-    pool = KVPool.create(layout, 1, [(0, 1)])
-    with pytest.raises(Unsupported, match="quantised"):
-        pool_tensor(pool.parts[0])
+def test_quantised_pools_have_their_scales_behind_the_values() -> None:
+    layout = KVLayout(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="float8_e4m3fn")
+    pool = KVPool.create(layout, 4, [(0, 1), (1, 3)])
+    kv, scales = kv_of(slices_of(pool.parts[1]), layout)
+    assert scales is not None
+    assert (kv.shape, kv.dtype, scales.shape) == ((2, 4, 2, 2, 16, 8), torch.float8_e4m3fn, (2, 4, 2, 2, 16))
+    kv[1, 3, 1, 0, 2, 5] = 1.0
+    scales[1, 3, 1, 1, 15] = 2.0
+    assert pool.slice(2, 3)[((1 * 2 + 0) * 16 + 2) * 8 + 5] == 0x38
+    assert bytes(pool.slice(2, 3)[-4:]) == b"\0\0\0\x40"
     pool.close()
 
 

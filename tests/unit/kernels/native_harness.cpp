@@ -183,7 +183,7 @@ struct Batch {
         }
         q_stride = heads * s.D + 8 * any(0, 2), out_stride = heads * s.D + 8 * any(0, 2);
         block_stride = (int64_t)s.kv_heads * 2 * s.block_tokens * s.D * type_bytes[kv_type] + 64 * any(0, 1);
-        scale_stride = 2 * s.kv_heads + 16 * any(0, 1);
+        scale_stride = 2 * s.kv_heads * s.block_tokens + 16 * any(0, 1);
         scale = std::pow(s.D, -0.5) * std::vector<double>{1, 1, 1, -1, 0.5}[any(0, 4)];
     }
     std::string name() const { return std::string(names[q_type]) + (kv_type == q_type ? "" : std::string(" on ") + names[kv_type]); }
@@ -213,12 +213,12 @@ struct Batch {
             for (int c = 0; c < columns; c++) tables[n * columns + c] = 0x7fffffff;
             for (int t = 0; t < sequences[n].context; t++) {
                 int32_t& block = tables[n * columns + t / s.block_tokens];
-                if (t % s.block_tokens == 0) {
-                    block = free_.back(), free_.pop_back();
-                    for (int i = 0; i < 2 * s.kv_heads; i++)
-                        scales.put(block * scale_stride + i, std::exp(normal() * (tight ? 6 : 1)) * (kv_type == I8 ? 0.02 : 0.01));
+                if (t % s.block_tokens == 0) block = free_.back(), free_.pop_back();
+                for (int i = 0; i < 2 * s.kv_heads; i++) {
+                    scales.put(block * scale_stride + i * s.block_tokens + t % s.block_tokens,
+                               std::exp(normal() * (tight ? 6 : 1)) * (kv_type == I8 ? 0.02 : 0.01));
+                    put_slot(kv, block, i, t % s.block_tokens);
                 }
-                for (int i = 0; i < 2 * s.kv_heads; i++) put_slot(kv, block, i, t % s.block_tokens);
             }
         }
         Attention a{q.data, q_stride, q_type, kv.data, block_stride, kv_type, quantized ? (float*)scales.data : nullptr,
@@ -242,7 +242,7 @@ struct Batch {
     double number(const Array& kv, const Array* scales, int block, int plane, int t, int d) const {
         uint32_t bits = 0;
         memcpy(&bits, kv.data + block * block_stride + (slot(block, 0, plane, t) + d) * type_bytes[kv_type], type_bytes[kv_type]);
-        return decoded(kv_type, bits) * (scales ? (*scales)[block * scale_stride + plane] : 1);
+        return decoded(kv_type, bits) * (scales ? (*scales)[block * scale_stride + plane * s.block_tokens + t] : 1);
     }
     void compare(const std::string& what, const Array& q, const Array& kv, const Array* scales, Numbers<int32_t>& tables,
                  const Array& out, bool tight) {
@@ -458,33 +458,32 @@ static void writes(int type) {
 }
 static void quantized_writes(int from, int type) {
     for (int i = 0; i < 6; i++) {
-        int heads = any(1, 3), D = 16 * any(1, 8), bt = 16 * any(1, 2), blocks = 3, scale_stride = 2 * heads + 3;
+        int heads = any(1, 3), D = 16 * any(1, 8), bt = 16 * any(1, 2), blocks = 3, rows = any(1, 20);
+        int scale_stride = 2 * heads * bt + 3, gap = 8 * any(0, 1);
         int64_t stride = (int64_t)heads * 2 * bt * D + 64;
         float limit = (float)formats[type].largest;
-        Array kv(type, blocks * stride), scales(F32, blocks * scale_stride);
-        if (i % 2) for (size_t n = 0; n < scales.count; n++) scales.put(n, 0);
-        Array want(kv), wanted(scales);
-        auto step = [&](int block, int first, int rows, double size) {  // one run of tokens of one block
-            Array k(from, (size_t)rows * heads * D), v(from, (size_t)rows * heads * D);
-            k.fill(size), v.fill(size * 0.3);
-            Numbers<int64_t> ids(rows), offsets(rows);
-            for (int r = 0; r < rows; r++) ids[r] = block, offsets[r] = first + r;
+        Array kv(type, blocks * stride), scales(F32, blocks * scale_stride), want(kv), wanted(scales);
+        Array k(from, (size_t)rows * (heads * D + gap)), v(from, (size_t)rows * heads * D);
+        k.fill(0.7), v.fill(i % 2 ? 1e-4 : 3);
+        if (i == 3) memset(v.data, 0, v.bytes());
+        Numbers<int64_t> ids(rows), offsets(rows);
+        std::vector<int> slots(blocks * bt);
+        for (size_t n = 0; n < slots.size(); n++) slots[n] = (int)n;
+        std::shuffle(slots.begin(), slots.end(), random_);
+        for (int r = 0; r < rows; r++) {
+            ids[r] = slots[r] / bt, offsets[r] = slots[r] % bt;
             for (int p = 0; p < 2 * heads; p++) {
-                const Array& given = p % 2 ? v : k;
-                size_t plane = block * stride + (size_t)p * bt * D;
-                float old = first == 0 ? 0 : (float)wanted[block * scale_stride + p], top = 0;
-                for (int r = 0; r < rows; r++) for (int d = 0; d < D; d++)
-                    top = std::max(top, (float)std::fabs(given[(r * heads + p / 2) * D + d]));
-                float grown = std::max(old, top / limit), factor = grown > 0 ? old / grown : 0;
-                for (int n = 0; n < bt * D; n++) want.put(plane + n, old == 0 ? 0 : grown == old ? want[plane + n] : (float)want[plane + n] * factor);
-                for (int r = 0; r < rows; r++) for (int d = 0; d < D; d++)
-                    want.put(plane + (first + r) * D + d, grown > 0 ? (float)given[(r * heads + p / 2) * D + d] / grown : 0);
-                wanted.put(block * scale_stride + p, grown);
+                auto given = [&](int d) { return (float)(p % 2 ? v[(r * heads + p / 2) * D + d] : k[(size_t)r * (heads * D + gap) + p / 2 * D + d]); };
+                float top = 0;
+                for (int d = 0; d < D; d++) top = std::max(top, std::fabs(given(d)));
+                float scale = top / limit;
+                for (int d = 0; d < D; d++)
+                    want.put(ids[r] * stride + ((size_t)p * bt + offsets[r]) * D + d, scale > 0 ? given(d) / scale : 0);
+                wanted.put(ids[r] * scale_stride + p * bt + offsets[r], scale);
             }
-            write_quantized(from, k.data, heads * D, v.data, heads * D, type, kv.data, stride, scales.data, scale_stride,
-                            ids.begin(), offsets.begin(), rows, heads, D, bt, any(1, 3));
-        };
-        step(1, 0, any(1, 5), 0.7), step(2, 0, 3, 0), step(1, 5, any(1, 4), 3), step(1, 9, 1, 0.01), step(2, 3, any(1, 9), 1e-4);
+        }
+        write_quantized(from, k.data, heads * D + gap, v.data, heads * D, type, kv.data, stride, scales.data, scale_stride,
+                        ids.begin(), offsets.begin(), rows, heads, D, bt, any(1, 3));
         bool same = true;
         for (size_t n = 0; n < kv.count; n++) same &= kv.bits(n) == want.bits(n) || (type == F8 && kv[n] == 0 && want[n] == 0);
         std::string name = std::string("write_quantized ") + names[from] + " to " + names[type];

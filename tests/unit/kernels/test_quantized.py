@@ -1,4 +1,4 @@
-"""Quantised KV: its place in a slice, writes that grow scales, attention over it."""
+"""Quantised KV: its place in a slice, writes with a scale for each token, attention over it."""
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ HEADS, TOKENS, SIZE = 2, 16, 32
 
 def pool(dtype: torch.dtype, blocks: int = 5) -> tuple[Tensor, Tensor, Tensor]:
     """(slices, values, scales) full of bytes that are NaN in every type."""
-    slices = torch.full((blocks, HEADS * 2 * TOKENS * SIZE + quantized.scale_bytes(HEADS)), 255, dtype=torch.uint8)
+    size = KVLayout(1, HEADS, SIZE, TOKENS, "int8").slice_bytes
+    slices = torch.full((blocks, size), 255, dtype=torch.uint8)
     return slices, *quantized.views(slices, dtype, kv_heads=HEADS, block_tokens=TOKENS, head_dim=SIZE)
 
 
@@ -26,12 +27,10 @@ def test_scales_lie_behind_the_values() -> None:
     slices, values, scales = pool(torch.int8)
     values.zero_()
     values[1, 0, 1, 2, 3] = 7
-    scales.copy_(torch.arange(20.0).view(5, 2, 2))
+    scales.copy_(torch.arange(5.0 * 64).view(5, 2, 2, TOKENS))
     assert slices[1, (TOKENS + 2) * SIZE + 3] == 7
-    assert slices[3, -16:].view(torch.float32).tolist() == [12.0, 13.0, 14.0, 15.0]
-    # As the pool's layout counts, in elements of two bytes for want of one-byte types there.
-    layout = KVLayout(1, HEADS, SIZE // 2, TOKENS, "bfloat16", scale_bytes=quantized.scale_bytes(HEADS))
-    assert layout.slice_bytes == slices.shape[1]
+    assert slices[3, -8:].view(torch.float32).tolist() == [254.0, 255.0]
+    assert slices.shape[1] == HEADS * 2 * TOKENS * (SIZE + 4)
 
 
 @pytest.mark.parametrize("wrong", ["slices", "dtype"])
@@ -53,7 +52,7 @@ def test_views_name_wrong_arguments(wrong: str) -> None:
 def test_native_writes_as_the_reference_does(
     counts: list[int], stored: torch.dtype, dtype: torch.dtype, exponent: int
 ) -> None:
-    """Chunk by chunk, growing and shrinking numbers; the second sequence's tokens come between the first's."""
+    """Chunk by chunk, loud and quiet numbers; the second sequence's tokens come between the first's."""
     generator = torch.Generator().manual_seed(sum(counts))
     ours, theirs = pool(stored, 40), pool(stored, 40)
     position = 0
@@ -72,15 +71,37 @@ def test_native_writes_as_the_reference_does(
     assert torch.equal(ours[0], theirs[0])
 
 
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_stored_depends_on_the_token_alone(
+    stored: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token by token after others, or all at once: the same bytes. So a cached prefix is as one computed anew."""
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    once, (_, values, scales) = pool(stored), pool(stored)
+    k, v = torch.randn(2, 40, HEADS, SIZE, generator=torch.Generator().manual_seed(4)).bfloat16() * 3
+    v[7] = 0
+    wanted = pool(stored)
+    reference.write_kv(k, v, wanted[1], wanted[2], torch.arange(40) // TOKENS, torch.arange(40) % TOKENS)
+    where = torch.arange(40)
+    write_kv(k, v, once[1], where // TOKENS, where % TOKENS, scales=once[2])
+    assert torch.equal(once[0], wanted[0]), "as the reference, the sign of 0 included"
+    for begin, end in ((0, 1), (1, 19), (19, 40)):
+        some = where[begin:end]
+        write_kv(k[begin:end], v[begin:end], values, some // TOKENS, some % TOKENS, scales=scales)
+    assert torch.equal(values.view(torch.uint8), once[1].view(torch.uint8))
+    assert torch.equal(scales.view(torch.int32), once[2].view(torch.int32))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_and_stale_blocks(dtype: torch.dtype) -> None:
     _, values, scales = pool(dtype)
     row = torch.zeros(1, HEADS, SIZE)
     write_kv(row, row + 3, values, torch.tensor([2]), torch.tensor([0]), scales=scales)
     stands_for = reference.dequantize(values[2:3], scales[2:3], torch.float32)[0]
-    assert not stands_for[:, 0].any()
+    assert not stands_for[:, 0, 0].any()
     torch.testing.assert_close(stands_for[:, 1, 0], row[0] + 3)
-    assert not stands_for[:, 1, 1:].any()
+    assert scales[2, :, :, 1:].isnan().all(), "other tokens are left alone"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -98,7 +119,7 @@ def test_attention_over_it(stored: torch.dtype, dtype: torch.dtype, mode: str, m
     q = torch.randn(4, 6, SIZE, generator=generator).to(dtype)
     tables = table.int().expand(2, 5).contiguous()
     starts, lengths = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([70, total], dtype=torch.int32)
-    stand_for = values[table].float() * scales[table][..., None, None]  # [blocks, heads, 2, tokens, size]
+    stand_for = values[table].float() * scales[table][..., None]  # [blocks, heads, 2, tokens, size]
     dense = stand_for.permute(2, 0, 3, 1, 4).flatten(1, 2)
     case = Case(q, values, tables, starts, lengths, [dense[:, :70], dense[:, :total]], scale=0.2)
     rounds_twice = mode == "torch" and dtype is not torch.float32  # what is stored becomes `dtype` before it is used
@@ -108,7 +129,7 @@ def test_attention_over_it(stored: torch.dtype, dtype: torch.dtype, mode: str, m
 @pytest.mark.parametrize(("stored", "given_"), [(torch.int8, False), (torch.float32, True)])
 def test_scales_are_asked_for(stored: torch.dtype, given_: bool) -> None:
     kv = torch.zeros(1, HEADS, 2, TOKENS, SIZE, dtype=stored)
-    scales = torch.ones(1, HEADS, 2) if given_ else None
+    scales = torch.ones(1, HEADS, 2, TOKENS) if given_ else None
     row, index = torch.zeros(1, HEADS, SIZE), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"^scales: "):
         write_kv(row, row, kv, index, index, scales=scales)

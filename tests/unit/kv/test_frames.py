@@ -126,9 +126,10 @@ def test_a_part_must_have_its_heads_bytes() -> None:
     for item in (Slice(0, 0, memoryview(bytes(SLICE)), FULL, 0, range(2)), Slice(0, 0, memoryview(bytes(8)), FULL, 0)):
         with pytest.raises(AssertionError, match="heads"):
             pack([item], 1 << 20)
-    scaled = dataclasses.replace(LAYOUT, scale_bytes=16)
+    scaled = dataclasses.replace(LAYOUT, dtype="int8")
+    half = memoryview(bytes(2 * scaled.head_bytes))
     with pytest.raises(AssertionError, match="whole"):
-        pack([slice_of(0, 0, heads=range(2))], 1 << 20, scaled)
+        pack([Slice(0, 0, half, FULL, 0, range(2))], 1 << 20, scaled)
 
 
 def test_invalid_slots_are_zeroed_in_a_copy() -> None:
@@ -227,8 +228,8 @@ def test_an_empty_frame_is_refused() -> None:
 
 
 def test_scaled_slices_travel_whole() -> None:
-    layout = dataclasses.replace(LAYOUT, scale_bytes=16)
-    item = slice_to_send(layout, 0, 0, bytes(range(256)) * 2 + bytes(16))
+    layout = dataclasses.replace(LAYOUT, dtype="int8")
+    item = slice_to_send(layout, 0, 0, bytes(layout.slice_bytes))
     ((header, payload),) = pack([item], 100, layout)
     ((run, data, _),) = FrameOpener(layout).open(header, memoryview(payload))
     assert run == Run(0, 0, 1, 0, 4, FULL)
@@ -261,7 +262,7 @@ def test_a_hash_that_is_bound_to_another_block_or_layer_is_not_taken() -> None:
         ((header, payload),) = pack([item], 1 << 20)
         opener = FrameOpener(LAYOUT, keys=keys)
         if (layer, key) == (0, keys[0]):
-            assert [run.hashes[0] for run in opener.open(header, memoryview(payload))] == [item.hash]
+            assert [hashes[0] for _, _, hashes in opener.open(header, memoryview(payload))] == [item.hash]
             continue
         with pytest.raises(DamagedSliceError):
             opener.open(header, memoryview(payload))

@@ -58,9 +58,16 @@ def test_only_full_blocks_have_keys() -> None:
 
 def test_everything_that_matters_changes_the_namespace() -> None:
     spaces = {namespace(FINGERPRINT, LAYOUT), namespace(FINGERPRINT[::-1], LAYOUT)}
-    for change in ({"layers": 3}, {"kv_heads": 1}, {"head_dim": 4}, {"block_tokens": 32}, {"dtype": "float16"}):
+    for change in (
+        {"layers": 3},
+        {"kv_heads": 1},
+        {"head_dim": 4},
+        {"block_tokens": 32},
+        {"dtype": "float16"},
+        {"dtype": "int8"},
+    ):
         spaces.add(namespace(FINGERPRINT, dataclasses.replace(LAYOUT, **change)))
-    assert len(spaces) == 7
+    assert len(spaces) == 8
     assert all(len(space) == 32 for space in spaces)
 
 

@@ -1,5 +1,6 @@
 """Copying and verifying in one go, by native code and without it."""
 
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from kernels.native.build import BuildError, compiler
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.landing import Land, Lander, land, land_in_two_passes
+from moonpool.kv.scattered import Scattered
 
 SIZES = (1, 7, 4096, 40_000, 100_001)
 
@@ -104,3 +106,23 @@ def test_without_native_code_it_goes_in_two_passes_and_says_so_once(
             "slices are copied and hashed in two passes, native code cannot be had"
         ]
         assert lander.prepare() is land_in_two_passes
+
+
+def test_bytes_that_lie_apart_come_together(landing: Land) -> None:
+    data = source(sum(SIZES))
+    cuts = [0, 5, 4100, 4101, 60_000, len(data)]
+    scattered = Scattered([memoryview(bytes(data[begin:end])) for begin, end in itertools.pairwise(cuts)])
+    memory = bytearray(len(data))
+    assert landing(pieces(memoryview(memory)), scattered, [slice_hash(piece) for piece in pieces(data)]) == len(SIZES)
+    assert memory == data
+    with pytest.raises(ValueError, match="targets of"):
+        landing(pieces(memoryview(memory)), scattered[:-1], [slice_hash(piece) for piece in pieces(data)])
+
+
+def test_bytes_that_lie_apart_are_cut_as_if_they_did_not() -> None:
+    data = bytes(range(30))
+    scattered = Scattered([memoryview(data)[begin:end] for begin, end in ((0, 7), (7, 7), (7, 20), (20, 30))])
+    assert (len(scattered), bytes(scattered)) == (30, data)
+    for begin, end in itertools.combinations_with_replacement(range(31), 2):
+        assert bytes(scattered[begin:end]) == data[begin:end]
+        assert scattered[begin:end].nbytes == end - begin

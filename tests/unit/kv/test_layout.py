@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from moonpool.errors import ConfigError, Mismatch
-from moonpool.kv.layout import KVLayout
+from moonpool.kv.layout import QUANTISED, KVLayout
 from moonpool.v1 import kv_pb2
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="bfloat16")
@@ -19,8 +20,17 @@ def test_sizes() -> None:
     assert LAYOUT.slice_bytes == 512
     assert LAYOUT.block_bytes == 1536
     assert LAYOUT.token_bytes == 96
-    scaled = dataclasses.replace(LAYOUT, scale_bytes=8, dtype="float32")
-    assert (scaled.head_bytes, scaled.slice_bytes, scaled.block_bytes) == (512, 1032, 3096)
+
+
+@pytest.mark.parametrize("dtype", QUANTISED.values())
+def test_quantised_sizes(dtype: str) -> None:
+    """A byte per number, and a scale of four for each token of each head's keys and values."""
+    layout = dataclasses.replace(LAYOUT, dtype=dtype)
+    assert (layout.head_bytes, layout.scale_bytes) == (2 * 16 * 4, 2 * 2 * 16 * 4)
+    assert (layout.slice_bytes, layout.block_bytes, layout.token_bytes) == (512, 1536, 96)
+    large = KVLayout(layers=24, kv_heads=2, head_dim=64, block_tokens=64, dtype=dtype)
+    plain = dataclasses.replace(large, dtype="bfloat16")
+    assert large.slice_bytes * 128 == plain.slice_bytes * 68
 
 
 def test_blocks_and_valid_tokens() -> None:
@@ -38,12 +48,10 @@ def test_blocks_and_valid_tokens() -> None:
         ("layers", 4097),
         ("head_dim", 1 << 13),
         ("block_tokens", 1 << 13),
-        ("scale_bytes", (1 << 20) + 1),
         ("head_dim", 0),
         ("block_tokens", 24),
         ("block_tokens", 0),
-        ("dtype", "int8"),
-        ("scale_bytes", -1),
+        ("dtype", "int4"),
         ("version", 2),
     ],
 )
@@ -57,28 +65,35 @@ def test_refuses_by_field(field: str, value: object) -> None:
     ("field", "shape"),
     [
         ("head_dim", {"head_dim": 4096, "block_tokens": 512}),  # a head that does not fit a message
-        ("kv_heads", {"kv_heads": 1024, "head_dim": 1024, "scale_bytes": 4}),  # with scales a slice travels whole
+        ("kv_heads", {"kv_heads": 1024, "head_dim": 256, "dtype": "int8"}),  # with scales a slice travels whole
         ("kv_heads", {"kv_heads": 1024, "head_dim": 1024, "block_tokens": 64}),
         ("layers", {"layers": 4096, "kv_heads": 256, "head_dim": 1024}),
         ("layers", {"layers": 33, "kv_heads": 256, "head_dim": 1024}),  # more than is hashed at once
     ],
 )
-def test_what_cannot_travel_or_is_larger_than_any_model_is_refused(field: str, shape: dict[str, int]) -> None:
+def test_what_cannot_travel_or_is_larger_than_any_model_is_refused(field: str, shape: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="bytes") as caught:
-        dataclasses.replace(LAYOUT, **shape)  # type: ignore[arg-type]
+        dataclasses.replace(LAYOUT, **shape)
     assert caught.value.field == field
 
 
 def test_proto_round_trip_and_refusal() -> None:
-    assert KVLayout.from_proto(LAYOUT.to_proto()) == LAYOUT
+    quantised = dataclasses.replace(LAYOUT, dtype="int8")
+    for layout in (LAYOUT, quantised):
+        assert KVLayout.from_proto(layout.to_proto()) == layout
     with pytest.raises(Mismatch) as caught:
         KVLayout.from_proto(kv_pb2.KVLayout(layers=1, kv_heads=1, head_dim=4, block_tokens=16, version=1))
     assert caught.value.field == "layout.dtype"
+    other = quantised.to_proto()
+    other.scale_bytes = 16  # one scale per block, say
+    with pytest.raises(Mismatch) as caught:
+        KVLayout.from_proto(other)
+    assert caught.value.field == "layout.scale_bytes"
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("layers", 4), ("kv_heads", 1), ("head_dim", 8), ("block_tokens", 32), ("dtype", "float16"), ("scale_bytes", 4)],
+    [("layers", 4), ("kv_heads", 1), ("head_dim", 8), ("block_tokens", 32), ("dtype", "float16")],
 )
 def test_difference_names_every_field(field: str, value: object) -> None:
     other = dataclasses.replace(LAYOUT, **{field: value})  # type: ignore[arg-type]
@@ -88,9 +103,11 @@ def test_difference_names_every_field(field: str, value: object) -> None:
 
 @pytest.mark.parametrize("valid_tokens", [0, 1, 15, 16])
 def test_zero_invalid_clears_exactly_the_other_slots(valid_tokens: int) -> None:
-    layout = dataclasses.replace(LAYOUT, scale_bytes=6)
-    data = bytearray(b"\xff" * layout.slice_bytes)
-    layout.zero_invalid(memoryview(data), valid_tokens)
-    slot = 4 * 2
-    plane = b"\xff" * slot * valid_tokens + b"\0" * slot * (16 - valid_tokens)
-    assert bytes(data) == plane * 2 * 2 + b"\xff" * 6
+    def planes(slot: int) -> bytes:
+        return (b"\xff" * slot * valid_tokens + b"\0" * slot * (16 - valid_tokens)) * 2 * 2
+
+    for dtype, expected in (("bfloat16", planes(4 * 2)), ("int8", planes(4 * 1) + planes(4))):
+        layout = dataclasses.replace(LAYOUT, dtype=dtype)
+        data = bytearray(b"\xff" * layout.slice_bytes)
+        layout.zero_invalid(memoryview(data), valid_tokens)
+        assert bytes(data) == expected

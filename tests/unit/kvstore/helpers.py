@@ -12,6 +12,7 @@ from moonpool.kv.frames import OpenRun, Run
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.parts import PARTS
 from services.kvstore.core.assembly import PutSession, PutSpec
 from services.kvstore.core.reads import LeasedBlock
 from services.kvstore.core.store import BlockStore
@@ -26,6 +27,7 @@ from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import Account
+from tests.unit.kvstore.invariants import check
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 FORMAT = BlockFormat(b"n" * 32, LAYOUT)
@@ -105,6 +107,17 @@ def open_ssd(
 ) -> SsdTier:
     """A tier that keeps what is in `pins` and what `account` guarantees."""
     return open_tier(path, capacity, segment, pins=pins, account=account, files=files, map_bytes=1 << 16)
+
+
+def held(store: BlockStore) -> set[BlockKey]:
+    """Every key that is in a tier."""
+    return {key for number in range(PARTS) for key in store.tiers.part(number)}
+
+
+def owner_of(ssd: SsdTier, key: BlockKey) -> str | None:
+    """The tenant of a block; None when it is not there."""
+    kind = ssd.catalogue.kind_of(key)
+    return None if kind is None else kind.tenant
 
 
 @asynccontextmanager
@@ -213,7 +226,7 @@ class Driven(StoreListener):
                 break
         if keys:
             self.store.writes.close(session)
-        self.store.check_invariants()
+        check(self.store)
 
     def read(self, keys: Sequence[BlockKey], *, promote: bool = False) -> list[bytes]:
         """The leading blocks' bytes, read layer by layer without threads; bad ones end it."""
@@ -238,7 +251,7 @@ class Driven(StoreListener):
                     out[index] += view
         finally:
             reads.close(lease)
-        self.store.check_invariants()
+        check(self.store)
         return [bytes(block) for block in out]
 
 

@@ -27,6 +27,7 @@ from services.kvstore.operate.ledger import Ledger
 from services.kvstore.service import KVStoreService, open_tiers
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, keys_of, slice_of
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(8)
 PARENTS = [BlockKey(bytes(32)), *KEYS]
@@ -110,7 +111,7 @@ class Rig:
             await self.service.idle.wait()
         assert self.service.writer is None or await self.service.writer.drain(10)
         assert restless(self.service.gauges.read()) == {}
-        self.service.store.check_invariants()
+        check(self.service.store)
 
 
 @asynccontextmanager

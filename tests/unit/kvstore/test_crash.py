@@ -12,7 +12,8 @@ from services.kvstore.operate.verify import verify
 from services.kvstore.ssd.recovery import Durability
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.crasher import CAPACITY, SEGMENT, kept_keys, tenant_of
-from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of
+from tests.unit.kvstore.helpers import LAYOUT, keys_of, owner_of, slice_of
+from tests.unit.kvstore.invariants import check
 
 MOST_LINES = 900
 
@@ -58,7 +59,7 @@ class Lives:
         assert report.ok, report.faults
         ssd = open_tier(self.folder, CAPACITY, SEGMENT, durability=self.durability)
         try:
-            ssd.check_invariants()
+            check(ssd)
             here = set(ssd.catalogue)
             assert self.durable <= here
             assert kept_keys(self.lives) & self.durable <= here
@@ -82,7 +83,7 @@ class Lives:
         reader.read_layers(0, outs)
         reader.release()
         assert [bytes(out) for out in outs] == [slice_of(key, layer) for layer in range(LAYOUT.layers)]
-        assert ssd.catalogue.tenant_of(key) == tenant_of(key)
+        assert owner_of(ssd, key) == tenant_of(key)
 
 
 @pytest.mark.parametrize("durability", ["power", "process"])

@@ -25,16 +25,27 @@ class Sequence_:
 
 
 class Runner:
-    """One model in one or more stages over a pool whose free slots hold NaN, with blocks handed out in no order."""
+    """One model in one or more stages over a pool whose free slots hold NaN, with blocks handed out in no order.
 
-    def __init__(self, path: Path, dtype: torch.dtype, borders: Sequence[int] = (), blocks: int = 64) -> None:
+    `stored`: the type of quantised KV; None: the weights'.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        borders: Sequence[int] = (),
+        blocks: int = 64,
+        stored: torch.dtype | None = None,
+    ) -> None:
         self.config: ModelConfig = load_config(path)
         ends = [0, *borders, self.config.num_layers]
         self.stages: list[StageModel] = [
             load_stage(path, self.config, dtype, begin, end) for begin, end in pairwise(ends)
         ]
         shape = (self.config.num_layers, blocks, self.config.num_kv_heads, 2, BLOCK, self.config.head_dim)
-        self.pool = torch.full(shape, torch.nan, dtype=dtype)
+        self.pool = torch.full(shape, -1 if stored == torch.int8 else torch.nan, dtype=stored or dtype)
+        self.scales = None if stored is None else torch.full(shape[:5], torch.nan)
         self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
 
     def step(self, work: Sequence[tuple[Sequence_, int]]) -> Tensor:
@@ -49,7 +60,9 @@ class Runner:
         batch = PackedBatch.build(parts, BLOCK)
         hidden = batch.token_ids
         for stage in self.stages:
-            hidden = stage.forward(hidden, batch, self.pool[stage.layer_begin : stage.layer_end])
+            its = slice(stage.layer_begin, stage.layer_end)
+            scales = None if self.scales is None else self.scales[its]
+            hidden = stage.forward(hidden, batch, self.pool[its], scales=scales)
         return self.stages[-1].logits(hidden)
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int, chunk: int, budget: int) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 import random
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.choice import VARIABLE
-from kernels.native import library
+from kernels.native import build, library
+from kernels.native.library import Library
 from moonpool.model import sample
 from moonpool.model.draw import draw, scale_of, weights_of
 from moonpool.model.native_sampler import choose
@@ -21,15 +22,8 @@ from moonpool.sched.sampling import SequenceSampling
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
 
+OTHERS = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()][1:]
 NO_MASKS: Mapping[int, bytes] = {}
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 class Both:
@@ -40,7 +34,11 @@ class Both:
 
     def by(self, mode: str, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes]) -> Sampled:
         self._patch.setenv(VARIABLE, mode)
-        return sample(logits.clone(), specs, masks)
+        torch.set_num_threads(2 if mode == "native" else 1)
+        try:
+            return sample(logits.clone(), specs, masks)
+        finally:
+            torch.set_num_threads(1)
 
     def __call__(
         self, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] | None = None
@@ -106,7 +104,7 @@ def some_mask(chosen: random.Random, vocabulary: int) -> bytes:
 @pytest.mark.parametrize("vocabulary", [3, 127, 128, 129, 1000, 4096, 20_011])
 def test_anything_that_a_request_may_ask_for(vocabulary: int, both: Both) -> None:
     chosen = random.Random(vocabulary)
-    for _ in range(3):
+    for _ in range(3 if vocabulary < 1000 else 1):
         rows = 12
         logits = some_logits(chosen, rows, vocabulary)
         specs = []
@@ -148,10 +146,10 @@ def test_what_is_not_finite(bad: float, both: Both) -> None:
     both(logits, [SampleSpec()] * 4, {0: bytes(mask), 1: bytes(mask), 3: bytes(38)})
 
 
-def test_a_number_at_the_border_of_two_tokens_is_the_same_token() -> None:
-    """Weights and sums are the same to the last bit: so are borders."""
-    native, params = library.get(), SamplingParams(temperature=0.7)
-    assert native is not None
+@pytest.mark.parametrize("target", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_a_number_at_the_border_of_two_tokens_is_the_same_token(target: str | None) -> None:
+    """Weights and sums are the same to the last bit, by any instructions: so are borders."""
+    native, params = Library(build.build(target)), SamplingParams(temperature=0.7)
     logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(9)) * 3
     weights = weights_of(logits, torch.tensor([scale_of(params)]))[0].double()
     sums = weights.cumsum(0) / weights.sum()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import quantized, reference
 from kernels.choice import VARIABLE
 from kernels.native import library
 from moonpool.checkpoint import ModelConfig, load_config
@@ -146,6 +147,46 @@ def test_the_torch_stage_on_fresh_shapes(seed: int, tmp_path: Path) -> None:
         close(mine, theirs, want.double())
         close(my_pool, their_pool, exact_pool.double())
         close(native.logits(mine), plain.logits(theirs), exact.logits(want).double())
+
+
+def quantised(work: Work, prefixes: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(pool, scales) with the prefixes in another type; free slots hold NaN, or have a scale that is."""
+    pool = torch.full(prefixes.shape, 255, dtype=torch.uint8).view(stored)
+    scales = torch.full(prefixes.shape[:5], torch.nan)
+    for _, before, table in work.parts:
+        position = torch.arange(before)
+        blocks, slots = torch.tensor(table)[position // BLOCK], position % BLOCK
+        for layer, plain in enumerate(prefixes):
+            k, v = (plain[blocks, :, plane, slots] for plane in (0, 1))
+            reference.write_kv(k, v, pool[layer], scales[layer], blocks, slots)
+    return pool, scales
+
+
+@pytest.mark.parametrize("stored", quantized.DTYPES.values())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_quantised_kv(dtype: torch.dtype, stored: torch.dtype, tmp_path: Path) -> None:
+    """A number near the middle of two stored ones may become either; all others are stored alike."""
+    chosen = random.Random(11)
+    path = create("tiny-qwen3", tmp_path / "model", 1, "bfloat16", overrides=shape_of(chosen))
+    native, plain, exact = (
+        Checked(path, its, mode) for its, mode in ((dtype, "native"), (dtype, "torch"), (torch.float32, "torch"))
+    )
+    for sequences, most in ((9, 1), (3, 40)):
+        work, prefixes = draw(native.config, chosen, sequences, most)
+        before = quantised(work, prefixes, stored)
+        pools = [tuple(part.clone() for part in before) for _ in range(3)]
+        hiddens = [
+            checked.go_on(checked.stage.embed(work.batch.token_ids), work, pool, 0, scales=scales)[1]
+            for checked, (pool, scales) in zip((native, plain, exact), pools, strict=True)
+        ]
+        for first, (mine, theirs) in enumerate(zip(*(its[0].view(torch.uint8) for its in pools[:2]), strict=True)):
+            # What comes into the first layer is the same to the bit, or nearly.
+            assert float((mine != theirs).float().mean()) < (2e-4 if dtype is torch.float32 else 0.1 * (1 + first))
+        mine_, theirs_, want = (hidden.double() for hidden in hiddens)
+        error = float((mine_ - want).abs().mean() / want.abs().mean())
+        own = float((theirs_ - want).abs().mean() / want.abs().mean())
+        assert error <= 1.25 * own + 1e-4
 
 
 @pytest.mark.parametrize("mode", ["native", "torch"])

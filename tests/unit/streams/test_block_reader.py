@@ -140,7 +140,7 @@ async def test_heads_that_the_layout_lacks_are_refused_before_anything_is_sent(h
 
 
 async def test_scaled_slices_are_read_whole() -> None:
-    scaled = dataclasses.replace(LAYOUT, scale_bytes=16)
+    scaled = dataclasses.replace(LAYOUT, dtype="int8")
     async with Channels() as channels:
         reader = BlockReader(channels, "127.0.0.1:1", HELLO, scaled)
         with pytest.raises(InvalidRequest, match="whole"):

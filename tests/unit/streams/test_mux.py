@@ -156,7 +156,7 @@ async def test_a_handler_that_fails_ends_its_session_only() -> None:
         await good.wait()
         assert isinstance(bad.error, ValueError)
         with pytest.raises(ValueError, match="99"):
-            await session.send(kvstore_pb2.GetRequest(), b"", timeout_s=1)
+            await session.send([(kvstore_pb2.GetRequest(), b"")], timeout_s=1)
         assert (stream.sessions, good.error) == (1, None)
         other.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import pytest
@@ -127,6 +128,26 @@ async def test_a_lane_that_is_not_done_in_time_is_ended() -> None:
     assert [str(error) for error in writer.errors] == ["the peer does not take what it was sent"]
     assert writer.unsent == []
     await writer.end()
+
+
+async def test_of_several_that_are_given_up_the_lane_ends_what_it_began_and_the_others_do_not_go() -> None:
+    writer = Writer()
+    begin = [
+        await writer.outbox.begin(
+            frame(number), b"x" * SIZE, timeout_s=LONG_S, unsent=functools.partial(writer.unsent.append, number)
+        )
+        for number in range(3)
+    ]
+    items = [item for item in begin if item is not None]
+    begun = await writer.item()
+    leaving = asyncio.ensure_future(writer.outbox.abandon(items))
+    await asyncio.sleep(0)
+    assert (len(items), begun is items[0], writer.unsent, leaving.done()) == (3, True, [1, 2], False)
+    begun.finish()
+    await leaving
+    await writer.outbox.abandon(items)  # nothing is left of them
+    await writer.end()
+    assert (writer.items, writer.unsent, writer.errors) == ([begun], [1, 2], [])
 
 
 async def test_payloads_that_wait_fail_when_the_outbox_is_closed() -> None:

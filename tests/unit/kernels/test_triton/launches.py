@@ -61,7 +61,7 @@ def attend(
 ) -> None:
     """Launch attention of two sequences; contents do not matter, nothing runs."""
     kv = torch.empty((4, 2, 2, block_tokens, head_dim), dtype=stored or dtype)
-    scales = None if stored is None else torch.empty((4, 2, 2))
+    scales = None if stored is None else torch.empty((4, 2, 2, block_tokens))
     tables = torch.zeros((2, 4096 // block_tokens), dtype=torch.int32)
     lengths = torch.zeros(2, dtype=torch.int32)
     q = torch.empty((2 * rows, 2 * group, head_dim), dtype=dtype)
@@ -77,7 +77,7 @@ def _write(ops: Any, stored: torch.dtype | None = None) -> None:
     k = torch.empty((5, 8, 80), dtype=torch.bfloat16)
     kv = torch.empty((4, 8, 2, 64, 80), dtype=stored or torch.bfloat16)
     ids = torch.zeros(5, dtype=torch.int64)
-    ops.write_kv(k, k, kv, None if stored is None else torch.empty((4, 8, 2)), ids, ids)
+    ops.write_kv(k, k, kv, None if stored is None else torch.empty((4, 8, 2, 64)), ids, ids)
 
 
 def _pointwise(ops: Any) -> None:

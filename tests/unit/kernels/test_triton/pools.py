@@ -89,7 +89,7 @@ def make(
     exact = torch.full((blocks, kv_heads, 2, block_tokens, head_dim), torch.nan, dtype=torch.float64)
     scales = None
     if stored is not None:
-        scales = torch.full((blocks, kv_heads, 2), torch.nan)
+        scales = torch.full((blocks, kv_heads, 2, block_tokens), torch.nan)
     kv = torch.full(exact.shape, torch.nan, dtype=dtype) if stored is None else _poison(exact.shape, stored)
     for s, (_, total) in enumerate(sequences):
         for j in range(used[s]):
@@ -103,11 +103,12 @@ def make(
                 kv[block, :, :, :n] = values.to(dtype)
                 exact[block, :, :, :n] = kv[block, :, :, :n].double()
             else:
-                factor = torch.rand((kv_heads, 2), generator=rng) * 0.01 + 0.002
-                scales[block] = factor if stored == torch.int8 else factor * 0.3
-                codes = reference.to_stored(values / scales[block][..., None, None], kv.dtype)
+                factor = torch.rand((kv_heads, 2, n), generator=rng) * 0.01 + 0.002
+                scales[block, :, :, :n] = factor if stored == torch.int8 else factor * 0.3
+                factor = scales[block, :, :, :n, None]
+                codes = reference.to_stored(values / factor, kv.dtype)
                 kv[block, :, :, :n] = codes
-                exact[block, :, :, :n] = codes.double() * scales[block].double()[..., None, None]
+                exact[block, :, :, :n] = codes.double() * factor.double()
     counts = torch.tensor([0] + [count for count, _ in sequences])
     q = torch.randn((int(counts.sum()), kv_heads * group, head_dim), generator=rng).to(dtype)
     if stride:

@@ -9,12 +9,14 @@ from tests.unit.kvstore.helpers import (
     RECORD,
     Driven,
     data_of,
+    held,
     keys_of,
     open_ssd,
     run_of,
     spec_of,
     view_of,
 )
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(8)
 A, B, C, D = KEYS[:4]
@@ -32,7 +34,7 @@ def test_blocks_on_their_way_to_the_device_are_not_evicted(tmp_path: Path) -> No
     driven.store.writes.close(session)
     driven.flush([C])
     assert driven.removed == []  # demoted, not gone
-    assert set(driven.store.tiers) == {A, B, C}
+    assert held(driven.store) == {A, B, C}
     assert driven.read([A, B]) == [data_of(A), data_of(B)]
     ssd.close()
 
@@ -111,7 +113,7 @@ def test_a_block_that_failed_to_become_durable_is_queued_again_when_it_is_put_ag
     first = driven.put([A])
     fail(driven)
     assert (len(driven.store.writes.queue.queued), len(driven.store.writes.queue.unsaved), driven.durable) == (0, 1, [])
-    driven.store.check_invariants()
+    check(driven.store)
     again = driven.open(spec_of([A]))
     assert again is not None
     assert list(again.present) == [0]

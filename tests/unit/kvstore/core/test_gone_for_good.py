@@ -12,7 +12,6 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
 from services.kvstore.core.assembly import PutSession, PutSpec
 from services.kvstore.core.forgetting import expire, forget
-from services.kvstore.core.whole import take_whole
 from services.kvstore.core.writes import DeletedBlocks
 from tests.unit.kvstore.core.test_forgetting import all_of, on_disk, tier_of
 from tests.unit.kvstore.faulty_files import FaultyFiles
@@ -167,8 +166,8 @@ def test_what_may_be_older_than_a_deletion_is_refused_and_what_is_younger_is_not
         with pytest.raises(DeletedBlocks, match="keys: they may be older than a deletion"):
             driven.open(spec)
         with pytest.raises(DeletedBlocks, match="keys: they may be older than a deletion"):
-            take_whole(driven.store, spec, opener, runs)
-    assert take_whole(driven.store, knowing(OURS[:1], "zero", "one"), opener, runs) == []
+            driven.store.writes.put_whole(spec, opener, runs, 0.0)
+    assert driven.store.writes.put_whole(knowing(OURS[:1], "zero", "one"), opener, runs, 0.0) == []
     assert driven.open(knowing(OURS[1:2], "one")) is not None
     with pytest.raises(DeletedBlocks):
         driven.open(knowing(THEIRS, "one", tenant="theirs"))

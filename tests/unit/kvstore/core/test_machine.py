@@ -27,12 +27,14 @@ from tests.unit.kvstore.helpers import (
     RECORD,
     Driven,
     data_of,
+    held,
     keys_of,
     open_ssd,
     run_of,
     spec_of,
     view_of,
 )
+from tests.unit.kvstore.invariants import check
 
 CHAINS = {"": keys_of(6, "nobody"), "a": keys_of(5, "a"), "b": keys_of(5, "b")}
 OWNER = {key: tenant for tenant, keys in CHAINS.items() for key in keys}
@@ -102,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.leases: list[ReadLease] = []
         self.pinned: dict[tuple[str, str], tuple[Sequence[BlockKey], float]] = {}
         self.lost: set[BlockKey] = set()
-        self.announced = set(self.store.tiers)
+        self.announced = held(self.store)
         self.actor: str | None = None
         self.used = dict(self.store.tiers.dram.account.used)
 
@@ -282,10 +284,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def sound(self) -> None:
-        self.store.check_invariants()
-        assert self.announced == set(self.store.tiers)
+        check(self.store)
+        assert self.announced == held(self.store)
         assert self.ssd.account.used is self.ssd.catalogue.live
-        self.ssd.check_invariants()
+        check(self.ssd)
 
     @invariant()
     def pins_keep(self) -> None:

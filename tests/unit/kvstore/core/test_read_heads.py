@@ -20,7 +20,7 @@ from tests.unit.kvstore.helpers import RECORD, keys_of, slice_of
 from tests.unit.kvstore.rig import Rig, rig
 
 WIDE = KVLayout(layers=3, kv_heads=4, head_dim=4, block_tokens=16, dtype="float32")
-SCALED = dataclasses.replace(WIDE, scale_bytes=16)
+SCALED = dataclasses.replace(WIDE, dtype="int8")
 LARGE = KVLayout(layers=1, kv_heads=4, head_dim=128, block_tokens=64, dtype="float32")  # heads of 64 KiB
 NAMESPACE = b"n" * 32
 ALL = range(3)

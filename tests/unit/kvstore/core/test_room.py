@@ -18,12 +18,14 @@ from tests.unit.kvstore.helpers import (
     LAYOUT,
     Driven,
     data_of,
+    held,
     keys_of,
     open_ssd,
     run_of,
     spec_of,
     view_of,
 )
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(8)
 A, B, C, D = KEYS[:4]
@@ -40,7 +42,7 @@ def test_opening_a_session_evicts_and_reserves_nothing() -> None:
     assert (driven.removed, driven.store.tiers.dram.reserved.total_bytes) == ([old[-1]], BLOCK)
     driven.store.writes.close(session)
     assert driven.store.tiers.dram.reserved.total_bytes == 0
-    driven.store.check_invariants()
+    check(driven.store)
 
 
 def test_data_waits_while_unfinished_blocks_fill_dram() -> None:
@@ -53,7 +55,7 @@ def test_data_waits_while_unfinished_blocks_fill_dram() -> None:
     assert not writes.write(second, [run_of(C, 0, 0)])
     assert driven.open(spec_of([D])) is None
     assert writes.write(first, [run_of(A, 0, 1)])  # what has its room need not wait
-    driven.store.check_invariants()
+    check(driven.store)
     writes.close(first)
     assert driven.rooms == 1
     assert writes.write(second, [run_of(C, 0, 0)])
@@ -68,7 +70,7 @@ def test_a_frame_takes_room_for_all_of_its_blocks_or_for_none() -> None:
     assert writes.write(first, [run_of(A, 0, 0)])
     assert not writes.write(second, [run_of(B, 0, 0), run_of(C, 1, 0)])
     assert driven.store.tiers.dram.reserved.total_bytes == BLOCK
-    driven.store.check_invariants()
+    check(driven.store)
 
 
 def test_a_block_completed_by_a_frame_that_fails_later_is_kept_and_all_its_writers_are_told() -> None:
@@ -86,7 +88,7 @@ def test_a_block_completed_by_a_frame_that_fails_later_is_kept_and_all_its_write
     assert (driven.visible, told) == ([(A,)], [1])
     writes.close(session)
     writes.close(other)
-    driven.store.check_invariants()
+    check(driven.store)
     assert driven.read([A]) == [data_of(A)]
     driven.put([B, C])  # all DRAM can be had again
 
@@ -100,8 +102,8 @@ def test_many_frames_that_fail_cost_no_room() -> None:
         with pytest.raises(FrameError):
             driven.store.writes.write(session, [*runs, runs[0]])
         driven.store.writes.close(session)
-        driven.store.check_invariants()
-    assert set(driven.store.tiers) == set(KEYS[-2:])
+        check(driven.store)
+    assert held(driven.store) == set(KEYS[-2:])
 
 
 def test_a_session_that_waits_uses_its_present_blocks_once() -> None:
@@ -131,7 +133,7 @@ def test_without_a_durable_tier_eviction_is_removal() -> None:
     assert driven.stored == [A, B, C]
     assert driven.durable == []
     assert len(driven.store.writes.queue.queued) == 0
-    driven.store.check_invariants()
+    check(driven.store)
 
 
 def test_a_reader_keeps_its_blocks() -> None:
@@ -160,10 +162,10 @@ def test_leases_keep_no_more_dram_than_they_may() -> None:
         reads.open(KEYS[3:6], FORMAT, promote=False)
     assert refusal.value.reason == "kvstore_leases"
     driven.put(keys_of(5, "others"))  # the rest of DRAM is there for writers
-    driven.store.check_invariants()
+    check(driven.store)
     for lease in (more, same, first):
         reads.close(lease)
-        driven.store.check_invariants()
+        check(driven.store)
     assert reads.leased_bytes == 0
 
 
@@ -209,7 +211,7 @@ def test_a_session_reserves_ahead_no_more_than_it_has_brought() -> None:
         assert driven.store.writes.write(session, [run_of(key, index, 0)])
         reserved.append(driven.store.tiers.dram.reserved.total_bytes // BLOCK)
     assert reserved == [1, 3, 3, 7, 7, 7, 7, 8]
-    driven.store.check_invariants()
+    check(driven.store)
     driven.store.writes.close(session)
     assert driven.store.tiers.dram.reserved.total_bytes == 0
 
@@ -280,7 +282,7 @@ def test_a_lease_of_many_blocks_is_had_in_portions() -> None:
     half = reads.begin(ReadLease(FORMAT, many))
     reads.extend(half)
     reads.close(half)
-    driven.store.check_invariants()
+    check(driven.store)
 
 
 class Broken(StoreListener):

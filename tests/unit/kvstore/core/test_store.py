@@ -12,10 +12,12 @@ from tests.unit.kvstore.helpers import (
     OTHER_FORMAT,
     Driven,
     data_of,
+    held,
     keys_of,
     run_of,
     spec_of,
 )
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(8)
 A, B, C, D = KEYS[:4]
@@ -29,7 +31,7 @@ def test_nothing_incomplete_is_visible() -> None:
     for index, layer in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2)):
         assert driven.visible == []
         writes.write(session, [run_of(KEYS[index], index, layer)])
-        driven.store.check_invariants()
+        check(driven.store)
     assert driven.visible == [(B,)]
     assert driven.stored == [B]
     assert driven.store.tiers.match([A]) == 0
@@ -52,8 +54,8 @@ def test_an_abandoned_session_leaves_nothing() -> None:
     driven.store.writes.close(session)
     assert driven.store.tiers.dram.reserved.total_bytes == 0
     assert (len(driven.store.writes.sessions), len(driven.store.writes.unfinished)) == (0, 0)
-    assert list(driven.store.tiers) == [A]
-    driven.store.check_invariants()
+    assert list(held(driven.store)) == [A]
+    check(driven.store)
 
 
 def test_existing_blocks_are_told_and_need_not_come() -> None:
@@ -79,7 +81,7 @@ def test_several_writers_share_a_block() -> None:
     assert right is not None
     for layer in range(LAYOUT.layers):
         writes.write(left, [run_of(A, 0, layer, range(1))])
-        driven.store.check_invariants()
+        check(driven.store)
         assert driven.visible == []
         assert driven.store.tiers.dram.reserved.total_bytes == BLOCK
         writes.write(right, [run_of(A, 1, layer, range(1, 2))])
@@ -89,7 +91,7 @@ def test_several_writers_share_a_block() -> None:
     assert driven.read([A]) == [data_of(A)]
     writes.close(left)
     writes.close(right)
-    driven.store.check_invariants()
+    check(driven.store)
 
 
 def test_two_whole_writers_of_one_block_and_one_leaves() -> None:
@@ -100,7 +102,7 @@ def test_two_whole_writers_of_one_block_and_one_leaves() -> None:
     assert second is not None
     writes.write(first, [run_of(A, 0, 0)])
     writes.close(first)
-    driven.store.check_invariants()
+    check(driven.store)
     for layer in range(LAYOUT.layers):
         writes.write(second, [run_of(A, 0, layer)])
     assert driven.visible == [(A,)]
@@ -138,12 +140,12 @@ def test_one_of_many_writers_vanishes_and_its_part_is_brought_by_another() -> No
     writes.write(high, [run_of(A, 0, 2)])
     again = driven.open(spec_of([A], layers=range(1, 2)))
     assert again is not None
-    driven.store.check_invariants()
+    check(driven.store)
     writes.write(again, [run_of(A, 0, 1)])
     assert driven.read([A]) == [data_of(A)]
     writes.close(high)
     writes.close(again)
-    driven.store.check_invariants()
+    check(driven.store)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_frames_outside_the_declaration_are_refused(run: Run) -> None:
             session, [OpenRun(run, memoryview(bytes(run.block_count * LAYOUT.slice_bytes)), [0] * run.block_count)]
         )
     driven.store.writes.close(session)
-    driven.store.check_invariants()
+    check(driven.store)
 
 
 def test_heads_outside_the_declaration_are_refused() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.kvstore.dram.arena import AHEAD_BYTES, PAGE, RESERVE_SHARE, SMALL_BYTES, Arena, slot_bytes
+from tests.unit.kvstore.invariants import check
 
 MIB = 1 << 20
 KERNEL = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) if sys.platform == "linux" else (0, 0)
@@ -34,7 +35,7 @@ def test_memory_is_used_again_and_what_lies_in_it_stays_until_then() -> None:
     second = arena.allocate(MIB)
     assert bytes(second[:3]) == b"abc"
     assert arena.resident_bytes == MIB
-    arena.check_invariants()
+    check(arena)
 
 
 def test_a_slot_is_not_used_again_while_a_view_of_a_view_lives() -> None:
@@ -46,7 +47,7 @@ def test_a_slot_is_not_used_again_while_a_view_of_a_view_lives() -> None:
     other = arena.allocate(MIB)
     other[:] = b"y" * MIB
     assert bytes(part) == b"x" * 10
-    arena.check_invariants()
+    check(arena)
     del part
     assert arena.free_bytes == MIB
     third = arena.allocate(MIB)
@@ -60,13 +61,13 @@ def test_another_size_takes_the_memory_of_free_slots() -> None:
     del blocks[0:8:2]
     assert (arena.free_bytes, arena.returned_bytes) == (4 * MIB, 0)
     half = [arena.allocate(MIB // 2) for _ in range(8)]
-    arena.check_invariants()
+    check(arena)
     assert arena.live_bytes == 8 * MIB
     assert arena.resident_bytes <= 8 * MIB + 8 * MIB // RESERVE_SHARE
     assert arena.returned_bytes == 4 * MIB
     del half
     again = [arena.allocate(MIB) for _ in range(4)]
-    arena.check_invariants()
+    check(arena)
     assert all(bytes(block[:1]) == b"\0" for block in again)  # memory that came back anew
     assert arena.resident_bytes <= 8 * MIB + 8 * MIB // RESERVE_SHARE
 
@@ -79,7 +80,7 @@ def test_a_slab_that_nobody_uses_goes_as_a_whole() -> None:
     other = [arena.allocate(2 * MIB) for _ in range(2)]
     assert (arena.resident_bytes, arena.mapped_bytes) == (4 * MIB, mapped)
     assert len(other) == 2
-    arena.check_invariants()
+    check(arena)
 
 
 def test_small_slots_share_pages_and_go_together() -> None:
@@ -88,10 +89,10 @@ def test_small_slots_share_pages_and_go_together() -> None:
     for number, view in enumerate(small):
         view[:4] = number.to_bytes(4, "little")
     assert [int.from_bytes(view[:4], "little") for view in small] == list(range(5000))
-    arena.check_invariants()
+    check(arena)
     del small, view
     large = [arena.allocate(MIB // 4) for _ in range(4)]
-    arena.check_invariants()
+    check(arena)
     assert arena.live_bytes == arena.resident_bytes == MIB
     assert len(large) == 4
 
@@ -103,7 +104,7 @@ def test_a_use_may_end_in_another_thread() -> None:
     thread.start()
     thread.join()
     assert arena.free_bytes == MIB
-    arena.check_invariants()
+    check(arena)
 
 
 @pytest.mark.skipif(KERNEL < (5, 14), reason="needs MADV_POPULATE_WRITE")
@@ -117,7 +118,7 @@ def test_memory_is_there_before_it_is_written() -> None:
     assert resident_bytes() - before > AHEAD_BYTES
     blocks = [arena.allocate(MIB) for _ in range(AHEAD_BYTES // MIB)]
     assert arena.resident_bytes == MIB * (1 + len(blocks)), "none of them is new"
-    arena.check_invariants()
+    check(arena)
 
 
 def test_no_memory_beyond_the_budget_is_brought_in() -> None:
@@ -151,10 +152,10 @@ def test_any_order_of_use(steps: list[tuple[int, int]], ahead: bool) -> None:
             view[:] = bytes([number]) * size
             views[number % 10] = view, number
         if not ahead:  # else slots come back while they are counted
-            arena.check_invariants()
+            check(arena)
         assert all(set(bytes(view)) == {mark} for view, mark in views.values())
     arena.close()
-    arena.check_invariants()
+    check(arena)
 
 
 def resident_bytes() -> int:
@@ -184,6 +185,6 @@ def test_resident_memory_stays_near_the_budget_through_days_of_churn() -> None:
             used, written = used + size, written + size
         del view
         peak = max(peak, resident_bytes() - before)
-        arena.check_invariants()
+        check(arena)
         assert peak <= budget * 1.15, (phase, mix)
     print(f"resident at most {peak / budget:.3f} of the budget, {arena.mapped_bytes / budget:.1f} mapped")

@@ -6,6 +6,7 @@ from services.kvstore.dram.tier import DramTier
 from services.kvstore.policies import POLICIES
 from services.kvstore.policies.queues import LRU
 from tests.unit.kvstore.helpers import BLOCK, block_of, info_of, keys_of
+from tests.unit.kvstore.invariants import check
 
 A, B, C, D = keys_of(4)
 
@@ -18,7 +19,7 @@ def insert(dram: DramTier, *keys: bytes) -> None:
     for key in keys:
         assert dram.reserve(BLOCK) == []
         dram.insert([block_of(key)])  # type: ignore[arg-type]
-        dram.check_invariants()
+        check(dram)
 
 
 def test_the_oldest_leaves_first_and_use_makes_young() -> None:
@@ -26,7 +27,7 @@ def test_the_oldest_leaves_first_and_use_makes_young() -> None:
     insert(dram, A, B, C)
     dram.touch([A])
     assert dram.reserve(BLOCK) == [B]
-    dram.check_invariants()
+    check(dram)
     assert dram.reserve(BLOCK) == [C]
     assert set(dram) == {A}
     assert dram.evictions == 2
@@ -50,13 +51,13 @@ def test_held_blocks_stay_and_a_refused_reservation_changes_nothing() -> None:
     assert dram.reserve(3 * BLOCK) is None
     assert set(dram) == {A, B, C}
     assert dram.reserve(2 * BLOCK) == [B, C]
-    dram.check_invariants()
+    check(dram)
     dram.release(block)
     assert dram.reserve(BLOCK) is None
     dram.release(block)
     assert dram.reserve(BLOCK) == [A]
     dram.unreserve(3 * BLOCK)
-    dram.check_invariants()
+    check(dram)
     assert (len(dram), dram.block_bytes, dram.reserved.total_bytes, dram.held_bytes) == (0, 0, 0, 0)
 
 

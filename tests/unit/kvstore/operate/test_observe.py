@@ -1,14 +1,14 @@
 """The histograms of a store."""
 
 from moonpool.telemetry.metrics import Metrics
-from services.kvstore.operate.observe import SAMPLE_KEYS, Observer
+from services.kvstore.operate.observe import FOLLOWED_KEYS, Observer
 from tests.unit.kvstore.helpers import keys_of
 
 A, B = keys_of(2)
 
 
 class Scene:
-    def __init__(self, sample_keys: int = SAMPLE_KEYS) -> None:
+    def __init__(self, sample_keys: int = FOLLOWED_KEYS) -> None:
         self.now = 0.0
         self.metrics = Metrics("kvstore")
         self.observer = Observer(self.metrics, lambda: self.now, sample_keys)

@@ -5,10 +5,11 @@ import pytest
 from benchmarks.eviction import SHIPPED, read_chains
 from moonpool.cli.hit_curve import hit_share
 from moonpool.kv.keys import BlockKey
-from services.kvstore.operate.reuse import ReuseSample
+from services.kvstore.operate.observe import ReuseSample
 from services.kvstore.policies.queues import LRU
 from simulator.policy_pool import Pool
 from tests.unit.kvstore.helpers import keys_of
+from tests.unit.kvstore.invariants import check
 
 A, B, C = keys_of(3)
 
@@ -22,14 +23,14 @@ def test_nothing_observed_gives_no_curve() -> None:
     sample = ReuseSample()
     assert sample.curve() == []
     assert hit_share(sample.curve(), 1e12) == 0.0
-    sample.check_invariants()
+    check(sample)
 
 
 def test_distances_are_those_of_a_stack() -> None:
     sample = ReuseSample()
     for key in (A, A, B, C, A, B):
         sample.observe([key])
-    sample.check_invariants()
+    check(sample)
     # A at once: 1; A after B and C: 3; B after C and A: 3. Three of six uses are first ones.
     assert sample.curve() == [(1, 1 / 6), (3, 3 / 6)]
 
@@ -57,7 +58,7 @@ def test_a_sample_of_a_tenth_is_near(generated: list[list[BlockKey]]) -> None:
     sample = ReuseSample(sample_keys=1500)
     for chain in generated:
         sample.observe(chain)
-    sample.check_invariants()
+    check(sample)
     assert sample.last_uses.rate < 0.12
     errors = [abs(hit_share(sample.curve(), size) - lru(generated, size)) for size in range(500, 12000, 500)]
     assert sum(errors) / len(errors) < 0.012
@@ -77,6 +78,6 @@ def test_the_sample_is_bounded_whatever_comes() -> None:
     for turn in range(3):
         for key in keys_of(500):
             sample.observe([key])
-        sample.check_invariants()
+        check(sample)
         assert len(sample.last_uses) <= 16, turn
     assert sample.curve()[-1][1] == pytest.approx(2 / 3, abs=0.05)

@@ -10,10 +10,11 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from moonpool.streams.credits import ByteCredits
+from services.kvstore.operate.observe import ReuseSample
 from services.kvstore.operate.operations import Operations
-from services.kvstore.operate.reuse import ReuseSample
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.helpers import BLOCK, OTHER_FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(48)
 STEP = 5
@@ -47,7 +48,7 @@ def warming(driven: Driven) -> Iterator[Operations]:
     pool = ThreadPoolExecutor(2)
     yield Operations(driven.store, pool, ByteCredits(1 << 20), ReuseSample(), 0, STEP)
     pool.shutdown()
-    driven.store.check_invariants()
+    check(driven.store)
 
 
 @pytest.mark.parametrize("step", [1, 5, 8, 1000])

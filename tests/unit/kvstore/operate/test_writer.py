@@ -37,6 +37,23 @@ async def test_the_writer_makes_durable_what_is_visible(tmp_path: Path) -> None:
     ssd.close()
 
 
+async def test_writes_keep_to_a_rate_but_at_the_end(tmp_path: Path) -> None:
+    """A batch has used up the rate for hours: the next waits, until the store is told to end."""
+    async with failing(tmp_path, bytes_per_s=1) as (driven, _, writer):
+        heard = asyncio.Event()
+        session = driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set())
+        assert session is not None
+        driven.put([A])
+        async with asyncio.timeout(10):
+            await heard.wait()
+        driven.put([B])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert (driven.durable, driven.store.writes.queue.queued) == ([(A,)], {B})
+        assert await writer.drain(10)
+        assert driven.durable == [(A,), (B,)]
+
+
 async def test_a_failing_device_stops_nothing(tmp_path: Path) -> None:
     async with failing(tmp_path, unsaved_after_s=[3600]) as (driven, files, writer):
         files.fail("sync", OSError(5, "Input/output error"))

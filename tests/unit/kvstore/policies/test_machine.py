@@ -14,6 +14,7 @@ from services.kvstore.policies import POLICIES
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.kv_aware import KVAware
 from tests.unit.kvstore.helpers import FORMAT, keys_of
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(24)
 PARENTS = {key: KEYS[(place - 1) // 2] if place else NO_PARENT for place, key in enumerate(KEYS)}
@@ -86,7 +87,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @invariant()
     def names_what_is_held(self) -> None:
-        self.policy.check_invariants()
+        check(self.policy)
         order = list(self.policy.candidates())
         assert len(order) == len(set(order)) == len(self.held)
         assert set(order) == self.held

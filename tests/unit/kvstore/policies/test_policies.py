@@ -12,6 +12,7 @@ from services.kvstore.policies.kv_aware import FIRST_GROWTH, FRESH, MAX_GROWTH, 
 from services.kvstore.policies.queues import LFU, LRU, S3FIFO, LengthAware
 from simulator.experiments.cache import HeadFirstLRU
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, Driven, keys_of
+from tests.unit.kvstore.invariants import check
 
 
 def key(name: str) -> BlockKey:
@@ -41,7 +42,7 @@ def remove(policy: EvictionPolicy, *names: str) -> None:
 
 
 def order(policy: EvictionPolicy) -> str:
-    policy.check_invariants()
+    check(policy)
     names = "".join(map(name_of, policy.candidates()))
     assert "".join(map(name_of, policy.candidates())) == names, "asking changed the answer"
     assert len(names) == len(set(names))
@@ -274,7 +275,7 @@ def test_kv_aware_learns_what_comes_back() -> None:
         put(document)
         if len(questions) > 60:
             policy.touched(questions[-60])
-    policy.check_invariants()
+    check(policy)
     place = {block: number for number, block in enumerate(policy.candidates())}
     pending = [question[0] for question in questions[-50:]]
     assert max(place[block] for block in documents) < min(place[block] for block in pending)

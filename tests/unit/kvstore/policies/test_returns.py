@@ -5,6 +5,7 @@ import pytest
 from moonpool.kv.keys import BlockKey
 from services.kvstore.policies.returns import EVIDENCE, ReturnRates, age_bin
 from tests.unit.kvstore.helpers import keys_of
+from tests.unit.kvstore.invariants import check
 
 
 def test_ages_are_in_intervals_of_half_an_octave() -> None:
@@ -22,7 +23,7 @@ def rates_of(plan: dict[int, tuple[int, int]], age: int = 100, kinds: int = 3) -
     for kind, (_, back) in plan.items():
         for key in keys[kind][:back]:
             rates.used(key, kind, age)
-    rates.check_invariants()
+    check(rates)
     rates.fit(2 * age)
     return rates
 
@@ -88,7 +89,7 @@ def test_the_sample_is_bounded_and_thinning_keeps_rates() -> None:
         for now in (0, 400, 800):
             for key in keys_of(2000):
                 rates.used(key, 0, now)
-            rates.check_invariants()
+            check(rates)
         rates.fit(1000)
     assert thin.sample.rate < 1 / 4
     # Evidence counts for more where there are fewer keys.
@@ -111,4 +112,4 @@ def test_what_was_long_ago_is_forgotten() -> None:
     assert len(rates.sample) == 100
     rates.forget(5000, horizon=1000)
     assert not rates.sample
-    rates.check_invariants()
+    check(rates)

@@ -2,6 +2,7 @@
 
 from services.kvstore.policies.sample import KeySample
 from tests.unit.kvstore.helpers import keys_of
+from tests.unit.kvstore.invariants import check_sample
 
 KEYS = keys_of(2000)
 
@@ -17,7 +18,7 @@ def test_a_full_sample_halves_its_rate_and_keeps_the_keys_below() -> None:
     for number, key in enumerate(KEYS):
         if sample.accepts(key):
             sample.put(key, number)
-        sample.check_invariants()
+        check_sample(sample)
     assert sample.rate in (1 / 16, 1 / 32, 1 / 64)
     assert list(sample) == [key for key in KEYS if sample.accepts(key)], "none that belongs to it was lost"
     assert len(sample) > 20

@@ -15,7 +15,8 @@ from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, store, writing
+from tests.unit.kvstore.helpers import RECORD, Driven, data_of, held, keys_of, open_ssd, store, writing
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(12)
 
@@ -30,7 +31,7 @@ async def written(driven: Driven, *, retry_after_s: tuple[float, ...] = (0.0, 0.
     """Lets the writer thread do all there is to do."""
     async with writing(driven, retry_after_s=retry_after_s) as writer:
         assert await writer.drain(20)
-    driven.store.check_invariants()
+    check(driven.store)
     return writer
 
 
@@ -55,8 +56,8 @@ async def test_a_full_device_is_tried_again_with_less_on_it(tmp_path: Path, oper
         assert KEYS[3] in driven.store.tiers
         driven.store.writes.close(session)
     with store(tmp_path) as driven:
-        assert {KEYS[3], KEYS[4]} <= set(driven.store.tiers)
-        assert not set(driven.removed) & set(driven.store.tiers)
+        assert {KEYS[3], KEYS[4]} <= held(driven.store)
+        assert not set(driven.removed) & held(driven.store)
 
 
 async def test_a_device_that_stays_full_is_given_up(tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ async def test_a_passing_error_while_carrying_takes_no_kept_block(tmp_path: Path
     assert {KEYS[0], KEYS[8]} <= set(ssd.catalogue)
     assert not pins & set(driven.removed)
     assert driven.read([KEYS[0]]) == [data_of(KEYS[0])]
-    ssd.check_invariants()
+    check(ssd)
     ssd.close()
     ssd = open_ssd(tmp_path, 8 * RECORD, 2 * RECORD)
     assert Driven(ssd).read([KEYS[0]]) == [data_of(KEYS[0])]

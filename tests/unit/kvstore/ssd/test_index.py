@@ -4,13 +4,14 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from services.kvstore.ssd.catalogue import ENTRY, IdChange
+from services.kvstore.ssd.catalogue import ENTRY, Kind
 from services.kvstore.ssd.files import Files, open_lmdb
 from services.kvstore.ssd.index import Index, IndexChange, IndexLostError
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import FORMAT, keys_of
+from tests.unit.kvstore.helpers import FORMAT, OTHER_FORMAT, keys_of
 
 KEYS = keys_of(200)
+KINDS = [Kind(FORMAT, "ü"), Kind(OTHER_FORMAT, "")]
 
 
 def made(path: Path) -> Index:
@@ -20,7 +21,7 @@ def made(path: Path) -> Index:
 
 
 def entries(*numbers: int) -> bytes:
-    return b"".join(ENTRY.pack(KEYS[n], 2 * n, 2, 7, 1, 0) for n in numbers)
+    return b"".join(ENTRY.pack(KEYS[n], 2 * n, 2, 0, 0) for n in numbers)
 
 
 def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
@@ -29,32 +30,20 @@ def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
         IndexChange(
             entries={(1, 0): entries(0, 1), (300, 0): entries(5)},
             segments={1: 16384, 300: 8192},
-            formats=IdChange({7: FORMAT}, frozenset()),
-            tenants=IdChange({1: "", 2: "ü"}, frozenset()),
+            kinds={1: [Kind(FORMAT, "ü")], 300: [Kind(FORMAT, ""), Kind(FORMAT, "b")]},
         )
     )
     index.commit(IndexChange(dropped=[(1, 0), (300, 0)]))
-    index.commit(IndexChange(removed_segments=[300, 4], entries={(1, 2): entries(2)}, segments={1: 24576}))
+    index.commit(
+        IndexChange(removed_segments=[300, 4], entries={(1, 2): entries(2)}, segments={1: 24576}, kinds={1: KINDS})
+    )
     index.close()
     index = Index(Files(), tmp_path / "i")
     image = index.load()
     assert image.entries == {1: entries(0, 1, 2)}
     assert image.segments == {1: 24576}
-    assert image.formats == {7: FORMAT}
-    assert image.tenants == {1: "", 2: "ü"}
+    assert image.kinds == {1: KINDS}
     assert image.dropped == [(1, 0)]
-    index.close()
-
-
-def test_names_are_forgotten(tmp_path: Path) -> None:
-    index = made(tmp_path / "i")
-    none = frozenset[int]()
-    index.commit(
-        IndexChange(formats=IdChange({1: FORMAT, 2: FORMAT}, none), tenants=IdChange({1: "a", 2: "b", 3: "c"}, none))
-    )
-    index.commit(IndexChange(formats=IdChange({}, frozenset([1, 9])), tenants=IdChange({4: "a"}, frozenset([1, 3]))))
-    image = index.load()
-    assert (image.formats, image.tenants) == ({2: FORMAT}, {2: "b", 4: "a"})
     index.close()
 
 

@@ -25,7 +25,8 @@ from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.recovery import Durability
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.tenants import Account
-from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, slice_of
+from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, owner_of, slice_of
+from tests.unit.kvstore.invariants import check
 from tests.unit.kvstore.ssd.power import PowerFiles
 
 KEYS = keys_of(14)
@@ -170,7 +171,7 @@ class TierMachine(RuleBasedStateMachine):
         type(self).lost += len(lost)
         assert not lost or self.durability == "process", "a durable block is lost"
         self.ghosts = self.written - whole
-        self.model = {key: self.ssd.catalogue.tenant_of(key) or "" for key in whole}
+        self.model = {key: owner_of(self.ssd, key) or "" for key in whole}
 
     def is_whole(self, key: BlockKey) -> bool:
         """Whether a block can be read, and then is what was written; a bad one is dropped."""
@@ -195,7 +196,7 @@ class TierMachine(RuleBasedStateMachine):
         whole = {key for key in here if self.is_whole(key)}
         assert set(self.model) <= whole
         assert here <= set(self.model) | more
-        self.model = {key: self.ssd.catalogue.tenant_of(key) or "" for key in whole}
+        self.model = {key: owner_of(self.ssd, key) or "" for key in whole}
         self.ghosts = here - whole
         self.tails.clear()
 
@@ -252,9 +253,9 @@ class TierMachine(RuleBasedStateMachine):
 
     @invariant()
     def sound(self) -> None:
-        self.ssd.check_invariants()
+        check(self.ssd)
         assert self.account.used is self.ssd.catalogue.live
-        assert {key: self.ssd.catalogue.tenant_of(key) for key in self.ssd.catalogue} == self.model
+        assert {key: owner_of(self.ssd, key) for key in self.ssd.catalogue} == self.model
         assert self.ssd.space.used_bytes <= self.ssd.space.capacity_bytes or self.found_anew
         assert self.ssd.readers == len(self.readers)
 

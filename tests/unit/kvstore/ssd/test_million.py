@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.kvstore.ssd.catalogue import ENTRY, IdChange
+from services.kvstore.ssd.catalogue import ENTRY, Kind
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.reader import segment_path
@@ -23,17 +23,14 @@ def make(path: Path) -> None:
     index = Index(Files(), path / "index", sync=False)
     for number in range(1, SEGMENTS + 1):
         rows = [
-            ENTRY.pack(
-                hashlib.blake2b(b"%d.%d" % (number, n), digest_size=32).digest(), n * PAGES, PAGES, 1, 1 + n % 3, 0
-            )
+            ENTRY.pack(hashlib.blake2b(b"%d.%d" % (number, n), digest_size=32).digest(), n * PAGES, PAGES, n % 3, 0)
             for n in range(PER_SEGMENT)
         ]
         entries = {(number, at): b"".join(rows[at : at + BATCH]) for at in range(0, PER_SEGMENT, BATCH)}
-        index.commit(IndexChange(entries=entries, segments={number: PER_SEGMENT * PAGES * ALIGN}))
+        kinds = {number: [Kind(FORMAT, tenant) for tenant in "abc"]}
+        index.commit(IndexChange(entries=entries, segments={number: PER_SEGMENT * PAGES * ALIGN}, kinds=kinds))
         with segment_path(path / "segments", number).open("wb") as file:
             file.truncate(PER_SEGMENT * PAGES * ALIGN)
-    none = frozenset[int]()
-    index.commit(IndexChange(formats=IdChange({1: FORMAT}, none), tenants=IdChange({1: "a", 2: "b", 3: "c"}, none)))
     index.close()
 
 

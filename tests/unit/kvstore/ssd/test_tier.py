@@ -21,9 +21,11 @@ from tests.unit.kvstore.helpers import (
     Driven,
     block_of,
     data_of,
+    held,
     keys_of,
     open_ssd,
 )
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(12)
 
@@ -56,7 +58,7 @@ def test_durable_blocks_are_there_after_a_restart_byte_for_byte(tmp_path: Path) 
         assert driven.durable == [tuple(KEYS[:3])]
         assert ssd.space.used_bytes == 3 * RECORD
     with store(tmp_path) as (driven, ssd):
-        assert set(driven.store.tiers) == set(KEYS[:3])
+        assert held(driven.store) == set(KEYS[:3])
         assert driven.store.tiers.match(KEYS) == 3
         assert driven.read(KEYS) == [data_of(key) for key in KEYS[:3]]
         assert (driven.stored, driven.removed) == ([], [])
@@ -76,7 +78,7 @@ def test_what_was_not_committed_is_not_there_and_takes_no_room(tmp_path: Path) -
             file.seek(append.offset)
             file.write(b"half a record")
     with store(tmp_path) as (driven, ssd):
-        assert list(driven.store.tiers) == [KEYS[0]]
+        assert list(held(driven.store)) == [KEYS[0]]
         assert (tmp_path / "segments" / segment_files(tmp_path)[0]).stat().st_size == RECORD == ssd.space.used_bytes
 
 
@@ -98,7 +100,7 @@ def test_a_lost_index_is_rebuilt_from_the_segments(tmp_path: Path, how: str) -> 
     index.unlink() if how == "deleted" else index.write_bytes(b"\xa5" * index.stat().st_size)
     for _ in range(2):  # the second start finds the rebuilt index
         with store(tmp_path, segment=2 * RECORD) as (driven, ssd):
-            assert set(driven.store.tiers) == set(KEYS[:5])
+            assert held(driven.store) == set(KEYS[:5])
             assert driven.read(KEYS) == [data_of(key) for key in KEYS[:5]]
             assert (len(ssd.catalogue.segments), ssd.space.used_bytes) == (3, 5 * RECORD)
 
@@ -110,7 +112,7 @@ def test_a_rebuild_drops_a_cut_tail(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[: 3 * RECORD - 10])
     (tmp_path / "index" / "data.mdb").unlink()
     with store(tmp_path) as (driven, ssd):
-        assert set(driven.store.tiers) == set(KEYS[:2])
+        assert held(driven.store) == set(KEYS[:2])
         assert ssd.space.used_bytes == 2 * RECORD
         assert driven.read(KEYS) == [data_of(key) for key in KEYS[:2]]
 
@@ -123,9 +125,9 @@ def test_a_cut_or_missing_segment_costs_its_blocks_only(tmp_path: Path) -> None:
     second.write_bytes(second.read_bytes()[: RECORD + 1])
     for _ in range(2):
         with store(tmp_path, segment=2 * RECORD) as (driven, ssd):
-            assert set(driven.store.tiers) == {KEYS[2], KEYS[4], KEYS[5]}
+            assert held(driven.store) == {KEYS[2], KEYS[4], KEYS[5]}
             assert driven.read([KEYS[2]]) == [data_of(KEYS[2])]
-            ssd.check_invariants()
+            check(ssd)
 
 
 @pytest.mark.parametrize("position", [RECORD + 10, RECORD + 40, RECORD + 4096, RECORD + 4096 + LAYOUT.block_bytes - 1])
@@ -161,7 +163,7 @@ def test_a_bad_block_that_was_replaced_meanwhile_is_kept(tmp_path: Path) -> None
         driven.store.reads.close(second)
         assert driven.store.reads.bad_blocks == 1
         assert driven.store.tiers.durable(KEYS[0])
-        ssd.check_invariants()
+        check(ssd)
 
 
 def test_the_budget_is_kept_by_dropping_the_oldest_segment(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_the_budget_is_kept_by_dropping_the_oldest_segment(tmp_path: Path) -> No
         assert ssd.space.used_bytes == 3 * RECORD
         assert segment_files(tmp_path) == ["0000000000000002.seg", "0000000000000003.seg"]
     with store(tmp_path, capacity=4 * RECORD, segment=2 * RECORD) as (driven, ssd):
-        assert set(driven.store.tiers) == {KEYS[2], KEYS[3], KEYS[4]}
+        assert held(driven.store) == {KEYS[2], KEYS[3], KEYS[4]}
 
 
 def test_a_block_that_is_still_in_dram_is_not_announced_as_removed(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_smaller_budget_is_reached_after_a_restart(tmp_path: Path) -> None:
     with store(tmp_path, capacity=2 * RECORD, segment=RECORD) as (driven, ssd):
         assert ssd.has_housekeeping
         driven.flush()
-        assert set(driven.store.tiers) == {KEYS[3], KEYS[4]}
+        assert held(driven.store) == {KEYS[3], KEYS[4]}
         assert driven.removed == KEYS[:3]
         assert len(segment_files(tmp_path)) == 2
 
@@ -240,7 +242,7 @@ def test_a_full_device_gives_up_its_oldest_segment(tmp_path: Path) -> None:
         assert set(ssd.catalogue) == {KEYS[1], KEYS[2], KEYS[4]}
         assert driven.durable[1:] == [(KEYS[4],)]
     with store(tmp_path, segment=RECORD) as (driven, ssd):
-        assert set(driven.store.tiers) == {KEYS[1], KEYS[2], KEYS[4]}
+        assert held(driven.store) == {KEYS[1], KEYS[2], KEYS[4]}
 
 
 def test_a_failed_index_transaction_names_nothing(tmp_path: Path) -> None:
@@ -255,7 +257,7 @@ def test_a_failed_index_transaction_names_nothing(tmp_path: Path) -> None:
         driven.flush([KEYS[2]])
         assert driven.read(KEYS[2:3]) == [data_of(KEYS[2])]
     with store(tmp_path) as (driven, ssd):
-        assert set(driven.store.tiers) == {KEYS[0], KEYS[2]}
+        assert held(driven.store) == {KEYS[0], KEYS[2]}
         assert driven.read([KEYS[2]]) == [data_of(KEYS[2])]
 
 
@@ -320,5 +322,4 @@ def test_a_block_held_in_no_format_twice(tmp_path: Path) -> None:
         ssd.commit(plan)
         ssd.committed(plan)
     with store(tmp_path) as (driven, ssd):
-        assert (ssd.catalogue.format_of(block), ssd.catalogue.format_of(KEYS[1])) == (FORMAT, OTHER_FORMAT)
-        assert ssd.catalogue.format_of(KEYS[2]) is None
+        assert [ssd.catalogue.kind_of(key) for key in (block, *KEYS[1:3])] == [(FORMAT, ""), (OTHER_FORMAT, ""), None]

@@ -20,6 +20,7 @@ from moonpool.telemetry.gauges import restless
 from moonpool.v1 import kvstore_pb2
 from tests.slices import hashed
 from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of
+from tests.unit.kvstore.invariants import check
 from tests.unit.kvstore.rig import Rig, rig
 
 SESSIONS = 60
@@ -96,7 +97,7 @@ async def test_every_credit_comes_back(one_message: bool, seed: int, monkeypatch
             assert client.complete > SESSIONS / 2
             assert client.failed > SESSIONS / 4
             await until(r, lambda: not restless(r.service.gauges.read()) and client.traffic == Traffic())
-            r.service.store.check_invariants()
+            check(r.service.store)
         finally:
             await client.aclose()
         await r.at_rest()

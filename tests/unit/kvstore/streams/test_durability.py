@@ -20,7 +20,7 @@ class Peer:
 
     def __init__(self, driven: Driven, *, session_timeout_s: float) -> None:
         instance = kv_pb2.Instance(id="store")
-        resources = PutResources(driven.store, RoomQueue(9), instance, 1 << 20, session_timeout_s, 1.0)
+        resources = PutResources(driven.store.writes, RoomQueue(9), instance, 1 << 20, session_timeout_s, 1.0)
         self.messages: asyncio.Queue[kvstore_pb2.PutRequest | tuple[Any, Any] | None] = asyncio.Queue()
         self.answers: asyncio.Queue[kvstore_pb2.PutResponse] = asyncio.Queue()
         self.stream = asyncio.ensure_future(PutStream(resources, asyncio.Event()).run(self._requests(), self))

@@ -11,6 +11,7 @@ from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.hashes import slice_hash
 from services.kvstore.ssd.records import BadRecordError
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, Driven, data_of, keys_of, open_ssd, slice_of
+from tests.unit.kvstore.invariants import check
 from tests.unit.kvstore.rig import PARENTS, Rig, rig
 
 KEYS = keys_of(3)
@@ -114,4 +115,4 @@ async def test_a_damaged_block_that_is_held_serves_nobody_and_goes_with_its_last
         assert await store.read(KEYS) == [data_of(A)]
         it.reads.close(lease)
         assert B not in it.tiers
-        it.check_invariants()
+        check(it)

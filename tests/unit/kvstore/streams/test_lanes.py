@@ -16,8 +16,8 @@ from moonpool.errors import FrameError, StreamBroken
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.pool import KVPool
 from moonpool.streams.store_writer import StoreWriter
-from tests.unit.kvstore.helpers import LAYOUT, slice_of
-from tests.unit.kvstore.rig import KEYS, PARENTS, Rig, rig
+from tests.unit.kvstore.helpers import BLOCK, LAYOUT, keys_of, slice_of
+from tests.unit.kvstore.rig import KEYS, PARENTS, Rig, opened_put, rig
 from tests.unit.streams.lanes.pairs import Cuttable, shared
 
 LANES = ["local", "tcp", "grpc"]
@@ -25,7 +25,9 @@ FRAME = 2 * LAYOUT.slice_bytes
 
 
 @asynccontextmanager
-async def storing(folder: Path, lane: str, **options: Any) -> AsyncIterator[tuple[Rig, Cuttable, KVPool]]:
+async def storing(
+    folder: Path, lane: str, *, dram_bytes: int = 64 * BLOCK, **options: Any
+) -> AsyncIterator[tuple[Rig, Cuttable, KVPool]]:
     """A store, and an engine's pool with the blocks of KEYS."""
     pool = KVPool.create(LAYOUT, len(KEYS), [(0, LAYOUT.layers)])
     for index, key in enumerate(KEYS):
@@ -33,7 +35,7 @@ async def storing(folder: Path, lane: str, **options: Any) -> AsyncIterator[tupl
             data = memoryview(slice_of(key, layer))
             pool.write(layer, index, data, slice_hash(data))
     dialer = Cuttable(lane, folder, shared(pool), **options)
-    async with rig(kv_lanes=lane, kv_lanes_dir=folder) as store:
+    async with rig(kv_lanes=lane, kv_lanes_dir=folder, dram_bytes=dram_bytes) as store:
         store.dialer = dialer
         yield store, dialer, pool
         await store.at_rest()
@@ -150,6 +152,26 @@ async def test_what_changes_on_its_way_is_never_stored(sockets: Path, lane: str)
         with pytest.raises(FrameError, match="wrong hash"):
             await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)
         assert len(await store.read(KEYS)) <= 3
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+async def test_what_waits_for_room_is_the_store_s_own_by_then(sockets: Path, scattered: bool) -> None:
+    """The writer has its memory back at once, and may use it for other blocks."""
+    table = [5, 2] if scattered else [0, 1]
+    async with storing(sockets, "local", dram_bytes=3 * BLOCK) as (store, _, pool), writing(store) as writer:
+        others = await opened_put(store, keys_of(2, "others"))
+        await store.send(others, keys_of(2, "others"), layers=range(1))
+        await store.until("dram_reserved_bytes", 2 * BLOCK)
+        keys = [KEYS[index] for index in table]
+        read = lambda layer, index: pool.read(layer, table[index])  # noqa: E731
+        putting = asyncio.ensure_future(writer.put(keys, PARENTS[:2], "", read, timeout_s=10))
+        await store.until("sessions_waiting_for_room", 1)
+        for index in table:
+            pool.slice(0, index)[:] = b"?" * LAYOUT.slice_bytes
+        others.cancel()
+        assert (await putting).stored == 2
+        assert writer.lane == "local"
+        assert await store.read(keys) == [expected()[index] for index in table]
 
 
 async def test_the_store_s_end_ends_its_lanes_with_its_reason(sockets: Path) -> None:

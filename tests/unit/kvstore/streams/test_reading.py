@@ -11,6 +11,7 @@ from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.streams.layers import LayerReader, Lost
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, RECORD, Driven, data_of, keys_of, open_ssd
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(6)
 A, B, C = KEYS[:3]
@@ -53,7 +54,7 @@ async def test_reading_is_layer_major_in_groups() -> None:
     reading = Reading(driven, group_bytes=2 * LAYOUT.slice_bytes)
     assert await reading.all(KEYS, range(1, 3)) == [data_of(key)[LAYOUT.slice_bytes :] for key in KEYS[:3]]
     assert reading.order == [[(1, 0), (1, 1)], [(1, 2), (2, 0)], [(2, 1), (2, 2)]]
-    driven.store.check_invariants()
+    check(driven.store)
 
 
 async def test_a_large_layer_does_not_wait_for_the_next() -> None:
@@ -80,7 +81,7 @@ async def test_cold_blocks_are_read_in_threads(tmp_path: Path, promote: bool) ->
         (layer, block) for layer in range(3) for block in range(5)
     ]
     assert set(driven.store.tiers.dram) == (set(KEYS[:5]) if promote else {KEYS[4]})
-    driven.store.check_invariants()
+    check(driven.store)
     ssd.close()
 
 
@@ -102,7 +103,7 @@ async def test_a_bad_slice_ends_the_prefix_before_its_block(tmp_path: Path, laye
     assert driven.removed == [C]
     assert {A, B} <= set(driven.store.tiers.dram)
     assert C not in driven.store.tiers
-    driven.store.check_invariants()
+    check(driven.store)
     ssd.close()
 
 
@@ -130,6 +131,6 @@ async def test_a_reader_that_leaves_gives_everything_back(tmp_path: Path) -> Non
     async with asyncio.timeout(10):
         await closed.wait()
     assert (driven.store.reads.leases, ahead.available) == (0, 1 << 20)
-    driven.store.check_invariants()
+    check(driven.store)
     pool.shutdown()
     ssd.close()

@@ -137,7 +137,7 @@ async def test_closing_ends_the_watching() -> None:
 
 
 def test_unreported_changes_are_net_and_bounded_while_nobody_listens() -> None:
-    changes = Unreported(max_keys=2)
+    changes = Unreported()
     changes.changed([A, B], [], follows=True)
     changes.changed([C], [A], follows=True)
     assert changes.take() == ([B, C], [A])

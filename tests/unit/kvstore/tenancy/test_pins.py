@@ -15,6 +15,7 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.tenancy.pins import MAX_TTL_S, PinLimit, PinOutcome, Pins
 from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.helpers import BLOCK, Driven, data_of, keys_of, open_ssd, spec_of
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(8)
 A, B, C, D = KEYS[:4]
@@ -32,7 +33,7 @@ def pin_told(
 ) -> tuple[PinOutcome, set[BlockKey]]:
     pins.expire(now)
     told = pins.pin(tenant, name, keys, lambda key: 10 if key in here else None, now=now, ttl_s=ttl_s)
-    pins.check_invariants()
+    check(pins)
     return told
 
 
@@ -57,13 +58,13 @@ def test_overlapping_pins_count_references_and_cost_once() -> None:
     assert (used["t"], used["u"], pins.nbytes) == (30, 10, 30)
     assert pins.unpin("t", "one") == {A, B}
     assert pins.unpin("t", "one") == set()
-    pins.check_invariants()
+    check(pins)
     assert (A in pins, B in pins, C in pins) == (True, False, True)
     assert pins.unpin("t", "two") == {A, C}
     assert (A in pins, C in pins) == (True, False)
     assert pins.unpin("u", "other") == {A}
     assert (pins.nbytes, pins.keys, used["t"], pins.next_expiry) == (0, 0, 0, math.inf)
-    pins.check_invariants()
+    check(pins)
 
 
 def test_the_same_name_renews_and_replaces() -> None:
@@ -85,7 +86,7 @@ def test_pins_end_with_their_time() -> None:
     assert (A in pins, B in pins, pins.next_expiry) == (False, True, 3.0)
     assert pins.expire(100.0) == {B}
     assert len(pins) == 0
-    pins.check_invariants()
+    check(pins)
 
 
 def test_budgets_of_tenants_and_of_the_store() -> None:
@@ -136,11 +137,11 @@ def test_pinned_blocks_are_not_evicted_and_come_back_as_young_ones() -> None:
     driven.put([C])
     driven.put([D])
     assert driven.removed == [C]
-    driven.store.check_invariants()
+    check(driven.store)
     assert driven.store.tiers.dram.pinned.total_bytes == 2 * BLOCK
     driven.now = 9
     driven.pins.expire()
-    driven.store.check_invariants()
+    check(driven.store)
     driven.put([KEYS[4]])
     assert driven.removed == [C, D]
     driven.put(KEYS[5:7])
@@ -169,9 +170,9 @@ def test_the_end_of_a_pin_lets_those_in_who_wait() -> None:
     rooms = driven.rooms
     assert driven.pins.unpin("", "ctx")
     assert driven.rooms == rooms + 1
-    driven.store.check_invariants()
+    check(driven.store)
     driven.store.reads.close(lease)
-    driven.store.check_invariants()
+    check(driven.store)
 
 
 def test_a_block_that_only_the_durable_tier_has_can_be_pinned_and_stays_when_it_comes_back(tmp_path: Path) -> None:
@@ -245,7 +246,7 @@ class PinMachine(RuleBasedStateMachine):
 
     @invariant()
     def same(self) -> None:
-        self.pins.check_invariants()
+        check(self.pins)
         expected = {key for keys, _ in self.model.values() for key in keys}
         assert expected == self.kept == {key for key in KEYS if key in self.pins}
 

@@ -14,6 +14,7 @@ from services.kvstore.policies.queues import LRU
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import MAX_TENANT_ROWS, Account, TenantRow
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
+from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(12)
 A, B, C, D, E, F = KEYS[:6]
@@ -80,7 +81,7 @@ def insert(dram: DramTier, tenant: str, *keys: BlockKey, block_format: BlockForm
         assert victims is not None
         evicted += victims
         dram.insert([block_of(key, tenant, block_format)])
-        dram.check_invariants()
+        check(dram)
     return evicted
 
 
@@ -102,7 +103,7 @@ def test_a_tenant_whose_blocks_are_all_needed_waits_at_its_quota() -> None:
     dram.release(dram.get(A))  # type: ignore[arg-type]
     assert dram.reserve(BLOCK, "x") == [A]
     assert dram.reserve(BLOCK, "x") is None  # reserved bytes count too
-    dram.check_invariants()
+    check(dram)
 
 
 def test_others_do_not_evict_a_tenant_below_its_guarantee() -> None:
@@ -137,7 +138,7 @@ def test_blocks_of_many_sizes_and_a_guarantee_between_them() -> None:
     insert(dram, "x", B)
     assert dram.reserve(3 * BLOCK, "x") is None
     assert set(dram) == {A, B}
-    dram.check_invariants()
+    check(dram)
     assert insert(dram, "a", C, D) == [A]
 
 
@@ -155,7 +156,7 @@ def test_own_pins_count_against_the_quota() -> None:
     insert(dram, "x", A, B)
     _, change = pins.pin("x", "p", [A], lambda _: BLOCK, now=0, ttl_s=5)
     dram.pins_changed(change)
-    dram.check_invariants()
+    check(dram)
     assert insert(dram, "x", C) == [B]
     with pytest.raises(Overloaded) as refusal:
         dram.check_possible(2 * BLOCK, "x", 1.0)

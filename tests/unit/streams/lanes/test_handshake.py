@@ -210,10 +210,13 @@ async def test_one_who_leaves_at_once_or_talks_otherwise_harms_nobody(sockets: P
             LENGTHS.pack(3, 0) + b"\xff\xff\xff",
             LENGTHS.pack(9, 0) + b"a",
         ):
-            _, writer = await asyncio.open_unix_connection(offer.address)
+            reader, writer = await asyncio.open_unix_connection(offer.address)
             writer.write(sent)
+            writer.write_eof()
+            await reader.read()  # to its end: the server has closed it
             writer.close()
             await writer.wait_closed()
+        assert it.server.refused == 4  # who said nothing has only looked
         await it.dial(offer)
         assert len(it.opened) == 1
 

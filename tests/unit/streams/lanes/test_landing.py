@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import random
+import asyncio
 
 import pytest
 
 from moonpool.kv.frames import FRAME_BYTES, Run, pack_frames, whole_runs
-from moonpool.streams.lanes.landing import Landing, copy_parts
+from moonpool.kv.hashes import slice_hash
+from moonpool.streams.lanes.landing import Landed, Landing, Lent
 from moonpool.v1 import kvstore_pb2
 from tests.slices import slice_to_send
-from tests.unit.streams.lanes.pairs import LAYOUT, REQUEST, pair, pool_of
+from tests.unit.streams.lanes.pairs import LAYOUT, REQUEST, RESPONSE, pair, pool_of
 
 SIZE = LAYOUT.slice_bytes
-SEED = 3
 
 
-def nothing() -> None:
+def nothing(intact: int) -> None:
     """Nobody waits for it."""
 
 
@@ -35,22 +34,48 @@ def targets(*sizes: int) -> tuple[bytearray, list[memoryview]]:
 async def test_a_payload_lands_in_its_targets(mapped: bool) -> None:
     pool = pool_of()
     memory, parts = targets(SIZE // 2, 2 * SIZE, SIZE // 2)
+    data = b"\x01" * SIZE + b"\x14" * SIZE + b"\x12" * SIZE
+    hashes = [slice_hash(data[: SIZE // 2]), slice_hash(data[SIZE // 2 : -SIZE // 2]), slice_hash(data[-SIZE // 2 :])]
     asked: list[int] = []
 
     def place(message: kvstore_pb2.PutRequest, nbytes: int) -> Landing | None:
         asked.append(nbytes)
-        return Landing(parts, lambda: True, nothing) if nbytes == 3 * SIZE else None
+        return Landing(parts, hashes, lambda: True, nothing) if nbytes == 3 * SIZE else None
 
     async with pair(pool if mapped else None) as lane:
-        lane.held([pool.slice(0, 0), pool.slice(1, 3), pool.slice(1, 1)])
-        message, payload = await lane.server.read(place)
-        assert (message, isinstance(payload, Landing)) == (REQUEST, True)
-        assert memory == b"\x01" * SIZE + b"\x14" * SIZE + b"\x12" * SIZE
+        for intact in (3, 1):
+            hashes[1] ^= intact == 1  # the second is not what was sent
+            lane.held([pool.slice(0, 0), pool.slice(1, 3), pool.slice(1, 1)])
+            message, payload = await lane.server.read(place)
+            assert isinstance(payload, Landed)
+            assert (message, payload.intact) == (REQUEST, intact)
+            assert memory[: len(data) if intact == 3 else SIZE // 2] == data[: len(data) if intact == 3 else SIZE // 2]
         lane.held([pool.slice(0, 1)])
         _, payload = await lane.server.read(place)
         assert isinstance(payload, memoryview)
         assert bytes(payload) == b"\x02" * SIZE
-        assert asked == [3 * SIZE, SIZE]
+        assert asked == [3 * SIZE, 3 * SIZE, SIZE]
+    pool.close()
+
+
+async def test_a_payload_in_a_region_is_lent_until_it_is_given_back() -> None:
+    pool = pool_of()
+    async with pair(pool) as lane:
+        for slices in ([(0, 0)], [(0, 0), (1, 3)]):
+            held = lane.held([pool.slice(*one) for one in slices])
+            _, payload = await lane.server.read(lend=True)
+            assert isinstance(payload, Lent)
+            assert bytes(payload.data) == b"".join(bytes(pool.slice(*one)) for one in slices)
+            reading = asyncio.ensure_future(lane.client.read())  # takes the word that it was pulled
+            assert not held.done.done()
+            payload.give_back()
+            await held.done
+            await lane.server.write(RESPONSE)
+            assert (await reading)[0] == RESPONSE
+            del payload
+        lane.held([memoryview(b"x" * SIZE)])
+        _, payload = await lane.server.read(lend=True)
+        assert isinstance(payload, memoryview)  # it came over the socket
     pool.close()
 
 
@@ -66,26 +91,14 @@ async def test_nothing_is_written_to_memory_that_is_another_s_by_now() -> None:
 
     async with pair() as lane:
         lane.held([memoryview(b"x" * 2 * half)])
-        _, payload = await lane.server.read(lambda _, nbytes: Landing(parts, live, nothing) if nbytes else None)
-        assert isinstance(payload, Landing)
+        _, payload = await lane.server.read(lambda _, nbytes: Landing(parts, (0, 0), live, nothing) if nbytes else None)
+        assert isinstance(payload, Landed)
+        assert payload.intact == 0
         assert (len(seen), seen[0][:1], seen[2][:1]) == (3, b"\0", b"x")
         assert memory == seen[2]
         await lane.tasks[-1]
         await lane.client.write(REQUEST)
         assert (await lane.server.read())[0] == REQUEST
-
-
-def test_parts_are_copied_to_targets_that_are_cut_otherwise() -> None:
-    print("seed", SEED)
-    choose = random.Random(SEED)
-    for _ in range(200):
-        sizes = [choose.randint(1, 40) for _ in range(choose.randint(1, 6))]
-        data, parts = targets(*sizes)
-        data[:] = choose.randbytes(len(data))
-        cut = sorted({0, len(data), *(choose.randint(0, len(data)) for _ in range(4))})
-        copy, into = targets(*(end - begin for begin, end in itertools.pairwise(cut)))
-        copy_parts(parts, into)
-        assert copy == data
 
 
 def test_frames_of_whole_slices_are_told_apart_from_those_that_must_be_opened() -> None:

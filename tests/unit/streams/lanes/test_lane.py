@@ -59,6 +59,21 @@ async def test_a_payload_is_held_until_it_was_pulled_and_what_is_no_region_s_fol
     pool.close()
 
 
+async def test_a_sender_hears_of_several_pulled_payloads_at_once() -> None:
+    pool = pool_of()
+    async with pair(pool) as lane:
+        items = [lane.held([pool.slice(0, block % 4)]) for block in range(5)]
+        await asyncio.gather(*lane.tasks)  # all lie in the socket
+        lane.tasks.clear()
+        for _ in items:
+            assert (await came(lane.server))[0] == REQUEST
+        assert len(lane.tasks) == 3  # words of 2, 2 and 1
+        reading = asyncio.ensure_future(lane.client.read())
+        await asyncio.gather(*(item.done for item in items))
+        reading.cancel()
+    pool.close()
+
+
 async def test_what_is_overwritten_too_early_does_not_match_its_hash_and_never_changes_later() -> None:
     pool = pool_of()
     value = slice_hash(pool.slice(0, 0))

@@ -1,0 +1,226 @@
+"""Quantised KV beside bfloat16: how fast decode is over it, and what it changes of a trained model's predictions.
+
+`python -m benchmarks.kv_types [--json]`. Decode at batch 32 with contexts of 2,048 tokens, of one layer's attention
+(from one part of a large pool to the next, so that KV comes from memory) and of whole steps, in the shapes small and
+qwen2.5-0.5b, with random weights and KV. Perplexity is of a trained model (SmolLM2-135M where it was fetched, else the
+bundled one) over text that it was not trained on, all weights and activations in bfloat16.
+"""
+
+import argparse
+import itertools
+import statistics
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.ceilings import seconds, working_set_bytes
+from benchmarks.frame import Progress, Row, bounded, paired, run
+from kernels.attention import make_plan, paged_attention
+from moonpool.bundled import model_dir
+from moonpool.checkpoint import ModelConfig, Tokenizer, kv_layout, load_config
+from moonpool.cli.named import cache_folder, cached
+from moonpool.engine.devices.memory import kv_of
+from moonpool.model import PackedBatch, StageModel, load_stage
+from moonpool.model.create import create
+
+KINDS = ("int8", "fp8")
+SHAPES = ("small", "qwen2.5-0.5b")
+BATCH, CONTEXT, BLOCK = 32, 2048, 64
+TARGET = 1.2
+"""Of int8, over bfloat16."""
+RANDOM_BYTES = 1 << 22
+TEXT = Path(__file__).parents[1] / "docs" / "adr"
+WINDOW, WINDOWS, CHUNK = 1024, 8, 256
+WORSE = {"int8": 1.01, "fp8": 1.03}
+"""Perplexity at most, times bfloat16's."""
+AGREE = {"int8": 0.05, "fp8": 0.10}
+"""Share of tokens whose most likely successor is another one, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Random KV of some layers, in one type.
+
+    Attributes:
+        kv, scales: see `moonpool.engine.devices.memory`; scales only where quantised.
+    """
+
+    kv: Tensor
+    scales: Tensor | None
+
+    @classmethod
+    def of(cls, config: ModelConfig, layers: int, blocks: int, kind: str, *, random: bool = True) -> "Pool":
+        """`kind`: as --kv-dtype, "auto" for bfloat16."""
+        layout = kv_layout(config, "bfloat16", BLOCK, kind)
+        slices = torch.zeros((layers, blocks, layout.slice_bytes), dtype=torch.uint8)
+        kv, scales = kv_of(slices, layout)
+        if random:
+            numbers = torch.randn(RANDOM_BYTES)
+            stored = (numbers * 30).clamp(-127, 127).to(kv.dtype) if scales is not None else numbers.to(kv.dtype)
+            for block in kv.flatten(0, 1):
+                begin = int(torch.randint(RANDOM_BYTES - block.numel(), ()))
+                block.view(-1).copy_(stored[begin : begin + block.numel()])
+            if scales is not None:
+                scales.fill_(1 / 30)
+        return cls(kv, scales)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """One layer's part."""
+        return self.kv[index], None if self.scales is None else self.scales[index]
+
+
+def attention_call(config: ModelConfig, kind: str) -> Callable[[], None]:
+    """One layer's decode attention, each time over other blocks, until the caches hold nothing of the first."""
+    blocks = CONTEXT // BLOCK
+    layout = kv_layout(config, "bfloat16", BLOCK, kind)
+    parts = max(1, -(-working_set_bytes() // (BATCH * blocks * layout.slice_bytes)))
+    kv, scales = Pool.of(config, 1, parts * BATCH * blocks, kind).layer(0)
+    tables = torch.randperm(parts * BATCH * blocks).int().view(parts, BATCH, blocks)
+    q = torch.randn(BATCH, config.num_heads, config.head_dim).bfloat16()
+    starts, lengths = torch.arange(BATCH + 1, dtype=torch.int32), torch.full((BATCH,), CONTEXT, dtype=torch.int32)
+    out, scale = torch.empty_like(q), config.head_dim**-0.5
+    turns = itertools.cycle([(table, make_plan(kv, table, starts, lengths)) for table in tables])
+
+    def call() -> None:
+        table, plan = next(turns)
+        paged_attention(q, kv, table, starts, lengths, scale, out, scales=scales, plan=plan)
+
+    return call
+
+
+def step_call(stage: StageModel, kind: str) -> Callable[[], None]:
+    """A whole decode step, logits included."""
+    config, blocks = stage.config, CONTEXT // BLOCK
+    pool = Pool.of(config, config.num_layers, BATCH * blocks, kind)
+    order = torch.randperm(BATCH * blocks).view(BATCH, blocks).tolist()
+    parts = [(array("i", [5]).tobytes(), CONTEXT - 1, table) for table in order]
+
+    def call() -> None:
+        batch = PackedBatch.build(parts, BLOCK)
+        stage.logits(stage.forward(batch.token_ids, batch, pool.kv, scales=pool.scales))
+
+    return call
+
+
+def speed_rows(name: str, calls: dict[str, Callable[[], None]], runs: int, at_least: float) -> Iterator[Row]:
+    """Each quantised type beside bfloat16, one after the other."""
+    for call in calls.values():
+        call()
+    for kind in KINDS:
+        pairs = [(seconds(calls[kind], at_least) * 1e3, seconds(calls["auto"], at_least) * 1e3) for _ in range(runs)]
+        title = f"{name}, {kind} KV, batch {BATCH}, context {CONTEXT}"
+        target = TARGET if kind == "int8" else None
+        yield paired(title, "ms", pairs, "bfloat16 KV", less_is_better=True, target=target)
+
+
+def shape_rows(shape: str, runs: int) -> Iterator[Row]:
+    """Attention and steps of one shape."""
+    kinds = ("auto", *KINDS)
+    with tempfile.TemporaryDirectory(prefix="moonpool-kv-types-") as folder:
+        path = create(shape, Path(folder) / "model")
+        config = load_config(path)
+        yield from speed_rows(
+            f"attention, {shape}", {kind: attention_call(config, kind) for kind in kinds}, runs, at_least=0.1
+        )
+        stage = load_stage(path, config, torch.bfloat16, 0, config.num_layers)
+    yield from speed_rows(f"decode step, {shape}", {kind: step_call(stage, kind) for kind in kinds}, runs, at_least=0.5)
+
+
+# --- what a trained model makes of it ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """Of one window of text.
+
+    Attributes:
+        losses: of each next token, nats.
+        best: the most likely next tokens.
+    """
+
+    losses: Tensor
+    best: Tensor
+
+
+def trained() -> Path:
+    """The trained model's file or folder."""
+    return cached("smollm2", cache_folder()) or model_dir()
+
+
+def windows(path: Path) -> list[list[int]]:
+    """Tokens of this project's prose, which no model has seen."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(TEXT.glob("*.md")))
+    tokens = Tokenizer.load(path).encode(text)
+    count = min(WINDOWS, len(tokens) // WINDOW)
+    return [tokens[number * WINDOW : (number + 1) * WINDOW] for number in range(count)]
+
+
+@torch.inference_mode()
+def predict(stage: StageModel, tokens: list[int], kind: str) -> Predictions:
+    """Reads a window chunk by chunk, as prefill does: attention sees what was stored."""
+    blocks = list(range(-(-len(tokens) // BLOCK)))
+    pool, rows = Pool.of(stage.config, stage.config.num_layers, len(blocks), kind, random=False), []
+    for begin in range(0, len(tokens), CHUNK):
+        chunk = array("i", tokens[begin : begin + CHUNK]).tobytes()
+        batch = PackedBatch.build([(chunk, begin, blocks)], BLOCK)
+        rows.append(stage.logits(stage.forward(batch.token_ids, batch, pool.kv, scales=pool.scales)))
+    logits = torch.cat(rows)[:-1]
+    losses = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
+    return Predictions(losses, logits.argmax(-1))
+
+
+def perplexity(found: list[Predictions]) -> float:
+    """Over all windows."""
+    return float(torch.cat([its.losses for its in found]).double().mean().exp())
+
+
+def trained_rows(progress: Progress) -> Iterator[Row]:
+    """Perplexity and changed predictions."""
+    path = trained()
+    config = load_config(path)
+    stage = load_stage(path, config, torch.bfloat16, 0, config.num_layers)
+    texts = windows(path)
+    plain = [predict(stage, tokens, "auto") for tokens in texts]
+    before = perplexity(plain)
+    progress(f"{path.name}: perplexity {before:.4f} over {len(texts)} windows of {WINDOW} tokens with bfloat16 KV")
+    for kind in KINDS:
+        found = [predict(stage, tokens, kind) for tokens in texts]
+        after = perplexity(found)
+        others = [float((its.best != other.best).float().mean()) for its, other in zip(found, plain, strict=True)]
+        progress(f"{kind} KV: perplexity {after:.4f}, {after / before - 1:+.3%}")
+        name = f"{kind} KV, {path.name}"
+        yield bounded(f"{name}: perplexity over bfloat16's", "", [after / before], "allowed", WORSE[kind])
+        yield bounded(f"{name}: other most likely tokens", "share", [statistics.mean(others)], "allowed", AGREE[kind])
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """All rows."""
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        progress(f"{row.name}: {row.value:.4g} {row.unit}, {row.ratio:.2f} of {row.limit_name}")
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    for row in trained_rows(progress):
+        add(row)
+    for shape in options.shapes:
+        for row in shape_rows(shape, options.runs):
+            add(row)
+    return rows
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help=f"whose decode is timed; {', '.join(SHAPES)}")
+    parser.add_argument("--threads", type=int, help="torch's threads (default: its own); 1 is timed by processor time")
+
+
+if __name__ == "__main__":
+    run("kv_types", measure, flags=flags)

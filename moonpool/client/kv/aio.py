@@ -1,0 +1,300 @@
+"""The asyncio client of a kvstore: the one implementation of every call; the blocking client drives it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+from typing_extensions import Buffer
+
+from moonpool.client.kv.connection import Connection, named
+from moonpool.client.kv.reading import Wanted, read_some
+from moonpool.errors import InvalidRequest
+from moonpool.kv.blocks import NO_PARENT
+from moonpool.kv.hashes import slice_hash
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.values import ValueSource, layout_of, value_key, value_namespace
+from moonpool.rpc.tls import Tls
+from moonpool.streams.lanes.dialing import LaneDialer
+from moonpool.streams.lanes.regions import SharedMemory
+from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
+
+DEFAULT_TIMEOUT_S = 30.0
+PORTION = 4096
+"""Values that travel in one session, or are asked for in one call."""
+
+T = TypeVar("T")
+
+
+class AsyncKVClient:
+    """Keeps values in one kvstore; an async context manager. Use it on one event loop.
+
+    A value is never changed: who puts another one under its key deletes it first. The store may evict any value at any
+    time, so that each read may be a miss.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        namespace: str,
+        tenant: str = "",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        tls: Tls | None = None,
+        api_key: str = "",
+        lanes: str | None = None,
+        memory_bytes: int = 0,
+    ) -> None:
+        """Talk to the kvstore at `address`; connects on first use.
+
+        Args:
+            address: "host:port" of the kvstore.
+            namespace: what everything that makes KV differ is put into: engine, model, data type, layout, version. Keys
+                of different namespaces have nothing to do with each other.
+            tenant: whose values these are, for quotas and deletions; no other tenant finds them. With an API key, or a
+                certificate of the role client, it is known already and can be left out.
+            timeout_s: seconds a call may take, unless the call says otherwise.
+            tls: certificates; default: those that MOONPOOL_TLS_CA, MOONPOOL_TLS_CERT and MOONPOOL_TLS_KEY name, and
+                plaintext without the first.
+            api_key: shown to the store, over TLS only; default: MOONPOOL_API_KEY.
+            lanes: as `--kv-lanes` of services (docs/lanes.md); default: MOONPOOL_KV_LANES, else local. With TLS there
+                are none.
+            memory_bytes: size of `memory`.
+
+        Raises:
+            ConfigError: a certificate or a lane cannot be used.
+        """
+        tls = tls or Tls.from_environment()
+        settings = (
+            LaneSettings() if tls else LaneSettings.of(LaneConfig() if lanes is None else LaneConfig(kv_lanes=lanes))
+        )
+        self._shared = SharedMemory(memory_bytes) if memory_bytes else None
+        dialer = LaneDialer(settings, lambda: [self._shared.shared] if self._shared is not None else [])
+        self._namespace = value_namespace(namespace)
+        key = api_key or os.environ.get("MOONPOOL_API_KEY", "")
+        self._connection = Connection(address, self._namespace, tls, key, dialer)
+        self._asked_tenant = tenant
+        self._tenant: str | None = None  # as the store knows it
+        self._deletions: Sequence[str] = ()
+        self._timeout_s = timeout_s
+        self._usual: KVLayout | None = None  # of the values used last: a guess for the next
+
+    @property
+    def memory(self) -> memoryview:
+        """Writable memory of `memory_bytes`, which a store on this machine reads directly.
+
+        A value put from here is not copied on its way to the store (lane `local`). It must stay as it is until `put`
+        returns.
+        """
+        return self._shared.shared.data if self._shared is not None else memoryview(bytearray())
+
+    @property
+    def lane(self) -> str:
+        """How values travelled last: "local", "tcp" or "grpc"; "" before the first."""
+        return self._connection.lane
+
+    async def put(self, key: bytes, data: Buffer, *, timeout_s: float | None = None) -> bool:
+        """Keep a value; whether it is new. One that is there under this key already stays as it is.
+
+        Args:
+            key: 1 to `MAX_KEY_BYTES` bytes; `content_key(data)` for a value that is its own name.
+            data: contiguous bytes, at most `MAX_VALUE_BYTES`; they must stay as they are until `put` returns.
+            timeout_s: seconds it may take.
+
+        Raises:
+            InvalidRequest: key or value cannot be kept, or values of the tenant were deleted meanwhile.
+            Overloaded: the store has no room; says why and when to try again.
+            Unavailable: the store cannot be reached.
+            TransferFailed: it took too long, or the store gave up.
+            Unauthenticated, PermissionDenied: the caller may not.
+        """
+        return await self.batch_put({key: data}, timeout_s=timeout_s) == 1
+
+    async def batch_put(self, items: Mapping[bytes, Buffer], *, timeout_s: float | None = None) -> int:
+        """Keep values of any sizes; how many are new. Raises as `put`; some of them may be kept then all the same."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        tenant = await self._speaking_as(timeout_s)
+        groups: dict[KVLayout, list[tuple[BlockKey, ValueSource]]] = {}
+        for key, data in items.items():
+            source = ValueSource(_bytes_of(data, "data"))
+            groups.setdefault(source.layout, []).append((value_key(self._namespace, tenant, key), source))
+        stored = 0
+        for layout, group in groups.items():
+            self._usual = layout
+            for portion in _portions(group):
+                stored += await self._put(layout, portion, timeout_s)
+        return stored
+
+    async def get(self, key: bytes, *, timeout_s: float | None = None) -> bytearray | None:
+        """Return a value, None when the store does not have it.
+
+        Raises:
+            InvalidRequest: the key is empty or too long.
+            Unavailable: the store cannot be reached.
+            TransferFailed: it took too long, or the store gave up.
+            Unauthenticated, PermissionDenied: the caller may not.
+        """
+        return (await self.batch_get([key], timeout_s=timeout_s))[0]
+
+    async def batch_get(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytearray | None]:
+        """Return the values of keys, in their order; None for each that the store does not have. Raises as `get`."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        tenant = await self._speaking_as(timeout_s)
+        wanted = [Wanted(value_key(self._namespace, tenant, key)) for key in keys]
+        await self._read({self._usual: wanted}, timeout_s)
+        return [one.value() for one in wanted]
+
+    async def get_into(self, key: bytes, buffer: Buffer, *, timeout_s: float | None = None) -> int | None:
+        """Read a value into memory; its number of bytes, None when the store does not have it.
+
+        Args:
+            key: the value's.
+            buffer: writable and contiguous, at least as large as the value, best just so. What is behind the value, and
+                all of it when this is a miss or fails, is undefined afterwards.
+            timeout_s: seconds it may take.
+
+        Raises:
+            InvalidRequest: the buffer is too small or cannot be written; otherwise as `get`.
+        """
+        return (await self.batch_get_into({key: buffer}, timeout_s=timeout_s))[0]
+
+    async def batch_get_into(
+        self, items: Mapping[bytes, Buffer], *, timeout_s: float | None = None
+    ) -> list[int | None]:
+        """Read values into a buffer each, as `get_into`; the numbers of bytes, in the order of the keys."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        tenant = await self._speaking_as(timeout_s)
+        guesses: dict[KVLayout | None, list[Wanted]] = {}
+        wanted = []
+        for key, buffer in items.items():
+            memory = _bytes_of(buffer, "buffer", writable=True)
+            wanted.append(Wanted(value_key(self._namespace, tenant, key), memory))
+            guesses.setdefault(layout_of(memory.nbytes), []).append(wanted[-1])
+        await self._read(guesses, timeout_s)
+        return [one.length() for one in wanted]
+
+    async def exists(self, key: bytes, *, timeout_s: float | None = None) -> bool:
+        """Return whether the store has a value now. Raises as `get`."""
+        return (await self.batch_exists([key], timeout_s=timeout_s))[0]
+
+    async def batch_exists(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[bool]:
+        """Return for each key whether the store has its value now. Raises as `get`."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        tenant = await self._speaking_as(timeout_s)
+        found = await self._find([value_key(self._namespace, tenant, key) for key in keys], timeout_s)
+        return [layout is not None for layout in found]
+
+    async def delete(self, key: bytes, *, timeout_s: float | None = None) -> bool:
+        """Delete a value from memory and disk; whether it was there. Raises as `get`.
+
+        A `put` of the key that is under way elsewhere fails. Afterwards the key can be put again.
+        """
+        return await self.batch_delete([key], timeout_s=timeout_s) == 1
+
+    async def batch_delete(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> int:
+        """Delete values; how many were there. Raises as `get`."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        tenant = await self._speaking_as(timeout_s)
+        found = [value_key(self._namespace, tenant, key) for key in dict.fromkeys(keys)]
+        return sum([await self._connection.remove(portion, timeout_s) for portion in _portions(found)])
+
+    async def aclose(self) -> None:
+        """End all calls; may be called again. `memory` stays as long as something refers to it."""
+        await self._connection.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _speaking_as(self, timeout_s: float) -> str:
+        """The tenant; asked from the store at first, with the deletions of its values that were."""
+        if self._tenant is None:
+            answer = await self._connection.find((), self._asked_tenant, timeout_s)
+            self._deletions, self._tenant = list(answer.deletions), answer.tenant
+        return self._tenant
+
+    async def _find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[KVLayout | None]:
+        """The layout of each block, None of one that is not there."""
+        found: list[KVLayout | None] = []
+        for portion in _portions(keys):
+            answer = await self._connection.find(portion, self._asked_tenant, timeout_s)
+            layouts = [None, *map(KVLayout.from_proto, answer.layouts)]
+            found += [layouts[number] for number in answer.found]
+        return found
+
+    async def _put(self, layout: KVLayout, group: Sequence[tuple[BlockKey, ValueSource]], timeout_s: float) -> int:
+        """Puts values of one layout; how many are new."""
+        keys = [key for key, _ in group]
+
+        def read(layer: int, index: int) -> tuple[memoryview, int]:
+            data = group[index][1].slice(layer)
+            return data, slice_hash(data)
+
+        assert self._tenant is not None, "the store was asked"
+        streams = await self._connection.streams(layout)
+        parents, forgotten = [NO_PARENT] * len(keys), self._deletions
+        try:
+            with named():
+                outcome = await streams.writer.put(
+                    keys, parents, self._tenant, read, timeout_s=timeout_s, forgotten=forgotten
+                )
+        except InvalidRequest:
+            left = await self._not_otherwise_there(layout, group, timeout_s)
+            if len(left) == len(group):
+                self._tenant = None  # values of it were deleted perhaps; the next call asks
+                raise
+            return await self._put(layout, left, timeout_s) if left else 0
+        return outcome.stored
+
+    async def _not_otherwise_there(
+        self, layout: KVLayout, group: Sequence[tuple[BlockKey, ValueSource]], timeout_s: float
+    ) -> list[tuple[BlockKey, ValueSource]]:
+        """Those whose key has no value of another size in the store: with one among them it refuses all."""
+        found = await self._find([key for key, _ in group], timeout_s)
+        return [one for one, there in zip(group, found, strict=True) if there is None or there == layout]
+
+    async def _read(self, guesses: Mapping[KVLayout | None, Sequence[Wanted]], timeout_s: float) -> None:
+        """Reads values where they are guessed to be, then the others where the store says that they are."""
+        left: list[Wanted] = []
+        for layout, wanted in guesses.items():
+            for portion in _portions(wanted):
+                left += portion if layout is None else await self._read_some(layout, portion, timeout_s)
+        groups: dict[KVLayout, list[Wanted]] = {}
+        for one, there in zip(left, await self._find([one.key for one in left], timeout_s), strict=True):
+            if there is not None:
+                groups.setdefault(there, []).append(one)
+        for there, wanted in groups.items():
+            self._usual = there
+            for portion in _portions(wanted):
+                rest: Sequence[Wanted] = portion
+                while rest:  # a store reads fewer at once when it has little room; if none, the first is gone by now
+                    after = await self._read_some(there, rest, timeout_s)
+                    rest = after if len(after) < len(rest) else after[1:]
+
+    async def _read_some(self, layout: KVLayout, wanted: Sequence[Wanted], timeout_s: float) -> Sequence[Wanted]:
+        """Reads values of one layout; those from the first on that is not there."""
+        streams = await self._connection.streams(layout)
+        with named():
+            return wanted[await read_some(streams.reader, layout, wanted, timeout_s) :]
+
+
+def _bytes_of(data: Buffer, field: str, *, writable: bool = False) -> memoryview:
+    """The bytes of an object; raises InvalidRequest unless it is contiguous, and can be written if it must."""
+    view = memoryview(data)
+    if not view.c_contiguous or (writable and view.readonly):
+        raise InvalidRequest(field, "must be contiguous" + (" and writable" if writable else ""))
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def _portions(items: Iterable[T]) -> Iterator[list[T]]:
+    rest = iter(items)
+    while portion := list(itertools.islice(rest, PORTION)):
+        yield portion

@@ -1,0 +1,68 @@
+"""Values that are being read: each asks for its block, and takes the slices of it that come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.errors import InvalidRequest
+from moonpool.kv.frames import DamagedSliceError
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.values import ValueTarget
+from moonpool.streams.block_reader import BlockReader, PrefixLost
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """One value that a caller asks for.
+
+    Attributes:
+        key: of its block.
+        memory: where it is to lie; None for memory of its own.
+        target: what has come of it; complete once it is `found`.
+    """
+
+    key: BlockKey
+    memory: memoryview | None = None
+    target: ValueTarget | None = None
+    found: bool = False
+
+    def value(self) -> bytearray | None:
+        """The value; None when there is none."""
+        return self.target.value() if self.found and self.target is not None else None
+
+    def length(self) -> int | None:
+        """Bytes of the value in `memory`; None when there is none; raises InvalidRequest when it has no room there."""
+        nbytes = self.target.length() if self.found and self.target is not None else None
+        if nbytes is not None and self.memory is not None and nbytes > self.memory.nbytes:
+            raise InvalidRequest("buffer", f"has {self.memory.nbytes} bytes, the value {nbytes}")
+        return nbytes
+
+
+async def read_some(reader: BlockReader, layout: KVLayout, wanted: Sequence[Wanted], timeout_s: float) -> int:
+    """Reads values of one layout up to the first that is not there; returns its index.
+
+    Values before it are `found`. A block that was lost or damaged counts as not there.
+
+    Raises:
+        TransferFailed, StreamBroken, FrameError, Mismatch: as `BlockReader.read`.
+    """
+    for one in wanted:
+        one.target = ValueTarget(layout, one.memory)
+
+    def take(layer: int, index: int, data: memoryview, value: int) -> None:
+        target = wanted[index].target
+        assert target is not None, "each has one"
+        target.take(layer, data)
+
+    keys, layers = [one.key for one in wanted], range(layout.layers)
+    try:
+        count = await reader.read(keys, layers=layers, on_slice=take, on_layer=lambda _: None, timeout_s=timeout_s)
+    except PrefixLost as lost:
+        return await read_some(reader, layout, wanted[: lost.blocks], timeout_s) if lost.blocks else 0
+    except DamagedSliceError as damaged:
+        return await read_some(reader, layout, wanted[: damaged.block], timeout_s) if damaged.block else 0
+    for one in wanted[:count]:
+        one.found = True
+    return count

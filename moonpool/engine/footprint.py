@@ -1,0 +1,74 @@
+"""What an engine process holds in memory: told at start, and a bound from then on. Torch-free.
+
+Weights are held once and the pool is mapped whole, so only the work space depends on what is computed. It is worked
+out from the largest step (`EngineSpec.step_tokens`): what the kernels and the sampling of such a step allocate, each at
+its largest. The allocator keeps what it once had (`moonpool.engine.launch`), so this is also what stays.
+"""
+
+from pathlib import Path
+
+from moonpool.checkpoint import ModelConfig
+from moonpool.engine.messages import EngineSpec
+from moonpool.engine.warmup import LONG_TOKENS
+
+LOGIT_ROWS = 64
+"""Rows of logits that are held at once: a row of 152k tokens has 0.6 MB."""
+_LOGIT_COPIES = 10
+"""Of these rows, in float32: what sampling makes of them (weights, their order and their sums)."""
+_ARRANGED_BYTES = 48 << 20
+"""Keys and values that native prefill attention arranges at a time (`kernels/native/prefill.cpp`)."""
+_SPLIT_TOKENS = 512
+"""Of a context, whose result native decode attention holds apart (`kernels/native/decode.cpp`)."""
+_SLACK_BYTES = 48 << 20
+"""Code and tables that are touched later, thread stacks, messages."""
+_FRAGMENTS = 4
+"""The allocator's holes are at most one part in so many of what was allocated."""
+
+
+def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads: int) -> int:
+    """The work space of the largest step; `native`: layers run in one native call."""
+    rows, element = most_rows(engine), 4 if engine.dtype == "float32" else 2
+    longest = min(engine.max_tokens or model.max_position_embeddings, engine.blocks * engine.layout.block_tokens)
+    parts = [
+        rows * _row_elements(model) * element * (1 if native else 3),
+        rows * model.head_dim * 3 * 4 * 2,  # rotations
+        _attention_bytes(model, engine, longest) if native else _gathered_bytes(model, engine, longest),
+        min(rows, LOGIT_ROWS) * model.vocab_size * 4 * _LOGIT_COPIES,
+        threads << 20,
+    ]
+    return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _SLACK_BYTES
+
+
+def most_rows(engine: EngineSpec) -> int:
+    """Tokens of the largest step, those that are timed at start included."""
+    return max(engine.step_tokens, LONG_TOKENS if engine.measure else 0)
+
+
+def _row_elements(model: ModelConfig) -> int:
+    """What a token's states take in a layer: hidden states, projections, attention's result, the inner layer's."""
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    return 5 * model.hidden_size + 3 * heads + 2 * kv_heads + 2 * model.intermediate_size
+
+
+def _attention_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int:
+    """Keys and values as prefill arranges them, one head's at least; unfinished results of decode's splits."""
+    arranged = _ARRANGED_BYTES + longest * model.head_dim * 2 * 4
+    splits = most_rows(engine) * (longest // _SPLIT_TOKENS + 1)
+    return arranged + splits * model.num_heads * (model.head_dim + 64) * 4
+
+
+def _gathered_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int:
+    """Copies of the longest context in float32, and once more in the weights' type; scores (`kernels.cpu`)."""
+    context = longest * model.num_kv_heads * model.head_dim * 2
+    return context * 8 + most_rows(engine) * longest * 4 + (64 << 20)
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """What a process holds in memory now, shared parts included; 0 where the system does not tell."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 0

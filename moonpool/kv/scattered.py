@@ -1,0 +1,45 @@
+"""Bytes that lie in several places, one part behind the other, as a payload does whose blocks are not neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Scattered:
+    """Parts that count as one run of bytes; cut and copied like a memoryview.
+
+    Attributes:
+        parts: in order.
+        nbytes: of all.
+    """
+
+    __slots__ = ("nbytes", "parts")
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self.parts = list(parts)
+        self.nbytes = sum(part.nbytes for part in self.parts)
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __getitem__(self, where: slice) -> Scattered:
+        """Some of the bytes: `[begin:end]`."""
+        begin, end, step = where.indices(self.nbytes)
+        assert step == 1, "bytes one behind the other"
+        found = []
+        for part in self.parts:
+            if begin < part.nbytes and end > 0:
+                found.append(part[max(begin, 0) : end])
+            begin, end = begin - part.nbytes, end - part.nbytes
+        return Scattered(found)
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.parts)
+
+
+Bytes = memoryview | Scattered
+
+
+def parts_of(data: Bytes) -> list[memoryview]:
+    """The places where bytes lie."""
+    return data.parts if isinstance(data, Scattered) else [data]

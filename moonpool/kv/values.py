@@ -1,0 +1,162 @@
+"""Values: bytes of any size that other engines keep in kvstores, as blocks (`moonpool.client.kv`).
+
+A store keeps blocks of a layout. A value gets that of its *size class*; there are four for each doubling. A value as
+long as its class is the block itself. Any other is followed by zeros, and the last 8 bytes of the block are its length.
+The layout tells which of both it is (`head_dim` 1 or 2).
+
+The second half of a value's key is the same for all values of a tenant (`tenant_tag`). So a store sees that a client
+keeps to its own keys; and no client can put a block where engines look for theirs, whose keys are hashes to the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+from blake3 import blake3
+from typing_extensions import Buffer
+
+from moonpool.errors import InvalidRequest
+from moonpool.kv.keys import KEY_BYTES, BlockKey
+from moonpool.kv.layout import MAX_BLOCK_BYTES, KVLayout
+
+MAX_VALUE_BYTES = MAX_BLOCK_BYTES
+MAX_KEY_BYTES = 4096
+
+_NAMESPACE_CONTEXT = b"moonpool value namespace v1"
+_KEY_CONTEXT = b"moonpool value key v1"
+_TAG_CONTEXT = b"moonpool value tenant v1"
+_TAG_BYTES = KEY_BYTES // 2
+_UNIT = 64  # bytes of a slice of the smallest layout: K and V of 16 tokens, one head of one element
+_PLAIN, _COUNTED = 1, 2  # `head_dim`
+_LENGTH = struct.Struct("<Q")
+_SLICE_BYTES = 128 << 10  # at most, so that frames are full
+
+
+def value_namespace(name: str) -> bytes:
+    """The 32-byte namespace of the values that a caller keeps under a name."""
+    return _hash(_NAMESPACE_CONTEXT, name.encode())
+
+
+def tenant_tag(tenant: str) -> bytes:
+    """What the keys of all values of a tenant end with."""
+    return _hash(_TAG_CONTEXT, tenant.encode())[:_TAG_BYTES]
+
+
+def value_key(namespace: bytes, tenant: str, key: bytes) -> BlockKey:
+    """The store's key of a value.
+
+    Args:
+        namespace: `value_namespace`.
+        tenant: whose it is.
+        key: the caller's; 1 to `MAX_KEY_BYTES` bytes.
+
+    Raises:
+        InvalidRequest: the key is empty or too long.
+    """
+    if not 1 <= len(key) <= MAX_KEY_BYTES:
+        raise InvalidRequest("key", f"must have 1 to {MAX_KEY_BYTES} bytes, has {len(key)}")
+    tag = tenant_tag(tenant)
+    return BlockKey(_hash(_KEY_CONTEXT, namespace + tag + key)[: KEY_BYTES - _TAG_BYTES] + tag)
+
+
+def content_key(data: Buffer) -> bytes:
+    """A key for content that is its own name: 32 bytes, blake3 of it."""
+    return blake3(data).digest()
+
+
+def layout_of(nbytes: int) -> KVLayout:
+    """The layout of the blocks of values of `nbytes`.
+
+    Raises:
+        InvalidRequest: a value has at most `MAX_VALUE_BYTES`, or a few less where it is not as long as its class.
+    """
+    room = _class_of(nbytes)
+    counted = room != nbytes
+    if counted:
+        room = max(2 * _UNIT, _class_of(nbytes + _LENGTH.size))
+    if room > MAX_BLOCK_BYTES:
+        raise InvalidRequest("value", f"has {nbytes} bytes; {MAX_VALUE_BYTES} at most")
+    return _layout(room, _COUNTED if counted else _PLAIN)
+
+
+def _class_of(nbytes: int) -> int:
+    """The smallest class with so many bytes: 64 times 1, 2, 3, or 4 to 7 times a power of two."""
+    units = max(1, -(-nbytes // _UNIT))
+    step = 1 << max(0, units.bit_length() - 3)
+    return -(-units // step) * step * _UNIT
+
+
+@functools.cache
+def _layout(room: int, mark: int) -> KVLayout:
+    layers = 1
+    while room // layers > _SLICE_BYTES:
+        layers *= 2
+    scale_bytes = room // layers - _UNIT * mark
+    return KVLayout(layers, 1, mark, 16, "float16", scale_bytes=scale_bytes)
+
+
+def _hash(context: bytes, data: bytes) -> bytes:
+    """The context's length comes first, so that no two contexts hash the same bytes."""
+    return blake3(bytes([len(context)]) + context + data).digest()
+
+
+class ValueSource:
+    """A value as its block's slices.
+
+    Attributes:
+        layout: of the block.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        """Takes bytes that stay as they are until the value was put; raises InvalidRequest when there are too many."""
+        self.layout = layout_of(data.nbytes)
+        self._data = data
+
+    def slice(self, layer: int) -> memoryview:
+        """The bytes of one layer; where they are the value's own they are not copied."""
+        size = self.layout.slice_bytes
+        own = self._data[layer * size : (layer + 1) * size]
+        if own.nbytes == size:
+            return own
+        filled = bytearray(size)
+        filled[: own.nbytes] = own
+        if layer == self.layout.layers - 1:
+            _LENGTH.pack_into(filled, size - _LENGTH.size, self._data.nbytes)
+        return memoryview(filled)
+
+
+class ValueTarget:
+    """Memory that takes a value, slice by slice in any order."""
+
+    def __init__(self, layout: KVLayout, memory: memoryview | None = None) -> None:
+        """Takes the layout of its block, and writable memory; memory of its own without."""
+        self._layout = layout
+        self._counted = layout.head_dim == _COUNTED
+        self._own = bytearray(layout.block_bytes) if memory is None else None
+        self._memory = memoryview(self._own) if memory is None else memory  # type: ignore[arg-type]
+        self._length = b""
+
+    def take(self, layer: int, data: memoryview) -> None:
+        """A slice has come; what has no room is dropped."""
+        begin = layer * self._layout.slice_bytes
+        room = self._memory[begin : begin + data.nbytes]
+        room[:] = data[: room.nbytes]
+        if self._counted and layer == self._layout.layers - 1:
+            self._length = bytes(data[-_LENGTH.size :])
+
+    def length(self) -> int | None:
+        """Bytes of the value, once all slices have come; None when the block is no value."""
+        if not self._counted:
+            return self._layout.block_bytes
+        (nbytes,) = _LENGTH.unpack(self._length)
+        return int(nbytes) if nbytes <= MAX_VALUE_BYTES and layout_of(nbytes) == self._layout else None
+
+    def value(self) -> bytearray | None:
+        """The value, where memory was not given; None as `length`."""
+        nbytes = self.length()
+        if nbytes is None or self._own is None:
+            return None
+        self._memory.release()
+        del self._own[nbytes:]
+        return self._own

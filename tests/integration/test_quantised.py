@@ -1,0 +1,89 @@
+"""Quantised KV through all services: answers are those of the torch stage over KV of that type, which is stored alike
+wherever it was computed: cached or not, moved to a decode instance, swapped out after every token, read from the store.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import quantized
+from kernels.choice import VARIABLE
+from moonpool.client import Client, GenerateResult, SamplingParams
+from moonpool.kv.layout import QUANTISED
+from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
+from tests.integration.stack import CheckedStack
+from tests.unit.model.forward import Runner, Sequence_
+
+pytestmark = pytest.mark.slow
+ANSWER = 2 * BLOCK + 5
+GAP = 0.02
+"""Of logits whose spread is about 1: sums in another order let a number in a thousand be stored one step away."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running stack whose decode instance preempts after every token."""
+
+    stack: CheckedStack
+    client: Client
+    reference: Runner
+
+    def ask(self, prompt: list[int]) -> GenerateResult:
+        how = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+        result = self.client.generate(token_ids=prompt, sampling=how)
+        assert len(result.token_ids) == ANSWER
+        return result
+
+    def check(self, prompt: list[int], output: list[int]) -> None:
+        """Each token is the reference's choice."""
+        context = [*prompt, *output[:-1]]
+        with torch_kernels():
+            rows = self.reference.step([(Sequence_(context), len(context))])[-len(output) :]
+        chosen = rows.gather(1, torch.tensor(output)[:, None])[:, 0]
+        assert float((rows.amax(1) - chosen).max()) <= GAP
+
+
+@contextmanager
+def torch_kernels() -> Iterator[None]:
+    """In here stages run in torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "torch")
+        yield
+
+
+@pytest.fixture(scope="module", params=QUANTISED)
+def served(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    plan = replace(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), kv_dtype=request.param)
+    plan = with_flags(plan, "decode", "--preempt-every", "1", "--preemption", "swap")
+    with torch_kernels():
+        reference = Runner(checkpoint, torch.float32, blocks=256, stored=quantized.DTYPES[QUANTISED[request.param]])
+    with CheckedStack(plan, invariants=True) as stack, Client(stack.address) as client:
+        yield Served(stack, client, reference)
+
+
+@pytest.mark.parametrize("length", [1, BLOCK, 5 * BLOCK + 3])
+def test_cached_or_not_moved_and_swapped(served: Served, length: int) -> None:
+    prompt = tokens(length, f"quantised {length}")
+    before = served.stack.gauge("decode-", "preemptions")
+    first = served.ask(prompt)
+    served.check(prompt, first.token_ids)
+    assert served.stack.gauge("decode-", "preemptions") - before >= ANSWER - 3
+    again = served.ask(prompt)
+    assert again.token_ids == first.token_ids
+    assert again.usage.cached_tokens >= (length - 1) // BLOCK * BLOCK
+
+
+def test_from_the_store_after_a_restart(served: Served) -> None:
+    prompt = tokens(6 * BLOCK, "quantised, stored")
+    first = served.ask(prompt)
+    served.stack.check_at_rest()
+    served.stack.restart("prefill-0")
+    again = served.ask(prompt)
+    assert again.usage.cached_tokens >= 5 * BLOCK
+    assert again.token_ids == first.token_ids

@@ -1,0 +1,53 @@
+"""When an hour of load has failed."""
+
+import random
+
+import pytest
+
+from tests.load.soak import Known, Soak, Watched, bounds, quarters, verdict
+
+MIB = 1 << 20
+
+
+def soaked(wrong: list[str] | None = None, checked: int = 5) -> Soak:
+    return Soak([Known([1], [2])], 10, 0.0, random.Random(1), checked=checked, wrong=wrong or [])
+
+
+def process(*sizes: int, bound: int = 0, most: int = 0) -> Watched:
+    return Watched("engine", 1, bound * MIB, [size * MIB for size in sizes], most * MIB)
+
+
+def test_quarters_are_the_second_and_the_last() -> None:
+    assert quarters([1, 1, 5, 7, 9, 9, 20, 22]) == (6, 21)
+    assert quarters([3]) == (3, 3)
+
+
+def test_flat_and_bounded_is_right() -> None:
+    assert verdict(soaked(), [process(10, 100, 100, 102, bound=500, most=400), process(1, 600, 600, 615)]) == []
+
+
+@pytest.mark.parametrize(
+    ("its", "says"),
+    [
+        (process(100, 100, 150, 150, bound=500), "grew from 100 to 150 MiB"),
+        (process(100, 100, 100, 100, bound=90, most=101), "had 101 MiB, its bound is 90"),
+        (process(100, 100, 0, 0, bound=500), "ended"),
+        (process(100, 100, 100, 100), "no engine has told its bound"),
+    ],
+)
+def test_faults_of_processes(its: Watched, says: str) -> None:
+    [fault] = verdict(soaked(), [its])
+    assert says in fault
+
+
+def test_wrong_and_missing_answers_fail() -> None:
+    flat = process(1, 1, 1, 1, bound=5)
+    assert verdict(soaked(["wrong answer"]), [flat]) == ["wrong answer"]
+    assert verdict(soaked(checked=0), [flat]) == ["no answer was checked"]
+
+
+def test_bounds_are_read_from_the_log() -> None:
+    log = (
+        "2026 [info     ] memory   [moonpool] bound_mib=369 libraries_mib=239 pid=4711 stage=0\nother pid=3 bound_mib=9"
+    )
+    assert bounds(log) == {4711: 369 * MIB}
