@@ -27,7 +27,7 @@ SHARED_FOLDERS = ("hostile", "shared")
 """Whose tests share a stack, so that one process runs all of them; elsewhere one runs the tests of a file."""
 
 
-class Together(LoadScopeScheduling):
+class Together(LoadScopeScheduling):  # type: ignore[misc]  # its module names no types
     """Which tests one of several processes runs."""
 
     def _split_scope(self, nodeid: str) -> str:
