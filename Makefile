@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 MODEL  ?=
 SOAK_SECONDS ?= 3600
-# Tests at once: one after the other keep less than one core busy. A file's tests share stacks, so they stay together.
+# Tests at once: one after the other keep less than one core busy. A file's or folder's tests share stacks, so they stay together.
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
@@ -43,6 +43,9 @@ down-local: $(STAMP)  ## stop the local stack
 
 test-containers: $(STAMP)  ## build the images, run them, one request, stop; needs docker (docs/deploy.md)
 	PYTHON=$(BIN)/python deploy/test_containers.sh
+
+# Compiled files are kept, also where the environment says otherwise: tests start hundreds of processes.
+test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMP)  ## the tests that gate every change (minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"

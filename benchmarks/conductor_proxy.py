@@ -40,9 +40,10 @@ async def load(address: str, conductor: Child, requests: int, at_once: int, outp
         async def one_after_the_other() -> None:
             for number in waiting:
                 prompt = [(number * 31 + at * 7) % 1000 + 300 for at in range(PROMPT_TOKENS)]
-                result = await client.generate(token_ids=prompt, sampling=sampling)
-                if len(result.token_ids) != output:
-                    raise RuntimeError(f"{len(result.token_ids)} tokens came instead of {output}")
+                stream = client.stream(token_ids=prompt, sampling=sampling)
+                count = sum([len(event.token_ids) async for event in stream])
+                if count != output:
+                    raise RuntimeError(f"{count} tokens came instead of {output}")
 
         begin, cpu = time.perf_counter(), conductor.cpu_s()
         await asyncio.gather(*(one_after_the_other() for _ in range(at_once)))

@@ -5,6 +5,10 @@ figure is from the first request's start to the last one's end: a prompt of 2,04
 64 tokens to prompts of 128, in batches. Prompts are fresh in every run, so nothing is cached. In each run ours and the
 peers' are measured one after the other. Peers are installed once, each into an environment of its own (`--peers`).
 Beside them stand this machine's limits: its best matrix product, and for one sequence reading all weights once a token.
+
+Answers are greedy, and a row per peer says which share of its tokens is ours too, up to an answer's first other token:
+behind it the two answer different texts. Sums that round differently change the choice where two tokens are nearly as
+likely, soon in bfloat16 with random weights; with `--dtype float32` and `transformers` hardly ever.
 """
 
 import argparse
@@ -13,12 +17,13 @@ import contextlib
 import json
 import os
 import random
+import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run
+from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run, spread_of
 from benchmarks.peers.engines import NAMES, Environment, Peer, running
 from benchmarks.serving import checkpoint_of
 from benchmarks.serving_limits import Limits, Span, measured_limits, rate, with_limit
@@ -69,53 +74,97 @@ TASKS = (
 )
 
 
-async def through_services(address: str, prompts: Sequence[Sequence[int]], tokens: int) -> list[Span]:
-    """All prompts sent together."""
+Answers = list[list[int]]
+Ask = Callable[[Sequence[Sequence[int]], int], tuple[float, Answers]]
+"""Seconds of greedy answers of so many tokens to prompts of one length, sent together; and the answers."""
+
+
+async def through_services(address: str, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, Answers]:
+    """All prompts sent together; as `Ask`."""
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     clock = asyncio.get_running_loop().time
     async with AsyncClient(address) as client:
 
-        async def one(prompt: Sequence[int]) -> Span:
+        async def one(prompt: Sequence[int]) -> tuple[Span, list[int]]:
             begin = clock()
             result = await client.generate(token_ids=list(prompt), sampling=sampling)
-            return Span(begin, clock(), len(result.token_ids))
+            return Span(begin, clock(), len(result.token_ids)), result.token_ids
 
-        return await asyncio.gather(*map(one, prompts))
+        found = await asyncio.gather(*map(one, prompts))
+    spans, answers = zip(*found, strict=True)
+    return len(prompts) * tokens / rate(spans), list(answers)
+
+
+def same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """Share of the answers' tokens that are equal up to each answer's first that is not."""
+    same = 0
+    for own, other in zip(ours, theirs, strict=True):
+        same += next((at for at, pair in enumerate(zip(own, other, strict=True)) if pair[0] != pair[1]), len(own))
+    return same / sum(map(len, ours))
 
 
 class Beside:
-    """Our stack and the peers, on one model."""
+    """Our stack and the peers, on one model. A peer that ends has no further figures; the others go on."""
 
-    def __init__(self, model: Path, stack: LocalStack, peers: Sequence[Peer], progress: Progress) -> None:
+    def __init__(self, model: str, ours: Ask, peers: Sequence[Peer], progress: Progress) -> None:
         self._model = model
-        self._stack = stack
-        self._peers = peers
+        self._ours = ours
+        self._peers = list(peers)
         self._progress = progress
         self._random = random.Random(SEED)
+        self._ended: dict[Peer, str] = {}
+        self._same: dict[Peer, list[float]] = {peer: [] for peer in peers}
 
-    def rows(self, limits: Limits, runs: int) -> list[Row]:
-        """A row per task and peer, and per task and limit."""
-        rows: list[Row] = []
+    def rows(self, limits: Limits, runs: int) -> list[Row | Absent]:
+        """A row per task and peer, per task and limit, and per peer for equal tokens."""
+        rows: list[Row | Absent] = []
         for task in TASKS:
-            figures = [self._measured(task, number, runs) for number in range(runs + 1)][1:]  # the first one warms up
-            ours = [it[0] for it in figures]
-            name = f"{self._model.name}, {task.name}"
-            limit_name, limit = task.limit(limits)
-            for at, peer in enumerate(self._peers, 1):
-                pairs = [(it[0], it[at]) for it in figures]
-                rows.append(with_limit(paired(name, "tokens/s", pairs, peer.version, target=task.target), limit))
-            target = ROOFLINE_TARGET if task.batch == 1 and task.output > 1 else None
-            rows.append(paired(name, "tokens/s", [(own, limit) for own in ours], limit_name, target=target))
-        return rows
+            # The first one warms up.
+            figures = [self._measured(task, number, runs) for number in range(runs + 1)][1:]
+            rows += [self._beside_peer(task, peer, figures, limits) for peer in self._peers]
+            rows.append(self._beside_limit(task, [ours for ours, _ in figures], limits))
+        return [*rows, *(self._equality(peer) for peer in self._peers if self._same[peer])]
 
-    def _measured(self, task: Task, number: int, runs: int) -> list[float]:
-        """Tokens per second of ours, then of each peer."""
+    def _measured(self, task: Task, number: int, runs: int) -> tuple[float, dict[Peer, float]]:
+        """Tokens per second of ours, and of each peer that has not ended."""
         prompts = task.prompts(self._random)
-        spans = asyncio.run(through_services(self._stack.address, prompts, task.output))
-        rates = [rate(spans) * task.counted / (task.batch * task.output)]
-        rates += [task.counted / peer.answer(prompts, task.output)[0] for peer in self._peers]
-        self._progress(f"{task.name}, run {number} of {runs}: {', '.join(f'{it:.1f}' for it in rates)} tokens/s")
-        return rates
+        seconds, answers = self._ours(prompts, task.output)
+        ours, theirs = task.counted / seconds, dict[Peer, float]()
+        for peer in self._peers:
+            if peer in self._ended:
+                continue
+            try:
+                seconds, others = peer.answer(prompts, task.output)
+            except Skipped as reason:
+                self._ended[peer] = str(reason)
+                self._progress(f"{peer.version}: {reason}")
+                continue
+            theirs[peer] = task.counted / seconds
+            self._same[peer].append(same_tokens(answers, others))
+        rates = ", ".join(f"{it:.1f}" for it in (ours, *theirs.values()))
+        self._progress(f"{task.name}, run {number} of {runs}: {rates} tokens/s")
+        return ours, theirs
+
+    def _beside_peer(
+        self, task: Task, peer: Peer, figures: Sequence[tuple[float, dict[Peer, float]]], limits: Limits
+    ) -> Row | Absent:
+        name = f"{self._model}, {task.name}"
+        if peer in self._ended:
+            return Absent(name, peer.version, self._ended[peer])
+        pairs = [(ours, theirs[peer]) for ours, theirs in figures]
+        return with_limit(paired(name, "tokens/s", pairs, peer.version, target=task.target), task.limit(limits)[1])
+
+    def _beside_limit(self, task: Task, ours: Sequence[float], limits: Limits) -> Row:
+        name, limit = task.limit(limits)
+        target = ROOFLINE_TARGET if task.batch == 1 and task.output > 1 else None
+        pairs = [(own, limit) for own in ours]
+        return paired(f"{self._model}, {task.name}", "tokens/s", pairs, name, target=target)
+
+    def _equality(self, peer: Peer) -> Row:
+        shares = self._same[peer]
+        share = statistics.mean(shares)
+        name = f"{self._model}, share of tokens that are ours too, up to the first other one"
+        return Row(name, share, "", spread_of(shares), peer.version, 1.0, share)
 
 
 def gguf_of(model: Path, folder: Path) -> Path:
@@ -133,9 +182,9 @@ def measured(
     model: Path, folder: Path, environment: Environment, options: argparse.Namespace, progress: Progress
 ) -> list[Row | Absent]:
     """The rows of one model."""
-    limits = measured_limits(model)
+    limits = measured_limits(model, options.dtype)
     progress(f"{model.name}: {limits}")
-    plan = StackPlan(model=str(model), data_dir=folder / f"{model.name}-data", dtype="bfloat16")
+    plan = StackPlan(model=str(model), data_dir=folder / f"{model.name}-data", dtype=options.dtype)
     absent: list[Row | Absent] = []
     with contextlib.ExitStack() as stack:
         peers = []
@@ -143,12 +192,17 @@ def measured(
             try:
                 python = environment.python(name)
                 file = gguf_of(model, folder) if name in GGUF else model
-                peers.append(stack.enter_context(running(name, python, file, len(os.sched_getaffinity(0)))))
+                threads = len(os.sched_getaffinity(0))
+                peers.append(stack.enter_context(running(name, python, file, threads, options.dtype)))
                 progress(f"{model.name}: {peers[-1].version} is ready")
             except Skipped as reason:
                 absent += [Absent(f"{model.name}, {task.name}", NAMES[name], str(reason)) for task in TASKS]
-        ours = stack.enter_context(LocalStack(plan))
-        return [*Beside(model, ours, peers, progress).rows(limits, options.runs), *absent]
+        address = stack.enter_context(LocalStack(plan)).address
+
+        def ours(prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, Answers]:
+            return asyncio.run(through_services(address, prompts, tokens))
+
+        return [*Beside(model.name, ours, peers, progress).rows(limits, options.runs), *absent]
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
@@ -166,6 +220,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="small,qwen2.5-0.5b", help="shapes of `moonpool model create`, or folders, with commas")
     add("--only", default=",".join(NAMES), help=f"peers, with commas (default {','.join(NAMES)})")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of ours, and of peers that take one")
     add("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments (default .peers)")
 
 

@@ -9,6 +9,7 @@ import torch
 from benchmarks.ceilings import best_shape, beyond_caches, product_flops, read_bytes_per_s, working_set_bytes
 from benchmarks.frame import Row
 from moonpool.checkpoint import load_config
+from moonpool.model.load import torch_dtype
 
 MARGIN = 1.1
 """A figure so far above a limit is impossible; less is the limit's own noise."""
@@ -37,12 +38,14 @@ class Limits:
         head_parameters: of the last layer, multiplied for each token that is sampled.
         flops: of the best matrix product, per second.
         read_bytes_per_s: from memory.
+        weight_bytes: of each parameter.
     """
 
     parameters: int
     head_parameters: int
     flops: float
     read_bytes_per_s: float
+    weight_bytes: int = 2
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -52,7 +55,7 @@ class Limits:
     def decode_tokens_per_s(self, batch: int) -> float:
         """Tokens per second: products, and reading the weights once a step where they do not fit the caches."""
         parameters = self.parameters + self.head_parameters
-        limit, nbytes = self.flops / (2 * parameters), 2 * parameters
+        limit, nbytes = self.flops / (2 * parameters), self.weight_bytes * parameters
         return min(limit, batch * self.read_bytes_per_s / nbytes) if beyond_caches(nbytes) else limit
 
     def __str__(self) -> str:
@@ -62,15 +65,17 @@ class Limits:
         )
 
 
-def measured_limits(model: Path) -> Limits:
-    """The limits of this machine for a checkpoint in bfloat16."""
+def measured_limits(model: Path, dtype: str = "bfloat16") -> Limits:
+    """The limits of this machine for a checkpoint in an element type."""
     config = load_config(model)
     heads = config.num_heads + 2 * config.num_kv_heads
     attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
     parameters = config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
-    flops = product_flops(best_shape(torch.bfloat16), torch.bfloat16)
+    element = torch_dtype(dtype)
+    flops = product_flops(best_shape(element), element)
     memory = torch.ones(working_set_bytes() // 4)
-    return Limits(parameters, config.vocab_size * config.hidden_size, flops, read_bytes_per_s(memory))
+    head = config.vocab_size * config.hidden_size
+    return Limits(parameters, head, flops, read_bytes_per_s(memory), element.itemsize)
 
 
 def with_limit(row: Row, limit: float, *, less_is_better: bool = False) -> Row:

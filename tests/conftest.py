@@ -1,21 +1,42 @@
 """Settings of all tests.
 
 One thread for torch: tiny tensors gain nothing from more, and on busy cores threads wait for one another. Hypothesis
-draws the same examples each time, however slow the machine is.
+draws the same examples each time, however slow the machine is. Engines that tests start lend cores to those of the same
+test process only.
 """
 
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; engines are told a number of their own
+_CORES = tempfile.NamedTemporaryFile(prefix="mp-cores-")  # noqa: SIM115  # as long as this process
+os.environ["MOONPOOL_CORE_PAGE"] = _CORES.name
 
 settings.register_profile("moonpool", deadline=None, derandomize=True)
 settings.load_profile("moonpool")
+
+
+SHARED_FOLDERS = ("hostile", "shared")
+"""Whose tests share a stack, so that one process runs all of them; elsewhere one runs the tests of a file."""
+
+
+class Together(LoadScopeScheduling):  # type: ignore[misc]  # its module names no types
+    """Which tests one of several processes runs."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        folder, _, file = nodeid.partition("::")[0].rpartition("/")
+        return folder if folder.rpartition("/")[2] in SHARED_FOLDERS else f"{folder}/{file}"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
+    return Together(config, log)
 
 
 @pytest.fixture

@@ -12,8 +12,12 @@ WITHOUT_CORE = ("kvstore", "gateway")
 """Services that keep no journal."""
 
 
-def check_journals(folder: Path, *, invariants: bool = False) -> int:
-    """Reruns every journal below a folder, with the cores' invariants if asked for; returns the number of events.
+def check_journals(folder: Path, *, invariants: str = "") -> int:
+    """Reruns every journal below a folder; returns the number of events.
+
+    Args:
+        folder: of all journals.
+        invariants: look at those of the core, after every event, of each service in whose folder's name this stands.
 
     Raises:
         AssertionError: an action is not the recorded one, or an invariant does not hold.
@@ -22,7 +26,7 @@ def check_journals(folder: Path, *, invariants: bool = False) -> int:
     events = 0
     for kept in sorted({path.parent for path in folder.rglob("*.[01]")}):
         for path in journal_files(kept):
-            again = rerun(path, check=invariants)
+            again = rerun(path, check=bool(invariants) and invariants in kept.name)
             assert again.difference is None, f"{path}: other actions when rerun: {again.difference}"
             events += again.events
     return events
@@ -33,10 +37,11 @@ class JournaledStack(LocalStack):
 
     Args:
         plan: of the stack.
-        invariants: check the cores' after every event; of a conductor this takes many times as long as the rerun.
+        invariants: a kind of service; its core's are checked after every event, which takes as long as the rerun or
+            longer.
     """
 
-    def __init__(self, plan: StackPlan, *, invariants: bool = False) -> None:
+    def __init__(self, plan: StackPlan, *, invariants: str = "") -> None:
         super().__init__(plan)
         self._invariants = invariants
         self._lives = itertools.count()
@@ -44,7 +49,7 @@ class JournaledStack(LocalStack):
     def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
         """Starts a service; each of its lives has a journal of its own."""
         if kind not in WITHOUT_CORE:
-            arguments = [*arguments, "--journal-dir", str(self._journals / str(next(self._lives)))]
+            arguments = [*arguments, "--journal-dir", str(self._journals / f"{next(self._lives)}-{kind}")]
         return super().spawn(kind, service_id, arguments)
 
     @property

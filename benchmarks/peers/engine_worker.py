@@ -1,9 +1,9 @@
-"""Another engine as a process that answers lines of JSON: `python engine_worker.py ENGINE MODEL THREADS`.
+"""Another engine as a process that answers lines of JSON: `python engine_worker.py ENGINE MODEL THREADS DTYPE`.
 
-ENGINE is openvino, llama_cpp or transformers. It runs in the Python of the peer's environment and imports nothing of
-Moonpool. The first line that it prints is `{"ready": VERSION}`. Then each line `{"prompts": [[ID, ...], ...], "tokens":
-N}`, prompts of one length, is answered by `{"seconds": S, "token_ids": [[ID, ...], ...]}`: greedy answers of exactly N
-tokens each, computed together.
+ENGINE is openvino, llama_cpp or transformers; DTYPE, float32 or bfloat16, is what these can be told. It runs in the
+Python of the peer's environment and imports nothing of Moonpool. The first line that it prints is `{"ready": VERSION}`.
+Then each line `{"prompts": [[ID, ...], ...], "tokens": N}`, prompts of one length, is answered by `{"seconds": S,
+"token_ids": [[ID, ...], ...]}`: greedy answers of exactly N tokens each, computed together.
 """
 
 import json
@@ -17,13 +17,14 @@ LONGEST = 4096
 MOST = 32
 
 
-def openvino(model: str, threads: int) -> tuple[str, Answer]:
-    """OpenVINO GenAI on a GGUF file, in its own choice of precision."""
+def openvino(model: str, threads: int, dtype: str) -> tuple[str, Answer]:
+    """OpenVINO GenAI on a GGUF file, in its own choice of precision unless float32 is wanted."""
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
 
-    pipe = genai.LLMPipeline(model, "CPU", INFERENCE_NUM_THREADS=threads, ATTENTION_BACKEND="SDPA")
+    precision = {"INFERENCE_PRECISION_HINT": "f32"} if dtype == "float32" else {}
+    pipe = genai.LLMPipeline(model, "CPU", INFERENCE_NUM_THREADS=threads, ATTENTION_BACKEND="SDPA", **precision)
 
     def answer(prompts: Prompts, tokens: int) -> list[list[int]]:
         ids = np.array(prompts, dtype=np.int64)
@@ -36,8 +37,8 @@ def openvino(model: str, threads: int) -> tuple[str, Answer]:
     return f"openvino-genai {genai.__version__}", answer
 
 
-def llama_cpp(model: str, threads: int) -> tuple[str, Answer]:
-    """llama.cpp on a GGUF file: one batch of all sequences a step, the token by numpy's argmax."""
+def llama_cpp(model: str, threads: int, dtype: str) -> tuple[str, Answer]:
+    """llama.cpp on a GGUF file, as precise as that is: one batch of all sequences a step, and numpy's argmax."""
     import llama_cpp as lib
     import numpy as np
 
@@ -87,13 +88,13 @@ def llama_cpp(model: str, threads: int) -> tuple[str, Answer]:
     return f"llama-cpp-python {lib.__version__}", answer
 
 
-def transformers(model: str, threads: int) -> tuple[str, Answer]:
-    """Hugging Face transformers on a folder, in bfloat16."""
+def transformers(model: str, threads: int, dtype: str) -> tuple[str, Answer]:
+    """Hugging Face transformers on a folder."""
     import torch
     import transformers as lib
 
     torch.set_num_threads(threads)
-    loaded = lib.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    loaded = lib.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
 
     def answer(prompts: Prompts, tokens: int) -> list[list[int]]:
         ids = torch.tensor(prompts)
@@ -109,9 +110,9 @@ def transformers(model: str, threads: int) -> tuple[str, Answer]:
 ENGINES = {"openvino": openvino, "llama_cpp": llama_cpp, "transformers": transformers}
 
 
-def main(name: str, model: str, threads: str) -> None:
+def main(name: str, model: str, threads: str, dtype: str) -> None:
     """Answers until its input ends."""
-    version, answer = ENGINES[name](model, int(threads))
+    version, answer = ENGINES[name](model, int(threads), dtype)
     print(json.dumps({"ready": version}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

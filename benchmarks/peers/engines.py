@@ -80,8 +80,9 @@ class Peer:
             Skipped: the process has ended.
         """
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": [list(it) for it in prompts], "tokens": tokens}) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which reading tells
+            self._process.stdin.write(json.dumps({"prompts": [list(it) for it in prompts], "tokens": tokens}) + "\n")
+            self._process.stdin.flush()
         said = self._read()
         return said["seconds"], said["token_ids"]
 
@@ -95,13 +96,13 @@ class Peer:
 
 
 @contextlib.contextmanager
-def running(peer: str, python: Path, model: Path, threads: int) -> Iterator[Peer]:
-    """A peer for as long as the body runs.
+def running(peer: str, python: Path, model: Path, threads: int, dtype: str = "bfloat16") -> Iterator[Peer]:
+    """A peer for as long as the body runs; `dtype` counts for those that take one.
 
     Raises:
         Skipped: it cannot load the model.
     """
-    argv = [str(python), str(WORKER), peer, str(model), str(threads)]
+    argv = [str(python), str(WORKER), peer, str(model), str(threads), dtype]
     process = subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

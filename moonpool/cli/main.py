@@ -99,6 +99,9 @@ def up(
             min=0, help="Threads of each engine process at most; 0 = all cores, which engines lend each other."
         ),
     ] = 0,
+    core_page: Annotated[
+        Path | None, typer.Option(help="File by which engines lend each other cores; default: one of all your stacks.")
+    ] = None,
     block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
     kv_bytes: Annotated[int, typer.Option(help="Bytes of each KV pool; 0 = 256 MiB, or the emulated hardware's.")] = 0,
     dram_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's DRAM tier.")] = 256 << 20,
@@ -124,7 +127,7 @@ def up(
         return StackPlan(
             model=served, data_dir=folder, dtype=dtype, kv_dtype=kv_dtype, prefill=prefill, decode=decode,
             kvstore=kvstore, conductors=conductors, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine,
-            time_scale=time_scale, threads=threads,
+            time_scale=time_scale, threads=threads, core_page=core_page,
             port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port,
             block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes,
             ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,

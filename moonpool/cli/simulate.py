@@ -204,11 +204,15 @@ def overload(
     store_gb: StoreGb = 1000.0,
     ttft_slo_s: TtftSlo = 30.0,
     tbt_slo_s: TbtSlo = 0.06,
+    by_pool: Annotated[
+        bool, typer.Option("--by-pool", help="Decide by the load of the whole decode pool, as the paper has it.")
+    ] = False,
     as_json: Json = False,
     picture: Picture = None,
 ) -> None:
     """Requests refused, prefill wasted and the swinging of load, by how requests are let in."""
-    config = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    plain = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    config = replace(plain, by_pool=by_pool)
     source = Source(trace, requests, seed)
     _show(lambda say: overload_experiment.overload(config, source, say), as_json=as_json, picture=picture)
 

@@ -52,6 +52,7 @@ class StackPlan:
         engine: "real", or "emulated:PROFILE" to emulate the compute of prefill and decode.
         time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
         threads: compute threads of each engine process at most; 0 = all cores, which engines lend each other.
+        core_page: file by which its engines lend each other cores, and to nobody else; None = this user's.
         block_tokens: tokens per KV block.
         kv_bytes: bytes of KV pool of each engine instance; 0 = the instance's default (`EngineConfig.kv_bytes`).
         dram_bytes: bytes of each kvstore's DRAM tier.
@@ -77,6 +78,7 @@ class StackPlan:
     engine: str = "real"
     time_scale: float = 0.0
     threads: int = 0
+    core_page: Path | None = None
     block_tokens: int = 64
     kv_bytes: int = 0
     dram_bytes: int = 256 << 20
@@ -376,6 +378,7 @@ class LocalStack:
             arguments += ["--kv-dtype", plan.kv_dtype]
             arguments += ["--kv-bytes", str(plan.kv_bytes), "--threads", str(plan.threads)]
             arguments += ["--engine", plan.engine, "--time-scale", f"{plan.time_scale:g}", "--either-role"]
+            arguments += ["--core-page", str(plan.core_page)] if plan.core_page is not None else []
         if kind == "prefill":
             arguments += ["--stages", str(plan.stages)]
         return [*arguments, *self._common_arguments(kind, service_id, 0)]

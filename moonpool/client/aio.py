@@ -212,6 +212,8 @@ class AsyncClient:
     async def generate(self, **request: Unpack[GenerateArguments]) -> GenerateResult:
         """Generate a whole answer to exactly one of `prompt`, `token_ids` and `messages`.
 
+        It comes in one piece, which costs all who take part less than `stream` does.
+
         Args:
             request: see `GenerateArguments`.
 

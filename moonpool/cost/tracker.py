@@ -18,8 +18,8 @@ OWN = 0.15
 FIXED = 0.25
 """The fixed part of a step is less certain, as work around the engine is not in the base: as a share of a typical
 step."""
-DRIFT = 5e-3
-"""Of prefill's coefficients: about the last hundred steps count."""
+DRIFT = 2e-3
+"""Of prefill's coefficients: older steps fade."""
 TYPICAL_CHUNK = 256
 TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
 

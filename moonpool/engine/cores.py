@@ -1,9 +1,9 @@
 """Cores that the engines of a host lend each other: who computes has those of everybody who does not.
 
-All engine processes of a user map one small file. Each has a slot in it: its process, its share, a number for the cores
-that it may run on, and when it last computed. Native kernels look there before each parallel region (`lending.cpp`):
-of its cores a process takes its share among those that compute now, and all of them when it is alone. A process that
-has died computes no more, so its cores are free within a tenth of a second.
+All engine processes of a user, or of a stack with a page of its own, map one small file. Each has a slot in it: its
+process, its share, a number for the cores that it may run on, and when it last computed. Native kernels look there
+before each parallel region (`lending.cpp`): of its cores a process takes its share among those that compute now, and
+all of them when it is alone. A process that has died computes no more: its cores are free within a tenth of a second.
 """
 
 import contextlib
@@ -21,14 +21,15 @@ from moonpool.errors import ConfigError
 
 SLOTS = 64
 SLOT = struct.Struct("qqqq")
-"""Process (0 = free), share, number of its cores, and when it last computed: nanoseconds of the monotonic clock."""
+"""Process (`life_of`, 0 = free), share, number of its cores, when it last computed: ns of the monotonic clock."""
 _BEAT = 24
+_PROCESS_BITS = 22  # Linux has no larger process numbers
 _LONGEST_NUMBER = (1 << 63) - 1
 
 
 def default_page() -> Path:
     """Where this user's page is, in memory."""
-    return Path(f"/dev/shm/moonpool-cores-{os.getuid()}")  # noqa: S108  # `claim` looks whose it is
+    return Path(f"/dev/shm/moonpool-lent-cores-{os.getuid()}")  # noqa: S108  # `claim` looks whose it is
 
 
 def number_of(cores: Sequence[int]) -> int:
@@ -74,7 +75,7 @@ class Cores:
             own = next((index for index in range(SLOTS) if not _alive(_slot(page, index)[0])), None)
             if own is None:
                 raise ConfigError("core_page", f"{path}: all of its {SLOTS} slots are taken")
-            SLOT.pack_into(page, own * SLOT.size, os.getpid(), share, number_of([*os.sched_getaffinity(0)]), 0)
+            SLOT.pack_into(page, own * SLOT.size, life_of(os.getpid()), share, number_of([*os.sched_getaffinity(0)]), 0)
         except OSError as error:
             raise ConfigError("core_page", f"{path}: {error.strerror}") from error
         finally:
@@ -108,13 +109,14 @@ def _slot(page: mmap.mmap, index: int) -> tuple[int, int, int, int]:
     return owner, share, cores, beat
 
 
-def _alive(process: int) -> bool:
-    if process <= 0:
-        return False
+def life_of(process: int) -> int:
+    """A number for this life of a process number, which others get again later: with its start; 0 = it has ended."""
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return 0
+    return 0 if state in "ZX" else int(fields[18]) << _PROCESS_BITS | process
+
+
+def _alive(life: int) -> bool:
+    return life != 0 and life == life_of(life & (1 << _PROCESS_BITS) - 1)

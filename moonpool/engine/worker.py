@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -105,6 +106,8 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         MoonpoolError: What cannot be had, as `moonpool.engine.start.start_engine` documents.
     """
     gc.disable()  # importing makes no garbage, and looking for it takes a tenth of the time
+    # What operators make of tensors without data, for compilers: registering it is a quarter of torch's import.
+    sys.modules.setdefault("torch._meta_registrations", types.ModuleType("torch._meta_registrations"))
     import torch
 
     from kernels.native import library

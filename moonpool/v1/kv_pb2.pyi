@@ -250,9 +250,11 @@ class KVLayout(_message.Message):
     block_tokens: _builtins.int
     """Tokens per block."""
     dtype: _builtins.str
-    """Element type: "float32", "bfloat16" or "float16"."""
+    """Element type: "float32", "bfloat16" or "float16"; of quantised KV "int8" or "float8_e4m3fn"."""
     scale_bytes: _builtins.int
-    """Bytes of quantisation scales at the end of each layer slice; 0 when KV is not quantised."""
+    """Bytes of scales at the end of each layer slice: [kv_heads, 2, block_tokens] float32, what each token's stored
+    values are multiplied with; 0 when KV is not quantised.
+    """
     def __init__(
         self,
         *,

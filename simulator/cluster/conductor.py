@@ -41,7 +41,7 @@ from simulator.cluster.clients import RETRY_S, Clients, Serving
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
 from simulator.cluster.engines import Engines
-from simulator.cluster.entrance import FOREVER_S, LateCheck, limits_of, slo_of
+from simulator.cluster.entrance import FOREVER_S, LateCheck, PoolGate, limits_of, slo_of
 from simulator.cluster.host import Host
 from simulator.cluster.members import Members
 from simulator.cluster.orders import Orders
@@ -98,6 +98,7 @@ class Conductor:
             calls, self._engines, self.members, config, self.host.post, self._first_token, streams, name
         )
         self._serving: dict[int, Serving] = {}
+        self.pool_gate = PoolGate(config)
         self.up = True
         for instance in self._engines:
             self.back(instance)
@@ -131,6 +132,9 @@ class Conductor:
 
     def ask(self, request: Request) -> None:
         """See `Frontend.ask`."""
+        if self.pool_gate.refuses(request, self.core.picture, self._world.seconds):
+            self._clients.end(request, REFUSED)
+            return
         self._take(Serving(self._asks(request), request), request.keys)
 
     def resume(self, before: Serving) -> None:
@@ -176,6 +180,7 @@ class Conductor:
         if self.late.refuses(self.core.picture.forecasts, request, decode, serving.plan.prefill.prefill_s):
             self.host.post(ClientGone(number))
             return False
+        self.pool_gate.load.began(number, self._world.seconds)
         request.reused = told.cached_tokens + told.loaded_tokens
         now = self._world.now
         for answer in request.answers:
@@ -184,6 +189,7 @@ class Conductor:
         return True
 
     def _end(self, number: int, outcome: str) -> None:
+        self.pool_gate.load.ended(number, self._world.seconds)
         self._clients.end(self._serving.pop(number).request, outcome)
 
     def _fail(self, action: Fail) -> None:
@@ -244,6 +250,8 @@ class Conductor:
                 request.prefill, request.predicted_queue_s = choice.id, choice.queue_s
                 request.predicted_ttft_s = action.waited_s + choice.ttft_s
             serving.plan, serving.target = action.plan, action.target
+            begins_at = self._world.seconds + action.plan.prefill.ttft_s
+            self.pool_gate.load.placed(action.request, request.tokens, begins_at)
             return
         serving.continued = request.kept
         self.host.post(Rehashed(action.request, request.kept, self._keys(request)))

@@ -71,6 +71,7 @@ class ClusterConfig:
         rate: times as quick as in the trace requests come.
         slo: for goodput, and for refusing.
         admission: who is let in, see `simulator.cluster.entrance`.
+        by_pool: who is let in is decided by the load of the whole decode pool, see `simulator.cluster.levels`.
         keep_tbt: requests tell decode the TBT limit also where nobody else refuses them.
         delays: of calls between services.
         seed: of delays, and of the policy's draws.
@@ -106,6 +107,7 @@ class ClusterConfig:
     rate: float = 1.0
     slo: Slo = field(default_factory=Slo)
     admission: str = "all"
+    by_pool: bool = False
     keep_tbt: bool = False
     memory: DecodeMemory = field(default_factory=DecodeMemory)
     delays: CallDelays = field(default_factory=CallDelays)

@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.entrance import ADMISSIONS
+from simulator.cluster.entrance import ADMISSIONS, PAPER
 from simulator.cluster.requests import REFUSED
 from simulator.experiments.frame import Progress, Result, Row, Source, assumptions
 from simulator.kernel.clock import ps
@@ -19,6 +19,7 @@ SAMPLE_S = 10.0
 SMOOTH = 30
 """Samples over which the slow course of the load is averaged: what is left is its swinging."""
 COMPARED = tuple(name for name in ADMISSIONS if name != "all")
+PICTURED = ("early", "predictive")
 
 
 @dataclass(slots=True)
@@ -46,16 +47,17 @@ class Loads:
 
 
 def overload(config: ClusterConfig, source: Source, progress: Progress) -> Result:
-    """A row per way of letting requests in."""
+    """A row per way of letting requests in: where the whole pool's load decides, those of the paper."""
     rows, series = [], {}
-    for name in COMPARED:
+    for name in PAPER if config.by_pool else COMPARED:
         loads, row = _run(replace(config, admission=name), source.read())
         rows.append(row)
-        for pool, values in (("prefill", loads.prefill), ("decode", loads.decode)):
+        for pool, values in (("prefill", loads.prefill), ("decode", loads.decode)) if name in PICTURED else ():
             series[f"{name}: {pool}"] = [(place * SAMPLE_S, digits(value)) for place, value in enumerate(values)]
         progress(f"{name}: {row['refused']} of {row['requests']} refused")
     chart = Chart("Load of the pools, of what the limits allow", "seconds", "share", series)
-    return Result("overload", assumptions(config, source), rows, chart)
+    decided = "by the load of the whole decode pool" if config.by_pool else "request by request"
+    return Result("overload", {**assumptions(config, source), "decided": decided}, rows, chart)
 
 
 def _run(config: ClusterConfig, requests: Iterable[TraceRequest]) -> tuple[Loads, Row]:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,9 +15,6 @@ from moonpool.model.create import create
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 from tests.journals import check_journals
-
-if TYPE_CHECKING:
-    from tests.integration.raw import Stack
 
 SEED = 20_26
 BLOCK = 16
@@ -81,13 +77,6 @@ def plan(checkpoint: Path, tmp_path: Path) -> StackPlan:
     return small_plan(checkpoint, tmp_path)
 
 
-@pytest.fixture(scope="module")
-def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    """A running stack, shared by the tests of a module; each leaves all its services running."""
-    with CheckedStack(small_plan(checkpoint, tmp_path_factory.mktemp("stack"))) as running:
-        yield running
-
-
 def with_flags(plan: StackPlan, kind: str, *flags: str) -> StackPlan:
     """The plan with further flags for one kind of service."""
     return dataclasses.replace(plan, extra=plan.extra | {kind: [*plan.extra.get(kind, ()), *flags]})
@@ -100,12 +89,3 @@ def wait_busy(address: str, instance: str, timeout_s: float) -> None:
     while all(reading.resting for reading in read_gauges(address) if reading.instance == instance):
         assert time.monotonic() < deadline, f"{instance} was never busy"
         pause.wait(0.005)
-
-
-@pytest.fixture(scope="package")
-def raw_stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Stack"]:
-    """One stack for all tests of bad input; each of them ends with `check_unharmed`."""
-    from tests.integration.raw import running
-
-    with running(checkpoint, tmp_path_factory.mktemp("raw")) as stack:
-        yield stack

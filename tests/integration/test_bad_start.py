@@ -13,10 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moonpool.model.create import create
-from moonpool.rpc.process import EXIT_CONFIG, EXIT_MISMATCH
+from moonpool.rpc.process import EXIT_CONFIG
 from tests.integration.conftest import BLOCK
-from tests.integration.raw import Stack
 
 NOBODY = "127.0.0.1:1"
 START_S = 100
@@ -149,18 +147,3 @@ def test_settings(checkpoint: Path, kind: str, flags: tuple[str, ...], says: str
     """Too little memory for one block, too much to be had, and settings that are wrong or unknown."""
     base = () if kind == "kvstore" else ("--model", str(checkpoint), *ENGINE)
     assert says in refused(kind, *base, *flags)
-
-
-def test_an_instance_of_another_namespace(raw_stack: Stack, checkpoint: Path, tmp_path: Path) -> None:
-    """Other weights under the same name, and KV of another type: the instance ends and says what differs."""
-    other = tmp_path / checkpoint.name
-    create("tiny-llama", other, seed=1, dtype="float32")
-    conductor = ("--conductor", raw_stack.address("conductor"), "--threads", "1", "--kv-bytes", str(4 << 20))
-    for flags, field in (
-        (("--model", str(other), "--block-tokens", str(BLOCK)), "model.namespace: "),
-        (("--model", str(checkpoint), "--block-tokens", str(BLOCK), "--kv-dtype", "int8"), "model.layout.dtype: "),
-    ):
-        code, said = start("services.decode", *conductor, *flags)
-        assert code == EXIT_MISMATCH, said
-        assert said.strip().splitlines()[-1].startswith(f"decode: {field}"), said
-    raw_stack.check_unharmed()

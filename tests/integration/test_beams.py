@@ -27,7 +27,7 @@ RULES: list[tuple[float, bool | str]] = list(itertools.product((1.0, 0.0, 2.0, -
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
     flags = ["--preempt-every", "1", "--assumed-answer-tokens", "4", "--step-tokens", "40", "--blocks", "40"]
     plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), "decode", *flags)
-    with CheckedStack(plan, invariants=True) as stack:
+    with CheckedStack(plan, invariants="decode") as stack:
         yield stack
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from moonpool.cli.check import wait_at_rest
 from moonpool.cli.main import app
 from moonpool.client import Client, SamplingParams
 
@@ -38,6 +39,12 @@ def moonpool(*arguments: str, timeout_s: float = 100, said: str = "") -> subproc
     )
 
 
+def inside(*arguments: str, said: str = "") -> subprocess.CompletedProcess[str]:
+    """The same in this process, which spares the start of another one."""
+    done = CliRunner(env=environment()).invoke(app, arguments, input=said)
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+
 def children_of(pid: int) -> list[int]:
     """All living descendants of a process."""
     found: list[int] = []
@@ -57,7 +64,7 @@ def check_at_rest(address: str) -> None:
     check = moonpool("check", "--address", address, "--wait-s", "20")
     assert check.returncode == 0, check.stdout + check.stderr
     assert check.stdout.endswith("everything is at rest\n")
-    told = json.loads(moonpool("check", "--address", address, "--wait-s", "20", "--json").stdout)
+    told = json.loads(inside("check", "--address", address, "--wait-s", "20", "--json").stdout)
     assert (told["at_rest"], told["held"], told["silent"]) == (True, [], [])
     for name in ("conductor", "prefill-0", "decode-0", "kvstore-0"):
         assert f"{name}: " in check.stdout
@@ -97,7 +104,7 @@ def up(
         assert lines[-1]["http"] == services["gateway-0"] != "127.0.0.1:8000"  # --port 0 implies any free one
         yield process, lines[-1]["ready"]
         if process.poll() is None:
-            check_at_rest(lines[-1]["ready"])
+            wait_at_rest(lines[-1]["ready"], 20)
     finally:
         process.kill()
         process.wait()
@@ -112,13 +119,13 @@ def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> N
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["usage"]["completion_tokens"] == len(result["token_ids"]) <= 5
-    text = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5")
+    text = inside("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5")
     assert text.returncode == 0
     assert "TTFT" in text.stderr
-    several = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--n", "2")
+    several = inside("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--n", "2")
     assert [line.split()[1] for line in several.stdout.splitlines() if line.startswith("---")] == ["0", "1"]
     how = ("--max-tokens", "5", "--beams", "3", "--n", "2", "--length-penalty", "0")
-    beams = moonpool("generate", "--address", address, "--prompt", "hello", *how)
+    beams = inside("generate", "--address", address, "--prompt", "hello", *how)
     heads = [line.split() for line in beams.stdout.splitlines() if line.startswith("---")]
     assert [head[1] for head in heads] == ["0", "1"]
     assert 0 > float(heads[0][3]) >= float(heads[1][3])
@@ -142,7 +149,7 @@ def chat_in_a_pipe(address: str) -> None:
     assert done.returncode == 0, done.stderr
     figures = [line for line in done.stderr.splitlines() if "cached" in line and "tokens/s" in line]
     assert len(figures) == 2
-    again = moonpool("chat", *flags, address, said="hello\n")
+    again = inside("chat", *flags, address, said="hello\n")
     assert done.stdout.startswith(again.stdout)
     nobody = moonpool("chat", *flags, "127.0.0.1:1", said="hello\n")
     assert nobody.returncode == 2
@@ -193,8 +200,8 @@ def test_killed_services_come_back_and_serve(up: tuple[subprocess.Popen[str], st
         ended = next_event(process, "ended")
         assert (ended["service"], ended["ended"]) == (name, -signal.SIGKILL)
         assert next_event(process, "restarted")["pid"] != victim
-        assert moonpool("health", "--address", address, "--joined", "3", "--wait-s", "30").returncode == 0
-        done = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--json")
+        assert inside("health", "--address", address, "--joined", "3", "--wait-s", "30").returncode == 0
+        done = inside("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--json")
         assert done.returncode == 0, done.stderr
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
@@ -212,11 +219,11 @@ def test_without_restarts_the_end_of_a_service_ends_the_stack(up: tuple[subproce
 def test_down(up: tuple[subprocess.Popen[str], str]) -> None:
     """`moonpool down` ends the stack that `moonpool up` started."""
     process, address = up
-    done = moonpool("down")
+    done = inside("down")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"stopped {address}"
     assert process.wait(10) == 0
-    assert moonpool("down").stdout.strip() == "no stack is running"
+    assert inside("down").stdout.strip() == "no stack is running"
 
 
 def test_killed_parent_leaves_nothing(up: tuple[subprocess.Popen[str], str]) -> None:
@@ -242,7 +249,7 @@ def test_check_names_what_is_held_and_who_is_silent(up: tuple[subprocess.Popen[s
         stream = client.stream(prompt="hello", sampling=SamplingParams(max_tokens=3000, ignore_eos=True))
         events = iter(stream)  # kept: letting go of it cancels the request
         next(events)
-        held = moonpool("check", "--address", address)
+        held = inside("check", "--address", address)
         stream.close()
     assert held.returncode == 1
     assert "HELD  decode-0: blocks_used" in held.stdout
@@ -256,7 +263,7 @@ def test_check_names_what_is_held_and_who_is_silent(up: tuple[subprocess.Popen[s
         os.kill(decode, signal.SIGCONT)
     assert silent.exit_code == 2
     assert [line for line in json.loads(silent.stdout)["silent"] if line.startswith("decode-0 at ")]
-    check = moonpool("check", "--address", "127.0.0.1:1")
+    check = inside("check", "--address", "127.0.0.1:1")
     assert check.returncode == 2
     assert "127.0.0.1:1" in check.stderr
 
@@ -271,7 +278,7 @@ def test_model_create_and_inspect(tmp_path: Path) -> None:
     created = moonpool("model", "create", "tiny-qwen3", str(folder), "--seed", "3")
     assert created.returncode == 0, created.stderr
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
-    shown = moonpool("model", "inspect", str(folder), "--json", "--memory-bytes", str(1 << 30))
+    shown = inside("model", "inspect", str(folder), "--json", "--memory-bytes", str(1 << 30))
     assert shown.returncode == 0, shown.stderr
     report = json.loads(shown.stdout)
     assert report["architecture"] == "Qwen3ForCausalLM"

@@ -22,6 +22,13 @@ ENGINES = ("prefill-0", "decode-0")
 """Once they are restarted, KV can only come from the kvstore."""
 
 
+@pytest.fixture(scope="module")
+def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
+    """A default stack; each test leaves all its services running."""
+    with CheckedStack(small_plan(checkpoint, tmp_path_factory.mktemp("stack"))) as running:
+        yield running
+
+
 @pytest.mark.parametrize("kill", [True, False], ids=["kill -9", "SIGTERM"])
 def test_kvstore_restarted_between_requests(stack: CheckedStack, reference: Reference, kill: bool) -> None:
     """What was DURABLE is a hit after the restart, also for engines that have forgotten everything."""

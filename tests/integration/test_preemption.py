@@ -74,7 +74,7 @@ class Served:
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
     flags = ["--preempt-every", "1", "--assumed-answer-tokens", "4", "--step-tokens", "40", "--blocks", str(POOL)]
     plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), "decode", *flags)
-    with CheckedStack(plan, invariants=True) as stack:
+    with CheckedStack(plan, invariants="decode") as stack:
         yield stack
 
 

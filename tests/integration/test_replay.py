@@ -43,7 +43,8 @@ def test_measured_beside_simulated(tmp_path: Path, capsys: pytest.CaptureFixture
     measured, simulated = found["measured"], found["simulated"]
     assert measured["outcomes"] == simulated["outcomes"] == {"done": REQUESTS - FITTED}
     assert measured.keys() == simulated.keys()
-    assert measured["reused_share"] == pytest.approx(simulated["reused_share"], abs=0.1)
+    # A slower stack finds more: the last turn's answer is there when the next one comes.
+    assert measured["reused_share"] == pytest.approx(simulated["reused_share"], abs=0.2)
     assert [line["figure"] for line in found["lines"]] == ["TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"]
     # How near they are depends on what else the machine does: `python -m benchmarks.simulated` has the figures.
     assert all(line["ratio"] > 0.0 for line in found["lines"])

@@ -68,6 +68,10 @@ class Corrections:
     Prompts that were expected to have company teach that share. The services' own work is slower then, too: so the
     overhead depends on how many other requests the host has.
 
+    Args:
+        told: the speeds that it tells.
+        lost: share of its speed that company is believed to cost at first; 0 = it costs none, as of emulated engines.
+
     Attributes:
         overheads: what prompts take beside.
         factors: of waiting, loading and computing alone.
@@ -76,15 +80,15 @@ class Corrections:
 
     __slots__ = ("_lost", "_parts", "_speeds", "_told", "_waiting", "factors", "lost", "overheads")
 
-    def __init__(self, told: Speeds) -> None:
+    def __init__(self, told: Speeds, lost: float = LOST) -> None:
         self._told = told
         self.overheads = Overheads()
         self._waiting = Regression((1.0,), (SPREAD,), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
         self._parts = Regression((1.0, 1.0), (SPREAD, SPREAD), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
-        self._lost = Regression((LOST,), (LOST_SPREAD,), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
+        self._lost = Regression((lost,), (LOST_SPREAD if lost else 0.0,), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
         self._speeds: Speeds | None = None
         self.factors: Factors = (1.0, 1.0, 1.0)
-        self.lost = LOST
+        self.lost = lost
 
     @property
     def speeds(self) -> Speeds:

@@ -1,6 +1,6 @@
 """An instance of any kind, as it is when it joins."""
 
-from services.conductor.core.corrections import Corrections
+from services.conductor.core.corrections import LOST, Corrections
 from services.conductor.core.decodes import Decode
 from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts
 from services.conductor.core.prefills import Prefill
@@ -13,7 +13,8 @@ def instance_of(facts: InstanceFacts, now: float) -> Instance:
     """The instance, idle since `now`, not in any pool yet."""
     match facts.kind:
         case Kind.PREFILL:
-            return Prefill(facts, -1, Corrections(facts.speeds), now)
+            alone = facts.shape is not None and facts.shape.emulated  # takes no cores from others, nor they from it
+            return Prefill(facts, -1, Corrections(facts.speeds, 0.0 if alone else LOST), now)
         case Kind.DECODE:
             load = LoadFacts(free_blocks=facts.total_blocks)
             return Decode(facts, -1, facts.speeds, load)

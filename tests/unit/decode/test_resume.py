@@ -21,12 +21,14 @@ TOKENS = prompt(20)
 SECRET = secrets.token_bytes(16)
 
 
-async def started(it: Decode, conductor: Conductor, max_tokens: int, **settings: Any) -> kv_pb2.TransferTarget:
+async def started(
+    it: Decode, conductor: Conductor, max_tokens: int, *, gather: bool = False, **settings: Any
+) -> kv_pb2.TransferTarget:
     """A sequence "a" that runs, or waits for the engine's step."""
     settings = {"resume_secret": SECRET, "conductor": kv_pb2.Instance(id="conductor"), **settings}
     target = await reserve(it, spec("a", TOKENS, max_tokens=max_tokens), **settings)
     await transfer(it, target, TOKENS)
-    await conductor.start("a", target, continuation(TOKENS, 1)[0])
+    await conductor.start("a", target, continuation(TOKENS, 1)[0], gather=gather)
     return target
 
 
@@ -61,6 +63,23 @@ async def test_a_running_sequence_goes_on_at_another_conductor() -> None:
         go.set()
         await another.until(lambda: "a" in another.reasons)
         assert another.tokens["a"] == answer[2:]
+
+
+async def test_what_was_gathered_and_not_told_is_told_to_who_resumes() -> None:
+    """In the middle of a run, of which nothing but the prefill's token had been told."""
+    answer = continuation(TOKENS, 12)
+    async with decoding(run_steps=12) as it, conducting(it, "another") as another:
+        async with conducting(it) as conductor:
+            reached, go = it.engine.hold(after=3)
+            target = await started(it, conductor, 12, gather=True)
+            await reached.wait()
+        await it.until(lambda: it.service.core.orphans.of("conductor/0") != [])
+        await resume(another, target, answer[:1])
+        await another.until(lambda: len(another.tokens.get("a", [])) == 3)
+        go.set()
+        await another.until(lambda: "a" in another.reasons)
+        assert conductor.tokens == {}
+        assert another.tokens["a"] == answer[1:]
 
 
 async def test_a_parked_sequence_goes_on_and_computes_only_what_is_gone() -> None:

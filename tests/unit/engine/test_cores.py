@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from kernels.native import library
-from moonpool.engine.cores import SLOT, SLOTS, Cores, number_of
+from moonpool.engine.cores import SLOT, SLOTS, Cores, life_of, number_of
 from moonpool.errors import ConfigError
 
 MOST = len(os.sched_getaffinity(0))
 SAME = number_of([*os.sched_getaffinity(0)])
+PARENT = life_of(os.getppid())
 OTHERS = number_of([*os.sched_getaffinity(0), 10_000])
 
 
@@ -23,15 +24,21 @@ def put(page: mmap.mmap, slot: int, owner: int, share: int, cores: int, beat_ns:
 
 
 def ended() -> int:
-    """A process that is no more."""
-    return int(subprocess.check_output([sys.executable, "-c", "import os; print(os.getpid())"]))
+    """The life of a process that is no more."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        life = life_of(process.pid)
+        process.kill()
+    assert life > 0
+    assert life_of(process.pid) == 0
+    return life
 
 
 def test_each_process_takes_the_first_slot_that_is_free(tmp_path: Path) -> None:
     one = Cores.claim(tmp_path / "page", 3)
-    assert SLOT.unpack_from(one.page, 0) == (os.getpid(), 3, SAME, 0)
-    put(one.page, 1, os.getppid(), 1, SAME)
+    assert SLOT.unpack_from(one.page, 0) == (life_of(os.getpid()), 3, SAME, 0)
+    put(one.page, 1, PARENT, 1, SAME)
     put(one.page, 2, ended(), 1, SAME)
+    put(one.page, 3, life_of(os.getpid()) + (1 << 30), 1, SAME)  # its number is another process's now
     assert [Cores.claim(tmp_path / "page", 1).own for _ in range(2)] == [2, 3]
 
 
@@ -43,7 +50,7 @@ def test_a_page_that_cannot_be_had_names_the_setting(tmp_path: Path) -> None:
         Cores.claim(tmp_path / "no" / "page", 1)
     page = Cores.claim(tmp_path / "page", 1).page
     for slot in range(SLOTS):
-        put(page, slot, os.getpid(), 1, SAME)
+        put(page, slot, PARENT, 1, SAME)
     with pytest.raises(ConfigError, match="all of its 64 slots are taken"):
         Cores.claim(tmp_path / "page", 1)
 
@@ -58,9 +65,9 @@ def test_others_cannot_write_to_the_page(tmp_path: Path) -> None:
 def test_torch_has_its_share_among_all_that_are_alive(tmp_path: Path) -> None:
     cores = Cores.claim(tmp_path / "page", 1)
     assert cores.fixed_split() == MOST
-    put(cores.page, 1, os.getppid(), 1, SAME)
+    put(cores.page, 1, PARENT, 1, SAME)
     put(cores.page, 2, ended(), 100, SAME)
-    put(cores.page, 3, os.getppid(), 100, OTHERS)
+    put(cores.page, 3, PARENT, 100, OTHERS)
     assert cores.fixed_split() == max(1, MOST // 2)
 
 
@@ -84,7 +91,7 @@ def test_kernels_have_their_share_among_those_that_compute(
     native.lend(ours.address, SLOTS, ours.own)
     try:
         assert native.threads_used(MOST) == MOST
-        put(ours.page, 1, os.getppid(), share, cores, time.monotonic_ns() + int(later_s * 1e9))
+        put(ours.page, 1, PARENT, share, cores, time.monotonic_ns() + int(later_s * 1e9))
         native.had()
         with ours.computing():
             assert native.threads_used(MOST) == threads

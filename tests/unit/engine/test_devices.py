@@ -87,11 +87,21 @@ class Rig:
         self._next += 1
         if step.gated:
             self._open(step.step_id, 0)
-        self.runner.run(step)
+        following: Step | None = step
+        while following is not None:
+            following = self.runner.run(following)
         self.settle()
         done = self.events[-1]
         assert isinstance(done, StepDone)
         return done
+
+    def go_on(self, tokens: list[int], table: tuple[int, ...], count: int) -> None:
+        """A sequence gets so many tokens: in one run on a device, step by step on the plain CPU."""
+        run = 1 if self.place.device is None else count
+        for _ in range(0, count, run):
+            step = self.run(part(tokens, len(tokens) - 1, table), steps=run).step_id
+            done = [event for event in self.events if isinstance(event, StepDone) and event.step_id == step]
+            tokens += [token for event in done for token in event.sampled if token is not None]
 
     def _open(self, step_id: int, layer: int) -> None:
         if layer < self.pool.layout.layers:
@@ -178,10 +188,7 @@ def story(it: Rig) -> Story:
     first = done.sampled[0]
     assert first is not None
     tokens.append(first)
-    for _ in range(3):
-        sampled = it.run(part(tokens, len(tokens) - 1, (9, 3, 5))).sampled[0]
-        assert sampled is not None
-        tokens.append(sampled)
+    it.go_on(tokens, (9, 3, 5), 3)
     found.append(list(tokens))
     # Another shares its blocks and gets a copy of a part-filled one, which has just come, where a lost one had come.
     it.fetch(5)
@@ -203,10 +210,7 @@ def story(it: Rig) -> Story:
     it.write(5, saved[0])
     it.fetch(5)
     kv.append(it.slices(5))
-    while len(moved) <= 3 * SIZE:  # until its third block is full
-        sampled = it.run(part(moved, len(moved) - 1, (4, 1, 6))).sampled[0]
-        assert sampled is not None
-        moved.append(sampled)
+    it.go_on(moved, (4, 1, 6), 3 * SIZE + 1 - len(moved))  # until its third block is full
     found.append(moved)
     kv.append(it.slices(6))
     # A prefix comes layer by layer, behind gates; a wrong one is given up, and the next has its blocks.

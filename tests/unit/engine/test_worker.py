@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from moonpool.errors import CheckpointError, ConfigError, Unavailable
 from moonpool.model.batch import PackedBatch
 from moonpool.model.load import load_stage
 from moonpool.sampling import SampleSpec
-from moonpool.sched.steps import LayerDone, SequenceStep, Step
+from moonpool.sched.steps import LayerDone, SequenceStep, Step, StepResult
 
 BLOCKS = 16
 
@@ -95,14 +96,21 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
     prompt = list(range(7, 47))
     expected = greedy(checkpoint, prompt, 6)
     layers = load_config(checkpoint).num_layers
-    told = TOLD if stages == 2 else None
-    asked = spec(checkpoint, stages=stages, measure=True, speeds=told, device=device)
+    known = TOLD if stages == 2 else None
+    asked = spec(checkpoint, stages=stages, measure=True, speeds=known, device=device)
     async with start_engine(asked, start_timeout_s=90) as engine:
         assert isinstance(engine, ProcessEngine)
-        assert told is None or engine.speeds == told
-        assert told is not None or engine.speeds.decode_base_s + engine.speeds.decode_per_sequence_s > 0
+        assert known is None or engine.speeds == known
+        assert known is not None or engine.speeds.decode_base_s + engine.speeds.decode_per_sequence_s > 0
         assert engine.speeds.prefill_per_token_s + engine.speeds.prefill_base_s > 0
         assert await generate(engine, 10, prompt, (9, 2, 5, 11), 6) == expected
+
+        if engine.run_steps > 1:
+            told: list[StepResult] = []
+            share = part([*prompt, expected[0]], len(prompt), (9, 2, 5, 11), sample=True)
+            run = Step(20, (replace(share, end_token_ids=frozenset(expected[-1:])),), steps=9)
+            last = await engine.run(run, on_step=told.append)
+            assert [it.sampled for it in (*told, last)] == [(token,) for token in expected[1:]]
 
         # The prefix's KV is taken out of the pool and comes back layer by layer, behind gates.
         saved = {(layer, block): bytes(engine.pool.slice(layer, block)) for layer in range(layers) for block in (9, 2)}

@@ -149,6 +149,14 @@ def test_what_company_costs_is_learnt_beside_the_speed() -> None:
     assert learnt.lost == pytest.approx(0.5, rel=0.1)
 
 
+def test_company_costs_an_emulated_engine_nothing() -> None:
+    learnt = Corrections(TOLD, lost=0.0)
+    for _ in range(20):
+        learnt.observe((0.0, 0.0, 0.05), (1.0, 1.0, 1.0), 0.06, shared_s=0.05)
+    assert learnt.lost == 0.0
+    assert learnt.factors[2] == pytest.approx(1.2, rel=0.05)
+
+
 def test_an_engine_alone_on_its_host_has_no_company() -> None:
     here = World(facts("decode-0", host="b"), facts("prefill-0", speeds=TOLD, host="a"))
     assert here.plan().prefill.shared_s is None

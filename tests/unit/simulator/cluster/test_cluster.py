@@ -168,7 +168,7 @@ def story(ended: list[Request]) -> list[object]:
 
 @pytest.mark.parametrize("way", Preemption)
 @given(plans=REQUESTS, blocks=st.integers(22, 60))
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=30)
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=20)
 def test_steps_at_once_are_as_steps_one_by_one(
     way: Preemption, plans: list[tuple[int, int, int, int]], blocks: int
 ) -> None:

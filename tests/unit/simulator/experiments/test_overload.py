@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from moonpool.cost import decode_step_seconds
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
 from simulator.cluster.config import ClusterConfig, Slo
+from simulator.cluster.levels import PoolLoad
 from simulator.experiments.frame import Source, simulate
-from simulator.experiments.overload import COMPARED, SMOOTH, correlation, overload, swing, swings
+from simulator.experiments.overload import COMPARED, PICTURED, SMOOTH, correlation, overload, swing, swings
 
 CROWDED = ClusterConfig(
     profile=load_profile("llama-70b-a800"), prefill=2, decode=1, kvstore=1, rate=20.0, slo=Slo(10.0, 0.03)
@@ -31,7 +33,7 @@ def test_prompts_computed_for_nothing_by_how_requests_are_let_in() -> None:
         assert baseline > predictive, column
         assert promised == 0, column
     assert all(0 < int(str(row["refused"])) < 150 for row in result.rows)
-    assert result.chart.series.keys() == {f"{name}: {pool}" for name in COMPARED for pool in ("prefill", "decode")}
+    assert result.chart.series.keys() == {f"{name}: {pool}" for name in PICTURED for pool in ("prefill", "decode")}
     assert "polyline" in result.chart.svg()
 
 
@@ -59,3 +61,31 @@ def test_pools_that_swing_against_each_other() -> None:
     assert correlation(wave, wave) == pytest.approx(1.0)
     assert correlation(wave, [-value for value in wave]) == pytest.approx(-1.0)
     assert correlation(wave, [2.0] * 20) == 0.0
+
+
+def test_the_load_of_a_pool_counts_what_decodes_and_later_what_is_expected_to() -> None:
+    load, speeds = PoolLoad(CROWDED), CROWDED.profile.speeds
+
+    def level(*contexts: int) -> object:
+        return pytest.approx(decode_step_seconds(speeds, len(contexts), sum(contexts)) / CROWDED.slo.tbt_s)
+
+    load.placed(1, 1000, begins_at=2.0)
+    load.placed(2, 3000, begins_at=5.0)
+    assert (load.now(), load.at(1.9), load.at(2.0), load.at(5.0)) == (level(), level(), level(1000), level(1000, 3000))
+    load.began(1, 4.0)
+    assert (load.now(), load.at(4.0), load.at(13.9), load.at(14.0)) == (
+        level(1000), level(1000), level(1000, 3000), level(3000),
+    )  # fmt: skip
+    load.ended(1, 10.0)
+    load.ended(7, 10.0)  # was never placed
+    assert (load.now(), load.answer_s, load.at(10.9), load.at(11.0)) == (level(), 6.0, level(3000), level())
+
+
+def test_by_the_load_of_the_pool_nobody_is_refused_after_prefill_but_in_the_baseline() -> None:
+    result = overload(replace(CROWDED, by_pool=True), SOURCE, silent)
+    assert [row["admission"] for row in result.rows] == ["baseline", "early", "predictive"]
+    late = [int(str(row["after_prefill"])) for row in result.rows]
+    assert late[0] > 0
+    assert late[1:] == [0, 0]
+    assert all(0 < int(str(row["refused"])) < 150 for row in result.rows)
+    assert result.assumptions["decided"] == "by the load of the whole decode pool"

@@ -26,7 +26,7 @@ from moonpool.cli.up import curl_line
 from moonpool.client import Client, Message, SamplingParams
 from tests.integration.conftest import BLOCK, tokens, wait_busy
 from tests.integration.reference import LOGPROB_TOLERANCE, Reference
-from tests.integration.schemas import SCHEMAS, Schema
+from tests.integration.shared.schemas import SCHEMAS, Schema
 from tests.integration.stack import CheckedStack
 
 TURNS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "the tide of a moon pool " * 8}]
@@ -38,15 +38,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-
-
-@pytest.fixture(scope="module")
-def address(stack: CheckedStack) -> Iterator[str]:
-    """A gateway beside the module's stack; it stops in order."""
-    flags = ["--id", "gateway-0", "--listen", "127.0.0.1:0", "--drain-s", "5"]
-    gateway = stack.spawn("gateway", "gateway-0", [*flags, "--conductor", stack.address, "--model", stack.plan.model])
-    yield gateway.wait_ready(60)
-    assert gateway.returncode is None
 
 
 @pytest.fixture

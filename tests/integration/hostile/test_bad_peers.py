@@ -5,7 +5,7 @@ has a traceback.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -16,24 +16,11 @@ from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2
 from tests.integration.conftest import BLOCK, tokens
-from tests.integration.raw import Stack, Stream
+from tests.integration.hostile.raw import Stack, Stream
 
 CODES = grpc.StatusCode
 INVALID, MISMATCH = CODES.INVALID_ARGUMENT, CODES.FAILED_PRECONDITION
 VOCABULARY = 512
-
-
-@pytest.fixture(scope="module")
-def stack(raw_stack: Stack) -> Stack:
-    """One small stack for all."""
-    return raw_stack
-
-
-@pytest.fixture(autouse=True)
-def unharmed(stack: Stack) -> Iterator[None]:
-    """Every test ends with the check."""
-    yield
-    stack.check_unharmed()
 
 
 # --- frames at decode ------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ has a traceback.
 """
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -15,7 +15,7 @@ from moonpool.client import Client, InvalidRequest, SamplingParams, Slo
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from tests.integration.conftest import BLOCK, tokens
-from tests.integration.raw import METHODS, Outcome, Stack, request_class
+from tests.integration.hostile.raw import METHODS, Outcome, Stack, request_class
 
 CODES = grpc.StatusCode
 INVALID, MISMATCH = CODES.INVALID_ARGUMENT, CODES.FAILED_PRECONDITION
@@ -23,19 +23,6 @@ LENGTH = 4096  # of the tiny model
 VOCABULARY = 512
 MESSAGE_LIMIT = 8 << 20
 PROMPT = tokens(2 * BLOCK + 4, "bad")
-
-
-@pytest.fixture(scope="module")
-def stack(raw_stack: Stack) -> Stack:
-    """One small stack for all."""
-    return raw_stack
-
-
-@pytest.fixture(autouse=True)
-def unharmed(stack: Stack) -> Iterator[None]:
-    """Every test ends with the check."""
-    yield
-    stack.check_unharmed()
 
 
 # --- through the SDK -------------------------------------------------------------------------------------------------

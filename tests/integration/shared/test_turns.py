@@ -19,10 +19,15 @@ FLOOD = 12
 LENGTH = 900
 
 
+def indexed(client: Client) -> int:
+    """Blocks that the conductor knows of in the kvstore."""
+    return sum(it.indexed_blocks for it in client.cluster_state().instances if it.kind == "kvstore")
+
+
 def wait_indexed(client: Client, blocks: int) -> None:
-    """Waits until the conductor knows of so many blocks in the kvstore."""
+    """Waits until it knows of so many."""
     deadline, pause = time.monotonic() + REST_TIMEOUT_S, threading.Event()
-    while sum(it.indexed_blocks for it in client.cluster_state().instances if it.kind == "kvstore") < blocks:
+    while indexed(client) < blocks:
         assert time.monotonic() < deadline, client.cluster_state()
         pause.wait(0.02)
 
@@ -31,10 +36,11 @@ def test_the_answer_to_a_prompt_shorter_than_a_block_is_found_in_the_next_turn(s
     prompt = tokens(BLOCK - 5, "first turn")
     greedy = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
     with Client(stack.address) as client:
+        before = indexed(client)
         first = client.generate(token_ids=prompt, sampling=greedy)
         # The last token is sampled and not computed, so its KV is not there.
         whole = (len(prompt) + len(first.token_ids) - 1) // BLOCK
-        wait_indexed(client, whole)
+        wait_indexed(client, before + whole)
         second = client.generate(
             token_ids=prompt + first.token_ids + tokens(9, "second turn"), sampling=SamplingParams(max_tokens=2)
         )
