@@ -21,7 +21,6 @@ MAX_OF = {
     "kv_heads": 1024,
     "head_dim": 4096,
     "block_tokens": 4096,
-    "scale_bytes": 1 << 20,
     "version": 1 << 16,
 }
 """Largest value of each field: some ten times what any known model has."""
@@ -49,8 +48,6 @@ class KVLayout:
     head_dim: int
     block_tokens: int
     dtype: str
-    scale_bytes: int = 0
-    """Behind the values of a layer; quantised KV has those of its scales, whether told or not."""
     version: int = LAYOUT_VERSION
 
     def __post_init__(self) -> None:
@@ -62,13 +59,6 @@ class KVLayout:
             raise ConfigError("block_tokens", f"must be a multiple of {_BLOCK_TOKENS_MULTIPLE}, is {self.block_tokens}")
         if self.dtype not in ELEMENT_BYTES:
             raise ConfigError("dtype", f"must be one of {', '.join(ELEMENT_BYTES)}, is {self.dtype!r}")
-        scales = self.kv_heads * 2 * self.block_tokens * SCALE_BYTES if self.dtype in QUANTISED.values() else 0
-        if scales and not self.scale_bytes:
-            object.__setattr__(self, "scale_bytes", scales)
-        if scales and self.scale_bytes != scales:
-            raise ConfigError("scale_bytes", f"{self.dtype} has {scales} bytes here, not {self.scale_bytes}")
-        if not scales and not 0 <= self.scale_bytes <= MAX_OF["scale_bytes"]:
-            raise ConfigError("scale_bytes", f"must be in [0, {MAX_OF['scale_bytes']}], is {self.scale_bytes}")
         if self.version != LAYOUT_VERSION:
             raise ConfigError("version", f"only version {LAYOUT_VERSION} is known, not {self.version}")
         self._check_sizes()
@@ -84,6 +74,11 @@ class KVLayout:
     def element_bytes(self) -> int:
         """Bytes of one element."""
         return ELEMENT_BYTES[self.dtype]
+
+    @cached_property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales behind one layer's values; 0 where KV is not quantised."""
+        return self.kv_heads * 2 * self.block_tokens * SCALE_BYTES if self.dtype in QUANTISED.values() else 0
 
     @cached_property
     def head_bytes(self) -> int:
@@ -115,7 +110,8 @@ class KVLayout:
 
     def to_proto(self) -> kv_pb2.KVLayout:
         """The layout as it is sent."""
-        return kv_pb2.KVLayout(**{f.name: getattr(self, f.name) for f in fields(self)})
+        names = (*(f.name for f in fields(self)), "scale_bytes")
+        return kv_pb2.KVLayout(**{name: getattr(self, name) for name in names})
 
     @classmethod
     def from_proto(cls, message: kv_pb2.KVLayout) -> KVLayout:
@@ -125,9 +121,14 @@ class KVLayout:
             Mismatch: It is none that this version can hold; names the field.
         """
         try:
-            return cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
+            found = cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
         except ConfigError as error:
             raise Mismatch(f"layout.{error.field}", error.message) from error
+        if message.scale_bytes != found.scale_bytes:
+            raise Mismatch(
+                "layout.scale_bytes", f"{found.dtype} has {found.scale_bytes} bytes here, not {message.scale_bytes}"
+            )
+        return found
 
     def difference(self, other: KVLayout) -> str | None:
         """Name of the first field in which the two differ, or None when KV may be exchanged."""
@@ -149,8 +150,7 @@ class KVLayout:
             return
         values = self.kv_heads * self.head_bytes
         self._zero_planes(slice_[:values], self.head_dim * self.element_bytes, valid_tokens)
-        if self.dtype in QUANTISED.values():
-            self._zero_planes(slice_[values:], SCALE_BYTES, valid_tokens)
+        self._zero_planes(slice_[values:], SCALE_BYTES, valid_tokens)
 
     def _zero_planes(self, planes: memoryview, token: int, valid_tokens: int) -> None:
         """Zeroes slots of `token` bytes from `valid_tokens` on in each plane of `block_tokens` slots."""

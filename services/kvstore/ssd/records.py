@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from moonpool.errors import MoonpoolError
+from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.blocks import MAX_TENANT_BYTES, BlockFormat, BlockInfo
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
@@ -120,7 +120,10 @@ def _format(namespace: bytes, layers: int, shape: tuple[int, ...], dtype: bytes)
     """A format as headers have it, cached: few differ, and a scan reads a million headers."""
     version, kv_heads, head_dim, block_tokens, scale_bytes = shape
     name = dtype.rstrip(b"\0").decode("ascii")
-    return BlockFormat(namespace, KVLayout(layers, kv_heads, head_dim, block_tokens, name, scale_bytes, version))
+    layout = KVLayout(layers, kv_heads, head_dim, block_tokens, name, version)
+    if layout.scale_bytes != scale_bytes:
+        raise ConfigError("scale_bytes", f"{name} has {layout.scale_bytes} bytes, not {scale_bytes}")
+    return BlockFormat(namespace, layout)
 
 
 def unpack_header(data: bytes | bytearray) -> RecordHeader:

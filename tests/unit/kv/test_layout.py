@@ -29,7 +29,7 @@ def test_quantised_sizes(dtype: str) -> None:
     assert (layout.head_bytes, layout.scale_bytes) == (2 * 16 * 4, 2 * 2 * 16 * 4)
     assert (layout.slice_bytes, layout.block_bytes, layout.token_bytes) == (512, 1536, 96)
     large = KVLayout(layers=24, kv_heads=2, head_dim=64, block_tokens=64, dtype=dtype)
-    plain = dataclasses.replace(large, dtype="bfloat16", scale_bytes=0)
+    plain = dataclasses.replace(large, dtype="bfloat16")
     assert large.slice_bytes * 128 == plain.slice_bytes * 68
 
 
