@@ -2,7 +2,7 @@
 
 A store keeps blocks of a layout. A value gets that of its *size class*; there are four for each doubling. A value as
 long as its class is the block itself. Any other is followed by zeros, and the last 8 bytes of the block are its length.
-The layout tells which of both it is (`head_dim` 1 or 2).
+The layout tells which of both it is (`dtype`).
 
 The second half of a value's key is the same for all values of a tenant (`tenant_tag`). So a store sees that a client
 keeps to its own keys; and no client can put a block where engines look for theirs, whose keys are hashes to the end.
@@ -28,7 +28,7 @@ _KEY_CONTEXT = b"moonpool value key v1"
 _TAG_CONTEXT = b"moonpool value tenant v1"
 _TAG_BYTES = KEY_BYTES // 2
 _UNIT = 64  # bytes of a slice of the smallest layout: K and V of 16 tokens, one head of one element
-_PLAIN, _COUNTED = 1, 2  # `head_dim`
+_PLAIN, _COUNTED = "float16", "bfloat16"  # `dtype`
 _LENGTH = struct.Struct("<Q")
 _SLICE_BYTES = 128 << 10  # at most, so that frames are full
 
@@ -74,7 +74,7 @@ def layout_of(nbytes: int) -> KVLayout:
     room = _class_of(nbytes)
     counted = room != nbytes
     if counted:
-        room = max(2 * _UNIT, _class_of(nbytes + _LENGTH.size))
+        room = _class_of(nbytes + _LENGTH.size)
     if room > MAX_BLOCK_BYTES:
         raise InvalidRequest("value", f"has {nbytes} bytes; {MAX_VALUE_BYTES} at most")
     return _layout(room, _COUNTED if counted else _PLAIN)
@@ -88,12 +88,11 @@ def _class_of(nbytes: int) -> int:
 
 
 @functools.cache
-def _layout(room: int, mark: int) -> KVLayout:
+def _layout(room: int, dtype: str) -> KVLayout:
     layers = 1
     while room // layers > _SLICE_BYTES:
         layers *= 2
-    scale_bytes = room // layers - _UNIT * mark
-    return KVLayout(layers, 1, mark, 16, "float16", scale_bytes=scale_bytes)
+    return KVLayout(layers, 1, room // layers // _UNIT, 16, dtype)
 
 
 def _hash(context: bytes, data: bytes) -> bytes:
@@ -132,7 +131,7 @@ class ValueTarget:
     def __init__(self, layout: KVLayout, memory: memoryview | None = None) -> None:
         """Takes the layout of its block, and writable memory; memory of its own without."""
         self._layout = layout
-        self._counted = layout.head_dim == _COUNTED
+        self._counted = layout.dtype == _COUNTED
         self._own = bytearray(layout.block_bytes) if memory is None else None
         self._memory = memoryview(self._own) if memory is None else memory  # type: ignore[arg-type]
         self._length = b""

@@ -65,8 +65,8 @@ class Sink:
                 if transfer is None or transfer.done:
                     return
                 try:
-                    for opened in list(transfer.opener.open(message.frame, payload)):
-                        transfer.accept(opened.run)
+                    for run, _, _ in transfer.opener.open(message.frame, payload):
+                        transfer.accept(run)
                 except MoonpoolError as error:
                     transfer.fail(str(error))
                 if transfer.done:

@@ -85,7 +85,7 @@ def test_a_program_that_ends_is_an_error_with_its_output() -> None:
 def test_our_store_is_measured_in_the_driver() -> None:
     from benchmarks.peers import moonpool_store
 
-    with moonpool_store.running(64 << 20) as address, Driver("moonpool", address) as driver:
+    with moonpool_store.GRPC.running(64 << 20) as address, Driver("moonpool-grpc", address) as driver:
         command: dict[str, object] = {"seed": "s", "block_bytes": SIZE, "batch": 2, "operations": 2}
         assert driver.do("put", **command) > 0
         assert driver.do("get", **command) > 0

@@ -104,7 +104,7 @@ def test_names_never_change() -> None:
     assert value_key(NAMESPACE, "ann", b"k").hex()[:16] == "c8c50c235d4ce276"
     assert tenant_tag("").hex() == "54de29095672aeedb7810658a8a33bd2"
     layout = layout_of(1000)
-    assert (layout.layers, layout.kv_heads, layout.head_dim, layout.scale_bytes) == (1, 1, 2, 896)
+    assert (layout.layers, layout.kv_heads, layout.head_dim, layout.dtype) == (1, 1, 16, "bfloat16")
 
 
 @pytest.mark.parametrize("key", [b"", bytes(MAX_KEY_BYTES + 1)])
