@@ -14,12 +14,15 @@ from services.kvstore.policies.base import EvictionPolicy
 _FORMAT = BlockFormat(bytes(32), KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
 
 
-def chains_of(requests: Sequence[Sequence[int]]) -> list[list[BlockKey]]:
-    """Chains of block keys from a trace's ids (`hash_ids`), head first: uniform bytes, as real keys are."""
-    keys: dict[int, BlockKey] = {}
-    for block in sorted({block for ids in requests for block in ids}):
-        keys[block] = BlockKey(blake3(block.to_bytes(8, "little")).digest())
-    return [[keys[block] for block in ids] for ids in requests]
+def chains_of(requests: Sequence[tuple[str, Sequence[int]]]) -> list[list[BlockKey]]:
+    """Chains of block keys from a trace's tenants and ids (`hash_ids`), head first: uniform bytes, as real keys are.
+
+    Tenants share no block.
+    """
+    keys: dict[tuple[str, int], BlockKey] = {}
+    for tenant, block in sorted({(tenant, block) for tenant, ids in requests for block in ids}):
+        keys[tenant, block] = BlockKey(blake3(tenant.encode() + block.to_bytes(8, "little")).digest())
+    return [[keys[tenant, block] for block in ids] for tenant, ids in requests]
 
 
 class Pool:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from xdist.scheduler import LoadScopeScheduling
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; engines are told a number of their own
 _CORES = tempfile.NamedTemporaryFile(prefix="mp-cores-")  # noqa: SIM115  # as long as this process
@@ -27,15 +26,18 @@ SHARED_FOLDERS = ("hostile", "shared")
 """Whose tests share a stack, so that one process runs all of them; elsewhere one runs the tests of a file."""
 
 
-class Together(LoadScopeScheduling):  # type: ignore[misc]  # its module names no types
-    """Which tests one of several processes runs."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """Which tests one of several processes runs with `--dist loadfile`; None = xdist's own answer."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
 
-    def _split_scope(self, nodeid: str) -> str:
-        folder, _, file = nodeid.partition("::")[0].rpartition("/")
-        return folder if folder.rpartition("/")[2] in SHARED_FOLDERS else f"{folder}/{file}"
+    class Together(LoadScopeScheduling):  # type: ignore[misc]  # its module names no types
+        def _split_scope(self, nodeid: str) -> str:
+            folder, _, file = nodeid.partition("::")[0].rpartition("/")
+            return folder if folder.rpartition("/")[2] in SHARED_FOLDERS else f"{folder}/{file}"
 
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Together:
     return Together(config, log)
 
 

@@ -124,7 +124,7 @@ class AsyncTokenStream:
                             heard = True
                             self._search.found()
                         event = self._collector.take(message)
-                        if message.HasField("placed"):
+                        if message.HasField("placed") and not message.placed.corrected:
                             self._on_placed()
                         if event is not None:
                             yield event

@@ -167,6 +167,8 @@ class Collector:
                 self.prompt_tokens = message.placed.prompt_tokens
                 self._seed = message.placed.seed
                 self._point = message.placed.resume if message.placed.HasField("resume") else None
+                if message.placed.corrected:
+                    del self.placements[-1:]
                 self.placements.append(placement(message.placed.placement))
             case "delta":
                 return self._delta(message.delta)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from moonpool.cluster.selections import selection_from_proto
@@ -15,6 +16,9 @@ from moonpool.v1 import kv_pb2
 WRITE_BACK_TIMEOUT_S = 30.0
 MAX_CARRIED_OUT = 1 << 16
 """Deletions that are known to have been carried out; conductors repeat those of the last month only."""
+DEMANDED_S = 3600.0
+"""For so long others must have carried out a deletion, too, if KV is to be taken from them. Far longer than older KV is on
+its way, minutes as a rule; far shorter than conductors repeat deletions to those who join."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,13 +32,20 @@ class _Ending:
 class CarriedOut:
     """The deletions that an engine instance has carried out. Those of the longest ago are forgotten.
 
+    What it says of itself, that it has carried them out, is true for good. What it demands of others is so for a while
+    only: one who has come since may never have been told of an old deletion, and has nothing that is older.
+
     Args:
         namespace: of its KV.
+        clock: seconds.
     """
 
-    def __init__(self, namespace: bytes) -> None:
+    def __init__(self, namespace: bytes, clock: Callable[[], float]) -> None:
         self.namespace = namespace
+        self._clock = clock
         self._deletions = Deletions()
+        self._demanded = Deletions()
+        self._until: deque[tuple[float, str]] = deque()  # those that are demanded, first come first
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name in self._deletions
@@ -42,12 +53,24 @@ class CarriedOut:
     def add(self, name: str, selection: Selection) -> None:
         """The pool has nothing of it any more."""
         self._deletions.add(name, selection)
+        self._drop_old()
+        self._demanded.add(name, selection)
+        self._until.append((self._clock() + DEMANDED_S, name))
         while len(self._deletions) > MAX_CARRIED_OUT:
             self._deletions.remove(next(iter(self._deletions)))
 
     def concerning(self, keys: Iterable[bytes], tenant: str) -> list[str]:
-        """Those of such blocks."""
+        """Those of such blocks: what is given to others is younger."""
         return self._deletions.concerning(keys, tenant, self.namespace)
+
+    def demanded(self, keys: Iterable[bytes], tenant: str) -> list[str]:
+        """Those of such blocks that somebody must have carried out, too, of whom they are taken."""
+        self._drop_old()
+        return self._demanded.concerning(keys, tenant, self.namespace)
+
+    def _drop_old(self) -> None:
+        while self._until and self._until[0][0] <= self._clock():
+            self._demanded.remove(self._until.popleft()[1])
 
 
 class Forgetting:

@@ -460,7 +460,7 @@ class GenerateResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placed(self) -> Global___Placed:
-        """Once, before any token, and again whenever the request was placed anew."""
+        """Once, before any token, and again whenever the request was placed anew or is found at another place."""
 
     @_builtins.property
     def delta(self) -> Global___TokenDelta:
@@ -533,12 +533,15 @@ class Placed(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    CORRECTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     seed: _builtins.int
     """The seed in use."""
+    corrected: _builtins.bool
+    """The same placement as told last, whose prefill instance was busier than thought: it is at this place instead."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """Where."""
@@ -557,10 +560,11 @@ class Placed(_message.Message):
         prompt_tokens: _builtins.int = ...,
         seed: _builtins.int = ...,
         resume: Global___ResumePoint | None = ...,
+        corrected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "resume", b"resume", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrected", b"corrected", "placement", b"placement", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "resume", b"resume", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

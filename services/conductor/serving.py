@@ -34,7 +34,7 @@ class Serving:
         outgoing: what its client is to be told.
         keys: of all full blocks of the prompt and the tokens at the last placement.
         secret: who knows it may resume the request; b"" = nobody.
-        placement: the last one; `placements` how many there were.
+        placement: the last one; `placements` how many there were, `sequence` under which engines have it.
         promised_tbt_s: predicted seconds between tokens, by the decode instance that has promised room.
         started: decode was told to start there.
         opening_logprobs: of the token with which decode begins, where one answer wants them.
@@ -52,6 +52,7 @@ class Serving:
     outgoing: Outgoing = field(init=False)
     placement: conductor_pb2.Placement = field(default_factory=conductor_pb2.Placement)
     placements: int = 0
+    sequence: str = ""
     promised_tbt_s: dict[str, float] = field(default_factory=dict)
     started: bool = False
     opening_logprobs: Logprobs | None = None
@@ -99,10 +100,13 @@ class Serving:
         return self._hashed
 
     def placed(self, placement: conductor_pb2.Placement, sequence: str, target: Target | None) -> None:
-        """Tells the client where its request goes, and how to resume it if it can be."""
-        request = self.answer.request
-        self.placement, self.started = placement, False
-        self.placements += 1
+        """Tells the client where its request goes, and how to resume it if it can be.
+
+        Under the name that it has already it is placed once: a prefill instance has not taken it.
+        """
+        request, corrected = self.answer.request, sequence == self.sequence
+        self.placement, self.sequence, self.started = placement, sequence, False
+        self.placements += not corrected
         self.outgoing.placed(
             conductor_pb2.Placed(
                 request_id=request.id,
@@ -110,6 +114,7 @@ class Serving:
                 prompt_tokens=len(request.prompt),
                 seed=request.sampling.seed or 0,
                 resume=resume_point(self.secret, placement, sequence, target) if self.secret else None,
+                corrected=corrected,
             )
         )
 

@@ -53,7 +53,7 @@ class DecodeInstance:
         self.setup, self.identity, self.layout, self.pool = context.setup, context.instance, layout, engine.pool
         self.core = DecodeCore(core_config(context, config))
         self.manager = self.core.blocks
-        self.carried_out = carried_out = CarriedOut(context.setup.namespace)
+        self.carried_out = carried_out = CarriedOut(context.setup.namespace, time.monotonic)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(
@@ -74,7 +74,7 @@ class DecodeInstance:
                 context.hello(),
                 layout,
                 lanes=context.dialer,
-                forgotten=carried_out.concerning,
+                forgotten=carried_out.demanded,
             ),
             context.spans,
             context.notify,

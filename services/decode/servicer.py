@@ -140,7 +140,7 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
         instance = self._instance
         check_hello(message.hello, namespace=instance.setup.namespace, layout=instance.layout)
         self._receiver = Receiver(
-            message.hello.sender, instance.identity, instance.shell, instance.pool, instance.carried_out.concerning
+            message.hello.sender, instance.identity, instance.shell, instance.pool, instance.carried_out.demanded
         )
         self.outbox = self._receiver.outbox
         instance.receivers.add(self._receiver)

@@ -51,7 +51,7 @@ class PrefillInstance:
         self.sending = Sending(engine, self._open_sender, context.spans)
         emulated_load_s = engine.load_s if isinstance(engine, EmulatedEngine) else None
         self.loading = Loading(engine, self._open_reader, context.spans, emulated_load_s)
-        self._carried_out = carried_out = CarriedOut(context.setup.namespace)
+        self._carried_out = carried_out = CarriedOut(context.setup.namespace, time.monotonic)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             self._open_writer,
@@ -206,7 +206,7 @@ class PrefillInstance:
             method,
             connect_timeout_s=CONNECT_TIMEOUT_S,
             lanes=it.dialer,
-            forgotten=self._carried_out.concerning,
+            forgotten=self._carried_out.demanded,
         )
 
     def _open_writer(self, address: str) -> StoreWriter:

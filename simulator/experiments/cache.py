@@ -39,7 +39,9 @@ Chains = list[list[BlockKey]]
 def chains_in(requests: Sequence[TraceRequest], blocks: str = "full", block_tokens: int = BLOCK_TOKENS) -> Chains:
     """The block keys of each request, of its full blocks only or of all."""
     full = [request.input_length // block_tokens if blocks == "full" else None for request in requests]
-    return chains_of([request.hash_ids[:count] for request, count in zip(requests, full, strict=True)])
+    return chains_of(
+        [(request.tenant, request.hash_ids[:count]) for request, count in zip(requests, full, strict=True)]
+    )
 
 
 def hit_share(chains: Chains, policy: str, capacity: int) -> float:

@@ -21,13 +21,13 @@ from typing import Any
 from blake3 import blake3
 
 from moonpool.errors import MoonpoolError
+from moonpool.sampling import MAX_CHOICES
 
 BLOCK_TOKENS = 512
 TRACE_VARIABLE = "MOONPOOL_TRACE"
 FIRST_TOKEN = 16
 """Ids below are left to special tokens."""
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
-MOST_CHOICES = 128
 REMEMBERED_IDS = 1 << 20
 """Ids whose predecessors are remembered, the oldest are forgotten: a contradiction is found within so many blocks."""
 
@@ -185,8 +185,8 @@ def _check_numbers(at: object, tokens: object, answer: object) -> None:
 def _check_wishes(tenant: object, choices: object) -> None:
     if not isinstance(tenant, str):
         raise ValueError(f"tenant must be a text, is {tenant!r}")
-    if not _is_count(choices) or not isinstance(choices, int) or not 1 <= choices <= MOST_CHOICES:
-        raise ValueError(f"n must be a whole number from 1 to {MOST_CHOICES}, is {choices!r}")
+    if not _is_count(choices) or not isinstance(choices, int) or not 1 <= choices <= MAX_CHOICES:
+        raise ValueError(f"n must be a whole number from 1 to {MAX_CHOICES}, is {choices!r}")
 
 
 def _is_count(value: object) -> bool:
@@ -223,16 +223,16 @@ def trace_line(request: TraceRequest) -> str:
 
 
 def reusable_share(requests: Sequence[TraceRequest], block_tokens: int = BLOCK_TOKENS) -> float:
-    """Share of prompt tokens in leading blocks that an earlier request has had: the limit of any cache's hit rate."""
-    seen: set[int] = set()
+    """Share of prompt tokens in leading blocks that the tenant has had before: the limit of any cache's hit rate."""
+    seen: set[tuple[str, int]] = set()
     hits = total = 0
     for request in requests:
         blocks = 0
         for hash_id in request.hash_ids[: request.input_length // block_tokens]:
-            if hash_id not in seen:
+            if (request.tenant, hash_id) not in seen:
                 break
             blocks += 1
         hits += blocks * block_tokens
         total += request.input_length
-        seen.update(request.hash_ids)
+        seen.update((request.tenant, hash_id) for hash_id in request.hash_ids)
     return hits / total if total else 0.0

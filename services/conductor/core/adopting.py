@@ -7,10 +7,11 @@ failed. docs/adr/0012-resuming.md has the rules.
 from collections.abc import Iterable
 
 from moonpool.core.timers import Timers
+from services.conductor.core.decodes import Answer
 from services.conductor.core.legs import Call, Hold, Legs
 from services.conductor.core.life import Phase, Request
 from services.conductor.core.messages import Action, Adopt
-from services.conductor.core.picture import Picture
+from services.conductor.core.picture import EXPECTED_ANSWER_TOKENS, Picture
 
 
 class Adopting:
@@ -42,7 +43,7 @@ class Adopting:
         if there and there != owner.incarnation:
             return False  # restarted: it knows nothing of the sequence
         if there:
-            self._adopt(request, out)
+            self._adopt(now, request, out)
         else:
             request.phase = Phase.OWNER
             self._timers.set(("owner", request.ask.number), now + self._wait_s)
@@ -69,14 +70,21 @@ class Adopting:
         hold = self._legs.calls.get(request.adopted)
         return (hold.instance, hold.incarnation) if hold is not None else None
 
-    def _adopt(self, request: Request, out: list[Action]) -> None:
+    def _adopt(self, now: float, request: Request, out: list[Action]) -> None:
         resumed, number = request.ask.resumed, request.ask.number
         assert resumed is not None
         assert resumed.target is not None
         sequence, target = resumed.sequence, resumed.target
-        hold = Hold(Call.ADOPT, number, sequence, target.decode, target.incarnation)
+        claim = self._picture.claim_decode(target.decode, self._running(now, request))
+        hold = Hold(Call.ADOPT, number, sequence, target.decode, target.incarnation, claim)
         request.phase, request.adopted = Phase.ADOPTED, self._legs.calls.begin(hold)
         out.append(Adopt(request.adopted, number, sequence, target, request.tokens, resumed.fence))
+
+    def _running(self, now: float, request: Request) -> Answer:
+        """What is there already: its blocks are in what the instance tells, as soon as it reports."""
+        ask, tokens = request.ask, request.tokens
+        expected = self._picture.forecasts.lengths.expected(ask.stratum, min(ask.max_tokens, EXPECTED_ANSWER_TOKENS))
+        return Answer(ask.prompt_tokens + tokens, 0, 1, ask.stratum, now, tokens, number=0, tokens=expected)
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
         """Asserts that who waits for an instance does not wait for ever, and who has a sequence follows it."""

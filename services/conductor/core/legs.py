@@ -214,14 +214,15 @@ class Legs:
     def prefill(self, request: Request, attempt: Attempt, now: float, out: list[Action]) -> None:
         """Calls prefill."""
         plan, number = attempt.plan, request.ask.number
-        max_queue_s = self.staleness.max_queue_s(plan, attempt.stale, now)
+        attempt.max_queue_s = self.staleness.max_queue_s(plan, attempt.stale, now)
         hold = Hold(Call.PREFILL, number, attempt.sequence, plan.prefill.id, attempt.incarnation)
         attempt.prefill, attempt.prefill_io = PrefillLeg.SENT, self.calls.begin(hold)
-        sequence, incarnation = attempt.sequence, attempt.incarnation
-        out.append(Prefill(attempt.prefill_io, number, sequence, plan, incarnation, attempt.target, max_queue_s))
+        call = attempt.prefill_io, number, attempt.sequence, plan, attempt.incarnation, attempt.target
+        out.append(Prefill(*call, attempt.max_queue_s))
 
     def accepted(self, attempt: Attempt, taken: int) -> None:
         """Prefill has the prompt in its queue, as its `taken`-th."""
+        attempt.max_queue_s = None
         if attempt.claim:
             self._picture.known(attempt.claim, taken)
 

@@ -49,6 +49,7 @@ class Attempt:
         places: instances that have, or had, a part in it.
         begun: when it was planned.
         stale: so many prefill instances in a row have not taken the prompt, as their queues were longer than thought.
+        max_queue_s: the one that is called need not take it where its queue is longer; None = it must, or has taken it.
     """
 
     sequence: str
@@ -71,6 +72,12 @@ class Attempt:
     places: list[str] = field(default_factory=list)
     begun: float = 0.0
     stale: int = 0
+    max_queue_s: float | None = None
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether prefill may answer that its queue is longer than thought."""
+        return self.prefill is PrefillLeg.SENT and self.max_queue_s is not None
 
     @property
     def torn(self) -> bool:

@@ -170,17 +170,13 @@ class Placing:
     def again(self, now: float, request: Request, attempt: Attempt, out: list[Action]) -> None:
         """A prefill instance has not taken the prompt, as its queue was longer than thought: another place is found.
 
-        Decode keeps its promise, unless no place keeps the request's limit for its first token.
+        Decode keeps its promise. The client was told a place, and its tenant has paid: it is not refused early now.
         """
-        plan, ask = self._plan(now, request, at_decode=False), request.ask
+        request.recovering = True
+        plan = self._plan(now, request, at_decode=False)
         if isinstance(plan, Failure):
             self._legs.end_attempt(request, now, out)
             self._nowhere(now, request, plan, out)
-            return
-        late = None if request.recovering else self._gate.late(ask.slo, plan, request.elapsed_s(now))
-        if late is not None:
-            self._legs.end_attempt(request, now, out)
-            self._not_kept(now, request, late, plan, out)
             return
         self._legs.turn(request, attempt, plan, now)
         self.placed(now, request, attempt, out)

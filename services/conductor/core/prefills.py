@@ -46,7 +46,8 @@ class Prefill:
     """One instance.
 
     `free_at` is when all prompts that we know of are computed, on the clock of `now`: the last report's, and those of
-    our own that it did not include. `others_at` is when those would be that are not ours. `learnt` has the speeds.
+    our own that it did not include, told at `told_at`; `overtaken`: the last one was passed over. `others_at` is when
+    those would be that are not ours. `learnt` has the speeds.
     Others read its blocks over its `link`.
     """
 
@@ -55,6 +56,8 @@ class Prefill:
     learnt: Corrections
     free_at: float
     others_at: float = 0.0
+    told_at: float = 0.0
+    overtaken: bool = False
     load: LoadFacts = field(default_factory=LoadFacts)
     turn: int = 0
     prompts: dict[int, Prompt] = field(default_factory=dict)
@@ -88,10 +91,15 @@ class Prefill:
             self.free_at -= prompt.busy_s
 
     def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
-        """Takes a report, which includes the prompts that the instance had taken. An answer may have overtaken it."""
-        if load.taken < self.load.taken:
+        """Takes a report, which includes the prompts that the instance had taken.
+
+        An answer may have overtaken one, which is passed over then. Where the next one counts fewer prompts, too, the
+        answer was wrong.
+        """
+        self.overtaken = load.taken < self.load.taken and not self.overtaken
+        if self.overtaken:
             return
-        self.load = load
+        self.load, self.told_at = load, now
         if load.speeds is not None:
             seconds, idle = prefill_seconds(load.speeds, TYPICAL_TOKENS, 0), not load.running + load.waiting
             self.learnt.told(self.vigil.hear(load.speeds, seconds, now, slow_factor, idle=idle))
@@ -136,7 +144,7 @@ class Prefill:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        times = self.free_at, self.others_at
+        times = self.free_at, self.others_at, self.told_at, self.overtaken
         state = self.learnt.state, times, self.load, self.turn, self.prompts, self.vigil, self.link
         return digest_of(self.facts, self.slot, *state)
 
@@ -163,6 +171,16 @@ class Prefills(Pool[Prefill]):
         if instance is None or choice.queue_s <= 0.0:
             return choice.queue_s
         return instance.queue_s(place, choice.queue_s)
+
+    def lagging_s(self, instance: Prefill, now: float) -> float:
+        """Seconds of its last report that an instance may have less done of than time has gone by.
+
+        What it tells is with all cores. While decode instances of its host compute, it has a part of them only.
+        """
+        company = self._decodes.company(instance.facts.host, now) if self._decodes is not None else None
+        if not company or instance.load.drain_s is None:
+            return 0.0
+        return instance.learnt.lost * min(now - instance.told_at, instance.load.drain_s)
 
     def rank(self, instance: Prefill) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""

@@ -204,7 +204,7 @@ class Requests:
             self._adopted_ended(now, request, failure, out)
         if request is None or attempt is None:
             return
-        if isinstance(event.result, Stale) and attempt.prefill is PrefillLeg.SENT:
+        if isinstance(event.result, Stale) and attempt.may_be_stale:
             self._legs.not_taken(attempt, hold.instance, event.result, now)
             self._placing.again(now, request, attempt, out)
         elif hold.call is Call.PREFILL:

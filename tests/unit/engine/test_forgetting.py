@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from moonpool.engine.forgetting import CarriedOut, Forgetting
+from moonpool.engine.forgetting import DEMANDED_S, CarriedOut, Forgetting
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.forgetting import ForgetKV
@@ -59,7 +59,9 @@ class Rig:
     """An engine's write-back and deletions; the pool finds three blocks each time it is looked through."""
 
     def __init__(self) -> None:
-        self.writer, self.carried_out, self.looks = Writer(), CarriedOut(NAMESPACE), list[ForgetKV]()
+        self.now = 0.0
+        self.writer, self.looks = Writer(), list[ForgetKV]()
+        self.carried_out = CarriedOut(NAMESPACE, lambda: self.now)
         self.write_back = WriteBack(
             WriteBackLimits(blocks=8, workers=1),
             lambda address: self.writer,
@@ -130,3 +132,17 @@ async def test_a_wrong_deletion_changes_nothing(rig: Rig) -> None:
     with pytest.raises(InvalidRequest, match="keys"):
         await rig.delete("d", keys=b"short")
     assert (rig.looks, "d" in rig.carried_out) == ([], False)
+
+
+async def test_others_must_have_carried_out_what_is_recent_and_one_self_has_for_good(rig: Rig) -> None:
+    await rig.delete("old", tenants=["ours"])
+    rig.now = DEMANDED_S / 2
+    await rig.delete("new", keys=KEY)
+    both = ["new", "old"]
+    assert (rig.carried_out.demanded([KEY], "ours"), rig.carried_out.demanded([OTHER], "theirs")) == (both, [])
+    rig.now = DEMANDED_S
+    await rig.delete("old", tenants=["ours"])  # a conductor repeats it, which does not begin it anew
+    assert rig.carried_out.demanded([KEY], "ours") == ["new"]
+    rig.now = 1.5 * DEMANDED_S
+    assert rig.carried_out.demanded([KEY], "ours") == []
+    assert (rig.carried_out.concerning([KEY], "ours"), "old" in rig.carried_out, len(rig.looks)) == (both, True, 2)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.conductor.core.company import FOREVER
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import (
     Adopt,
@@ -34,6 +35,23 @@ def test_a_sequence_is_taken_over_where_it_is() -> None:
     assert world.cancelled == set(), "decode knows that it is over"
     assert (world.all(Reserve), world.all(Announce)) == ([], [])
     world.end(adopt)
+    world.finish_all()
+
+
+def test_it_is_ours_until_it_ends_and_no_company_for_ever() -> None:
+    world = World(decodes=0)
+    world.join_decode("decode-0", host="here")
+    world.resume(tokens=3, answer=8)
+    adopt = world.one(Adopt)
+    world.report("decode-0", 60, running=1, context_tokens=43)
+    decode = world.picture.decodes.get("decode-0")
+    assert decode is not None
+    assert (decode.others, decode.sequences, decode.room_blocks) == (0, 1, 60)
+    [span] = world.picture.decodes.company("here", world.now) or []
+    assert (span.begin_s, span != FOREVER) == (0.0, True)
+    world.more(adopt, 5, Finish.LENGTH, known=True)
+    world.end(adopt)
+    assert (world.picture.claims, decode.busy) == ([], False)
     world.finish_all()
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from services.conductor.core.admission import Slo
+from services.conductor.core.corrections import LOST
 from services.conductor.core.failures import Stale
-from services.conductor.core.messages import Accepted, Announce, Fail, Prefill, Reserve, Undo
+from services.conductor.core.messages import Accepted, Announce, Prefill, Reserve, Undo
 from services.conductor.core.staleness import LEAST_S, MOST, SLACK
 
 from .world import World
@@ -99,15 +100,64 @@ def test_after_some_answers_it_is_taken_however_long_the_queue_is() -> None:
     world.finish_all()
 
 
-def test_a_limit_that_no_place_keeps_any_more_is_a_refusal_and_the_promise_comes_back() -> None:
+def test_who_was_told_a_place_is_not_refused_early_though_no_place_keeps_its_limit_any_more() -> None:
     world, call = placed(2, 0.0, 4.0, slo=Slo(ttft_s=1.0))
     world.end(call, Stale(3.0, taken=1))
-    fail = world.ends[call.request]
-    assert isinstance(fail, Fail)
-    assert (fail.refused, fail.failure.reason) == (True, "ttft_slo")
-    assert fail.failure.predicted_ttft_s == pytest.approx(3.0 + PROMPT_S, rel=0.1)
-    assert [undo.target for undo in world.all(Undo)] == [call.target]
-    assert world.picture.claims == []
+    again = world.one(Prefill)
+    assert (again.target, world.all(Undo), world.ends) == (call.target, [], {})
+    world.finish_all()
+
+
+def test_an_instance_that_must_take_the_prompt_and_does_not_has_failed() -> None:
+    world, call = placed(1, 1.0)
+    assert call.max_queue_s is None
+    world.end(call, Stale(3.0, taken=1 << 62))
+    assert (world.core.requests.stale, world.rehashes) == (0, [])
+    world.sleep(0.05)
+    assert world.rehashes == [call.request], "a failed attempt is followed by another one after a pause"
+    prefill = world.picture.prefills.get("prefill-0")
+    assert prefill is not None
+    assert prefill.load.taken == 0
+    world.finish_all()
+
+
+def test_an_instance_that_has_taken_the_prompt_has_failed_when_it_does_not_compute_it() -> None:
+    world, call = placed(2, 0.0, 0.5)
+    world.post(Accepted(call.io, 1))
+    world.end(call, Stale(3.0, taken=1))
+    assert (world.core.requests.stale, world.rehashes) == (0, [call.request])
+    world.finish_all()
+
+
+def test_what_an_instance_makes_up_counts_no_longer_than_one_report() -> None:
+    world, call = placed(2, 0.0, 0.5)
+    world.end(call, Stale(2.0, taken=1 << 62))
+    prefill = world.picture.prefills.get("prefill-0")
+    assert prefill is not None
+    world.report("prefill-0", 64, drain_s=0.1, taken=6)
+    assert prefill.free_at == world.now + 2.0
+    world.report("prefill-0", 64, drain_s=0.1, taken=7)
+    assert (prefill.free_at, prefill.load.taken) == (world.now + 0.1, 7)
+    world.report("prefill-0", 64, drain_s=0.3, taken=6)  # again one that was overtaken
+    assert prefill.free_at == world.now + 0.1
+    world.finish_all()
+
+
+@pytest.mark.parametrize(("host", "lost"), [("", 0.0), ("here", LOST)])
+def test_while_decode_has_cores_an_instance_has_done_less_than_time_has_gone_by(host: str, lost: float) -> None:
+    world = World(prefills=0, decodes=0)
+    world.join_decode("decode-0", host=host)
+    for number in range(2):
+        world.join_prefill(f"prefill-{number}", host=host)
+        world.report(f"prefill-{number}", 64, drain_s=2.0)
+    world.report("decode-0", 64, running=1)  # another conductor's
+    world.sleep(1.0)
+    world.arrive(prompt=100)
+    world.promise(world.one(Reserve))
+    call = world.one(Prefill)
+    slack = SLACK * call.plan.prefill.ttft_s
+    assert call.max_queue_s == pytest.approx(1.0 + slack + lost * 1.0)
+    world.finish_all()
 
 
 def test_an_answer_to_an_attempt_that_is_over_changes_nothing() -> None:

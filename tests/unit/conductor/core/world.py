@@ -185,11 +185,11 @@ class World:
         self.placed_with[request] = self.tokens[request]
         return self.post(Rehashed(request, self.tokens[request], ()))
 
-    def join_prefill(self, name: str, incarnation: int = 1) -> None:
-        self._join(InstanceFacts(name, incarnation, EngineKind.PREFILL, 64, SHAPE, SPEEDS))
+    def join_prefill(self, name: str, incarnation: int = 1, host: str = "") -> None:
+        self._join(InstanceFacts(name, incarnation, EngineKind.PREFILL, 64, SHAPE, SPEEDS, host=host))
 
-    def join_decode(self, name: str, incarnation: int = 1, total: int = 64) -> None:
-        self._join(InstanceFacts(name, incarnation, EngineKind.DECODE, total, SHAPE, SPEEDS))
+    def join_decode(self, name: str, incarnation: int = 1, total: int = 64, host: str = "") -> None:
+        self._join(InstanceFacts(name, incarnation, EngineKind.DECODE, total, SHAPE, SPEEDS, host=host))
 
     def _join(self, facts: InstanceFacts) -> None:
         self.members[facts.id] = facts

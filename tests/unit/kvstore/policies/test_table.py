@@ -76,6 +76,12 @@ def test_only_full_blocks_are_referred_to() -> None:
     assert [len(chain) for chain in chains_in(requests, "all")] == [2, 3, 1]
 
 
+def test_tenants_share_no_block() -> None:
+    nobody, ann, again = chains_in([TraceRequest(0.0, 1024, 1, (1, 2), tenant) for tenant in ("", "ann", "ann")])
+    assert ann == again
+    assert set(nobody).isdisjoint(ann)
+
+
 def test_the_shipped_trace_is_what_its_generator_makes(tmp_path: Path) -> None:
     requests = Workload(1).requests(1200)
     write_trace(tmp_path / "again.jsonl", requests)

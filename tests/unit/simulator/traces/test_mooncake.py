@@ -91,7 +91,7 @@ def line(**changed: object) -> str:
 @pytest.mark.parametrize(
     ("bad", "what"),
     [
-        (line(n=0), "n must be a whole number from 1 to 128, is 0"),
+        (line(n=0), "n must be a whole number from 1 to 64, is 0"),
         (line(tenant=7), "tenant must be a text, is 7"),
         (line(timestamp=4), "timestamp 4 is before that of the request before, 5: not sorted"),
         (line(timestamp=-1), "timestamp must be a number of at least 0, is -1"),
@@ -141,6 +141,11 @@ def test_reusable_share() -> None:
         TraceRequest(3, 600, 1, (0, 3)),  # one block and 88 tokens
     ]
     assert reusable_share(trace) == (1024 + 512) / (1024 + 1536 + 1024 + 600)
+
+
+def test_tenants_share_nothing_that_could_be_reused() -> None:
+    trace = [TraceRequest(0, 1024, 1, (0, 1), tenant) for tenant in ("", "ann", "ann")]
+    assert reusable_share(trace) == 1 / 3
 
 
 def test_where_a_trace_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
