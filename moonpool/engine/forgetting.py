@@ -17,8 +17,8 @@ WRITE_BACK_TIMEOUT_S = 30.0
 MAX_CARRIED_OUT = 1 << 16
 """Deletions that are known to have been carried out; conductors repeat those of the last month only."""
 DEMANDED_S = 3600.0
-"""For so long others must have carried out a deletion, too, if KV is to be taken from them. Far longer than older KV is on
-its way, minutes as a rule; far shorter than conductors repeat deletions to those who join."""
+"""For so long others must have carried out a deletion, too, if KV is to be taken from them: far longer than older KV is
+on its way, minutes as a rule; far shorter than conductors repeat deletions to those who join."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
