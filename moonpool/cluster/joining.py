@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from moonpool.cluster.events import HeldKeys
-from moonpool.cluster.join import JoinAgent, RoleTaker, no_role
+from moonpool.cluster.join import JoinAgent, RoleTaker, Wake, no_role
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import conductor_pb2
 
@@ -17,21 +17,21 @@ Changes = tuple[Iterable[bytes], Iterable[bytes]]
 
 
 class Bell:
-    """Wakes all who wait for a change, each by an event of its own."""
+    """Wakes all who wait for a change."""
 
     def __init__(self) -> None:
-        self._events: list[asyncio.Event] = []
+        self._wakes: list[Wake] = []
 
-    def add(self) -> asyncio.Event:
-        """An event for one of them."""
-        event = asyncio.Event()
-        self._events.append(event)
-        return event
+    def add(self) -> Wake:
+        """What one of them waits for."""
+        wake = Wake()
+        self._wakes.append(wake)
+        return wake
 
-    def ring(self) -> None:
-        """Something has changed; cheap, callable at any time on the event loop."""
-        for event in self._events:
-            event.set()
+    def ring(self, *, soon: bool = False) -> None:
+        """Something has changed; cheap, callable at any time on the event loop. See `Notify`."""
+        for wake in self._wakes:
+            wake.ring(soon=soon)
 
 
 class KeyNews:
@@ -95,7 +95,7 @@ class Joining:
         for number, address in enumerate(conductors):
             take = news.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
             orders = on_drain, on_replicate, on_role
-            agent = JoinAgent(channels, address, hello, load, take, held, *orders, changed=self._bell.add())
+            agent = JoinAgent(channels, address, hello, load, take, held, *orders, wake=self._bell.add())
             self._agents.append(agent)
 
     @property
@@ -103,9 +103,9 @@ class Joining:
         """Whether a conductor wants every change from now on."""
         return any(agent.follows for agent in self._agents)
 
-    def notify(self) -> None:
+    def notify(self, *, soon: bool = False) -> None:
         """Say that load or keys have changed; see `JoinAgent.notify`."""
-        self._bell.ring()
+        self._bell.ring(soon=soon)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Stay joined until `stopping` is set.
