@@ -42,7 +42,7 @@ from services.kvstore.streams.get_stream import GetResources
 from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources
 from services.kvstore.streams.rooms import RoomQueue
-from services.kvstore.streams.watch import Journal, Unreported
+from services.kvstore.streams.watch import Journal
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import Account
 
@@ -91,7 +91,6 @@ class KVStoreService(StoreListener):
         self._draining = False
         self._pool = ThreadPoolExecutor(config.read_threads, thread_name_prefix="kvstore-read")
         self._observer = Observer(self.metrics)
-        self._unreported = Unreported()
         self._ledger = ledger or Ledger(None)
         self.store = BlockStore(
             *tiers,
@@ -116,8 +115,7 @@ class KVStoreService(StoreListener):
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
         self.agent: Joining | None = None
         if channels is not None and config.conductor:
-            take = self._unreported.take
-            self.agent = Joining(channels, config.conductor, self.hello, self._load, take, held, on_drain)
+            self.agent = Joining(channels, config.conductor, self.hello, self._load, None, held, on_drain)
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
@@ -138,8 +136,7 @@ class KVStoreService(StoreListener):
         self._journal.changed(stored, removed)
         self._observer.changed(stored, removed)
         if self.agent is not None:
-            self._unreported.changed(stored, removed, follows=self.agent.follows)
-            self.agent.notify()
+            self.agent.changed(stored, removed)
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
         self._observer.asked(keys)
@@ -231,8 +228,6 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
             service.lanes.running(config),
             serving(config.listen, [service.contract], security=security) as server,
         ):
-            if server.client_address:
-                log.info("clients with API keys connect here", address=server.client_address)
             instance.address = config.advertised(server.port)
             service.hello.instance.CopyFrom(instance)
             left = asyncio.Event()

@@ -5,7 +5,9 @@ import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from moonpool.kv.keys import unpack_keys
+from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.kv.values import check_owned
+from moonpool.rpc.roles import own_tenant, tenant_of
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.telemetry.gauges import Gauges
@@ -21,7 +23,6 @@ from services.kvstore.streams.get_stream import GetResources, GetStream
 from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources, PutStream
 from services.kvstore.streams.watch import Journal
-from services.kvstore.tenancy.owners import Owner
 
 MAX_MATCH_KEYS = 1 << 15
 
@@ -58,9 +59,7 @@ class KVStoreServicer:
 
     async def Find(self, request: pb.FindRequest, context: object) -> pb.FindResponse:  # noqa: N802
         """Which of some blocks of a namespace are here."""
-        owner, keys = Owner.of_call(), unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
-        owner.check(keys)
-        tenant, store = owner.speaks_for(request.tenant), self.operations.store
+        keys, tenant, store = _own(request.keys), tenant_of(request.tenant), self.operations.store
         deletions = store.writes.deletions.concerning((), tenant, request.namespace)
         found, layouts = find(store.tiers, keys, request.namespace)
         return pb.FindResponse(
@@ -69,9 +68,7 @@ class KVStoreServicer:
 
     async def Remove(self, request: pb.RemoveRequest, context: object) -> pb.RemoveResponse:  # noqa: N802
         """Drops blocks that their owner does not need any more."""
-        keys = unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
-        Owner.of_call().check(keys)
-        dropped = await self.deletions.drop(keys)
+        dropped = await self.deletions.drop(_own(request.keys))
         return pb.RemoveResponse(blocks=dropped.blocks, bytes=dropped.nbytes)
 
     async def Pin(self, request: pb.PinRequest, context: object) -> pb.PinResponse:  # noqa: N802
@@ -121,3 +118,10 @@ class KVStoreServicer:
             sampled=reuse.last_uses.rate,
             capacity_bytes=self.operations.capacity_bytes,
         )
+
+
+def _own(packed: bytes) -> list[BlockKey]:
+    """Keys of a request; raises PermissionDenied unless its caller may name them."""
+    keys = unpack_keys(packed, max_keys=MAX_MATCH_KEYS)
+    check_owned(keys, own_tenant())
+    return keys

@@ -16,6 +16,7 @@ from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError,
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.values import check_owned
 from moonpool.streams.credits import ByteCredits, Traffic
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.receiving import FrameWriter
@@ -137,7 +138,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
                 self._close(message.session)
                 raise InvalidRequest("session", f"{message.session} was open already")
             keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
-            self.owner.check(keys)
+            check_owned(keys, self.tenant)
             wanted = _wanted(message, layout)
             if any(name not in self._resources.carried_out for name in message.forgotten):
                 raise Unavailable("a deletion of such blocks was not carried out yet")
