@@ -229,11 +229,11 @@ class ReadStream(ServerStream[kv_pb2.ReadKVRequest]):
 
     def _layers(self, message: kv_pb2.ReadOpen) -> range:
         layout = self._reads.pool.layout
-        if not message.layer_begin < message.layer_end <= layout.layers:
-            raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
+        layers = range(message.layer_begin, message.layer_end)
+        layout.check_part(layers, range(layout.kv_heads))
         if (message.head_begin, message.head_end) != (0, layout.kv_heads):
             raise InvalidRequest("head_end", "slices are read whole")
-        return range(message.layer_begin, message.layer_end)
+        return layers
 
     def _ended(self, number: int, task: "asyncio.Task[None]", lease: Lease) -> None:
         self._reads.take_back(lease)  # here, because a task that is cancelled before it has begun cannot do it

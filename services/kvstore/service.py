@@ -33,7 +33,6 @@ from services.kvstore.operate.gauges import gauges_of
 from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.observe import Observer
 from services.kvstore.operate.operations import Operations
-from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.operate.writer import WriteBehind, within
 from services.kvstore.policies import POLICIES
 from services.kvstore.servicer import KVStoreServicer
@@ -104,13 +103,14 @@ class KVStoreService(StoreListener):
         self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, bytes_per_s=rate)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
-        self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
         self.gauges = gauges_of(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, rows)
         for name, read, at_rest in self.lanes.gauges():
             self.gauges.add(name, read, at_rest)
         self.metrics.watch(self.gauges)
+        clock, reuse = asyncio.get_running_loop().time, self._observer.reuse
+        self._operations = Operations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)
         self.servicer = self._make_servicer(instance, ahead)
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
         self.agent: Joining | None = None
@@ -121,11 +121,10 @@ class KVStoreService(StoreListener):
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
         put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
         lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
-        operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
-        journal, closing, streams = self._journal, self._closing, self.streams
-        deletions = Deletions(store, self._pins, self._ledger, self.writer, config.session_timeout_s)
+        operations, journal, closing, streams = self._operations, self._journal, self._closing, self.streams
+        deletions = Deletions(store, operations, self._ledger, self.writer, config.session_timeout_s)
         get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read, deletions)
-        durable = self._pins, self._ledger, deletions
+        durable = self._ledger, deletions
         return KVStoreServicer(put, get, *durable, operations, journal, self.gauges, closing, streams, self.lanes)
 
     @property
@@ -155,30 +154,27 @@ class KVStoreService(StoreListener):
             self.idle.set()
 
     def _load(self) -> conductor_pb2.LoadReport:
-        return conductor_pb2.LoadReport(
-            running=self.store.reads.leases + len(self.store.writes.sessions),
-            waiting=len(self.rooms),
-            cached_blocks=len(self.store.tiers.dram),
-            draining=self._draining,
-            tiers=self._tiers(),
-        )
-
-    def _tiers(self) -> list[conductor_pb2.TierLoad]:
         dram, ssd = self.store.tiers.dram, self.store.tiers.ssd
         tiers = [("dram", len(dram), dram.block_bytes, dram.capacity_bytes)]
         if ssd is not None:
             tiers.append(("ssd", len(ssd.catalogue), ssd.space.used_bytes, ssd.space.capacity_bytes))
-        return [
-            conductor_pb2.TierLoad(name=name, blocks=blocks, used_bytes=used, capacity_bytes=size)
-            for name, blocks, used, size in tiers
-        ]
+        return conductor_pb2.LoadReport(
+            running=self.store.reads.leases + len(self.store.writes.sessions),
+            waiting=len(self.rooms),
+            cached_blocks=len(dram),
+            draining=self._draining,
+            tiers=[
+                conductor_pb2.TierLoad(name=name, blocks=blocks, used_bytes=used, capacity_bytes=size)
+                for name, blocks, used, size in tiers
+            ],
+        )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Runs the writer and ends pins; at the end makes durable what is visible, and closes threads and files."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(each.run()) for each in (self._pins, self.writer) if each is not None]
+                tasks = [group.create_task(each.run()) for each in (self._operations, self.writer) if each is not None]
                 try:
                     yield
                 finally:

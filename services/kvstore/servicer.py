@@ -18,7 +18,6 @@ from services.kvstore.core.tiered_store import find
 from services.kvstore.operate.deletions import Deletions
 from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.operations import Operations
-from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.streams.get_stream import GetResources, GetStream
 from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources, PutStream
@@ -33,7 +32,6 @@ class KVStoreServicer:
 
     put: PutResources
     get: GetResources
-    pins: PinKeeper
     ledger: Ledger
     deletions: Deletions
     operations: Operations
@@ -73,7 +71,7 @@ class KVStoreServicer:
 
     async def Pin(self, request: pb.PinRequest, context: object) -> pb.PinResponse:  # noqa: N802
         keys = unpack_keys(request.keys, max_keys=MAX_SESSION_BLOCKS)
-        outcome = self.pins.pin(request.tenant, request.name, keys, request.ttl_s)
+        outcome = self.operations.pin(request.tenant, request.name, keys, request.ttl_s)
         return pb.PinResponse(
             blocks=outcome.blocks,
             bytes=outcome.nbytes,
@@ -82,7 +80,7 @@ class KVStoreServicer:
         )
 
     async def Unpin(self, request: pb.UnpinRequest, context: object) -> pb.UnpinResponse:  # noqa: N802
-        return pb.UnpinResponse(found=self.pins.unpin(request.tenant, request.name))
+        return pb.UnpinResponse(found=self.operations.unpin(request.tenant, request.name))
 
     async def Watch(self, request: pb.WatchRequest, context: object) -> AsyncIterator[pb.WatchResponse]:  # noqa: N802
         """A snapshot (or what was missed), then changes."""

@@ -7,6 +7,7 @@ from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.ssd.catalogue import Catalogue
 from services.kvstore.ssd.tier import SsdTier
 
 
@@ -35,6 +36,7 @@ class TieredStore:
     def __init__(self, dram: DramTier, ssd: SsdTier | None, listener: StoreListener) -> None:
         self.dram = dram
         self.ssd = ssd
+        self.catalogue = Catalogue() if ssd is None else ssd.catalogue
         self.listener = listener
 
     def __contains__(self, key: bytes) -> bool:
@@ -43,23 +45,21 @@ class TieredStore:
     def part(self, number: int) -> list[BlockKey]:
         """Every key of one part, once. A walk over all parts misses no key that stays: none changes its part."""
         found = self.dram.parts[number]
-        if self.ssd is None:
-            return list(found)
-        return [*found, *itertools.filterfalse(found.__contains__, self.ssd.catalogue.parts[number])]
+        return [*found, *itertools.filterfalse(found.__contains__, self.catalogue.parts[number])]
 
     def durable(self, key: bytes) -> bool:
-        return self.ssd is not None and key in self.ssd.catalogue
+        return key in self.catalogue
 
     def format_of(self, key: BlockKey) -> BlockFormat | None:
         block = self.dram.get(key)
         if block is not None:
             return block.info.format
-        kind = None if self.ssd is None else self.ssd.catalogue.kind_of(key)
+        kind = self.catalogue.kind_of(key)
         return None if kind is None else kind.format
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks of a chain are here."""
-        dram, ssd = self.dram, () if self.ssd is None else self.ssd.catalogue
+        dram, ssd = self.dram, self.catalogue
         for count, key in enumerate(keys):
             if key not in dram and key not in ssd:
                 return count
@@ -67,8 +67,7 @@ class TieredStore:
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         self.dram.touch(chain)
-        if self.ssd is not None:
-            self.ssd.catalogue.touch(chain)
+        self.catalogue.touch(chain)
 
     def reserve(self, nbytes: Mapping[str, int]) -> bool:
         """Reserves DRAM by tenant, evicting others; nothing, and False, when too little can be evicted."""

@@ -15,7 +15,7 @@ from moonpool.v1 import kv_pb2
 from services.kvstore.core.forgetting import Forgotten, Steps, drop, expire, forget
 from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.ledger import Ledger
-from services.kvstore.operate.pin_keeper import PinKeeper
+from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.writer import WriteBehind
 
 
@@ -24,7 +24,7 @@ class Deletions:
     """Deletes from one store. `timeout_s` bounds the wait for the disk; `clock` gives seconds since 1970."""
 
     store: BlockStore
-    pins: PinKeeper
+    operations: Operations
     ledger: Ledger
     writer: WriteBehind | None
     timeout_s: float
@@ -49,7 +49,7 @@ class Deletions:
                 for name, selection in new.items():
                     self.ledger.deletions.add(name, selection)
                 done = await _in_turns(forget(self.store, together))
-                self.pins.end_all(together.tenants)
+                self.operations.unpin_all(together.tenants)
                 self.unsaved.update(dict.fromkeys(new, Forgotten()) | {next(iter(new)): done})
             if ttl_s:
                 expired = await _in_turns(expire(self.store, ttl_s, self.clock()))

@@ -75,16 +75,9 @@ class _Wanted:
 
 def _wanted(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Wanted:
     """The part of the blocks that a reader asks for; raises InvalidRequest when there is no such part."""
-    if not message.layer_begin < message.layer_end <= layout.layers:
-        raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
-    if not message.head_begin < message.head_end <= layout.kv_heads:
-        raise InvalidRequest("head_end", f"no such heads; the layout has {layout.kv_heads}")
-    heads = None
-    if message.head_end - message.head_begin < layout.kv_heads:
-        if layout.scale_bytes:
-            raise InvalidRequest("head_end", "slices with scales travel whole")
-        heads = range(message.head_begin, message.head_end)
-    return _Wanted(range(message.layer_begin, message.layer_end), heads, message.forgotten)
+    layers, heads = range(message.layer_begin, message.layer_end), range(message.head_begin, message.head_end)
+    layout.check_part(layers, heads)
+    return _Wanted(layers, None if len(heads) == layout.kv_heads else heads, message.forgotten)
 
 
 class GetStream(KVStream[kvstore_pb2.GetRequest]):
