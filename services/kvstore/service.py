@@ -122,10 +122,9 @@ class KVStoreService(StoreListener):
         put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
         lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
         operations, journal, closing, streams = self._operations, self._journal, self._closing, self.streams
-        deletions = Deletions(store, operations, self._ledger, self.writer, config.session_timeout_s)
+        deletions = Deletions(operations, self._ledger, self.writer, config.session_timeout_s)
         get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read, deletions)
-        durable = self._ledger, deletions
-        return KVStoreServicer(put, get, *durable, operations, journal, self.gauges, closing, streams, self.lanes)
+        return KVStoreServicer(put, get, deletions, operations, journal, self.gauges, closing, streams, self.lanes)
 
     @property
     def contract(self) -> Service:

@@ -16,7 +16,6 @@ from moonpool.v1 import kvstore_pb2 as pb
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.core.tiered_store import find
 from services.kvstore.operate.deletions import Deletions
-from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.operations import Operations
 from services.kvstore.streams.get_stream import GetResources, GetStream
 from services.kvstore.streams.open_streams import OpenStreams
@@ -32,7 +31,6 @@ class KVStoreServicer:
 
     put: PutResources
     get: GetResources
-    ledger: Ledger
     deletions: Deletions
     operations: Operations
     journal: Journal
@@ -56,7 +54,6 @@ class KVStoreServicer:
         return pb.MatchPrefixResponse(blocks=self.operations.store.tiers.match(keys))
 
     async def Find(self, request: pb.FindRequest, context: object) -> pb.FindResponse:  # noqa: N802
-        """Which of some blocks of a namespace are here."""
         keys, tenant, store = _own(request.keys), tenant_of(request.tenant), self.operations.store
         deletions = store.writes.deletions.concerning((), tenant, request.namespace)
         found, layouts = find(store.tiers, keys, request.namespace)
@@ -65,7 +62,6 @@ class KVStoreServicer:
         )
 
     async def Remove(self, request: pb.RemoveRequest, context: object) -> pb.RemoveResponse:  # noqa: N802
-        """Drops blocks that their owner does not need any more."""
         dropped = await self.deletions.drop(_own(request.keys))
         return pb.RemoveResponse(blocks=dropped.blocks, bytes=dropped.nbytes)
 
@@ -83,7 +79,6 @@ class KVStoreServicer:
         return pb.UnpinResponse(found=self.operations.unpin(request.tenant, request.name))
 
     async def Watch(self, request: pb.WatchRequest, context: object) -> AsyncIterator[pb.WatchResponse]:  # noqa: N802
-        """A snapshot (or what was missed), then changes."""
         with self.streams.running(context):
             async with aclosing(self.journal.watch(request.incarnation, request.after_sequence)) as messages:
                 async for events in messages:
@@ -97,8 +92,8 @@ class KVStoreServicer:
         return kv_pb2.ForgetResponse(blocks=done.blocks, bytes=done.nbytes)
 
     async def SyncRecords(self, request: pb.SyncRecordsRequest, context: object) -> pb.SyncRecordsResponse:  # noqa: N802
-        await self.ledger.take(request.records)
-        records, sequence, more = self.ledger.book.after(request.after)
+        await self.deletions.ledger.take(request.records)
+        records, sequence, more = self.deletions.ledger.book.after(request.after)
         return pb.SyncRecordsResponse(records=records, sequence=sequence, more=more)
 
     async def Compact(self, request: pb.CompactRequest, context: object) -> pb.CompactResponse:  # noqa: N802

@@ -77,8 +77,7 @@ class TieredStore:
             if victims is None:
                 self.unreserve(taken)
                 return False
-            if victims:
-                self.removed(victims)
+            self.removed(victims)
             taken[tenant] = count
         return True
 
@@ -123,10 +122,7 @@ def find(tiers: TieredStore, keys: Sequence[BlockKey], namespace: bytes) -> tupl
 
     Returns for each key 0, or the number of its layout from 1; and the layouts.
     """
-    layouts: dict[KVLayout, int] = {}
-    found = []
-    for key in keys:
-        there = tiers.format_of(key)
-        known = there is not None and there.namespace == namespace
-        found.append(layouts.setdefault(there.layout, len(layouts) + 1) if there is not None and known else 0)
-    return found, list(layouts)
+    formats = map(tiers.format_of, keys)
+    known = [there.layout if there is not None and there.namespace == namespace else None for there in formats]
+    numbers = {layout: number for number, layout in enumerate(dict.fromkeys(filter(None, known)), 1)}
+    return [0 if layout is None else numbers[layout] for layout in known], list(numbers)
