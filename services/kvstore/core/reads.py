@@ -159,7 +159,7 @@ class Reads:
             self.leased_bytes += 0 if leases else size
             self.leased[key] = leases + 1
             return LeasedBlock(block)
-        kind = None if ssd is None else ssd.catalogue.kind_of(key)
+        kind = self.tiers.catalogue.kind_of(key)
         if ssd is None or kind is None or kind.format != lease.format:
             return None
         source = LeasedBlock(reader=ssd.reader(key), tenant=kind.tenant)
