@@ -47,7 +47,7 @@ class Attempt:
         promise: claim of the promised room, until the sequence's call holds it.
         delivered: decode has everything.
         places: instances that have, or had, a part in it.
-        begun: when it was planned.
+        begun: when it was planned; `queued_s` before that the request had looked for a place in vain.
         stale: so many prefill instances in a row have not taken the prompt, as their queues were longer than thought.
         max_queue_s: the one that is called need not take it where its queue is longer; None = it must, or has taken it.
     """
@@ -71,6 +71,7 @@ class Attempt:
     delivered: bool = False
     places: list[str] = field(default_factory=list)
     begun: float = 0.0
+    queued_s: float = 0.0
     stale: int = 0
     max_queue_s: float | None = None
 

@@ -155,13 +155,13 @@ class Placing:
         for kind in ("wait", "pause"):
             self._timers.clear((kind, number))
         self._count(now, request, plan, out)
-        waited_s, queued_s = attempt.begun - request.ask.arrived, 0.0
+        waited_s = attempt.begun - request.ask.arrived
         if request.waits_since is not None:
-            queued_s = attempt.begun - request.waits_since
-            request.queued_s += queued_s if request.ask.slo.queue_s else 0.0
+            attempt.queued_s = attempt.begun - request.waits_since
+            request.queued_s += attempt.queued_s if request.ask.slo.queue_s else 0.0
         request.waits_since = request.refusal = None
         request.unasked = 0
-        out.append(Announce(number, plan, attempt.sequence, attempt.target, waited_s, queued_s))
+        out.append(Announce(number, plan, attempt.sequence, attempt.target, waited_s, attempt.queued_s))
         if plan.at_decode:
             self._legs.compute(request, attempt, now, out)
         else:

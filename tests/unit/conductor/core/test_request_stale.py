@@ -108,6 +108,23 @@ def test_who_was_told_a_place_is_not_refused_early_though_no_place_keeps_its_lim
     world.finish_all()
 
 
+def test_what_it_has_waited_for_a_place_is_told_with_each_place() -> None:
+    world = World(decodes=1)
+    for number in range(2):
+        world.report(f"prefill-{number}", 64, drain_s=4.0)
+    world.arrive(prompt=100, slo=Slo(ttft_s=1.0, queue_s=30.0))
+    assert world.open(Reserve) == []
+    for number in range(2):
+        world.report(f"prefill-{number}", 64, drain_s=0.0)
+    world.sleep(5.0)
+    world.promise(world.one(Reserve))
+    world.end(world.one(Prefill), Stale(0.5, taken=1))
+    first, second = world.all(Announce)
+    assert (first.sequence, first.queued_s) == (second.sequence, second.queued_s)
+    assert first.queued_s > 0.0
+    world.finish_all()
+
+
 def test_an_instance_that_must_take_the_prompt_and_does_not_has_failed() -> None:
     world, call = placed(1, 1.0)
     assert call.max_queue_s is None
