@@ -123,7 +123,7 @@ class Planner:
         out.append(run)
 
     def _quiet_steps(self, out: list[Action]) -> int:
-        """Steps of the next run. Who soon needs a block gets it now, if nobody waits for one and one is left for everybody."""
+        """Steps of the next run. Who soon needs a block gets it now, if nobody waits and one is left for everybody."""
         for request, member in short_of_blocks(self.batch, self._config):
             if self._waiting or self._room.spare <= len(self.batch):
                 break
