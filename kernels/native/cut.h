@@ -65,6 +65,7 @@ template <bool COUNT> struct Cutting {
     const float* from;
     int64_t n;         // candidates: positive, but for what fills up the last vector
     float* spare[2];   // where candidates go next
+    float floor_ = 0;  // the candidates are all weights above it that are not in `above`
 
     double measure(const float* w, int64_t count) const {
         if (COUNT) return count;
@@ -91,7 +92,7 @@ template <bool COUNT> struct Cutting {
         double sum_ = above;
         int64_t kept = 0, equal = 0;
         for (; kept < n && sorted[kept] > 0 && sum_ < goal; kept++) sum_ += COUNT ? 1.0 : sorted[kept];
-        if (!kept) return {0, 0};
+        if (!kept) return {floor_, 0};  // rounded in another order, sums may stay below the goal: all are kept
         while (equal < kept && sorted[kept - 1 - equal] == sorted[kept - 1]) equal++;
         return {sorted[kept - 1], equal};
     }
@@ -138,9 +139,11 @@ template <bool COUNT> struct Cutting {
             if (count == n) higher = sift(low = before(high), high, &count);
             double within = measure(spare[0], count);
             if (goal <= above + higher) {
+                floor_ = high;
                 go_on(between(from, n, high, INFINITY, spare[0]), higher);
             } else if (goal <= above + higher + within) {
                 above += higher;
+                floor_ = low;
                 go_on(count, within);
                 if (low == before(high)) return of_equals();
             } else {

@@ -147,7 +147,7 @@ INLINE float query(int type, const char* from, fixed* to, int D, float sign) {
     for (int d = 0; d < D; d += W) top = vmax(top, vmax(load(row + d), -load(row + d)));
     float most = max_of(top), times = most > 0 ? FIXED_ONE / most : 0;
     for (int d = 0; d < D; d += W) narrow(to + d, load(row + d) * times);
-    return most / FIXED_ONE;
+    return most > 0 ? most / FIXED_ONE : 1.0f;  // never 0, by which minus infinity must not be multiplied
 }
 #endif
 

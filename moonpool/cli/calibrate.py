@@ -35,7 +35,8 @@ hardware: {hardware}
 time_scale: 1.0
 
 model:
-  kv_bytes_per_token: {token_bytes}
+  kv_bytes_per_token: {layout.token_bytes}
+  kv_dtype: {layout.dtype}
   max_tokens: {max_tokens}
 
 # Emulated KV: 16 bytes a token, layer and head.
@@ -90,7 +91,7 @@ def run_calibrate(
         repeats=repeats,
         name=name or out.stem,
         hardware=hardware or f"{_cores(threads)}, {model_name(model)} in {kind}",
-        token_bytes=layout.token_bytes,
+        layout=layout,
         max_tokens=config.max_position_embeddings,
         layers=min(config.num_layers, EMULATED_LAYERS),
         prefill=prefill,

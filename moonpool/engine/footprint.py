@@ -3,6 +3,9 @@
 Weights are held once and the pool is mapped whole, so only the work space depends on what is computed. It is worked
 out from the largest step (`EngineSpec.step_tokens`): what the kernels and the sampling of such a step allocate, each at
 its largest. The allocator keeps what it once had (`moonpool.engine.launch`), so this is also what stays.
+
+Not counted is what answers of a given format bring in (`moonpool.engine.masks`): the tokenizer, and the grammars and
+parsers that are kept, whose size the library that has them does not tell.
 """
 
 from pathlib import Path

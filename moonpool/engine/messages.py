@@ -164,7 +164,7 @@ class Footprint:
         weights: of its layers, once.
         pool: its part of the KV pool, which it shares with the I/O process, and the device's own where that is memory
             of the host.
-        work: everything that steps need.
+        work: everything that steps need, but for the tokenizer, grammars and parsers of answers of a given format.
     """
 
     libraries: int
@@ -174,7 +174,7 @@ class Footprint:
 
     @property
     def bound(self) -> int:
-        """What is never exceeded once the engine is ready."""
+        """What is never exceeded once the engine is ready, as long as no answer has a given format."""
         return self.libraries + self.weights + self.pool + self.work
 
     def mebibytes(self) -> dict[str, int]:

@@ -247,7 +247,7 @@ def _calibrated(profile: str, layout: KVLayout) -> Speeds | None:
     """The speeds of a calibration; None without one.
 
     Raises:
-        ConfigError: there is no such profile, or it is of another model.
+        ConfigError: there is no such profile, or it is of another model or another type of KV.
     """
     if not profile:
         return None
@@ -256,6 +256,10 @@ def _calibrated(profile: str, layout: KVLayout) -> Speeds | None:
         theirs, ours = found.token_bytes, layout.token_bytes
         raise ConfigError(
             "profile", f"{found.name} is of a model with {theirs} bytes of KV per token, this one has {ours}"
+        )
+    if found.kv_dtype not in ("", layout.dtype):
+        raise ConfigError(
+            "profile", f"{found.name} is of KV in {found.kv_dtype}, this instance has it in {layout.dtype}"
         )
     return found.speeds
 

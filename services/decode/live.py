@@ -131,12 +131,12 @@ class LiveSequence:
         )
 
     def tell(self) -> None:
-        """Tells the conductor of new tokens, and of the end if it has come, if it wants them now."""
+        """Tells the conductor of new tokens, and of the end if it has come, if it wants them now or never."""
         request, position = self.request, self.told
         if request.subscriber is None or self.stopped:
             return
         few = self.output_tokens - position < GATHERED_TOKENS
-        if request.gather and few and position and not self.finish:
+        if request.gather and few and position and not self.finish and not request.ending:
             return
         self.told = self.output_tokens
         tokens = self.tokens[self.sampling.prompt_tokens + position :].tolist()
@@ -302,6 +302,9 @@ class LiveRequest:
         if self.send_verdict is not None and not self.complete:
             self.send_verdict(self.transfer)
         if self.subscriber is not None:
+            for sequence in self.sequences if self.beams is None else ():
+                if sequence.output_tokens > sequence.told:  # gathered: others go on behind them
+                    sequence.tell()
             self.subscriber.failed(self.request_id, why, transfer=not self.complete)
             self.subscriber = None
 

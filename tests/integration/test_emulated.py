@@ -131,7 +131,7 @@ def test_calibrate_writes_a_profile_and_says_how_it_was_tested(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert "sizes held out of the fit" in done.stdout
     profile = load_profile(str(out))
-    assert (profile.name, profile.token_bytes) == ("mine", 2560)
+    assert (profile.name, profile.token_bytes, profile.kv_dtype) == ("mine", 2560, "bfloat16")
     assert profile.speeds.prefill_per_token_s > 0
     assert "held out of the fit, are:\n# prefill median" in out.read_text()
 

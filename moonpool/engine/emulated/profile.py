@@ -51,6 +51,8 @@ class Profile:
     """Seconds of the profile that pass in one second, unless `--time-scale` says otherwise."""
     pool_bytes: int = 0
     """True bytes of KV that the hardware's memory holds beside the weights; 0 = not given."""
+    kv_dtype: str = ""
+    """Element type of the KV that was measured over; "" = not given."""
 
     def layout(self, block_tokens: int) -> KVLayout:
         """Arrangement of the emulated KV: 8 bytes per token, head, layer, and K or V."""
@@ -94,6 +96,7 @@ class Profile:
             kv_heads=kv.count("kv_heads"),
             time_scale=top.number("time_scale", 1.0),
             pool_bytes=_pool_bytes(memory) if memory else 0,
+            kv_dtype=model.text("kv_dtype", ""),
         )
         for section in (top, model, kv, prefill, decode, rates, memory):
             section.finish()
@@ -118,7 +121,9 @@ class _Fields:
     def section(self, name: str, *, required: bool = True) -> "_Fields":
         return _Fields(self._take(name) if required else self._left.pop(name, {}), self._source, f"{name}.")
 
-    def text(self, name: str) -> str:
+    def text(self, name: str, default: str | None = None) -> str:
+        if default is not None and name not in self._left:
+            return default
         value = self._take(name)
         if not isinstance(value, str) or not value or not value.isprintable():
             raise self.error(name, f"must be a line of text, is {value!r}")

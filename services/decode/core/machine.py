@@ -131,7 +131,7 @@ class DecodeCore:
         if not self._dead:
             self.planner.plan(now, out)
             if not isinstance(event, Stepped | StepDone):
-                self.planner.cut(out, leaving=bool(self._leaving))
+                self.planner.cut(out, leaving=bool(self._leaving) or self.orphans.wait)
 
     def _reserve(self, now: float, event: Reserve, out: list[Action]) -> None:
         self._end(self.orphans.of(event.conductor), "the conductor's stream ended", out)  # it has placed them anew

@@ -50,6 +50,11 @@ class Orphans:
         """Sequences that run without a conductor."""
         return len(self._graces) + len(self._late)
 
+    @property
+    def wait(self) -> bool:
+        """Whether one whose grace is over waits for the running step's end."""
+        return any(self._planner.in_flight(request) for request in self._late)
+
     def due(self) -> float | None:
         """When the next grace period is over, or a log is forgotten."""
         return min((at for at in (self._graces.next(), self.logs.due()) if at is not None), default=None)

@@ -123,9 +123,9 @@ class Planner:
         out.append(run)
 
     def _quiet_steps(self, out: list[Action]) -> int:
-        """Steps of the next run. Who soon needs a block gets it now, while there is one left for everybody."""
+        """Steps of the next run. Who soon needs a block gets it now, if nobody waits and one is left for everybody."""
         for request, member in short_of_blocks(self.batch, self._config):
-            if self._room.spare <= len(self.batch):
+            if self._waiting or self._room.spare <= len(self.batch):
                 break
             self._add_block(member, out)
             self.batch.grew(member)

@@ -45,6 +45,21 @@ async def test_tokens_for_which_nobody_waits_are_told_together(run_steps: int) -
         assert conductor.messages <= 3
 
 
+async def test_gathered_tokens_are_told_before_the_failure() -> None:
+    tokens = prompt(20)
+    answer = continuation(tokens, 40)
+    async with decoding() as it, conducting(it) as conductor:
+        reached, go = it.engine.hold(after=6)
+        target = await reserve(it, spec("a", tokens, max_tokens=40))
+        await transfer(it, target, tokens)
+        await conductor.start("a", target, answer[0], gather=True)
+        await reached.wait()
+        it.service.shell.die("it was unplugged")
+        await conductor.until(lambda: "a" in conductor.failed)
+        assert conductor.tokens["a"] == answer[1:7]
+        go.set()
+
+
 @pytest.mark.parametrize("ends", [True, False])
 async def test_who_ends_or_comes_ends_the_run(*, ends: bool) -> None:
     """An end token, and a sequence that waits for its place."""

@@ -71,6 +71,16 @@ def test_a_calibration_of_this_model_is_told_in_place_of_what_is_timed_at_start(
     with pytest.raises(ConfigError, match="2560 bytes of KV per token") as wrong:
         engine_setup(config(folder, profile="tiny-cpu-2-cores"))
     assert wrong.value.field == "profile"
+    quantised = config(folder, kv_dtype="fp8", profile=str(profile))
+    size = engine_setup(config(folder, kv_dtype="fp8")).layout.token_bytes
+    model = f"kv_bytes_per_token: {size}\n  kv_dtype: "
+    for dtype in ("int8", "float8_e4m3fn"):
+        profile.write_text(bundled.read_text().replace("kv_bytes_per_token: 2560", model + dtype))
+        if dtype == "int8":
+            with pytest.raises(ConfigError, match="KV in int8, this instance has it in float8_e4m3fn") as wrong:
+                engine_setup(quantised)
+            assert wrong.value.field == "profile"
+    assert engine_setup(quantised).spec.speeds is not None
     with pytest.raises(ConfigError, match="leave it out"):
         engine_setup(config(folder, engine="emulated:llama-70b-a800", profile=str(profile)))
 

@@ -126,6 +126,43 @@ def test_attention_over_it(stored: torch.dtype, dtype: torch.dtype, mode: str, m
     case.check(case.run(scales=scales), times=2.0 if rounds_twice else 1.0)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stored", DTYPES)
+def test_a_query_of_zeros_sees_all_tokens_alike(
+    stored: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the last vector of scores is filled up."""
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    _, values, scales = pool(stored, 12)
+    where = torch.arange(52)
+    row = torch.randn(52, HEADS, SIZE, generator=torch.Generator().manual_seed(3)).bfloat16()
+    write_kv(row, row, values, where // TOKENS, where % TOKENS, scales=scales)
+    counts = [1, 2, 3, 17, 18, 19, 20, 52]
+    stand_for = (values[:4, :, 1].float() * scales[:4, :, 1, :, None]).transpose(0, 1).flatten(1, 2).transpose(0, 1)
+    case = Case(
+        torch.zeros(len(counts), 4, SIZE).bfloat16(),
+        values,
+        torch.arange(4).int().expand(len(counts), 4).contiguous(),
+        torch.arange(len(counts) + 1).int(),
+        torch.tensor(counts).int(),
+        [stand_for[:count].expand(2, -1, -1, -1) for count in counts],
+    )
+    case.check(case.run(scales=scales), times=2.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("at", [0, 5, SIZE - 1])
+def test_what_is_no_number_stays_none(stored: torch.dtype, mode: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN makes its token's scale one; the others are as without it."""
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    _, values, scales = pool(stored)
+    row = torch.ones(2, HEADS, SIZE)
+    row[0, 1, at] = -torch.nan
+    write_kv(row, row, values, torch.tensor([1, 1]), torch.tensor([0, 1]), scales=scales)
+    assert scales[1, :, :, :2].isnan().tolist() == [[[False, False]] * 2, [[True, False]] * 2]
+
+
 @pytest.mark.parametrize(("stored", "given_"), [(torch.int8, False), (torch.float32, True)])
 def test_scales_are_asked_for(stored: torch.dtype, given_: bool) -> None:
     kv = torch.zeros(1, HEADS, 2, TOKENS, SIZE, dtype=stored)

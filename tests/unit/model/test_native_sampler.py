@@ -1,8 +1,10 @@
 """The native sampler beside torch's, which is its reference: the same tokens, failures, ranks and likely tokens."""
 
+import math
 import random
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,6 +162,30 @@ def test_a_number_at_the_border_of_two_tokens_is_the_same_token(target: str | No
     mine = choose(native, logits.clone(), [spec], [scale_of(params)], borders, {})
     assert mine.tokens == theirs
     assert len(set(theirs[0])) > 1000
+
+
+def test_a_share_that_rounding_puts_behind_all_that_it_keeps() -> None:
+    """Half of the weights are alike and small; the share is the others' sum, to the last bits, whatever their order."""
+    rows, vocab, params = 40, 4000, SamplingParams()
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.rand(rows, vocab, generator=generator) * -16.0
+    small = torch.rand(rows, vocab, generator=generator) < 0.5
+    small[:, 0], small[:, -1] = False, True
+    logits[:, 0], logits[small] = 0.0, -30.0
+    weights = weights_of(logits, torch.full((rows,), scale_of(params)))[:, :vocab].double()
+    shares = (weights * ~small).sum(-1) / weights.sum(-1)
+    nearby = [share + step * math.ulp(share) for share in shares.tolist() for step in range(-6, 7)]
+    specs = [SampleSpec(replace(params, top_p=share)) for share in nearby]
+    number = math.nextafter(1.0, 0.0)  # of the last token that is kept
+    found = choose(
+        Library(build.build()),
+        logits.repeat_interleave(13, 0),
+        specs,
+        [scale_of(params)] * len(specs),
+        [number] * len(specs),
+        {},
+    )
+    assert [vocab - 1] not in found.tokens, "of the small ones, the first at most"
 
 
 def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both) -> None:

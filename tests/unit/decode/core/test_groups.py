@@ -61,6 +61,27 @@ def test_each_grows_at_each_border(length: int) -> None:
     world.assert_reruns()
 
 
+def test_no_block_is_given_ahead_while_a_group_waits_for_copies_out() -> None:
+    """A group of six needs five more blocks, of which four are free; who stays has one for its next steps."""
+    swap = Preemption.SWAP
+    world = World(config(12, preemption=swap, swap_blocks=9, assumed_answer_tokens=1, ahead_steps=BT, run_steps=BT))
+    group = world.reserve(prompt(5), (8,) * 6, priority=-2)
+    assert group is not None
+    world.arrive(group)
+    stays, goes = world.go(prompt(2 * BT - 1, 1), 60), world.go(prompt(3 * BT - 1, 2), 60)
+    world.step()
+    assert world.core.room.spare == 4
+    world.start(group)
+    world.step()
+    assert [it.id for it in world.ios.values()] == [goes]
+    begun = len(world.actions)
+    world.step()
+    assert world.actions[begun:] == [Run(4, (stays,), steps=14)]
+    world.work()
+    assert [len(world.answers[group + index]) for index in range(6)] == [8] * 6
+    world.assert_at_rest()
+
+
 def test_one_ends_and_the_others_go_on() -> None:
     world = World(config(12))
     number = world.go(prompt(BT + 1), (2, 5))

@@ -3,7 +3,7 @@
 import pytest
 
 from moonpool.logprobs import bytes_per_token
-from services.decode.core.actions import Adopted, Fenced, Forget, Gone, Parked
+from services.decode.core.actions import Adopted, Cut, Fenced, Forget, Gone, Parked
 from services.decode.core.events import Stop, StreamOpened
 from services.decode.core.logs import KEY_BYTES, LOG_BYTES, TOKEN_BYTES
 from services.decode.core.request import NOBODY, State
@@ -51,6 +51,17 @@ def test_after_its_grace_it_parks_when_the_step_is_over_and_computes_nothing() -
     assert world.core.blocks.num_cached == 1, "its full block is cache"
     world.assert_at_rest()
     assert world.core.due() == 2.0 + 30.0
+
+
+def test_the_end_of_its_grace_cuts_the_run() -> None:
+    world, number = lonely(run_steps=9)
+    assert world.left == 9
+    world.step()
+    world.tick(2.0)
+    assert world.actions[-1] == Cut(1)
+    world.step()
+    assert list(world.logged) == [number]
+    world.assert_at_rest()
 
 
 @pytest.mark.parametrize("way", WAYS)
