@@ -50,7 +50,7 @@ def forget(store: BlockStore, selection: Selection, step_blocks: int = STEP_BLOC
 
 def drop(store: BlockStore, keys: Sequence[BlockKey]) -> Forgotten:
     """Deletes a few blocks by key, at once. Dead copies of them stay on the disk until their segments go."""
-    tiers = store.tiers
+    tiers, keys = store.tiers, list(dict.fromkeys(keys))
     store.writes.forget(Selection(frozenset(keys)))
     blocks = [block for key in keys if (block := tiers.dram.get(key)) is not None]
     places = (

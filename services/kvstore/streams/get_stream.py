@@ -118,7 +118,9 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             case "credit":
                 self._credits.grant(message.credit.bytes)
             case "close":
-                for key in unpack_keys(message.close.damaged_key, "damaged_key", max_keys=1):
+                damaged = unpack_keys(message.close.damaged_key, "damaged_key", max_keys=1)
+                self.owner.check(damaged)
+                for key in damaged:
                     self._resources.reads.suspect(key)
                 self._close(message.close.session)
             case other:
