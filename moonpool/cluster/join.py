@@ -7,8 +7,9 @@ one, and connects again when the stream breaks or the conductor restarts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, Protocol
 
 from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapshot
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, StreamBroken
@@ -26,6 +27,31 @@ REPORTS = 4
 """Load reports in a heartbeat when nothing changes."""
 MIN_LOAD_INTERVAL_S = 0.05
 """Least distance between load reports, seconds."""
+
+
+class Notify(Protocol):
+    """Says that load or keys have changed; `soon` where who hears it may be asked for them next."""
+
+    def __call__(self, *, soon: bool = False) -> None: ...
+
+
+class Wake:
+    """What an agent waits for between two messages."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self.soon = asyncio.Event()
+
+    def ring(self, *, soon: bool = False) -> None:
+        """Something has changed; `soon`: more of it is not waited for."""
+        self.changed.set()
+        if soon:
+            self.soon.set()
+
+    def clear(self) -> None:
+        """What has changed is being told."""
+        self.changed.clear()
+        self.soon.clear()
 
 
 RoleTaker = Callable[[kv_pb2.InstanceKind.ValueType], None]
@@ -96,7 +122,7 @@ class JoinAgent:
         on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
         on_role: RoleTaker = no_role,
         *,
-        changed: asyncio.Event | None = None,
+        wake: Wake | None = None,
         flush_s: float = 0.02,
         call_timeout_s: float = 10.0,
         keys_per_message: int = KEYS_PER_MESSAGE,
@@ -114,7 +140,7 @@ class JoinAgent:
             on_drain: called when the conductor orders to drain (may be called more than once).
             on_replicate: called when the conductor wants blocks to be copied here.
             on_role: called when the conductor orders to change the role.
-            changed: set when load or keys have changed, where others than the agent's caller notice it.
+            wake: rung when load or keys have changed, where others than the agent's caller notice it.
             flush_s: distance of event messages, seconds.
             call_timeout_s: how long connecting, the welcome and each write may take, seconds.
             keys_per_message: keys in one message at most.
@@ -132,7 +158,7 @@ class JoinAgent:
         self._call_timeout_s = call_timeout_s
         self._keys_per_message = keys_per_message
         self._events = EventLog()
-        self._changed = changed or asyncio.Event()
+        self._wake = wake or Wake()
         self._resync = False
         self._heartbeat_s = 1.0
         self.joined = asyncio.Event()
@@ -140,9 +166,9 @@ class JoinAgent:
         self.follows = False
         """Whether a snapshot was begun on this stream: from then on no change may be lost."""
 
-    def notify(self) -> None:
+    def notify(self, *, soon: bool = False) -> None:
         """Say that load or keys have changed; cheap, coalesced, callable at any time on the event loop."""
-        self._changed.set()
+        self._wake.ring(soon=soon)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Stay joined until `stopping` is set.
@@ -217,7 +243,7 @@ class JoinAgent:
         loop = asyncio.get_running_loop()
         last_load = float("-inf")
         while call.error is None:
-            self._changed.clear()
+            self._wake.clear()
             if self._resync:
                 self._resync = False
                 await self._tell_all(call)
@@ -236,10 +262,12 @@ class JoinAgent:
         """Wait until something changed (but at least the flush distance) or a load report is due."""
         try:
             async with asyncio.timeout(max(until_load_s, 0.0)):
-                await self._changed.wait()
+                await self._wake.changed.wait()
         except TimeoutError:
             return
-        await asyncio.sleep(self._flush_s)  # a distance between messages, not a wait for anything
+        with contextlib.suppress(TimeoutError):  # a distance between messages, unless what has changed is wanted soon
+            async with asyncio.timeout(self._flush_s):
+                await self._wake.soon.wait()
 
     async def _tell_all(self, call: _JoinCall) -> None:
         """Send a snapshot, and between its steps what changes meanwhile."""

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from moonpool.cluster.events import HeldKeys
-from moonpool.cluster.join import JoinAgent, RoleTaker, no_role
+from moonpool.cluster.join import JoinAgent, RoleTaker, Wake, no_role
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import conductor_pb2
 
@@ -17,21 +17,21 @@ Changes = tuple[Iterable[bytes], Iterable[bytes]]
 
 
 class Bell:
-    """Wakes all who wait for a change, each by an event of its own."""
+    """Wakes all who wait for a change."""
 
     def __init__(self) -> None:
-        self._events: list[asyncio.Event] = []
+        self._wakes: list[Wake] = []
 
-    def add(self) -> asyncio.Event:
-        """An event for one of them."""
-        event = asyncio.Event()
-        self._events.append(event)
-        return event
+    def add(self) -> Wake:
+        """What one of them waits for."""
+        wake = Wake()
+        self._wakes.append(wake)
+        return wake
 
-    def ring(self) -> None:
-        """Something has changed; cheap, callable at any time on the event loop."""
-        for event in self._events:
-            event.set()
+    def ring(self, *, soon: bool = False) -> None:
+        """Something has changed; cheap, callable at any time on the event loop. See `Notify`."""
+        for wake in self._wakes:
+            wake.ring(soon=soon)
 
 
 class KeyNews:
@@ -51,7 +51,7 @@ class KeyNews:
         self._readers.append((follows, changes))
 
         def take() -> Changes:
-            self._pass_on()
+            self.changed(*self._take())
             stored = [key for key, here in changes.items() if here]
             removed = [key for key, here in changes.items() if not here]
             changes.clear()
@@ -59,8 +59,9 @@ class KeyNews:
 
         return take
 
-    def _pass_on(self) -> None:
-        stored, removed = map(list, self._take())
+    def changed(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Notes changes for all who follow, as those that were taken."""
+        stored, removed = list(stored), list(removed)
         for follows, changes in self._readers:
             if not follows():
                 changes.clear()
@@ -80,7 +81,7 @@ class Joining:
         conductors: Sequence[str],
         hello: conductor_pb2.JoinHello,
         load: Callable[[], conductor_pb2.LoadReport],
-        take_events: Callable[[], Changes],
+        take_events: Callable[[], Changes] | None,
         held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
         on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
@@ -88,24 +89,27 @@ class Joining:
         *,
         bell: Bell | None = None,
     ) -> None:
-        """Wire it; nothing happens before `run`. See `JoinAgent`; `bell` rings when load or keys have changed."""
+        """Wire it; nothing happens before `run`. See `JoinAgent`; `bell` rings when load or keys have changed.
+
+        Without `take_events`, `changed` is told of all changes.
+        """
         self._bell = bell or Bell()
-        news = KeyNews(take_events)
+        self._news = KeyNews(take_events or (lambda: ((), ())))
         self._agents: list[JoinAgent] = []
         for number, address in enumerate(conductors):
-            take = news.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
+            take = self._news.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
             orders = on_drain, on_replicate, on_role
-            agent = JoinAgent(channels, address, hello, load, take, held, *orders, changed=self._bell.add())
+            agent = JoinAgent(channels, address, hello, load, take, held, *orders, wake=self._bell.add())
             self._agents.append(agent)
 
-    @property
-    def follows(self) -> bool:
-        """Whether a conductor wants every change from now on."""
-        return any(agent.follows for agent in self._agents)
-
-    def notify(self) -> None:
-        """Say that load or keys have changed; see `JoinAgent.notify`."""
+    def changed(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Keys have changed; cheap, callable at any time on the event loop."""
+        self._news.changed(stored, removed)
         self._bell.ring()
+
+    def notify(self, *, soon: bool = False) -> None:
+        """Say that load or keys have changed; see `JoinAgent.notify`."""
+        self._bell.ring(soon=soon)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Stay joined until `stopping` is set.

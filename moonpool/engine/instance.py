@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from moonpool.cluster import Bell, HeldKeys, Joining
+from moonpool.cluster import Bell, HeldKeys, Joining, Notify
 from moonpool.cluster.join import no_role
 from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
@@ -62,7 +62,7 @@ class InstanceContext:
     link: Link
     instance: kv_pb2.Instance
     spans: Recorder
-    notify: Callable[[], None]
+    notify: Notify
     dialer: LaneDialer
     lanes: LaneServer
 

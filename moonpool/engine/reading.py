@@ -6,18 +6,18 @@ from collections.abc import AsyncIterator, Container, Iterator, Sequence
 
 from moonpool.engine.instance import InstanceContext
 from moonpool.engine.pool_calls import PoolCalls
-from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unavailable
+from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken
 from moonpool.kv.frames import Slice
 from moonpool.kv.hashes import bind, slice_hash
-from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.kv.keys import BlockKey
 from moonpool.kv.pool import KVPool
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.lending import LendBlocks, Lending, TakeBack
-from moonpool.streams.credits import ByteCredits, Traffic
+from moonpool.streams.credits import Traffic
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.link import Link
+from moonpool.streams.read_sessions import ReadSessions
 from moonpool.streams.receiving import FrameWriter, check_hello
-from moonpool.streams.serving import ServerStream
 from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
@@ -150,110 +150,61 @@ class Lease:
         self.number, self.keys, self.blocks = number, keys, blocks
 
 
-class ReadStream(ServerStream[kv_pb2.ReadKVRequest]):
+class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
     """One reading instance's stream."""
 
     def __init__(self, reads: PoolReads) -> None:
-        super().__init__(reads.closing, lanes=reads.lanes)
+        super().__init__(
+            reads.closing,
+            lanes=reads.lanes,
+            response=kv_pb2.ReadKVResponse,
+            carried_out=reads.carried_out,
+            suspect=reads.suspect,
+            max_keys=MAX_BLOCKS,
+        )
         self._reads = reads
-        self._frames: FrameWriter
-        self._credits = ByteCredits()  # those of `_frames`, once there are some
-        self._sessions: dict[int, asyncio.Task[None]] = {}
-
-    @property
-    def traffic(self) -> Traffic:
-        """What is under way."""
-        return Traffic(unsent=len(self.outbox), credits_out=self._credits.out)
 
     async def on_hello(self, message: kv_pb2.ReadKVRequest) -> None:
         """Takes readers of the pool's own KV only. The welcome gives no credits: on this stream the reader does."""
         reads = self._reads
         check_hello(message.hello, namespace=reads.namespace, layout=reads.pool.layout)
-        self._frames = FrameWriter(
-            self.outbox, reads.pool.layout, lambda header: kv_pb2.ReadKVResponse(frame=header), link=reads.link
+        self.writes(
+            FrameWriter(
+                self.outbox, reads.pool.layout, lambda header: kv_pb2.ReadKVResponse(frame=header), link=reads.link
+            )
         )
-        self._credits = self._frames.credits
         welcome = kv_pb2.StreamWelcome(receiver=reads.instance, lane=self.offer_lane(message))
         self.post(kv_pb2.ReadKVResponse(welcome=welcome))
 
-    def on_message(self, message: kv_pb2.ReadKVRequest, payload: memoryview) -> None:
-        """One message of the reader. What is wrong with a read ends that read only."""
-        if message.credit_bytes:
-            self._credits.grant(message.credit_bytes)
-        match message.WhichOneof("message"):
-            case "open":
-                self._open(message.open)
-            case "credit":
-                self._credits.grant(message.credit.bytes)
-            case "close":
-                for key in unpack_keys(message.close.damaged_key, "damaged_key", max_keys=1):
-                    self._reads.suspect(key)
-                self._close(message.close.session)
-            case other:
-                raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
-
-    def end(self) -> None:
-        """The reader has gone."""
-        for task in list(self._sessions.values()):
-            task.cancel()
-
-    def _close(self, number: int) -> None:
-        task = self._sessions.pop(number, None)
-        if task is not None:
-            task.cancel()
-
-    def _open(self, message: kv_pb2.ReadOpen) -> None:
-        """Begins a read, or answers it as a miss."""
-        number = message.session
+    def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
+        """Begins a read."""
+        reads, layers = self._reads, self._layers(message)
+        lease = reads.lend(keys)
         try:
-            if number in self._sessions:
-                self._close(number)
-                raise InvalidRequest("session", f"{number} was open already")
-            keys, layers = unpack_keys(message.keys, max_keys=MAX_BLOCKS), self._layers(message)
-            if any(name not in self._reads.carried_out for name in message.forgotten):
-                raise Unavailable("a deletion of such blocks was not carried out yet")
-            self._begin(number, keys, layers, message.forgotten)
-        except MoonpoolError as error:
-            # at level debug: a peer that asks too much must not fill the log
-            log.debug("read answered as a miss", error=str(error))
-            self._opened(number, 0)
-
-    def _begin(self, number: int, keys: Sequence[BlockKey], layers: range, forgotten: Sequence[str]) -> None:
-        lease = self._reads.lend(keys)
-        try:
-            task = self._sessions[number] = self.spawn(self._serve(number, lease, layers, forgotten))
+            work = self._serve(message.session, lease, layers, message.forgotten)
+            self.serve(message.session, work, lambda: reads.take_back(lease))
         except BaseException:
-            self._reads.take_back(lease)
+            reads.take_back(lease)
             raise
-        task.add_done_callback(lambda task: self._ended(number, task, lease))
 
     def _layers(self, message: kv_pb2.ReadOpen) -> range:
         layout = self._reads.pool.layout
-        if not message.layer_begin < message.layer_end <= layout.layers:
-            raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
+        layers = range(message.layer_begin, message.layer_end)
+        layout.check_part(layers, range(layout.kv_heads))
         if (message.head_begin, message.head_end) != (0, layout.kv_heads):
             raise InvalidRequest("head_end", "slices are read whole")
-        return range(message.layer_begin, message.layer_end)
-
-    def _ended(self, number: int, task: "asyncio.Task[None]", lease: Lease) -> None:
-        self._reads.take_back(lease)  # here, because a task that is cancelled before it has begun cannot do it
-        if self._sessions.get(number) is task:
-            del self._sessions[number]
-
-    def _opened(self, number: int, blocks: int, forgotten: Sequence[str] = ()) -> None:
-        opened = kv_pb2.ReadOpened(session=number, blocks=blocks, forgotten=forgotten)
-        self.post(kv_pb2.ReadKVResponse(opened=opened))
+        return layers
 
     async def _serve(self, number: int, lease: Lease, layers: range, forgotten: Sequence[str]) -> None:
         """One read from its opening to its end; deletions of such blocks were carried out before."""
         reads = self._reads
-        self._opened(number, len(lease.blocks), forgotten)
+        self.opened(number, len(lease.blocks), forgotten)
         try:
             async with asyncio.timeout(LEASE_S):
-                sent = await self._frames.send(number, 0, reads.slices(lease, layers), timeout_s=STALL_S)
+                sent = await self.frames.send(number, 0, reads.slices(lease, layers), timeout_s=STALL_S)
             reads.sent_bytes += sent
         except StreamBroken:
             return  # the stream itself reports it
         except (MoonpoolError, TimeoutError) as error:
             log.warning("read given up", blocks=len(lease.blocks), error=str(error))
-        self.post(kv_pb2.ReadKVResponse(done=kv_pb2.ReadDone(session=number)))
+        self.done(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from moonpool.errors import ConfigError, Mismatch
+from moonpool.errors import ConfigError, InvalidRequest, Mismatch
 from moonpool.v1 import kv_pb2
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
@@ -107,6 +107,20 @@ class KVLayout:
     def valid_tokens(self, tokens: int, block: int) -> int:
         """Number of valid token slots in block number `block` of a sequence of `tokens` tokens."""
         return max(0, min(self.block_tokens, tokens - block * self.block_tokens))
+
+    def check_part(self, layers: range, heads: range) -> None:
+        """Checks which part of each block a request names.
+
+        Raises:
+            InvalidRequest: naming `layer_end` or `head_end`: the layout has no such layers or heads, or they cannot be
+                had apart, because scales lie behind all heads.
+        """
+        if not 0 <= layers.start < layers.stop <= self.layers:
+            raise InvalidRequest("layer_end", f"no such layers as {layers}; the layout has {self.layers}")
+        if not 0 <= heads.start < heads.stop <= self.kv_heads:
+            raise InvalidRequest("head_end", f"no such heads as {heads}; the layout has {self.kv_heads}")
+        if self.scale_bytes and len(heads) != self.kv_heads:
+            raise InvalidRequest("head_end", "slices with scales travel whole")
 
     def to_proto(self) -> kv_pb2.KVLayout:
         """The layout as it is sent."""

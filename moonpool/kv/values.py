@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Iterable
 
 from blake3 import blake3
 from typing_extensions import Buffer
 
-from moonpool.errors import InvalidRequest
+from moonpool.errors import InvalidRequest, PermissionDenied
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.layout import MAX_BLOCK_BYTES, KVLayout
 
@@ -41,6 +42,19 @@ def value_namespace(name: str) -> bytes:
 def tenant_tag(tenant: str) -> bytes:
     """What the keys of all values of a tenant end with."""
     return _hash(_TAG_CONTEXT, tenant.encode())[:_TAG_BYTES]
+
+
+def check_owned(keys: Iterable[bytes], tenant: str | None) -> None:
+    """Checks keys that a tenant names; None may name any.
+
+    Raises:
+        PermissionDenied: a key is not one of the tenant's values.
+    """
+    if tenant is None:
+        return
+    tag = tenant_tag(tenant)
+    if not all(key.endswith(tag) for key in keys):
+        raise PermissionDenied("a client has keys of its own tenant only")
 
 
 def value_key(namespace: bytes, tenant: str, key: bytes) -> BlockKey:

@@ -25,7 +25,7 @@ INSTANCES = ENGINES | {"kvstore"}
 CLIENTS = frozenset({"client", "gateway", "operator"})
 OPERATORS = frozenset({"operator"})
 KEEPERS = ENGINES | {"client"}
-"""Who keeps KV in kvstores; a client under keys of its tenant only (services/kvstore/tenancy/owners.py)."""
+"""Who keeps KV in kvstores; a client under keys of its tenant only (`moonpool.kv.values.check_owned`)."""
 READERS = OPERATORS | {"conductor"}
 ROLES = ("conductor", "prefill", "decode", "kvstore", "gateway", "client", "operator")
 
@@ -115,18 +115,25 @@ def tenant_of(asked: str) -> str:
     Raises:
         PermissionDenied: a client names a tenant that is not its own.
     """
+    return permitted(asked, own_tenant())
+
+
+def own_tenant() -> str | None:
+    """The only tenant that the caller speaks for; None for any, as for all but clients."""
     who = caller()
-    if who is None or not is_client():
-        return asked
-    if asked not in ("", who.name):
+    return who.name if who is not None and who.role == "client" else None
+
+
+def permitted(asked: str, own: str | None) -> str:
+    """The tenant that a request is for, as `tenant_of`, of a caller whose `own_tenant` was noted before."""
+    if own is not None and asked not in ("", own):
         raise PermissionDenied("the request names a tenant that is not the caller's")
-    return who.name
+    return asked if own is None else own
 
 
 def is_client() -> bool:
     """Whether a client made the call that is being answered, which speaks for its own tenant only."""
-    who = caller()
-    return who is not None and who.role == "client"
+    return own_tenant() is not None
 
 
 def require_role(role: str) -> None:

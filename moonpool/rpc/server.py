@@ -178,7 +178,9 @@ def _bind_clients(server: grpc.aio.Server, security: Security | None) -> str:
     credentials = security.tls.server_credentials(client_certificates=False)
     listen = security.client_listen
     port = _added(lambda: server.add_secure_port(listen, credentials), "client_listen", listen)
-    return format_address(parse_address(listen)[0], port)
+    address = format_address(parse_address(listen)[0], port)
+    log.info("clients with API keys connect here", address=address)
+    return address
 
 
 def _added(add: Callable[[], int], field: str, listen: str) -> int:

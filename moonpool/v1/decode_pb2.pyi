@@ -599,19 +599,23 @@ class SequenceFailed(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    TRANSFER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     reason: _builtins.str
     """Why."""
+    transfer: _builtins.bool
+    """Whether the prompt's KV has not come whole: that says nothing of the sequence, and little of the instance."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         reason: _builtins.str = ...,
+        transfer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "request_id", b"request_id", "transfer", b"transfer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

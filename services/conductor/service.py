@@ -77,8 +77,6 @@ async def conductor(
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         contract = (DESCRIPTOR, servicer)
         server = await stack.enter_async_context(serving(config.listen, [contract], grace_s=GRACE_S, security=security))
-        if server.client_address:
-            log.info("clients with API keys connect here", address=server.client_address)
         address = config.advertised(server.port)
         servicer.set_instance(
             kv_pb2.Instance(id=config.id, incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR, address=address)

@@ -229,7 +229,8 @@ class StepsStream:
         for failed in response.failed:
             follower = self._followers.pop(failed.request_id, None)
             if follower is not None:
-                follower.fail(TransferFailed(f"{self.decode.id} cannot go on: {failed.reason}"))
+                kind = TransferFailed if failed.transfer else StreamBroken
+                follower.fail(kind(f"{self.decode.id} cannot go on: {failed.reason}"))
         for fenced in response.fenced:
             follower = self._followers.pop(fenced.request_id, None)
             if follower is not None:

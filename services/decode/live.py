@@ -302,7 +302,7 @@ class LiveRequest:
         if self.send_verdict is not None and not self.complete:
             self.send_verdict(self.transfer)
         if self.subscriber is not None:
-            self.subscriber.failed(self.request_id, why)
+            self.subscriber.failed(self.request_id, why, transfer=not self.complete)
             self.subscriber = None
 
 

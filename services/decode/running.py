@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+from moonpool.cluster import Notify
 from moonpool.engine.handle import Engine
 from moonpool.sched.steps import Step, StepResult
 from moonpool.telemetry.spans import Recorder
@@ -39,7 +40,7 @@ class Running:
         spans: Recorder,
         post: Callable[[Stepped | StepDone], None],
         end: Callable[[LiveRequest, str], None],
-        notify: Callable[[], None],
+        notify: Notify,
     ) -> None:
         self._engine, self._live, self._max_tokens, self._spans = engine, live, max_tokens, spans
         self._post, self._end, self._notify = post, end, notify
@@ -123,7 +124,7 @@ class Running:
         told = tuple(ended), tuple(filled)
         self._post(StepDone(run.step, result.aborted, seconds, *told, candidates=tuple(candidates)))
         if ended or filled or run.chunks:
-            self._notify()
+            self._notify(soon=bool(ended))  # a next turn may follow an answer at once
 
     def _seconds(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> float:
         """Counts a step; returns what it took, with the time since the one before it in its run."""

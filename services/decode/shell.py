@@ -5,6 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from moonpool.cluster import Notify
 from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.handle import Engine
@@ -92,7 +93,7 @@ class DecodeShell:
         write_back: WriteBack,
         open_reader: Callable[[str], BlockReader],
         spans: Recorder,
-        notify: Callable[[], None],
+        notify: Notify,
         journal: JournalWriter | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -232,7 +233,8 @@ class DecodeShell:
         """Starts a request with its answers' first tokens, or lets its prompt be computed here."""
         live = self.get(message.transfer_id, message.generation)
         if live is None or live.request_id != message.request_id:
-            subscriber.failed(message.request_id, f"there is no transfer {message.transfer_id} here (any more)")
+            why = f"there is no transfer {message.transfer_id} here (any more)"
+            subscriber.failed(message.request_id, why, transfer=True)
         elif (misfit := self._live.misfit(live, message, subscriber)) is not None:
             subscriber.failed(message.request_id, misfit)
         else:

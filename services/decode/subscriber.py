@@ -56,10 +56,10 @@ class Subscriber:
         if reason:
             self._rest.tokens.append(self._tokens.pop((request_id, choice)))
 
-    def failed(self, request_id: str, reason: str) -> None:
-        """A request cannot go on."""
+    def failed(self, request_id: str, reason: str, *, transfer: bool = False) -> None:
+        """A request cannot go on; `transfer`: because its prompt's KV has not come whole."""
         self._rest.tokens.extend(self._take(request_id))
-        self._rest.failed.add(request_id=request_id, reason=reason)
+        self._rest.failed.add(request_id=request_id, reason=reason, transfer=transfer)
         self.flush()
 
     def cancelled(self, request_id: str, outcome: kv_pb2.CancelOutcome.ValueType) -> None:

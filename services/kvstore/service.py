@@ -33,7 +33,6 @@ from services.kvstore.operate.gauges import gauges_of
 from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.observe import Observer
 from services.kvstore.operate.operations import Operations
-from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.operate.writer import WriteBehind, within
 from services.kvstore.policies import POLICIES
 from services.kvstore.servicer import KVStoreServicer
@@ -42,7 +41,7 @@ from services.kvstore.streams.get_stream import GetResources
 from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources
 from services.kvstore.streams.rooms import RoomQueue
-from services.kvstore.streams.watch import Journal, Unreported
+from services.kvstore.streams.watch import Journal
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import Account
 
@@ -91,7 +90,6 @@ class KVStoreService(StoreListener):
         self._draining = False
         self._pool = ThreadPoolExecutor(config.read_threads, thread_name_prefix="kvstore-read")
         self._observer = Observer(self.metrics)
-        self._unreported = Unreported()
         self._ledger = ledger or Ledger(None)
         self.store = BlockStore(
             *tiers,
@@ -105,30 +103,28 @@ class KVStoreService(StoreListener):
         self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, bytes_per_s=rate)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
-        self._pins = PinKeeper(self.store.tiers, asyncio.get_running_loop().time)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
         self.gauges = gauges_of(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, rows)
         for name, read, at_rest in self.lanes.gauges():
             self.gauges.add(name, read, at_rest)
         self.metrics.watch(self.gauges)
+        clock, reuse = asyncio.get_running_loop().time, self._observer.reuse
+        self._operations = Operations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)
         self.servicer = self._make_servicer(instance, ahead)
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
         self.agent: Joining | None = None
         if channels is not None and config.conductor:
-            take = self._unreported.take
-            self.agent = Joining(channels, config.conductor, self.hello, self._load, take, held, on_drain)
+            self.agent = Joining(channels, config.conductor, self.hello, self._load, None, held, on_drain)
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
         put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
         lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
-        operations = Operations(store, pool, ahead, self._observer.reuse, config.capacity_bytes)
-        journal, closing, streams = self._journal, self._closing, self.streams
-        deletions = Deletions(store, self._pins, self._ledger, self.writer, config.session_timeout_s)
+        operations, journal, closing, streams = self._operations, self._journal, self._closing, self.streams
+        deletions = Deletions(operations, self._ledger, self.writer, config.session_timeout_s)
         get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read, deletions)
-        durable = self._pins, self._ledger, deletions
-        return KVStoreServicer(put, get, *durable, operations, journal, self.gauges, closing, streams, self.lanes)
+        return KVStoreServicer(put, get, deletions, operations, journal, self.gauges, closing, streams, self.lanes)
 
     @property
     def contract(self) -> Service:
@@ -138,8 +134,7 @@ class KVStoreService(StoreListener):
         self._journal.changed(stored, removed)
         self._observer.changed(stored, removed)
         if self.agent is not None:
-            self._unreported.changed(stored, removed, follows=self.agent.follows)
-            self.agent.notify()
+            self.agent.changed(stored, removed)
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
         self._observer.asked(keys)
@@ -158,30 +153,27 @@ class KVStoreService(StoreListener):
             self.idle.set()
 
     def _load(self) -> conductor_pb2.LoadReport:
-        return conductor_pb2.LoadReport(
-            running=self.store.reads.leases + len(self.store.writes.sessions),
-            waiting=len(self.rooms),
-            cached_blocks=len(self.store.tiers.dram),
-            draining=self._draining,
-            tiers=self._tiers(),
-        )
-
-    def _tiers(self) -> list[conductor_pb2.TierLoad]:
         dram, ssd = self.store.tiers.dram, self.store.tiers.ssd
         tiers = [("dram", len(dram), dram.block_bytes, dram.capacity_bytes)]
         if ssd is not None:
             tiers.append(("ssd", len(ssd.catalogue), ssd.space.used_bytes, ssd.space.capacity_bytes))
-        return [
-            conductor_pb2.TierLoad(name=name, blocks=blocks, used_bytes=used, capacity_bytes=size)
-            for name, blocks, used, size in tiers
-        ]
+        return conductor_pb2.LoadReport(
+            running=self.store.reads.leases + len(self.store.writes.sessions),
+            waiting=len(self.rooms),
+            cached_blocks=len(dram),
+            draining=self._draining,
+            tiers=[
+                conductor_pb2.TierLoad(name=name, blocks=blocks, used_bytes=used, capacity_bytes=size)
+                for name, blocks, used, size in tiers
+            ],
+        )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Runs the writer and ends pins; at the end makes durable what is visible, and closes threads and files."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(each.run()) for each in (self._pins, self.writer) if each is not None]
+                tasks = [group.create_task(each.run()) for each in (self._operations, self.writer) if each is not None]
                 try:
                     yield
                 finally:
@@ -231,8 +223,6 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
             service.lanes.running(config),
             serving(config.listen, [service.contract], security=security) as server,
         ):
-            if server.client_address:
-                log.info("clients with API keys connect here", address=server.client_address)
             instance.address = config.advertised(server.port)
             service.hello.instance.CopyFrom(instance)
             left = asyncio.Event()

@@ -5,7 +5,9 @@ import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from moonpool.kv.keys import unpack_keys
+from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.kv.values import check_owned
+from moonpool.rpc.roles import own_tenant, tenant_of
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.telemetry.gauges import Gauges
@@ -14,14 +16,11 @@ from moonpool.v1 import kvstore_pb2 as pb
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.core.tiered_store import find
 from services.kvstore.operate.deletions import Deletions
-from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.operations import Operations
-from services.kvstore.operate.pin_keeper import PinKeeper
 from services.kvstore.streams.get_stream import GetResources, GetStream
 from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources, PutStream
 from services.kvstore.streams.watch import Journal
-from services.kvstore.tenancy.owners import Owner
 
 MAX_MATCH_KEYS = 1 << 15
 
@@ -32,8 +31,6 @@ class KVStoreServicer:
 
     put: PutResources
     get: GetResources
-    pins: PinKeeper
-    ledger: Ledger
     deletions: Deletions
     operations: Operations
     journal: Journal
@@ -57,10 +54,7 @@ class KVStoreServicer:
         return pb.MatchPrefixResponse(blocks=self.operations.store.tiers.match(keys))
 
     async def Find(self, request: pb.FindRequest, context: object) -> pb.FindResponse:  # noqa: N802
-        """Which of some blocks of a namespace are here."""
-        owner, keys = Owner.of_call(), unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
-        owner.check(keys)
-        tenant, store = owner.speaks_for(request.tenant), self.operations.store
+        keys, tenant, store = _own(request.keys), tenant_of(request.tenant), self.operations.store
         deletions = store.writes.deletions.concerning((), tenant, request.namespace)
         found, layouts = find(store.tiers, keys, request.namespace)
         return pb.FindResponse(
@@ -68,15 +62,12 @@ class KVStoreServicer:
         )
 
     async def Remove(self, request: pb.RemoveRequest, context: object) -> pb.RemoveResponse:  # noqa: N802
-        """Drops blocks that their owner does not need any more."""
-        keys = unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
-        Owner.of_call().check(keys)
-        dropped = await self.deletions.drop(keys)
+        dropped = await self.deletions.drop(_own(request.keys))
         return pb.RemoveResponse(blocks=dropped.blocks, bytes=dropped.nbytes)
 
     async def Pin(self, request: pb.PinRequest, context: object) -> pb.PinResponse:  # noqa: N802
         keys = unpack_keys(request.keys, max_keys=MAX_SESSION_BLOCKS)
-        outcome = self.pins.pin(request.tenant, request.name, keys, request.ttl_s)
+        outcome = self.operations.pin(request.tenant, request.name, keys, request.ttl_s)
         return pb.PinResponse(
             blocks=outcome.blocks,
             bytes=outcome.nbytes,
@@ -85,10 +76,9 @@ class KVStoreServicer:
         )
 
     async def Unpin(self, request: pb.UnpinRequest, context: object) -> pb.UnpinResponse:  # noqa: N802
-        return pb.UnpinResponse(found=self.pins.unpin(request.tenant, request.name))
+        return pb.UnpinResponse(found=self.operations.unpin(request.tenant, request.name))
 
     async def Watch(self, request: pb.WatchRequest, context: object) -> AsyncIterator[pb.WatchResponse]:  # noqa: N802
-        """A snapshot (or what was missed), then changes."""
         with self.streams.running(context):
             async with aclosing(self.journal.watch(request.incarnation, request.after_sequence)) as messages:
                 async for events in messages:
@@ -102,8 +92,8 @@ class KVStoreServicer:
         return kv_pb2.ForgetResponse(blocks=done.blocks, bytes=done.nbytes)
 
     async def SyncRecords(self, request: pb.SyncRecordsRequest, context: object) -> pb.SyncRecordsResponse:  # noqa: N802
-        await self.ledger.take(request.records)
-        records, sequence, more = self.ledger.book.after(request.after)
+        await self.deletions.ledger.take(request.records)
+        records, sequence, more = self.deletions.ledger.book.after(request.after)
         return pb.SyncRecordsResponse(records=records, sequence=sequence, more=more)
 
     async def Compact(self, request: pb.CompactRequest, context: object) -> pb.CompactResponse:  # noqa: N802
@@ -121,3 +111,10 @@ class KVStoreServicer:
             sampled=reuse.last_uses.rate,
             capacity_bytes=self.operations.capacity_bytes,
         )
+
+
+def _own(packed: bytes) -> list[BlockKey]:
+    """Keys of a request; raises PermissionDenied unless its caller may name them."""
+    keys = unpack_keys(packed, max_keys=MAX_MATCH_KEYS)
+    check_owned(keys, own_tenant())
+    return keys

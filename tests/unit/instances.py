@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from moonpool.cluster import Notify
 from moonpool.engine.instance import EngineConfig, EngineSetup, InstanceContext, lanes_of
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import Unavailable
@@ -80,6 +81,10 @@ class Instance:
         self.changed = asyncio.Event()
         self.death: BaseException | None = None
 
+    def notify(self, *, soon: bool = False) -> None:
+        """Load or keys have changed."""
+        self.changed.set()
+
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until it is true; looks at every change, and now and then, as not every gauge announces its rest."""
         async with asyncio.timeout(WAIT_S):
@@ -138,7 +143,7 @@ def _parts(
     engine: FakeEngine,
     channels: Channels,
     instance: kv_pb2.Instance,
-    notify: Callable[[], None],
+    notify: Notify,
     *,
     rate: float | None = None,
     spans: Recorder,
@@ -196,7 +201,7 @@ async def decoding(
         engine, recorder = FakeEngine(blocks, run_steps=run_steps), Recorder("decode-0", spans)
         it = Decode(None, engine, instance, channels)
         it.service = DecodeInstance(
-            _parts(engine, channels, instance, it.changed.set, spans=recorder, max_tokens=max_tokens, config=config),
+            _parts(engine, channels, instance, it.notify, spans=recorder, max_tokens=max_tokens, config=config),
             config,
         )
         async with it.service.lanes.running(config), _running(it, decode_contract(it.service), it.changed.set):
@@ -223,7 +228,7 @@ async def prefilling(
     async with Channels() as channels:
         engine, recorder = FakeEngine(blocks, stages=stages), Recorder("prefill-0", spans)
         it = Prefill(None, engine, instance, channels)
-        parts = _parts(engine, channels, instance, it.changed.set, rate=rate, spans=recorder, config=config)
+        parts = _parts(engine, channels, instance, it.notify, rate=rate, spans=recorder, config=config)
         it.service = PrefillInstance(parts, config)
         async with parts.lanes.running(config), _running(it, prefill_contract(it.service), it.changed.set):
             yield it

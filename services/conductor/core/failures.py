@@ -73,7 +73,10 @@ class Stale:
 
 @dataclass(slots=True)
 class Series:
-    """Attempts of a request that failed one after the other, none of them `apart_s` or more after the one before.
+    """Attempts of a request that failed one after the other.
+
+    A failure begins a new series where the answer has grown since the one before, and some time has passed: a long
+    answer may lose an instance every minute. What ends engines time and again gets no further for it.
 
     Attributes:
         count: attempts that failed.
@@ -84,14 +87,15 @@ class Series:
     broken: int = 0
     _began: float = 0.0
     _last: float = 0.0
+    _tokens: int = 0
 
-    def add(self, now: float, failure: Failure, apart_s: float) -> None:
-        """Counts an attempt that has just failed; what failed long ago says nothing of it."""
-        if not self.count or now - self._last >= apart_s:
+    def add(self, now: float, failure: Failure, tokens: int, apart_s: float) -> None:
+        """Counts an attempt that has just failed when the answer had so many tokens; see `Series`."""
+        if not self.count or (tokens > self._tokens and 0.0 < apart_s <= now - self._last):
             self.count, self.broken, self._began = 0, 0, now
         self.count += 1
         self.broken += failure.kind not in DAMAGED
-        self._last = now
+        self._last, self._tokens = now, tokens
 
     def is_over(self, retries: int, within_s: float) -> bool:
         """Whether no attempt follows: more than `retries` broke, or so many were damaged and it took `within_s`."""

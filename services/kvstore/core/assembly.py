@@ -44,7 +44,6 @@ class PutSpec:
     forgotten: Collection[str] = ()  # deletions of which its writer knows that the blocks are younger
 
     def __post_init__(self) -> None:
-        layout = self.format.layout
         if not 0 < len(self.keys) <= MAX_SESSION_BLOCKS:
             raise InvalidRequest("keys", f"a session has 1 to {MAX_SESSION_BLOCKS} keys, not {len(self.keys)}")
         if len(set(self.keys)) != len(self.keys):
@@ -53,12 +52,7 @@ class PutSpec:
             raise InvalidRequest("parent_keys", f"{len(self.parents)} parents for {len(self.keys)} keys")
         if len(self.tenant.encode()) > MAX_TENANT_BYTES:
             raise InvalidRequest("tenant", f"has more than {MAX_TENANT_BYTES} bytes")
-        if not (0 <= self.layers.start < self.layers.stop <= layout.layers):
-            raise InvalidRequest("layer_end", f"layers {self.layers} are not among the layout's {layout.layers}")
-        if not (0 <= self.heads.start < self.heads.stop <= layout.kv_heads):
-            raise InvalidRequest("head_end", f"heads {self.heads} are not among the layout's {layout.kv_heads}")
-        if layout.scale_bytes and len(self.heads) != layout.kv_heads:
-            raise InvalidRequest("head_end", "slices with scales are written whole")
+        self.format.layout.check_part(self.layers, self.heads)
 
     @property
     def all_heads(self) -> bool:

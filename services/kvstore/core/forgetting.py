@@ -52,11 +52,8 @@ def drop(store: BlockStore, keys: Sequence[BlockKey]) -> Forgotten:
     """Deletes a few blocks by key, at once. Dead copies of them stay on the disk until their segments go."""
     tiers, keys = store.tiers, list(dict.fromkeys(keys))
     store.writes.forget(Selection(frozenset(keys)))
-    blocks = [block for key in keys if (block := tiers.dram.get(key)) is not None]
-    places = (
-        [] if tiers.ssd is None else [place for key in keys if (place := tiers.ssd.catalogue.find(key)) is not None]
-    )
-    dropped = _remove(store, blocks, places)
+    blocks, places = map(tiers.dram.get, keys), map(tiers.catalogue.find, keys)
+    dropped = _remove(store, list(filter(None, blocks)), filter(None, places))
     tiers.listener.room()
     tiers.listener.work()
     return dropped
@@ -75,14 +72,14 @@ def expire(store: BlockStore, ttl_s: Mapping[str, float], now: float) -> Steps:
 def _sweep(
     store: BlockStore, in_dram: Callable[[BlockInfo], bool], on_ssd: Callable[[Catalogue], Wanted], step_blocks: int
 ) -> Steps:
-    dram, ssd = store.tiers.dram, store.tiers.ssd
+    dram, catalogue = store.tiers.dram, store.tiers.catalogue
     forgotten, looked_at = Forgotten(), 0
     for part in range(PARTS):
         more = True
         while more:
             blocks = [block for block in dram.parts[part].values() if in_dram(block.info)][:step_blocks]
-            places = [] if ssd is None else ssd.catalogue.places(part, on_ssd(ssd.catalogue))[:step_blocks]
-            looked_at += len(dram.parts[part]) + (0 if ssd is None else len(ssd.catalogue.parts[part]))
+            places = catalogue.places(part, on_ssd(catalogue))[:step_blocks]
+            looked_at += len(dram.parts[part]) + len(catalogue.parts[part])
             if blocks or places:
                 forgotten += _remove(store, blocks, places)
             more = step_blocks in (len(blocks), len(places))  # then the part is looked at once more
@@ -113,12 +110,11 @@ def _erase_dead(
     store: BlockStore, on_ssd: Callable[[Catalogue], Wanted], step_blocks: int
 ) -> Generator[None, None, None]:
     """Has dead copies overwritten too: without an index, a start would find them again."""
-    ssd = store.tiers.ssd
-    for segment in [] if ssd is None else list(ssd.catalogue.segments.values()):
+    ssd, catalogue = store.tiers.ssd, store.tiers.catalogue
+    for segment in list(catalogue.segments.values()):
         for first in range(0, len(segment.keys), step_blocks):
-            assert ssd is not None
-            if ssd.catalogue.segments.get(segment.number) is segment:
+            if ssd is not None and catalogue.segments.get(segment.number) is segment:
                 slots = range(first, min(first + step_blocks, len(segment.keys)))
-                ssd.erase(ssd.catalogue.dead(segment, slots, on_ssd(ssd.catalogue)))
+                ssd.erase(catalogue.dead(segment, slots, on_ssd(catalogue)))
                 yield
     store.tiers.listener.work()

@@ -159,7 +159,7 @@ class Reads:
             self.leased_bytes += 0 if leases else size
             self.leased[block] = leases + 1
             return LeasedBlock(block)
-        kind = None if ssd is None else ssd.catalogue.kind_of(key)
+        kind = self.tiers.catalogue.kind_of(key)
         if ssd is None or kind is None or kind.format != lease.format:
             return None
         source = LeasedBlock(reader=ssd.reader(key), tenant=kind.tenant)
@@ -186,11 +186,6 @@ class Reads:
             self.tiers.removed([source.reader.key])
             self.tiers.listener.work()
 
-    def _in_place(self, source: LeasedBlock) -> bool:
-        """Whether the SSD tier still has what was read. Under its key may be another value since it was deleted."""
-        reader, ssd = source.reader, self.tiers.ssd
-        return reader is not None and ssd is not None and ssd.catalogue.is_live(reader.segment, reader.slot)
-
     def close(self, lease: ReadLease) -> None:
         """Ends a lease; what it read whole stays in DRAM if it is on SSD still, where it was. Idempotent.
 
@@ -212,12 +207,15 @@ class Reads:
         promoted: dict[BlockKey, DramBlock] = {}
         unused = TenantBytes()
         for source in lease.sources if len(held) < lease.blocks else ():
-            if source.reader is not None:
-                source.reader.release()
-            if source.allocate is None:
+            reader = source.reader
+            if reader is not None:
+                reader.release()
+            if reader is None or source.allocate is None:
                 continue
             self.leased_bytes -= layout.block_bytes
-            read = source.promoted(layout) if self._in_place(source) else None
+            # Elsewhere under its key may be another value: it may have been deleted, and put again.
+            stays = self.tiers.catalogue.is_live(reader.segment, reader.slot)
+            read = source.promoted(layout) if stays else None
             if read is None or promoted.setdefault(read.info.key, read) is not read:
                 unused.add(source.tenant, layout.block_bytes)
             source.fill = None

@@ -7,6 +7,7 @@ from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.ssd.catalogue import Catalogue
 from services.kvstore.ssd.tier import SsdTier
 
 
@@ -35,6 +36,7 @@ class TieredStore:
     def __init__(self, dram: DramTier, ssd: SsdTier | None, listener: StoreListener) -> None:
         self.dram = dram
         self.ssd = ssd
+        self.catalogue = Catalogue() if ssd is None else ssd.catalogue
         self.listener = listener
 
     def __contains__(self, key: bytes) -> bool:
@@ -43,23 +45,21 @@ class TieredStore:
     def part(self, number: int) -> list[BlockKey]:
         """Every key of one part, once. A walk over all parts misses no key that stays: none changes its part."""
         found = self.dram.parts[number]
-        if self.ssd is None:
-            return list(found)
-        return [*found, *itertools.filterfalse(found.__contains__, self.ssd.catalogue.parts[number])]
+        return [*found, *itertools.filterfalse(found.__contains__, self.catalogue.parts[number])]
 
     def durable(self, key: bytes) -> bool:
-        return self.ssd is not None and key in self.ssd.catalogue
+        return key in self.catalogue
 
     def format_of(self, key: BlockKey) -> BlockFormat | None:
         block = self.dram.get(key)
         if block is not None:
             return block.info.format
-        kind = None if self.ssd is None else self.ssd.catalogue.kind_of(key)
+        kind = self.catalogue.kind_of(key)
         return None if kind is None else kind.format
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks of a chain are here."""
-        dram, ssd = self.dram, () if self.ssd is None else self.ssd.catalogue
+        dram, ssd = self.dram, self.catalogue
         for count, key in enumerate(keys):
             if key not in dram and key not in ssd:
                 return count
@@ -67,8 +67,7 @@ class TieredStore:
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         self.dram.touch(chain)
-        if self.ssd is not None:
-            self.ssd.catalogue.touch(chain)
+        self.catalogue.touch(chain)
 
     def reserve(self, nbytes: Mapping[str, int]) -> bool:
         """Reserves DRAM by tenant, evicting others; nothing, and False, when too little can be evicted."""
@@ -78,8 +77,7 @@ class TieredStore:
             if victims is None:
                 self.unreserve(taken)
                 return False
-            if victims:
-                self.removed(victims)
+            self.removed(victims)
             taken[tenant] = count
         return True
 
@@ -124,10 +122,7 @@ def find(tiers: TieredStore, keys: Sequence[BlockKey], namespace: bytes) -> tupl
 
     Returns for each key 0, or the number of its layout from 1; and the layouts.
     """
-    layouts: dict[KVLayout, int] = {}
-    found = []
-    for key in keys:
-        there = tiers.format_of(key)
-        known = there is not None and there.namespace == namespace
-        found.append(layouts.setdefault(there.layout, len(layouts) + 1) if there is not None and known else 0)
-    return found, list(layouts)
+    formats = map(tiers.format_of, keys)
+    known = [there.layout if there is not None and there.namespace == namespace else None for there in formats]
+    numbers = {layout: number for number, layout in enumerate(dict.fromkeys(filter(None, known)), 1)}
+    return [0 if layout is None else numbers[layout] for layout in known], list(numbers)

@@ -95,9 +95,8 @@ class DramTier(PartTable[DramBlock]):
         victims = self._victims(nbytes, tenant)
         if victims is None:
             return None
-        if victims:
-            self._discard(victims)
-            self.evictions += len(victims)
+        self._discard(victims)
+        self.evictions += len(victims)
         self.reserved.add(tenant, nbytes)
         return [block.info.key for block in victims]
 

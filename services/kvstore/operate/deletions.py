@@ -13,18 +13,16 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection, check_ttls
 from moonpool.v1 import kv_pb2
 from services.kvstore.core.forgetting import Forgotten, Steps, drop, expire, forget
-from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.ledger import Ledger
-from services.kvstore.operate.pin_keeper import PinKeeper
+from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.writer import WriteBehind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deletions:
-    """Deletes from one store. `timeout_s` bounds the wait for the disk; `clock` gives seconds since 1970."""
+    """Deletes what `operations` keeps. `timeout_s` bounds the wait for the disk; `clock` gives seconds since 1970."""
 
-    store: BlockStore
-    pins: PinKeeper
+    operations: Operations
     ledger: Ledger
     writer: WriteBehind | None
     timeout_s: float
@@ -48,11 +46,11 @@ class Deletions:
                 together = functools.reduce(operator.or_, new.values(), Selection())
                 for name, selection in new.items():
                     self.ledger.deletions.add(name, selection)
-                done = await _in_turns(forget(self.store, together))
-                self.pins.end_all(together.tenants)
+                done = await _in_turns(forget(self.operations.store, together))
+                self.operations.unpin_all(together.tenants)
                 self.unsaved.update(dict.fromkeys(new, Forgotten()) | {next(iter(new)): done})
             if ttl_s:
-                expired = await _in_turns(expire(self.store, ttl_s, self.clock()))
+                expired = await _in_turns(expire(self.operations.store, ttl_s, self.clock()))
         await self._erased()
         counts = {name: count for name in asked if (count := self._done(name)) is not None}
         await self.ledger.applied(
@@ -65,7 +63,7 @@ class Deletions:
     async def drop(self, keys: Sequence[BlockKey]) -> Forgotten:
         """Drops blocks that may be put again; raises Unavailable as `forget`."""
         async with self.turn:
-            dropped = drop(self.store, keys)
+            dropped = drop(self.operations.store, keys)
         await self._erased()
         return dropped
 

@@ -1,10 +1,10 @@
-"""What operators ask of a running store: to warm up, to compact, and what another size would bring."""
+"""What operators ask of a running store: to pin, to warm up, to compact, and what another size would bring."""
 
 import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Collection, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.errors import InvalidRequest, Unsupported
@@ -13,8 +13,10 @@ from moonpool.kv.keys import BlockKey
 from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.observe import Curve, ReuseSample
+from services.kvstore.operate.writer import within
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.streams.layers import LayerReader
+from services.kvstore.tenancy.pins import PinOutcome
 
 PORTION_BLOCKS = 64  # read together at most
 STEP_BLOCKS = 1024  # of the SSD tier looked at before other tasks run; there may be millions
@@ -23,14 +25,16 @@ MIN_LIVE_SHARE = 0.5  # of a segment that must be live, for `compact`, unless to
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operations:
-    """The operations of one store."""
+    """The operations of one store; `run` ends each pin when its time is over."""
 
     store: BlockStore
     pool: ThreadPoolExecutor  # reads
     ahead: ByteCredits  # bounds the bytes read and not taken yet
     reuse: ReuseSample
     capacity_bytes: int  # of both tiers
+    clock: Callable[[], float]  # seconds, by which pins end
     step_blocks: int = STEP_BLOCKS
+    pinned: asyncio.Event = dataclasses.field(default_factory=asyncio.Event, init=False)
     turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)  # of calls of `warm`
 
     @property
@@ -39,6 +43,41 @@ class Operations:
         if ssd is None:
             raise Unsupported("this kvstore has no SSD tier")
         return ssd
+
+    async def run(self) -> None:
+        while True:
+            self.expire()
+            await within(self.store.tiers.dram.pins.next_expiry - self.clock(), self.pinned)
+            self.pinned.clear()
+
+    def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> PinOutcome:
+        """Keeps the leading blocks of a chain in either tier, see `Pins.pin`."""
+        self.expire()
+        tiers = self.store.tiers
+
+        def size_of(key: BlockKey) -> int | None:
+            block_format = tiers.format_of(key)
+            return None if block_format is None else block_format.layout.block_bytes
+
+        outcome, changed = tiers.dram.pins.pin(tenant, name, keys, size_of, now=self.clock(), ttl_s=ttl_s)
+        self._pins_changed(changed)
+        self.pinned.set()
+        return outcome
+
+    def unpin(self, tenant: str, name: str) -> bool:
+        return self._pins_changed(self.store.tiers.dram.pins.unpin(tenant, name))
+
+    def unpin_all(self, tenants: Container[str]) -> None:
+        self._pins_changed(self.store.tiers.dram.pins.end_all(tenants))
+
+    def expire(self) -> None:
+        self._pins_changed(self.store.tiers.dram.pins.expire(self.clock()))
+
+    def _pins_changed(self, keys: Collection[BlockKey]) -> bool:
+        if keys:
+            self.store.tiers.dram.pins_changed(keys)
+            self.store.tiers.listener.room()
+        return bool(keys)
 
     async def warm(self, max_bytes: int) -> tuple[int, int]:
         """Fills free DRAM from the SSD tier, the most recently written blocks first; evicts nothing.
@@ -92,8 +131,6 @@ class Operations:
 
     def sizes(self) -> Curve:
         """(bytes, hit share) of stores of other sizes, with blocks of the average size of those held."""
-        dram, ssd = self.store.tiers.dram, self.store.tiers.ssd
-        blocks, nbytes = len(dram), dram.block_bytes
-        if ssd is not None:
-            blocks, nbytes = blocks + len(ssd.catalogue), nbytes + ssd.catalogue.live.total_bytes
+        dram, catalogue = self.store.tiers.dram, self.store.tiers.catalogue
+        blocks, nbytes = len(dram) + len(catalogue), dram.block_bytes + catalogue.live.total_bytes
         return [(size * (nbytes // blocks), share) for size, share in self.reuse.curve()] if blocks else []

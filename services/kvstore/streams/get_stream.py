@@ -1,7 +1,4 @@
-"""The server half of one `Get` stream: each session is a task that reads a lease layer by layer and sends it.
-
-The contract has no refusal of a single read: what cannot be served is answered as a miss.
-"""
+"""The server half of one `Get` stream: each session reads a lease layer by layer and sends it."""
 
 import asyncio
 import dataclasses
@@ -11,13 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from google.protobuf.message import Message
 
-from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unavailable
+from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, Slice, part_bytes
 from moonpool.kv.hashes import bind, slice_hash
-from moonpool.kv.keys import unpack_keys
+from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from moonpool.streams.credits import ByteCredits, Traffic
+from moonpool.kv.values import check_owned
+from moonpool.streams.credits import ByteCredits
 from moonpool.streams.lanes.listening import LaneServer
+from moonpool.streams.read_sessions import ReadSessions
 from moonpool.streams.receiving import FrameWriter
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -74,86 +73,43 @@ class _Wanted:
 
 def _wanted(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Wanted:
     """The part of the blocks that a reader asks for; raises InvalidRequest when there is no such part."""
-    if not message.layer_begin < message.layer_end <= layout.layers:
-        raise InvalidRequest("layer_end", f"no such layers; the layout has {layout.layers}")
-    if not message.head_begin < message.head_end <= layout.kv_heads:
-        raise InvalidRequest("head_end", f"no such heads; the layout has {layout.kv_heads}")
-    heads = None
-    if message.head_end - message.head_begin < layout.kv_heads:
-        if layout.scale_bytes:
-            raise InvalidRequest("head_end", "slices with scales travel whole")
-        heads = range(message.head_begin, message.head_end)
-    return _Wanted(range(message.layer_begin, message.layer_end), heads, message.forgotten)
+    layers, heads = range(message.layer_begin, message.layer_end), range(message.head_begin, message.head_end)
+    layout.check_part(layers, heads)
+    return _Wanted(layers, None if len(heads) == layout.kv_heads else heads, message.forgotten)
 
 
-class GetStream(KVStream[kvstore_pb2.GetRequest]):
+class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRequest]):
     """One reader process' stream."""
 
     def __init__(self, resources: GetResources, closing: asyncio.Event, lanes: LaneServer | None = None) -> None:
-        super().__init__(closing, lanes=lanes)
+        super().__init__(
+            closing,
+            lanes=lanes,
+            response=kvstore_pb2.GetResponse,
+            carried_out=resources.carried_out,
+            suspect=self._suspect,
+            max_keys=MAX_SESSION_BLOCKS,
+        )
         self._resources = resources
-        self._frames: FrameWriter
-        self._credits = ByteCredits()  # those of `_frames`, once there are some
-        self._sessions: dict[int, asyncio.Task[None]] = {}
-
-    @property
-    def traffic(self) -> Traffic:
-        return super().traffic + Traffic(credits_out=self._credits.out)
 
     def welcome(self) -> Message:
         """The answer to hello. It gives no credits: on this stream the reader does."""
-        self._frames = FrameWriter(
-            self.outbox, self.format.layout, lambda header: kvstore_pb2.GetResponse(frame=header)
-        )
-        self._credits = self._frames.credits
+        self.writes(FrameWriter(self.outbox, self.format.layout, lambda header: kvstore_pb2.GetResponse(frame=header)))
         return kvstore_pb2.GetResponse(welcome=kv_pb2.StreamWelcome(receiver=self._resources.instance))
 
-    def on_message(self, message: kvstore_pb2.GetRequest, payload: memoryview) -> None:
-        """What is wrong with a session ends that session only."""
-        if message.credit_bytes:
-            self._credits.grant(message.credit_bytes)
-        match message.WhichOneof("message"):
-            case "open":
-                self._open(message.open)
-            case "credit":
-                self._credits.grant(message.credit.bytes)
-            case "close":
-                damaged = unpack_keys(message.close.damaged_key, "damaged_key", max_keys=1)
-                self.owner.check(damaged)
-                for key in damaged:
-                    self._resources.reads.suspect(key)
-                self._close(message.close.session)
-            case other:
-                raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
+    def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
+        check_owned(keys, self.tenant)
+        wanted = _wanted(message, self.format.layout)
+        lease = ReadLease(self.format, keys, promote=len(wanted.layers) == self.format.layout.layers)
+        self._begin(message, self._resources.reads.begin(lease), wanted)
 
-    def _close(self, number: int) -> None:
-        task = self._sessions.pop(number, None)
-        if task is not None:
-            task.cancel()
-
-    def _open(self, message: kv_pb2.ReadOpen) -> None:
-        """Begins a session, or answers it as a miss."""
-        layout = self.format.layout
-        try:
-            if message.session in self._sessions:
-                self._close(message.session)
-                raise InvalidRequest("session", f"{message.session} was open already")
-            keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
-            self.owner.check(keys)
-            wanted = _wanted(message, layout)
-            if any(name not in self._resources.carried_out for name in message.forgotten):
-                raise Unavailable("a deletion of such blocks was not carried out yet")
-            lease = ReadLease(self.format, keys, promote=len(wanted.layers) == layout.layers)
-            self._begin(message, self._resources.reads.begin(lease), wanted)
-        except MoonpoolError as error:
-            # at level debug: a peer that asks too much must not fill the log
-            log.debug("read answered as a miss", error=str(error))
-            self.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=message.session)))
-            self._post_done(message.session)
+    def _suspect(self, key: BlockKey) -> None:
+        check_owned([key], self.tenant)
+        self._resources.reads.suspect(key)
 
     def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, wanted: _Wanted) -> None:
         resources, number, begin = self._resources, message.session, time.monotonic()
-        task = None
+        served = False
         try:
             more = resources.reads.extend(lease)
             if message.takes_frame and not more and self._sent_together(number, lease, wanted):
@@ -163,19 +119,14 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             reader = LayerReader(
                 resources.reads, lease, wanted.layers, resources.pool, resources.ahead, sent_bytes=sent_bytes
             )
-            task = self._sessions[number] = self.spawn(self._serve(number, reader, wanted, begin, more))
-            task.add_done_callback(lambda task: self._ended(number, task, reader))
+            self.serve(number, self._serve(number, reader, wanted, begin, more), reader.close)
+            served = True
         except DamagedSliceError as error:
             resources.reads.suspect(lease.keys[error.block])
             raise
         finally:
-            if task is None:
+            if not served:
                 resources.reads.close(lease)
-
-    def _ended(self, number: int, task: "asyncio.Task[None]", reader: LayerReader) -> None:
-        reader.close()  # here, because a task that is cancelled before it has begun cannot do it
-        if self._sessions.get(number) is task:
-            del self._sessions[number]
 
     def _sent_together(self, number: int, lease: ReadLease, wanted: _Wanted) -> bool:
         """Whether all of a small read in DRAM could be sent with its opening, without waiting."""
@@ -196,7 +147,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             opened.frame.CopyFrom(frame)
             return kvstore_pb2.GetResponse(opened=opened)
 
-        return self._frames.offer(number, slices, wrap)
+        return self.frames.offer(number, slices, wrap)
 
     async def _serve(self, number: int, reader: LayerReader, wanted: _Wanted, begin: float, more: bool) -> None:
         resources, lease = self._resources, reader.lease
@@ -204,8 +155,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             while more:
                 await asyncio.sleep(0)
                 more = resources.reads.extend(lease)
-            opened = kv_pb2.ReadOpened(session=number, blocks=lease.blocks, forgotten=wanted.forgotten)
-            self.post(kvstore_pb2.GetResponse(opened=opened))
+            self.opened(number, lease.blocks, wanted.forgotten)
             async with asyncio.timeout(resources.lease_timeout_s):
                 async for group in reader.groups():
                     if isinstance(group, Lost):
@@ -213,7 +163,7 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
                         self.post(kvstore_pb2.GetResponse(missing=missing))
                     else:
                         slices = wanted.slices(group, lease)
-                        await self._frames.send(number, 0, slices, timeout_s=resources.session_timeout_s)
+                        await self.frames.send(number, 0, slices, timeout_s=resources.session_timeout_s)
             if lease.blocks:
                 resources.on_read(lease.cold, time.monotonic() - begin)
         except StreamBroken:
@@ -222,11 +172,4 @@ class GetStream(KVStream[kvstore_pb2.GetRequest]):
             log.warning("read given up", blocks=lease.blocks, error=str(error))
             if isinstance(error, DamagedSliceError):  # its reader never sees it and cannot say so
                 resources.reads.suspect(lease.keys[error.block])
-        self._post_done(number)
-
-    def _post_done(self, number: int) -> None:
-        self.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
-
-    def end(self) -> None:
-        for task in list(self._sessions.values()):
-            task.cancel()
+        self.done(number)

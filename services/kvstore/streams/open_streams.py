@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from moonpool.kv.blocks import BlockFormat
+from moonpool.rpc.roles import own_tenant
 from moonpool.streams.credits import Traffic
 from moonpool.streams.receiving import check_hello
 from moonpool.streams.serving import ServerStream
-from services.kvstore.tenancy.owners import Owner
 
 Req = TypeVar("Req", bound=Message)
 
 
 class KVStream(ServerStream[Req]):
-    """One Put or Get stream of a peer, the `owner`. `format` is that of the KV which its hello names."""
+    """One Put or Get stream of a peer that speaks for one `tenant`, or for any. `format` is as its hello says."""
 
     format: BlockFormat
-    owner: Owner
+    tenant: str | None
 
     @property
     def traffic(self) -> Traffic:
@@ -31,7 +31,7 @@ class KVStream(ServerStream[Req]):
 
     async def on_hello(self, message: Any) -> None:
         """Takes any KV whose layout can be kept; raises Mismatch for others."""
-        self.owner = Owner.of_call()  # noted here: what comes on a lane comes outside of the call
+        self.tenant = own_tenant()  # noted here: what comes on a lane comes outside of the call
         self.format = BlockFormat(message.hello.namespace, check_hello(message.hello))
         answer: Any = self.welcome()
         lane = self.offer_lane(message)

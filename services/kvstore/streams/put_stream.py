@@ -17,6 +17,8 @@ from moonpool.kv.frames import FrameOpener, OpenRun
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import MAX_SLICE_BYTES
 from moonpool.kv.scattered import Bytes
+from moonpool.kv.values import check_owned
+from moonpool.rpc.roles import permitted
 from moonpool.streams.credits import CreditReturn, Traffic
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -134,8 +136,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
         keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
-        self.owner.check(keys)
-        tenant = self.owner.speaks_for(message.tenant)
+        check_owned(keys, self.tenant)
+        tenant = permitted(message.tenant, self.tenant)
         parents = unpack_keys(message.parent_keys, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
         layers = range(message.layer_begin, message.layer_end)
         heads = range(message.head_begin, message.head_end)

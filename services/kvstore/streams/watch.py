@@ -114,22 +114,3 @@ class Journal:
 
 def _size(message: kv_pb2.KVEvents) -> int:
     return len(message.stored_keys) + len(message.removed_keys)
-
-
-class Unreported:
-    """Changes that no conductor has been told yet: the net effect per key."""
-
-    def __init__(self) -> None:
-        self._changes: dict[BlockKey, bool] = {}
-
-    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], *, follows: bool) -> None:
-        """Takes note of changes. While no conductor follows, none are kept: each gets a snapshot first."""
-        if follows:
-            self._changes.update(dict.fromkeys(stored, True))
-            self._changes.update(dict.fromkeys(removed, False))
-        else:
-            self._changes.clear()
-
-    def take(self) -> tuple[list[BlockKey], list[BlockKey]]:
-        changes, self._changes = self._changes, {}
-        return [key for key, here in changes.items() if here], [key for key, here in changes.items() if not here]

@@ -210,6 +210,8 @@ EMPTY: dict[str, tuple[grpc.StatusCode, str]] = {
     "kvstore.Put": (INVALID, "hello"),
     "kvstore.Get": (INVALID, "hello"),
     "kvstore.MatchPrefix": (CODES.OK, ""),
+    "kvstore.Find": (CODES.OK, ""),
+    "kvstore.Remove": (CODES.OK, ""),
     "kvstore.Pin": (INVALID, "name"),
     "kvstore.Unpin": (CODES.OK, ""),
     "kvstore.Watch": (CODES.OK, ""),

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
@@ -93,9 +94,9 @@ class Instance:
         return [key for key, here in changes.items() if here], [key for key, here in changes.items() if not here]
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_a_snapshot_in_steps_between_changes(seed: int) -> None:
-    listener, instance, server = Listener(), Instance(seed), grpc.aio.server()
+@asynccontextmanager
+async def joined(listener: Listener, instance: Instance, flush_s: float) -> AsyncIterator[JoinAgent]:
+    server = grpc.aio.server()
     server.add_generic_rpc_handlers((listener.handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -108,7 +109,7 @@ async def test_a_snapshot_in_steps_between_changes(seed: int) -> None:
             conductor_pb2.LoadReport,
             instance.take,
             HeldKeys(PARTS, instance.part),
-            flush_s=0.0,
+            flush_s=flush_s,
             keys_per_message=3,
         )
         assert not agent.follows
@@ -116,16 +117,38 @@ async def test_a_snapshot_in_steps_between_changes(seed: int) -> None:
         running = asyncio.ensure_future(agent.run(stopping))
         try:
             async with asyncio.timeout(20):
-                while listener.snapshots < 2 or listener.knows() != instance.keys:
-                    listener.heard.clear()
-                    agent.notify()
-                    await listener.heard.wait()
+                yield agent
         finally:
             stopping.set()
             await running
             await server.stop(None)
-        assert instance.looks == [True] * 2 * PARTS
-        assert (listener.hellos, listener.snapshots) == (1, 2)
-        assert listener.messages > 2 * PARTS
-        assert not agent.follows
-        listener.index.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_snapshot_in_steps_between_changes(seed: int) -> None:
+    listener, instance = Listener(), Instance(seed)
+    async with joined(listener, instance, flush_s=0.0) as agent:
+        while listener.snapshots < 2 or listener.knows() != instance.keys:
+            listener.heard.clear()
+            agent.notify()
+            await listener.heard.wait()
+    assert instance.looks == [True] * 2 * PARTS
+    assert (listener.hellos, listener.snapshots) == (1, 2)
+    assert listener.messages > 2 * PARTS
+    assert not agent.follows
+    listener.index.check_invariants()
+
+
+async def test_what_is_wanted_soon_does_not_wait_for_more_changes() -> None:
+    listener, instance = Listener(), Instance(0)
+    async with joined(listener, instance, flush_s=3600.0) as agent:
+        while listener.snapshots < 2:
+            listener.heard.clear()
+            agent.notify(soon=True)
+            await listener.heard.wait()
+        instance.change()
+        agent.notify()
+        agent.notify(soon=True)
+        while listener.knows() != instance.keys:
+            listener.heard.clear()
+            await listener.heard.wait()

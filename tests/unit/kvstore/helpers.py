@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Container, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.parts import PARTS
+from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.assembly import PutSession, PutSpec
 from services.kvstore.core.reads import LeasedBlock
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.operate.pin_keeper import PinKeeper
+from services.kvstore.operate.observe import ReuseSample
+from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.queues import LRU
@@ -168,7 +171,8 @@ class Driven(StoreListener):
             lease_bytes=lease_bytes,
         )
         self.now = 0.0
-        self.pins = PinKeeper(self.store.tiers, lambda: self.now)
+        pool, ahead = ThreadPoolExecutor(2), ByteCredits(1 << 20)
+        self.operations = Operations(self.store, pool, ahead, ReuseSample(), 0, lambda: self.now)
         self.stored: list[BlockKey] = []
         self.removed: list[BlockKey] = []
         self.visible: list[tuple[BlockKey, ...]] = []

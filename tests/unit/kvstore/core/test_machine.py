@@ -235,7 +235,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chain=CHAIN, name=st.sampled_from("xy"), ttl=st.integers(1, 4))
     def pin(self, chain: Sequence[BlockKey], name: str, ttl: int) -> None:
         tenant = OWNER[chain[0]]
-        outcome = self.driven.pins.pin(tenant, name, chain, ttl)
+        outcome = self.driven.operations.pin(tenant, name, chain, ttl)
         assert outcome.blocks <= self.store.tiers.match(chain)
         self.pinned[tenant, name] = chain[: outcome.blocks], self.now + ttl
 
@@ -244,13 +244,13 @@ class StoreMachine(RuleBasedStateMachine):
     def unpin(self, pick: int) -> None:
         place = sorted(self.pinned)[pick % len(self.pinned)]
         del self.pinned[place]
-        self.driven.pins.unpin(*place)
+        self.driven.operations.unpin(*place)
 
     @rule(seconds=st.integers(1, 2))
     def wait(self, seconds: int) -> None:
         self.now += seconds
         self.driven.now = self.now
-        self.driven.pins.expire()
+        self.driven.operations.expire()
 
     # The device
 

@@ -71,7 +71,7 @@ async def test_a_deletion_that_the_disk_did_not_take_is_not_done_anew(tmp_path: 
         driven.flush(OURS, "ours")
         ledger = Ledger(None)
         async with writing(driven, retry_after_s=()) as writer:
-            it = Deletions(driven.store, driven.pins, ledger, writer, timeout_s=0.05)
+            it = Deletions(driven.operations, ledger, writer, timeout_s=0.05)
             files.fail("transaction", OSError(5, "an error"))
             with pytest.raises(Unavailable):
                 await it.forget([order], {})

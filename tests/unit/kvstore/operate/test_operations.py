@@ -106,7 +106,7 @@ async def test_what_cannot_be_done_is_said() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
 def test_no_such_share(share: float) -> None:
-    operations = Operations(Driven().store, Any, ByteCredits(1), ReuseSample(), 0)  # type: ignore[arg-type]
+    operations = Operations(Driven().store, Any, ByteCredits(1), ReuseSample(), 0, lambda: 0.0)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="min_live_share"):
         operations.compact(share)
 

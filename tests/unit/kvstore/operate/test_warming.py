@@ -46,7 +46,7 @@ LIVE = [key for number, key in enumerate(KEYS) if number % 3]
 @contextmanager
 def warming(driven: Driven) -> Iterator[Operations]:
     pool = ThreadPoolExecutor(2)
-    yield Operations(driven.store, pool, ByteCredits(1 << 20), ReuseSample(), 0, STEP)
+    yield Operations(driven.store, pool, ByteCredits(1 << 20), ReuseSample(), 0, lambda: 0.0, STEP)
     pool.shutdown()
     check(driven.store)
 

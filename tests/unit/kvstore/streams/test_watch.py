@@ -8,7 +8,7 @@ from moonpool.cluster import HeldKeys
 from moonpool.errors import Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.parts import PARTS
-from services.kvstore.streams.watch import Journal, Unreported
+from services.kvstore.streams.watch import Journal
 from tests.unit.kvstore.helpers import in_part, keys_of
 
 KEYS = keys_of(6)
@@ -134,13 +134,3 @@ async def test_closing_ends_the_watching() -> None:
     watched.journal.close()
     with pytest.raises(Unavailable, match="shutting down"):
         await coming
-
-
-def test_unreported_changes_are_net_and_bounded_while_nobody_listens() -> None:
-    changes = Unreported()
-    changes.changed([A, B], [], follows=True)
-    changes.changed([C], [A], follows=True)
-    assert changes.take() == ([B, C], [A])
-    assert changes.take() == ([], [])
-    changes.changed(KEYS, [], follows=False)
-    assert changes.take() == ([], [])

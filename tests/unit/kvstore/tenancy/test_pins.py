@@ -133,14 +133,14 @@ def test_pinned_blocks_are_not_evicted_and_come_back_as_young_ones() -> None:
     driven = pinning(3)
     driven.put([A])
     driven.put([B])
-    assert driven.pins.pin("", "ctx", [A, B, C], 9).blocks == 2
+    assert driven.operations.pin("", "ctx", [A, B, C], 9).blocks == 2
     driven.put([C])
     driven.put([D])
     assert driven.removed == [C]
     check(driven.store)
     assert driven.store.tiers.dram.pinned.total_bytes == 2 * BLOCK
     driven.now = 9
-    driven.pins.expire()
+    driven.operations.expire()
     check(driven.store)
     driven.put([KEYS[4]])
     assert driven.removed == [C, D]
@@ -151,7 +151,7 @@ def test_pinned_blocks_are_not_evicted_and_come_back_as_young_ones() -> None:
 def test_a_put_into_a_store_full_of_pins_is_refused_at_once_and_told_when_to_come_back() -> None:
     driven = pinning(3)
     driven.put([A, B])
-    driven.pins.pin("", "ctx", [A, B], 9)
+    driven.operations.pin("", "ctx", [A, B], 9)
     with pytest.raises(Overloaded) as refusal:
         driven.store.writes.open(spec_of([C, D]), lambda _: None, lambda _: None, now=2)
     assert (refusal.value.reason, refusal.value.retry_after_s) == ("kvstore_pinned", 7.0)
@@ -165,10 +165,10 @@ def test_a_put_into_a_store_full_of_pins_is_refused_at_once_and_told_when_to_com
 def test_the_end_of_a_pin_lets_those_in_who_wait() -> None:
     driven = pinning(2)
     driven.put([A])
-    driven.pins.pin("", "ctx", [A], 9)
+    driven.operations.pin("", "ctx", [A], 9)
     lease = driven.store.reads.open([A], driven.store.tiers.format_of(A), promote=False)  # type: ignore[arg-type]
     rooms = driven.rooms
-    assert driven.pins.unpin("", "ctx")
+    assert driven.operations.unpin("", "ctx")
     assert driven.rooms == rooms + 1
     check(driven.store)
     driven.store.reads.close(lease)
@@ -182,7 +182,7 @@ def test_a_block_that_only_the_durable_tier_has_can_be_pinned_and_stays_when_it_
     driven.flush([A])
     driven.flush([B, C])
     assert A not in driven.store.tiers.dram
-    assert driven.pins.pin("", "ctx", [A], 9).blocks == 1
+    assert driven.operations.pin("", "ctx", [A], 9).blocks == 1
     assert driven.read([A], promote=True) == [data_of(A)]
     assert driven.store.tiers.dram.pinned.total_bytes == BLOCK
     driven.flush([D])

@@ -195,14 +195,14 @@ def test_pinned_blocks_are_not_given_up_and_what_finds_no_room_stays_in_dram(tmp
     ssd = open_ssd(tmp_path, pins=pins, account=account)
     driven = Driven(ssd, pins=pins)
     driven.flush([A, B], "x")
-    driven.pins.pin("x", "p", [A, B], 9)
+    driven.operations.pin("x", "p", [A, B], 9)
     driven.flush([C, D], "x")
     driven.flush([E], "y")
     assert set(ssd.catalogue) == {A, B, E}
     assert driven.store.writes.queue.blocks_not_durable == 2
     assert driven.read([C, D]) == [data_of(C), data_of(D)]
     driven.now = 9
-    driven.pins.expire()
+    driven.operations.expire()
     driven.flush([F], "x")
     assert set(ssd.catalogue) == {B, E, F}
     ssd.close()

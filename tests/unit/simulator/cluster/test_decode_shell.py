@@ -132,7 +132,8 @@ class Service:
         outside: Any = Outside(script)
         self.shell = DecodeShell(
             DecodeCore(core_config(config, run_steps=1)), self.engine, CAPACITY, outside, lambda _: outside,
-            Recorder("decode-0", None), lambda: None, JournalWriter(journal, "decode-0", 1 << 30), self._loop.time,
+            Recorder("decode-0", None), lambda *, soon=False: None,
+            JournalWriter(journal, "decode-0", 1 << 30), self._loop.time,
         )  # fmt: skip
         self._subscriber = Subscriber(kv_pb2.Instance())
         self.shell.subscribe(self._subscriber)
