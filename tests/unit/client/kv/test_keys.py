@@ -1,5 +1,6 @@
 """Clients with API keys at a store with TLS: their own values, and nothing else."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -81,7 +82,8 @@ async def test_a_client_reaches_no_keys_but_its_own(tmp_path: Path) -> None:
                     await refused(as_ann, request)
                 damaged = await opened_get(as_ann, keys=key)
                 await damaged.write(kvstore_pb2.GetRequest(close=kv_pb2.ReadClose(damaged_key=key)))
-                assert isinstance(await failure(damaged), PermissionDenied)
+                async with asyncio.timeout(10):
+                    assert isinstance(await failure(damaged), PermissionDenied)
             with pytest.raises(MoonpoolError, match="tenant that is not the caller's"):
                 await as_ann.put([BlockKey(bytes(16) + value_key(b"", "ann", b"x")[16:])], tenant="bob")
         assert [len(await store.read([key])) for key in (KEYS[0], bobs)] == [1, 1]

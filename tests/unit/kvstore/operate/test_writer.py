@@ -56,13 +56,13 @@ async def test_writes_keep_to_a_rate_but_at_the_end(tmp_path: Path) -> None:
 
 
 async def test_only_who_waits_for_something_ends_a_pause(tmp_path: Path) -> None:
-    """A deletion with nothing on disk leaves it; one that has waits for one plan; who waits for all is not passed by."""
+    """A deletion with nothing on disk does not; one that has waits for one plan; who waits for all is not passed by."""
     async with failing(tmp_path, bytes_per_s=1) as (driven, _, writer):
-        queue = driven.store.writes.queue
+        queue, heard = driven.store.writes.queue, asyncio.Event()
+        assert driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set()) is not None
         driven.put([A])
         async with asyncio.timeout(10):
-            while not driven.durable:
-                await asyncio.sleep(0)
+            await heard.wait()
         driven.put([B])
         assert await writer.erased(10)
         for _ in range(20):
