@@ -194,11 +194,11 @@ async def test_a_buffer_may_be_larger_than_any_value() -> None:
 
 
 async def test_a_question_that_takes_too_long_fails_as_a_transfer_does() -> None:
-    async with stored() as (_, client):
+    async with stored() as (store, client):
         await client.put(b"k", b"12345")
-        for call in (client.exists, client.delete):
+        async with store.service.servicer.deletions.turn:
             with pytest.raises(TransferFailed):
-                await call(b"k", timeout_s=1e-6)
+                await client.delete(b"k", timeout_s=0.01)
 
 
 async def test_a_store_that_is_not_there() -> None:
