@@ -106,7 +106,7 @@ def test_a_kvstore_takes_values_of_clients_with_keys(secured: CheckedStack, cert
     address, trusting = client_address(secured, "kvstore-0"), Tls(certificates / "ca.pem")
     with KVClient(address, namespace="test", tls=trusting, api_key="ann-key") as client:
         assert client.put(b"k", b"of ann")
-        assert client.get(b"k") == b"of ann"
+        assert client.get(b"k") == bytearray(b"of ann")
         assert client.delete(b"k")
     with KVClient(address, namespace="test", tls=trusting, api_key="bob-key") as client, pytest.raises(Unauthenticated):
         client.get(b"k")
