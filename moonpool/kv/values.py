@@ -143,15 +143,18 @@ class ValueTarget:
     """Memory that takes a value, slice by slice in any order."""
 
     def __init__(self, layout: KVLayout, memory: memoryview | None = None) -> None:
-        """Takes the layout of its block, and writable memory; memory of its own without."""
+        """Takes the layout of its block, and writable memory; without, it has its own from the first slice on."""
         self._layout = layout
         self._counted = layout.dtype == _COUNTED
-        self._own = bytearray(layout.block_bytes) if memory is None else None
-        self._memory = memoryview(self._own) if memory is None else memory  # type: ignore[arg-type]
+        self._own: bytearray | None = None
+        self._memory = memory
         self._length = b""
 
     def take(self, layer: int, data: memoryview) -> None:
         """A slice has come; what has no room is dropped."""
+        if self._memory is None:
+            self._own = bytearray(self._layout.block_bytes)
+            self._memory = memoryview(self._own)
         begin = layer * self._layout.slice_bytes
         room = self._memory[begin : begin + data.nbytes]
         room[:] = data[: room.nbytes]
@@ -168,7 +171,7 @@ class ValueTarget:
     def value(self) -> bytearray | None:
         """The value, where memory was not given; None as `length`."""
         nbytes = self.length()
-        if nbytes is None or self._own is None:
+        if nbytes is None or self._own is None or self._memory is None:
             return None
         self._memory.release()
         del self._own[nbytes:]

@@ -142,7 +142,9 @@ class KVStoreServiceServicer:
 
     def Remove(self, request, context):
         """Drops blocks from both tiers on behalf of whoever put them. Unlike Forget it leaves no order behind: they may be put
-        again at once. Answered when nobody finds them any more, also not after a restart.
+        again at once. Answered when nobody finds them any more, also not after a restart, and their records on disk are
+        overwritten. Copies that the store had given up before stay until their segments go: a start that has lost the index
+        may find them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,9 @@ class KVStoreServiceStub:
     """Which of some blocks are here, each on its own, and how they are arranged."""
     Remove: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.RemoveRequest, _kvstore_pb2.RemoveResponse]
     """Drops blocks from both tiers on behalf of whoever put them. Unlike Forget it leaves no order behind: they may be put
-    again at once. Answered when nobody finds them any more, also not after a restart.
+    again at once. Answered when nobody finds them any more, also not after a restart, and their records on disk are
+    overwritten. Copies that the store had given up before stay until their segments go: a start that has lost the index
+    may find them.
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]
     """Keeps blocks from being evicted for a time; the same name again renews and replaces."""
@@ -80,7 +82,9 @@ class KVStoreServiceAsyncStub(KVStoreServiceStub):
     """Which of some blocks are here, each on its own, and how they are arranged."""
     Remove: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.RemoveRequest, _kvstore_pb2.RemoveResponse]  # type: ignore[assignment]
     """Drops blocks from both tiers on behalf of whoever put them. Unlike Forget it leaves no order behind: they may be put
-    again at once. Answered when nobody finds them any more, also not after a restart.
+    again at once. Answered when nobody finds them any more, also not after a restart, and their records on disk are
+    overwritten. Copies that the store had given up before stay until their segments go: a start that has lost the index
+    may find them.
     """
     Pin: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PinRequest, _kvstore_pb2.PinResponse]  # type: ignore[assignment]
     """Keeps blocks from being evicted for a time; the same name again renews and replaces."""
@@ -143,7 +147,9 @@ class KVStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.RemoveResponse, _abc.Awaitable[_kvstore_pb2.RemoveResponse]]:
         """Drops blocks from both tiers on behalf of whoever put them. Unlike Forget it leaves no order behind: they may be put
-        again at once. Answered when nobody finds them any more, also not after a restart.
+        again at once. Answered when nobody finds them any more, also not after a restart, and their records on disk are
+        overwritten. Copies that the store had given up before stay until their segments go: a start that has lost the index
+        may find them.
         """
 
     @_abc_1.abstractmethod

@@ -9,6 +9,7 @@ from moonpool.cli.certs import Authority
 from moonpool.cli.health import run_health
 from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient, Client, SamplingParams
+from moonpool.client.kv import KVClient
 from moonpool.errors import PermissionDenied, Unauthenticated, Unavailable
 from moonpool.model.create import create
 from moonpool.rpc.keys import hashed
@@ -47,7 +48,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
     keys = folder / "keys"
     keys.write_text(f"sha256:{hashed('ann-key')} ann\n")
     extra: dict[str, Sequence[str]] = {kind: flags(certificates, kind) for kind in KINDS}
-    extra["conductor"] = [*extra["conductor"], "--client-listen", "127.0.0.1:0", "--api-keys", str(keys)]
+    for kind in ("conductor", "kvstore"):
+        extra[kind] = [*extra[kind], "--client-listen", "127.0.0.1:0", "--api-keys", str(keys)]
     operator = Tls(certificates / "ca.pem", certificates / "operator.pem", certificates / "operator.key")
     plan = StackPlan(
         model=str(folder / "model"), data_dir=folder, dtype="float32", block_tokens=BLOCK, threads=1,
@@ -57,9 +59,9 @@ def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
         yield stack
 
 
-def client_address(stack: CheckedStack) -> str:
-    """Where the conductor takes clients without certificates, by its log."""
-    log = stack.services["conductor"].log_path.read_text()
+def client_address(stack: CheckedStack, service: str = "conductor") -> str:
+    """Where a service takes clients without certificates, by its log."""
+    log = stack.services[service].log_path.read_text()
     [line] = [line for line in log.splitlines() if "clients with API keys" in line]
     return line.rpartition("address=")[2].split()[0]
 
@@ -98,6 +100,16 @@ def test_others_are_refused(secured: CheckedStack, certificates: Path, monkeypat
     for name, file in (("CA", "ca.pem"), ("CERT", "operator.pem"), ("KEY", "operator.key")):
         monkeypatch.setenv(f"MOONPOOL_TLS_{name}", str(certificates / file))
     assert run_health(store, timeout_s=10, wait_s=0, joined=0) == 0
+
+
+def test_a_kvstore_takes_values_of_clients_with_keys(secured: CheckedStack, certificates: Path) -> None:
+    address, trusting = client_address(secured, "kvstore-0"), Tls(certificates / "ca.pem")
+    with KVClient(address, namespace="test", tls=trusting, api_key="ann-key") as client:
+        assert client.put(b"k", b"of ann")
+        assert client.get(b"k") == bytearray(b"of ann")
+        assert client.delete(b"k")
+    with KVClient(address, namespace="test", tls=trusting, api_key="bob-key") as client, pytest.raises(Unauthenticated):
+        client.get(b"k")
 
 
 def test_a_client_deletes_its_own_kv_however_it_names_the_tenant(secured: CheckedStack, certificates: Path) -> None:

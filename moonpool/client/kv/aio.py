@@ -6,13 +6,14 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
+from pydantic import ValidationError
 from typing_extensions import Buffer
 
 from moonpool.client.kv.connection import Connection, named
 from moonpool.client.kv.reading import Wanted, read_some
-from moonpool.errors import InvalidRequest
+from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.blocks import NO_PARENT
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.keys import BlockKey
@@ -26,8 +27,17 @@ from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
 DEFAULT_TIMEOUT_S = 30.0
 PORTION = 4096
 """Values that travel in one session, or are asked for in one call."""
+PORTION_BYTES = 64 << 20
+"""Of values that are put in one session, unless one alone is larger: the store needs room for all of them at once."""
 
 T = TypeVar("T")
+
+
+class _Identity(NamedTuple):
+    """Who the store says that the caller is, and the deletions of that tenant's values that were."""
+
+    tenant: str
+    deletions: Sequence[str]
 
 
 class AsyncKVClient:
@@ -69,17 +79,14 @@ class AsyncKVClient:
             ConfigError: a certificate or a lane cannot be used.
         """
         tls = tls or Tls.from_environment()
-        settings = (
-            LaneSettings() if tls else LaneSettings.of(LaneConfig() if lanes is None else LaneConfig(kv_lanes=lanes))
-        )
+        settings = LaneSettings() if tls else LaneSettings.of(_lane_config(lanes))
         self._shared = SharedMemory(memory_bytes) if memory_bytes else None
         dialer = LaneDialer(settings, lambda: [self._shared.shared] if self._shared is not None else [])
         self._namespace = value_namespace(namespace)
         key = api_key or os.environ.get("MOONPOOL_API_KEY", "")
         self._connection = Connection(address, self._namespace, tls, key, dialer)
         self._asked_tenant = tenant
-        self._tenant: str | None = None  # as the store knows it
-        self._deletions: Sequence[str] = ()
+        self._identity: _Identity | None = None
         self._timeout_s = timeout_s
         self._usual: KVLayout | None = None  # of the values used last: a guess for the next
 
@@ -117,16 +124,16 @@ class AsyncKVClient:
     async def batch_put(self, items: Mapping[bytes, Buffer], *, timeout_s: float | None = None) -> int:
         """Keep values of any sizes; how many are new. Raises as `put`; some of them may be kept then all the same."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tenant = await self._speaking_as(timeout_s)
+        identity = await self._speaking_as(timeout_s)
         groups: dict[KVLayout, list[tuple[BlockKey, ValueSource]]] = {}
         for key, data in items.items():
             source = ValueSource(_bytes_of(data, "data"))
-            groups.setdefault(source.layout, []).append((value_key(self._namespace, tenant, key), source))
+            groups.setdefault(source.layout, []).append((value_key(self._namespace, identity.tenant, key), source))
         stored = 0
         for layout, group in groups.items():
             self._usual = layout
-            for portion in _portions(group):
-                stored += await self._put(layout, portion, timeout_s)
+            for portion in _portions(group, min(PORTION, max(1, PORTION_BYTES // layout.block_bytes))):
+                stored += await self._put(identity, layout, portion, timeout_s)
         return stored
 
     async def get(self, key: bytes, *, timeout_s: float | None = None) -> bytearray | None:
@@ -143,7 +150,7 @@ class AsyncKVClient:
     async def batch_get(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytearray | None]:
         """Return the values of keys, in their order; None for each that the store does not have. Raises as `get`."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tenant = await self._speaking_as(timeout_s)
+        tenant = (await self._speaking_as(timeout_s)).tenant
         wanted = [Wanted(value_key(self._namespace, tenant, key)) for key in keys]
         await self._read({self._usual: wanted}, timeout_s)
         return [one.value() for one in wanted]
@@ -167,13 +174,13 @@ class AsyncKVClient:
     ) -> list[int | None]:
         """Read values into a buffer each, as `get_into`; the numbers of bytes, in the order of the keys."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tenant = await self._speaking_as(timeout_s)
+        tenant = (await self._speaking_as(timeout_s)).tenant
         guesses: dict[KVLayout | None, list[Wanted]] = {}
         wanted = []
         for key, buffer in items.items():
             memory = _bytes_of(buffer, "buffer", writable=True)
             wanted.append(Wanted(value_key(self._namespace, tenant, key), memory))
-            guesses.setdefault(layout_of(memory.nbytes), []).append(wanted[-1])
+            guesses.setdefault(_layout_for(memory.nbytes), []).append(wanted[-1])
         await self._read(guesses, timeout_s)
         return [one.length() for one in wanted]
 
@@ -184,7 +191,7 @@ class AsyncKVClient:
     async def batch_exists(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[bool]:
         """Return for each key whether the store has its value now. Raises as `get`."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tenant = await self._speaking_as(timeout_s)
+        tenant = (await self._speaking_as(timeout_s)).tenant
         found = await self._find([value_key(self._namespace, tenant, key) for key in keys], timeout_s)
         return [layout is not None for layout in found]
 
@@ -198,7 +205,7 @@ class AsyncKVClient:
     async def batch_delete(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> int:
         """Delete values; how many were there. Raises as `get`."""
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tenant = await self._speaking_as(timeout_s)
+        tenant = (await self._speaking_as(timeout_s)).tenant
         found = [value_key(self._namespace, tenant, key) for key in dict.fromkeys(keys)]
         return sum([await self._connection.remove(portion, timeout_s) for portion in _portions(found)])
 
@@ -214,12 +221,12 @@ class AsyncKVClient:
     ) -> None:
         await self.aclose()
 
-    async def _speaking_as(self, timeout_s: float) -> str:
-        """The tenant; asked from the store at first, with the deletions of its values that were."""
-        if self._tenant is None:
+    async def _speaking_as(self, timeout_s: float) -> _Identity:
+        """Asked from the store at first. Each call takes it once: another one may ask anew meanwhile."""
+        if self._identity is None:
             answer = await self._connection.find((), self._asked_tenant, timeout_s)
-            self._deletions, self._tenant = list(answer.deletions), answer.tenant
-        return self._tenant
+            self._identity = _Identity(answer.tenant, list(answer.deletions))
+        return self._identity
 
     async def _find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[KVLayout | None]:
         """The layout of each block, None of one that is not there."""
@@ -230,7 +237,9 @@ class AsyncKVClient:
             found += [layouts[number] for number in answer.found]
         return found
 
-    async def _put(self, layout: KVLayout, group: Sequence[tuple[BlockKey, ValueSource]], timeout_s: float) -> int:
+    async def _put(
+        self, identity: _Identity, layout: KVLayout, group: Sequence[tuple[BlockKey, ValueSource]], timeout_s: float
+    ) -> int:
         """Puts values of one layout; how many are new."""
         keys = [key for key, _ in group]
 
@@ -238,20 +247,21 @@ class AsyncKVClient:
             data = group[index][1].slice(layer)
             return data, slice_hash(data)
 
-        assert self._tenant is not None, "the store was asked"
-        streams = await self._connection.streams(layout)
-        parents, forgotten = [NO_PARENT] * len(keys), self._deletions
+        tenant, deletions = identity
+        parents = [NO_PARENT] * len(keys)
         try:
-            with named():
-                outcome = await streams.writer.put(
-                    keys, parents, self._tenant, read, timeout_s=timeout_s, forgotten=forgotten
-                )
+            async with self._connection.streams(layout) as streams:
+                with named():
+                    outcome = await streams.writer.put(
+                        keys, parents, tenant, read, timeout_s=timeout_s, forgotten=deletions
+                    )
         except InvalidRequest:
             left = await self._not_otherwise_there(layout, group, timeout_s)
             if len(left) == len(group):
-                self._tenant = None  # values of it were deleted perhaps; the next call asks
+                if self._identity is identity:
+                    self._identity = None  # values of it were deleted perhaps; the next call asks
                 raise
-            return await self._put(layout, left, timeout_s) if left else 0
+            return await self._put(identity, layout, left, timeout_s) if left else 0
         return outcome.stored
 
     async def _not_otherwise_there(
@@ -281,20 +291,40 @@ class AsyncKVClient:
 
     async def _read_some(self, layout: KVLayout, wanted: Sequence[Wanted], timeout_s: float) -> Sequence[Wanted]:
         """Reads values of one layout; those from the first on that is not there."""
-        streams = await self._connection.streams(layout)
-        with named():
-            return wanted[await read_some(streams.reader, layout, wanted, timeout_s) :]
+        async with self._connection.streams(layout) as streams:
+            with named():
+                return wanted[await read_some(streams.reader, layout, wanted, timeout_s) :]
+
+
+def _lane_config(lanes: str | None) -> LaneConfig:
+    try:
+        return LaneConfig() if lanes is None else LaneConfig(kv_lanes=lanes)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = "lanes" if lanes is not None else str(first["loc"][0])  # as in the environment
+        raise ConfigError(field, first["msg"].removeprefix("Value error, ")) from None
 
 
 def _bytes_of(data: Buffer, field: str, *, writable: bool = False) -> memoryview:
     """The bytes of an object; raises InvalidRequest unless it is contiguous, and can be written if it must."""
-    view = memoryview(data)
+    try:
+        view = memoryview(data)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(field, f"gives no bytes: {error}") from error
     if not view.c_contiguous or (writable and view.readonly):
         raise InvalidRequest(field, "must be contiguous" + (" and writable" if writable else ""))
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
-def _portions(items: Iterable[T]) -> Iterator[list[T]]:
+def _layout_for(nbytes: int) -> KVLayout | None:
+    """That of a value which just fits into a buffer; None for a buffer that is larger than any value."""
+    try:
+        return layout_of(nbytes)
+    except InvalidRequest:
+        return None
+
+
+def _portions(items: Iterable[T], count: int = PORTION) -> Iterator[list[T]]:
     rest = iter(items)
-    while portion := list(itertools.islice(rest, PORTION)):
+    while portion := list(itertools.islice(rest, count)):
         yield portion

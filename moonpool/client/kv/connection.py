@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from moonpool.errors import StreamBroken, Unavailable
+from moonpool.errors import DeadlineExceeded, StreamBroken, TransferFailed, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, Metadata
 from moonpool.rpc.errors import from_rpc_error
@@ -31,17 +31,17 @@ WINDOW_BYTES = 8 << 20
 """How far the store may be ahead on one stream."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Streams:
-    """The streams for values of one size class."""
+    """The streams for values of one size class.
+
+    Attributes:
+        users: calls that are under way on them, or that wait for their connection.
+    """
 
     writer: StoreWriter
     reader: BlockReader
-
-    @property
-    def idle(self) -> bool:
-        """Nothing is under way."""
-        return not self.writer.sessions and not self.reader.sessions
+    users: int = 0
 
     async def aclose(self) -> None:
         """Ends both."""
@@ -55,12 +55,14 @@ def named() -> Iterator[None]:
 
     Raises:
         Unavailable: the store cannot be reached, or the connection was lost.
+        TransferFailed: it took too long.
         MoonpoolError: what the store answers.
     """
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
+        named = from_rpc_error(error)
+        raise TransferFailed(str(named)) if isinstance(named, DeadlineExceeded) else named from None
     except StreamBroken as error:
         raise Unavailable(str(error)) from error
 
@@ -91,17 +93,22 @@ class Connection:
             answer = await self._stub.Remove(request, timeout=timeout_s, metadata=self._metadata)
         return int(answer.blocks)
 
-    async def streams(self, layout: KVLayout) -> Streams:
-        """The streams for values of this layout. Begin something on them before anything else is awaited."""
+    @asynccontextmanager
+    async def streams(self, layout: KVLayout) -> AsyncIterator[Streams]:
+        """The streams for values of this layout; they stay open as long as somebody uses them."""
         while (found := self._streams.get(layout)) is None:
-            idle = [size for size, streams in self._streams.items() if streams.idle]
+            idle = [size for size, streams in self._streams.items() if not streams.users]
             surplus = [self._streams.pop(size) for size in idle[: max(0, len(self._streams) + 1 - MAX_SIZES)]]
             for streams in surplus:
                 await streams.aclose()
             if not surplus:
                 self._streams[layout] = self._open(layout)
         self._streams.move_to_end(layout)
-        return found
+        found.users += 1
+        try:
+            yield found
+        finally:
+            found.users -= 1
 
     def _open(self, layout: KVLayout) -> Streams:
         hello = kv_pb2.StreamHello(sender=self._sender, namespace=self._namespace, layout=layout.to_proto())

@@ -14,7 +14,7 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.parts import PARTS
 from moonpool.kv.selection import Selection, ttl_of
 from services.kvstore.core.store import BlockStore
-from services.kvstore.ssd.catalogue import Catalogue, Place, Wanted
+from services.kvstore.ssd.catalogue import Place, Wanted
 
 STEP_BLOCKS = 2048  # deleted in one step, some 20 ms, or looked at; but one part of all at least
 
@@ -40,9 +40,7 @@ def forget(store: BlockStore, selection: Selection, step_blocks: int = STEP_BLOC
     def in_dram(info: BlockInfo) -> bool:
         return selection.takes(info.key, info.tenant, info.format.namespace)
 
-    def on_ssd(catalogue: Catalogue) -> Wanted:
-        return catalogue.chosen(selection)
-
+    on_ssd = store.tiers.catalogue.chosen(selection)
     forgotten = yield from _sweep(store, in_dram, on_ssd, step_blocks)
     yield from _erase_dead(store, on_ssd, step_blocks)
     return forgotten
@@ -50,7 +48,7 @@ def forget(store: BlockStore, selection: Selection, step_blocks: int = STEP_BLOC
 
 def drop(store: BlockStore, keys: Sequence[BlockKey]) -> Forgotten:
     """Deletes a few blocks by key, at once. Dead copies of them stay on the disk until their segments go."""
-    tiers = store.tiers
+    tiers, keys = store.tiers, list(dict.fromkeys(keys))
     store.writes.forget(Selection(frozenset(keys)))
     blocks, places = map(tiers.dram.get, keys), map(tiers.catalogue.find, keys)
     dropped = _remove(store, list(filter(None, blocks)), filter(None, places))
@@ -64,21 +62,19 @@ def expire(store: BlockStore, ttl_s: Mapping[str, float], now: float) -> Steps:
     return _sweep(
         store,
         lambda info: info.written_at < now - ttl_of(ttl_s, info.tenant),
-        lambda catalogue: catalogue.expired(ttl_s, now),
+        store.tiers.catalogue.expired(ttl_s, now),
         STEP_BLOCKS,
     )
 
 
-def _sweep(
-    store: BlockStore, in_dram: Callable[[BlockInfo], bool], on_ssd: Callable[[Catalogue], Wanted], step_blocks: int
-) -> Steps:
+def _sweep(store: BlockStore, in_dram: Callable[[BlockInfo], bool], on_ssd: Wanted, step_blocks: int) -> Steps:
     dram, catalogue = store.tiers.dram, store.tiers.catalogue
     forgotten, looked_at = Forgotten(), 0
     for part in range(PARTS):
         more = True
         while more:
             blocks = [block for block in dram.parts[part].values() if in_dram(block.info)][:step_blocks]
-            places = catalogue.places(part, on_ssd(catalogue))[:step_blocks]
+            places = catalogue.places(part, on_ssd)[:step_blocks]
             looked_at += len(dram.parts[part]) + len(catalogue.parts[part])
             if blocks or places:
                 forgotten += _remove(store, blocks, places)
@@ -106,15 +102,13 @@ def _remove(store: BlockStore, blocks: Sequence[DramBlock], places: Iterable[Pla
     return Forgotten(len(keys), nbytes)
 
 
-def _erase_dead(
-    store: BlockStore, on_ssd: Callable[[Catalogue], Wanted], step_blocks: int
-) -> Generator[None, None, None]:
+def _erase_dead(store: BlockStore, on_ssd: Wanted, step_blocks: int) -> Generator[None, None, None]:
     """Has dead copies overwritten too: without an index, a start would find them again."""
     ssd, catalogue = store.tiers.ssd, store.tiers.catalogue
     for segment in list(catalogue.segments.values()):
         for first in range(0, len(segment.keys), step_blocks):
             if ssd is not None and catalogue.segments.get(segment.number) is segment:
                 slots = range(first, min(first + step_blocks, len(segment.keys)))
-                ssd.erase(catalogue.dead(segment, slots, on_ssd(catalogue)))
+                ssd.erase(catalogue.dead(segment, slots, on_ssd))
                 yield
     store.tiers.listener.work()

@@ -44,7 +44,7 @@ class LeasedBlock:
     def promoted(self, layout: KVLayout) -> DramBlock | None:
         """The block that was read from the SSD tier into reserved DRAM; None when not all of it was read."""
         reader, whole = self.reader, self.filled == (1 << layout.layers) - 1
-        if reader is None or reader.deleted or reader.info is None or self.fill is None or not whole:
+        if reader is None or reader.info is None or self.fill is None or not whole:
             return None
         hashes = [reader.hashes[layer] for layer in range(layout.layers)]
         return DramBlock(dataclasses.replace(reader.info, tenant=self.tenant), self.fill, hashes)
@@ -81,7 +81,7 @@ class Reads:
         self._writes = writes
         self._max_sessions = max_sessions
         self.lease_bytes = lease_bytes
-        self.leased: dict[BlockKey, int] = {}  # leases of each block in DRAM
+        self.leased: dict[DramBlock, int] = {}  # leases of each block in DRAM, or that leaves it with its last hold
         self.open_keys = 0
         self.leased_bytes = self.leases = 0
         self.dram_hits = self.ssd_hits = self.misses = self.promotions = 0
@@ -152,12 +152,12 @@ class Reads:
         fits = self.leased_bytes + size <= self.lease_bytes
         block = dram.get(key)
         if block is not None:
-            leases = self.leased.get(key, 0)
+            leases = self.leased.get(block, 0)
             if not (leases or fits) or not self._is_wanted(block, lease):
                 return None
             dram.hold(block)
             self.leased_bytes += 0 if leases else size
-            self.leased[key] = leases + 1
+            self.leased[block] = leases + 1
             return LeasedBlock(block)
         kind = self.tiers.catalogue.kind_of(key)
         if ssd is None or kind is None or kind.format != lease.format:
@@ -187,7 +187,7 @@ class Reads:
             self.tiers.listener.work()
 
     def close(self, lease: ReadLease) -> None:
-        """Ends a lease; what it read whole stays in DRAM if it is on SSD still. Idempotent.
+        """Ends a lease; what it read whole stays in DRAM if it is on SSD still, where it was. Idempotent.
 
         No thread may still be reading for it.
         """
@@ -199,27 +199,24 @@ class Reads:
         layout = lease.format.layout
         held = [source.block for source in lease.sources if source.block is not None]
         for block in held:
-            left = self.leased.pop(block.info.key) - 1
+            left = self.leased.pop(block) - 1
             if left:
-                self.leased[block.info.key] = left
+                self.leased[block] = left
             else:
                 self.leased_bytes -= layout.block_bytes
         promoted: dict[BlockKey, DramBlock] = {}
         unused = TenantBytes()
         for source in lease.sources if len(held) < lease.blocks else ():
-            if source.reader is not None:
-                source.reader.release()
-            if source.allocate is None:
+            reader = source.reader
+            if reader is not None:
+                reader.release()
+            if reader is None or source.allocate is None:
                 continue
             self.leased_bytes -= layout.block_bytes
-            read = source.promoted(layout)
-            # What has left the SSD tier meanwhile may not stay: it may have been deleted. A segment that was rewritten
-            # while it was read does not tell (`SsdReader.deleted`): only the new copy is erased.
-            if (
-                read is None
-                or not self.tiers.durable(read.info.key)
-                or promoted.setdefault(read.info.key, read) is not read
-            ):
+            # Elsewhere under its key may be another value: it may have been deleted, and put again.
+            stays = self.tiers.catalogue.is_live(reader.segment, reader.slot)
+            read = source.promoted(layout) if stays else None
+            if read is None or promoted.setdefault(read.info.key, read) is not read:
                 unused.add(source.tenant, layout.block_bytes)
             source.fill = None
         taken = self.tiers.insert(list(promoted.values()))

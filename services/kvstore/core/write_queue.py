@@ -25,7 +25,7 @@ class WriteQueue:
         self._tiers = tiers
         self._on_durable = on_durable
         # A plan cannot reclaim what it stores itself: what it refused for that, the next one would have taken.
-        self._batch_bytes = batch_bytes if tiers.ssd is None else min(batch_bytes, tiers.ssd.space.capacity_bytes // 2)
+        self.batch_bytes = batch_bytes if tiers.ssd is None else min(batch_bytes, tiers.ssd.space.capacity_bytes // 2)
         self.waiting: collections.deque[DramBlock] = collections.deque()
         self.committing: WritePlan | None = None
         self.recalled: set[DramBlock] = set()  # gone for good while the plan under way writes them
@@ -66,7 +66,7 @@ class WriteQueue:
         nbytes = 0
         for block in blocks:
             nbytes += record_size(block.info)
-            if batch and nbytes > self._batch_bytes:
+            if batch and nbytes > self.batch_bytes:
                 break
             batch.append(block)
         return batch

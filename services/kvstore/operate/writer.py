@@ -62,6 +62,7 @@ class WriteBehind:
         self._unsaved_tries = 0
         self._retry_at = math.inf
         self._hurry = asyncio.Event()  # the end, and deletions, wait for no pause
+        self._hurrying_now = 0  # who waits so
         self._free_at = 0.0  # when what has been written so far is within the rate
         self._told: dict[_Kind, float] = {}  # when a message was logged last
         self._failing = False  # blocks were given up since one became durable
@@ -84,6 +85,7 @@ class WriteBehind:
                 self.queue.plan_done(error, again=again is not None)
                 self._planned.set()
                 self._planned = asyncio.Event()
+                await asyncio.sleep(0)  # who waited for this plan is in no hurry any more
                 await self._pause(self.ssd.written_bytes - written)
                 if again is not None:
                     await asyncio.sleep(again)
@@ -95,9 +97,13 @@ class WriteBehind:
     async def _pause(self, nbytes: int) -> None:
         """Waits until so many bytes more are within the rate."""
         if self.bytes_per_s:
-            now = asyncio.get_running_loop().time()
-            self._free_at = max(now, self._free_at) + nbytes / self.bytes_per_s
-            await within(self._free_at - now, self._hurry)
+            await within(self.pause_after(nbytes, asyncio.get_running_loop().time()), self._hurry)
+
+    def pause_after(self, nbytes: int, now: float) -> float:
+        """Seconds until bytes that were written now are within the rate; of earlier ones a batch may be owed."""
+        owed = min(self._free_at, now + self.queue.batch_bytes / self.bytes_per_s)
+        self._free_at = max(now, owed) + nbytes / self.bytes_per_s
+        return self._free_at - now
 
     async def _wait(self) -> None:
         """Waits for work, or until unsaved blocks are due to be tried again, which it begins."""
@@ -161,11 +167,12 @@ class WriteBehind:
 
     async def erased(self, timeout_s: float) -> bool:
         """Waits until what was deleted is overwritten on disk; False when that takes longer than `timeout_s`."""
-        with contextlib.suppress(TimeoutError), self._hurrying():
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.queue.erasing:
                     self.wake()
-                    await self._planned.wait()
+                    with self._hurrying():
+                        await self._planned.wait()
                     if self.queue.erasing:
                         await asyncio.sleep(ERASE_AGAIN_S)  # the disk may need some time, or another plan is due
                 return True
@@ -173,11 +180,14 @@ class WriteBehind:
 
     @contextlib.contextmanager
     def _hurrying(self) -> Iterator[None]:
+        self._hurrying_now += 1
         self._hurry.set()
         try:
             yield
         finally:
-            self._hurry.clear()
+            self._hurrying_now -= 1
+            if not self._hurrying_now:
+                self._hurry.clear()
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._executor.shutdown)

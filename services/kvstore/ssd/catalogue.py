@@ -150,15 +150,24 @@ class Catalogue(PartTable[int]):
             lambda kind: kind.tenant in selection.tenants or kind.format.namespace in selection.namespaces
         )
         keys = selection.keys
-        return lambda segment, slot: of_kind[segment][segment.kinds[slot]] or segment.keys[slot] in keys
+        return lambda segment, slot: of_kind(segment, slot) or segment.keys[slot] in keys
 
     def expired(self, ttl_s: Mapping[str, float], now: float) -> Wanted:
         """Tells whether a record is here for longer than its tenant's blocks may be."""
         oldest = self._by_kind(lambda kind: now - ttl_of(ttl_s, kind.tenant))
-        return lambda segment, slot: segment.written[slot] < oldest[segment][segment.kinds[slot]]
+        return lambda segment, slot: segment.written[slot] < oldest(segment, slot)
 
-    def _by_kind(self, judge: Callable[[Kind], T]) -> dict[Segment, list[T]]:
-        return {segment: list(map(judge, segment.named)) for segment in self.segments.values()}
+    def _by_kind(self, judge: Callable[[Kind], T]) -> Callable[[Segment, int], T]:
+        """Judges each kind of a segment once, with its first record; segments and kinds may come later."""
+        judged: dict[Segment, dict[int, T]] = collections.defaultdict(dict)
+
+        def of_kind(segment: Segment, slot: int) -> T:
+            known, number = judged[segment], segment.kinds[slot]
+            if number not in known:
+                known[number] = judge(segment.named[number])
+            return known[number]
+
+        return of_kind
 
     def places(self, part: int, wanted: Wanted) -> list[Place]:
         """Places of those blocks of a part whose records are wanted."""

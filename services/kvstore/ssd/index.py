@@ -157,8 +157,11 @@ class Index:
         for slot in change.dropped:
             txn.put(_SLOT_KEY.pack(*slot), b"", db=self._dropped)
         for segment, kinds in change.kinds.items():
-            for number, kind in enumerate(kinds):
-                txn.put(_SLOT_KEY.pack(segment, number), _pack_kind(kind), overwrite=False, db=self._kinds)
+            for number in reversed(range(len(kinds))):  # those before one that is there are there too
+                if not txn.put(
+                    _SLOT_KEY.pack(segment, number), _pack_kind(kinds[number]), overwrite=False, db=self._kinds
+                ):
+                    break
         for segment, size in change.segments.items():
             txn.put(_SEGMENT_KEY.pack(segment), _SEGMENT_SIZE.pack(size), db=self._segments)
         for slot, packed in change.entries.items():

@@ -87,7 +87,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
             lanes=lanes,
             response=kvstore_pb2.GetResponse,
             carried_out=resources.carried_out,
-            suspect=resources.reads.suspect,
+            suspect=self._suspect,
             max_keys=MAX_SESSION_BLOCKS,
         )
         self._resources = resources
@@ -102,6 +102,10 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         wanted = _wanted(message, self.format.layout)
         lease = ReadLease(self.format, keys, promote=len(wanted.layers) == self.format.layout.layers)
         self._begin(message, self._resources.reads.begin(lease), wanted)
+
+    def _suspect(self, key: BlockKey) -> None:
+        check_owned([key], self.tenant)
+        self._resources.reads.suspect(key)
 
     def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, wanted: _Wanted) -> None:
         resources, number, begin = self._resources, message.session, time.monotonic()

@@ -1,5 +1,7 @@
 """Values of any size as blocks: every byte comes back, whatever the size."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,6 +42,18 @@ def test_a_value_comes_back_whole(nbytes: int) -> None:
     target = ValueTarget(source.layout)
     through(data, target, source)
     assert (target.length(), target.value()) == (nbytes, bytearray(data))
+
+
+def test_memory_is_taken_with_the_first_slice() -> None:
+    source = ValueSource(memoryview(bytes(1 << 20)))
+    tracemalloc.start()
+    try:
+        targets = [ValueTarget(source.layout) for _ in range(4)]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        targets[0].take(0, source.slice(0))
+        assert tracemalloc.get_traced_memory()[0] >= 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("nbytes", EDGES)

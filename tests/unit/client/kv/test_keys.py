@@ -1,5 +1,6 @@
 """Clients with API keys at a store with TLS: their own values, and nothing else."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,9 +18,9 @@ from moonpool.rpc.roles import Gate
 from moonpool.rpc.security import Security
 from moonpool.rpc.server import serving
 from moonpool.rpc.tls import Tls
-from moonpool.v1 import kvstore_pb2
+from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.clocks import hurried
-from tests.unit.kvstore.rig import KEYS, Rig, rig
+from tests.unit.kvstore.rig import KEYS, Rig, failure, opened_get, rig
 from tests.unit.rpc.certificates import tls
 
 NAME = "engine/model"
@@ -67,6 +68,7 @@ async def test_a_client_reaches_no_keys_but_its_own(tmp_path: Path) -> None:
     bobs = value_key(value_namespace(NAME), "bob", b"k")
     async with secured(tmp_path) as (store, engines, _):
         await store.put(KEYS[:1])  # an engine's
+        await store.put([bobs], "bob")
         async with client_of(tmp_path, engines, "") as nobody:  # without a certificate, where engines connect
             with pytest.raises(MoonpoolError):
                 await nobody.exists(b"k")
@@ -78,9 +80,13 @@ async def test_a_client_reaches_no_keys_but_its_own(tmp_path: Path) -> None:
                     await as_ann.put([key])
                 for request in (kvstore_pb2.FindRequest(keys=key), kvstore_pb2.RemoveRequest(keys=key)):
                     await refused(as_ann, request)
+                damaged = await opened_get(as_ann, keys=key)
+                await damaged.write(kvstore_pb2.GetRequest(close=kv_pb2.ReadClose(damaged_key=key)))
+                async with asyncio.timeout(10):
+                    assert isinstance(await failure(damaged), PermissionDenied)
             with pytest.raises(MoonpoolError, match="tenant that is not the caller's"):
                 await as_ann.put([BlockKey(bytes(16) + value_key(b"", "ann", b"x")[16:])], tenant="bob")
-        assert await store.read(KEYS[:1]) != []
+        assert [len(await store.read([key])) for key in (KEYS[0], bobs)] == [1, 1]
         await store.at_rest()
 
 

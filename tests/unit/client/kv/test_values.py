@@ -1,6 +1,7 @@
 """Values in a store that runs: both clients, sizes, misses, deletions, damage."""
 
 import asyncio
+import mmap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.client.kv import AsyncKVClient, InvalidRequest, KVClient, Unavailable
+from moonpool.client.kv import MAX_VALUE_BYTES, AsyncKVClient, InvalidRequest, KVClient, TransferFailed, Unavailable
+from moonpool.errors import ConfigError
 from moonpool.kv.values import value_key, value_namespace
 from moonpool.v1 import kv_pb2
 from tests.unit.kvstore.rig import Rig, rig
@@ -45,6 +47,32 @@ async def test_values_of_many_sizes_come_back(lane: str, sockets: Path, monkeypa
         larger = bytearray(b"\xee" * 5000)
         assert await client.get_into(b"4096", larger) == 4096
         assert larger[:4096] == values[b"4096"]
+
+
+async def test_more_sizes_at_once_than_streams_stay_open() -> None:
+    async with stored() as (_, client):
+        sizes = [64 << place for place in range(10)] + [(64 << place) - 10 for place in range(1, 11)]
+        stored_each = await asyncio.gather(*(client.put(b"%d" % size, data_of(size)) for size in sizes))
+        assert stored_each == [True] * len(sizes)
+        found = await asyncio.gather(*(client.get_into(b"%d" % size, bytearray(size)) for size in sizes))
+        assert found == sizes
+
+
+async def test_a_batch_may_be_larger_than_the_stores_memory() -> None:
+    value = bytes(32 << 20)
+    async with stored(dram_bytes=80 << 20) as (_, client):
+        assert await client.batch_put({b"1": value, b"2": value, b"3": value}) == 3
+        assert await client.exists(b"3")
+
+
+async def test_a_call_goes_on_while_another_one_learns_of_a_deletion() -> None:
+    async with stored() as (store, client):
+        await client.put(b"k", b"old")
+        selection = kv_pb2.Selection(keys=value_key(value_namespace(NAME), "", b"k"))
+        await store.stub.Forget(kv_pb2.ForgetRequest(deletions=[kv_pb2.Deletion(id="d", selection=selection)]))
+        values = {b"%d" % place: data_of(64 << place) for place in range(14)}
+        many, one = await asyncio.gather(client.batch_put(values), client.put(b"k", b"new"), return_exceptions=True)
+        assert (many, type(one)) == (len(values), InvalidRequest)
 
 
 async def test_several_threads_share_a_blocking_client() -> None:
@@ -151,6 +179,26 @@ async def test_what_cannot_be_used_is_named(key: bytes, buffer: Any, field: str)
         with pytest.raises(InvalidRequest) as caught:
             await client.get_into(key, buffer)
         assert caught.value.field == field
+        with pytest.raises(InvalidRequest, match="data: gives no bytes"):
+            await client.put(b"object", object())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lanes: must be some of grpc, local, tcp"):
+        AsyncKVClient("127.0.0.1:1", namespace=NAME, lanes="lokal")
+
+
+async def test_a_buffer_may_be_larger_than_any_value() -> None:
+    async with stored() as (_, client):
+        await client.put(b"k", b"12345")
+        with mmap.mmap(-1, MAX_VALUE_BYTES + 1) as buffer:
+            assert await client.get_into(b"k", buffer) == 5
+            assert buffer[:5] == b"12345"
+
+
+async def test_a_question_that_takes_too_long_fails_as_a_transfer_does() -> None:
+    async with stored() as (store, client):
+        await client.put(b"k", b"12345")
+        async with store.service.servicer.deletions.turn:
+            with pytest.raises(TransferFailed):
+                await client.delete(b"k", timeout_s=0.01)
 
 
 async def test_a_store_that_is_not_there() -> None:

@@ -42,6 +42,31 @@ def all_of(steps: Steps) -> Forgotten:
             return found
 
 
+class Asked(frozenset[str]):
+    """Tenants, and how often it was asked for one."""
+
+    times = 0
+
+    def __contains__(self, tenant: object) -> bool:
+        self.times += 1
+        return super().__contains__(tenant)
+
+
+def test_a_deletion_judges_each_kind_of_a_segment_once(tmp_path: Path) -> None:
+    tenants = Asked(["ours"])
+    with store(tmp_path, 16 * RECORD) as driven:
+        driven.flush(OURS, "ours")
+        driven.flush(THEIRS, "theirs")
+        for key in (*OURS, *THEIRS):
+            driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
+        steps = forget(driven.store, Selection(tenants=tenants), step_blocks=1)
+        next(steps)
+        driven.flush(keys_of(2, "late"), "late")  # a kind more
+        assert all_of(steps).blocks == 4
+        assert tenants.times <= 3 + 2  # three kinds, and two blocks in DRAM
+        assert driven.read(OURS) == []
+
+
 def tier_of(driven: Driven) -> SsdTier:
     ssd = driven.store.tiers.ssd
     assert ssd is not None

@@ -7,19 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.frames import FrameOpener
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
 from services.kvstore.core.assembly import PutSession, PutSpec
-from services.kvstore.core.forgetting import expire, forget
+from services.kvstore.core.forgetting import Forgotten, drop, expire, forget
 from services.kvstore.core.writes import DeletedBlocks
 from tests.unit.kvstore.core.test_forgetting import all_of, on_disk, tier_of
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import (
+    BLOCK,
     FORMAT,
     LAYOUT,
     RECORD,
     Driven,
+    block_of,
     data_of,
     keys_of,
     run_of,
@@ -119,11 +122,35 @@ def test_a_segment_of_which_a_record_cannot_be_overwritten_is_written_anew(tmp_p
         assert driven.read(THEIRS) == [data_of(key) for key in THEIRS]
 
 
-@pytest.mark.parametrize("deleted", [False, True])
-def test_a_block_that_is_read_while_its_segment_is_rewritten_comes_back_only_if_it_is_there(
-    tmp_path: Path, deleted: bool
-) -> None:
-    """The deletion finds the new copy; what is read is the old one, in a file without a name."""
+def test_a_key_that_is_named_twice_is_dropped_once(tmp_path: Path) -> None:
+    with store(tmp_path, 4 * RECORD) as driven:
+        driven.flush(OURS[:2])
+        assert drop(driven.store, [OURS[0], OURS[1], OURS[0]]) == Forgotten(2, 2 * (BLOCK + RECORD))
+        driven.flush()
+        assert driven.read(OURS[:1]) == []
+
+
+def test_leases_of_two_blocks_that_had_one_key_count_what_each_has() -> None:
+    """The first one is leaving; the second, of another size, was put after it had been dropped."""
+    larger = BlockFormat(b"n" * 32, dataclasses.replace(LAYOUT, layers=5))
+    driven = Driven()
+    driven.put(OURS[:1])
+    reads, tiers = driven.store.reads, driven.store.tiers
+    first = reads.open(OURS[:1], FORMAT, promote=False)
+    drop(driven.store, OURS[:1])
+    assert tiers.reserve({"": larger.layout.block_bytes})
+    tiers.insert([block_of(OURS[0], block_format=larger)])
+    second = reads.open(OURS[:1], larger, promote=False)
+    assert reads.leased_bytes == BLOCK + larger.layout.block_bytes
+    reads.close(first)
+    assert reads.leased_bytes == larger.layout.block_bytes
+    reads.close(second)
+    assert (reads.leased_bytes, reads.leased) == (0, {})
+
+
+@pytest.mark.parametrize("then", ["stays", "deleted", "put again"])
+def test_a_block_that_is_read_while_its_segment_is_rewritten_does_not_come_back(tmp_path: Path, then: str) -> None:
+    """A deletion finds the new copy; what is read is the old one, in a file without a name, and maybe another value."""
     with store(tmp_path, 4 * RECORD) as driven:
         driven.flush([*OURS[:1], *THEIRS], "ours")
         driven.flush(keys_of(2, "more"))
@@ -137,18 +164,21 @@ def test_a_block_that_is_read_while_its_segment_is_rewritten_comes_back_only_if_
         lease = driven.store.reads.open(OURS[:1], FORMAT, promote=True)
         tier_of(driven).commit(plan)
         queue.plan_done(None)
-        if deleted:
+        if then != "stays":
             all_of(forget(driven.store, Selection(keys=frozenset(OURS))))
             driven.flush()
+        if then == "put again":
+            driven.flush(OURS[:1])
+            tiers.dram.drop(tiers.dram[OURS[0]])
         (source,) = lease.sources
         assert source.reader is not None
         source.reader.read_layers(0, [view_of(source, layer) for layer in range(LAYOUT.layers)])
         source.filled = (1 << LAYOUT.layers) - 1
         driven.store.reads.close(lease)
         driven.flush()
-        assert (OURS[0] in tiers.dram, OURS[0] in tiers) == (not deleted, not deleted)
-        assert driven.store.reads.promotions == (not deleted)
-        assert on_disk(tmp_path, OURS) == ([] if deleted else OURS[:1])
+        assert (OURS[0] in tiers.dram, OURS[0] in tiers) == (False, then != "deleted")
+        assert driven.store.reads.promotions == 0
+        assert on_disk(tmp_path, OURS) == ([] if then == "deleted" else OURS[:1])
 
 
 def knowing(keys: list[BlockKey], *forgotten: str, tenant: str = "ours") -> PutSpec:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from services.kvstore.core.forgetting import drop
 from services.kvstore.operate.writer import WriteBehind
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import Driven, data_of, keys_of, open_ssd, spec_of, writing
@@ -52,6 +53,42 @@ async def test_writes_keep_to_a_rate_but_at_the_end(tmp_path: Path) -> None:
         assert (driven.durable, driven.store.writes.queue.queued) == ([(A,)], {B})
         assert await writer.drain(10)
         assert driven.durable == [(A,), (B,)]
+
+
+async def test_only_who_waits_for_something_ends_a_pause(tmp_path: Path) -> None:
+    """A deletion with nothing on disk does not; one that has waits for one plan; who waits for all is not passed by."""
+    async with failing(tmp_path, bytes_per_s=1) as (driven, _, writer):
+        queue, heard = driven.store.writes.queue, asyncio.Event()
+        assert driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set()) is not None
+        driven.put([A])
+        async with asyncio.timeout(10):
+            await heard.wait()
+        driven.put([B])
+        assert await writer.erased(10)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert [block.info.key for block in queue.waiting] == [B]
+        drop(driven.store, [A])
+        assert await writer.erased(10)
+        driven.put([C])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert [block.info.key for block in queue.waiting] == [C]
+        draining = asyncio.ensure_future(writer.drain(10))
+        await asyncio.sleep(0)
+        drop(driven.store, [B])
+        assert await writer.erased(10)
+        assert await draining
+        assert driven.durable == [(A,), (B,), (C,)]
+
+
+def test_a_batch_at_most_is_owed_to_the_rate(tmp_path: Path) -> None:
+    ssd = open_ssd(tmp_path)
+    writer = WriteBehind(Driven(ssd, batch_bytes=1000).store.writes.queue, ssd, bytes_per_s=100)
+    assert [writer.pause_after(1000, 0.0) for _ in range(4)] == [10.0, 20.0, 20.0, 20.0]
+    assert writer.pause_after(0, 5.0) == 10.0
+    assert writer.pause_after(100, 60.0) == 1.0
+    ssd.close()
 
 
 async def test_a_failing_device_stops_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -44,6 +46,30 @@ def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
     assert image.segments == {1: 24576}
     assert image.kinds == {1: KINDS}
     assert image.dropped == [(1, 0)]
+    index.close()
+
+
+class Kinds(Sequence[Kind]):
+    """So many kinds, and how many of them were looked at."""
+
+    def __init__(self, count: int) -> None:
+        self.kinds = [Kind(FORMAT, str(number)) for number in range(count)]
+        self.looks = 0
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def __getitem__(self, number: Any) -> Any:
+        self.looks += 1
+        return self.kinds[number]
+
+
+def test_kinds_that_are_there_are_not_brought_again(tmp_path: Path) -> None:
+    index, before, after = made(tmp_path / "i"), Kinds(50), Kinds(52)
+    for kinds in (before, after):
+        index.commit(IndexChange(kinds={1: kinds}))
+    assert after.looks <= 3  # the new ones, and one that is there
+    assert index.load().kinds == {1: after.kinds}
     index.close()
 
 
