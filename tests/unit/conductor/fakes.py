@@ -305,7 +305,7 @@ class ScriptedDecode(FakeMember):
                 self.reserved.clear()
                 outgoing.put_nowait(None)
                 return
-            if position == self.hold_at:
+            if 0 <= self.hold_at <= position:
                 await self.go.wait()
             self._further(spec, sequence_id, position, outgoing)
             tokens.append(next_token(len(tokens)))
