@@ -137,6 +137,7 @@ class Reads:
 
     def _count(self, lease: ReadLease) -> None:
         self.tiers.touch(lease.keys[: lease.blocks])
+        self._writes.queue.used(source.block for source in lease.sources if source.block is not None)
         cold = sum(source.reader is not None for source in lease.sources)
         self.ssd_hits += cold
         self.dram_hits += lease.blocks - cold

@@ -82,7 +82,7 @@ class Writes:
         """
         tiers, size, count = self._tiers, spec.format.layout.block_bytes, len(spec.keys)
         small = count <= PORTION_BLOCKS and count * size <= PORTION_BYTES
-        if not small or not spec.whole_blocks or opener.unfinished_bytes:
+        if not small or not spec.whole_blocks or spec.durable or opener.unfinished_bytes:
             return None
         self.check_not_deleted(spec)
         present = self._present(spec)
@@ -108,7 +108,7 @@ class Writes:
         """A writer brought blocks that are here: a use, and a reason to try again what the SSD tier did not take."""
         keys = [spec.keys[index] for index in present]
         self._tiers.touch(keys)
-        self.queue.add(filter(None, map(self._tiers.dram.get, keys)))
+        self.queue.add(filter(None, map(self._tiers.dram.get, keys)), used=True)
 
     def _present(self, spec: PutSpec) -> list[int]:
         """Indices of blocks that are here; raises InvalidRequest if one is, or is being written, in another format."""
@@ -176,7 +176,7 @@ class Writes:
             if whole:
                 blocks = self._tiers.insert([assembly.block() for assembly in whole])
                 self.blocks_put += len(blocks)
-                self.queue.add(blocks)
+                self.queue.add(blocks, used=session.spec.durable)
                 self._tell_visible(whole)
         return True
 

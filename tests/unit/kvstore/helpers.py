@@ -109,7 +109,8 @@ def open_ssd(
     files: Files | None = None,
 ) -> SsdTier:
     """A tier that keeps what is in `pins` and what `account` guarantees."""
-    return open_tier(path, capacity, segment, pins=pins, account=account, files=files, map_bytes=1 << 16)
+    layers = () if files is None else (files,)
+    return open_tier([path], capacity, segment, pins=pins, account=account, files=layers, map_bytes=1 << 16)
 
 
 def held(store: BlockStore) -> set[BlockKey]:

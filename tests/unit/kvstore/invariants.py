@@ -70,7 +70,7 @@ def _(dram: DramTier) -> None:
 @check.register
 def _(ssd: SsdTier) -> None:
     _check_catalogue(ssd.catalogue)
-    assert ssd.space.used_bytes == sum(segment.size for segment in ssd.catalogue.segments.values())
+    assert ssd.used_bytes == sum(segment.size for segment in ssd.catalogue.segments.values())
 
 
 def _check_catalogue(catalogue: Catalogue) -> None:
@@ -103,7 +103,7 @@ def _check_segment(catalogue: Catalogue, segment: Segment) -> None:
 def _check_queue(store: BlockStore) -> None:
     """Waiting blocks are held and not durable."""
     queue, there = store.writes.queue, store.tiers.dram
-    waiting = [*queue.waiting, *(queue.committing.blocks if queue.committing else ())]
+    waiting = [*queue.waiting, *(block for plan in queue.committing.values() for block in plan.blocks)]
     assert queue.recalled <= set(waiting)
     waiting = [block for block in waiting if block not in queue.recalled]
     assert queue.queued == {block.info.key for block in waiting}

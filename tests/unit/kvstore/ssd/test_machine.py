@@ -77,13 +77,13 @@ class TierMachine(RuleBasedStateMachine):
         self.readers: list[SsdReader] = []
         self.account = Account(guarantees={"a": GUARANTEE})
         self.ssd: SsdTier = open_tier(
-            self.folder,
+            [self.folder],
             16 * RECORD,
             2 * RECORD,
             durability=self.durability,
             pins=self.pinned,
             account=self.account,
-            files=self.files,
+            files=[self.files],
             map_bytes=1 << 16,
         )
 
@@ -155,7 +155,7 @@ class TierMachine(RuleBasedStateMachine):
         self.start()
         assert self.ssd.indexed
         self.check_found(coming | self.ghosts | self.tails if indexed else self.written)
-        self.found_anew = not indexed or self.ssd.space.used_bytes > self.ssd.space.capacity_bytes
+        self.found_anew = not indexed or self.ssd.used_bytes > self.ssd.capacity_bytes
 
     @rule(seed=st.integers(0, 99))
     def lose_power(self, seed: int) -> None:
@@ -230,7 +230,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.5, 1.0]))
     def compact(self, share: float) -> None:
-        self.ssd.space.compact(share)
+        self.ssd.compact(share)
         self.finish(self.begin([], "b"), None)
 
     @precondition(lambda self: self.model)
@@ -256,7 +256,7 @@ class TierMachine(RuleBasedStateMachine):
         check(self.ssd)
         assert self.account.used is self.ssd.catalogue.live
         assert {key: owner_of(self.ssd, key) for key in self.ssd.catalogue} == self.model
-        assert self.ssd.space.used_bytes <= self.ssd.space.capacity_bytes or self.found_anew
+        assert self.ssd.used_bytes <= self.ssd.capacity_bytes or self.found_anew
         assert self.ssd.readers == len(self.readers)
 
     def teardown(self) -> None:
@@ -295,14 +295,14 @@ def test_no_sync_can_be_left_out(missing: str, tmp_path: Path) -> None:
         folder = tmp_path / str(seed)
         folder.mkdir()
         files = PowerFiles(folder, without=(missing,))
-        ssd = open_tier(folder, 16 * RECORD, 2 * RECORD, files=files, map_bytes=1 << 16)
+        ssd = open_tier([folder], 16 * RECORD, 2 * RECORD, files=[files], map_bytes=1 << 16)
         for key in KEYS[:4]:
             plan = ssd.plan([block_of(key)])
             ssd.commit(plan)
             ssd.committed(plan)
         ssd.abandon()
         files.lose_power(random.Random(seed))
-        ssd = open_tier(folder, 16 * RECORD, 2 * RECORD, files=files, map_bytes=1 << 16)
+        ssd = open_tier([folder], 16 * RECORD, 2 * RECORD, files=[files], map_bytes=1 << 16)
         lost += len(set(KEYS[:4]) - set(ssd.catalogue))
         ssd.abandon()
     assert (lost > 0) == (missing != "index_sync")
@@ -321,14 +321,14 @@ def test_an_adopted_record_survives_the_next_loss_of_power(seed: int, tmp_path: 
 
     (tmp_path / "data").mkdir()
     files = PowerFiles(tmp_path / "data", step)
-    ssd = open_tier(tmp_path / "data", 16 * RECORD, 4 * RECORD, files=files, map_bytes=1 << 16)
+    ssd = open_tier([tmp_path / "data"], 16 * RECORD, 4 * RECORD, files=[files], map_bytes=1 << 16)
     plan = ssd.plan([block_of(key) for key in KEYS[:3]])
     with pytest.raises(Crash):
         ssd.commit(plan)
     ssd.abandon()
     dead = False
     for _ in range(2):
-        ssd = open_tier(tmp_path / "data", 16 * RECORD, 4 * RECORD, files=files, map_bytes=1 << 16)
+        ssd = open_tier([tmp_path / "data"], 16 * RECORD, 4 * RECORD, files=[files], map_bytes=1 << 16)
         assert set(ssd.catalogue) == set(KEYS[:3])
         assert Driven(ssd).read(KEYS[:3]) == [data_of(key) for key in KEYS[:3]]
         ssd.abandon()
