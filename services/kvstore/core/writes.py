@@ -176,7 +176,7 @@ class Writes:
             if whole:
                 blocks = self._tiers.insert([assembly.block() for assembly in whole])
                 self.blocks_put += len(blocks)
-                self.queue.add(blocks, used=session.spec.durable)
+                self.queue.add(blocks)
                 self._tell_visible(whole)
         return True
 
@@ -267,6 +267,8 @@ class Writes:
         key = session.spec.keys[index]
         if self._tiers.ssd is not None and not self._tiers.durable(key):
             self.awaiting.setdefault(key, []).append((session, index))
+            if session.spec.durable and (block := self._tiers.dram.get(key)) is not None:
+                self.queue.add([block], used=True)
 
 
 def _by_tenant(blocks: Iterable[Assembly]) -> dict[str, int]:

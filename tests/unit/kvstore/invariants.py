@@ -70,13 +70,14 @@ def _(dram: DramTier) -> None:
 @check.register
 def _(ssd: SsdTier) -> None:
     _check_catalogue(ssd.catalogue)
+    assert not any(disk.space.segments for disk in ssd.disks if disk.out)
     assert ssd.used_bytes == sum(segment.size for segment in ssd.catalogue.segments.values())
 
 
 def _check_catalogue(catalogue: Catalogue) -> None:
     live = TenantBytes()
-    for number, segment in catalogue.segments.items():
-        assert segment.number == number
+    for name, segment in catalogue.segments.items():
+        assert segment.id == name
         _check_segment(catalogue, segment)
         for tenant, nbytes in segment.live.items():
             live.add(tenant, nbytes)

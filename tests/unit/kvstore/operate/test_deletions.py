@@ -256,3 +256,25 @@ async def test_who_has_deleted_already_reads_nothing_until_it_is_deleted_here() 
         assert (opened.blocks, list(opened.forgotten)) == (len(OURS), ["one"])
         call.cancel()
         await store.at_rest()
+
+
+async def test_a_deletion_was_carried_out_if_all_folders_say_so(tmp_path: Path) -> None:
+    """One that was left out, or is new, may hold what was deleted."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    ledger = Ledger(folders, lambda: 100.0)
+    await ledger.take([record("r", 1)])
+    await ledger.applied({"one": (3, 300)})
+    ledger.leave_out(1)
+    await ledger.applied({"two": (4, 400)})
+    await ledger.take([record("r", 2)])
+    ledger.close()
+    again = Ledger(folders[::-1], lambda: 100.0)
+    assert (again.counts("one"), again.counts("two")) == ((3, 300), None)
+    assert [it.version for it in again.book.of("k", "t")] == [2]
+    again.close()
+    alone = Ledger(folders[1:], lambda: 100.0)  # it has learnt what it had missed, but for that
+    assert (alone.counts("two"), [it.version for it in alone.book.of("k", "t")]) == (None, [2])
+    alone.close()
+    with_new = Ledger([folders[0], tmp_path / "c"], lambda: 100.0)
+    assert with_new.counts("one") is None
+    with_new.close()
