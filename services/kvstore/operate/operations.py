@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from moonpool.errors import InvalidRequest, Unsupported
 from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.reuse import Curve, ReuseSample
 from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.store import BlockStore
-from services.kvstore.operate.observe import Curve, ReuseSample
 from services.kvstore.operate.writer import within
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.streams.layers import LayerReader

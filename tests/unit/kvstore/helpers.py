@@ -14,13 +14,13 @@ from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.parts import PARTS
+from moonpool.kv.reuse import ReuseSample
 from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.assembly import PutSession, PutSpec
 from services.kvstore.core.reads import LeasedBlock
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.operate.observe import ReuseSample
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.policies.base import EvictionPolicy

@@ -5,17 +5,17 @@ import functools
 from typing import Any
 
 from moonpool.kv.parts import PARTS
+from moonpool.kv.reuse import ReuseSample
+from moonpool.kv.sample import KeySample
 from services.kvstore.core.reads import Reads
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.writes import Writes
 from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.operate.observe import ReuseSample
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.kv_aware import KVAware, is_current
 from services.kvstore.policies.queues import LFU, MOST_USES, S3FIFO
 from services.kvstore.policies.returns import ReturnRates
-from services.kvstore.policies.sample import KeySample
 from services.kvstore.ssd.catalogue import Catalogue, Segment
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.pins import Pins
