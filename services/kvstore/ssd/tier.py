@@ -19,7 +19,7 @@ from services.kvstore.ssd.admission import Admission
 from services.kvstore.ssd.catalogue import Catalogue, Kind, Place, Segment, Slot
 from services.kvstore.ssd.commit import Append, Committer, Victim, WritePlan, ends, pack
 from services.kvstore.ssd.files import MAX_OPEN, Files, is_full
-from services.kvstore.ssd.index import MAP_BYTES, Index
+from services.kvstore.ssd.index import MAP_BYTES
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import ALIGN, record_size
 from services.kvstore.ssd.recovery import DataFolder, Durability, Recovery
@@ -34,7 +34,6 @@ class Disk:
     """One folder of the tier, its room, and what its next plan tells the index or the device."""
 
     folder: DataFolder
-    index: Index | None  # None: there was no room for one, so the next start reads all segments
     space: Space
     committer: Committer
     out: bool = False  # it failed: nothing of it is found, and nothing is written to it
@@ -86,7 +85,7 @@ class SsdTier:
     @property
     def indexed(self) -> bool:
         """Whether all disks have an index; the next start reads all segments of one that has none."""
-        return all(disk.index is not None for disk in self.disks)
+        return all(disk.committer.index is not None for disk in self.disks)
 
     @property
     def used_bytes(self) -> int:
@@ -145,7 +144,7 @@ class SsdTier:
     @property
     def has_housekeeping(self) -> bool:
         """Whether a plan without blocks has something to do: to forget on disk, or to come back to the budget."""
-        return any(disk.has_housekeeping for disk in self.disks)
+        return any(disk.has_housekeeping for disk in self.working)
 
     def plan(self, blocks: Sequence[DramBlock], number: int = 0) -> WritePlan:
         """Places blocks that are not here into segments of a disk; old ones make room for them, and go at once."""
@@ -304,14 +303,15 @@ class SsdTier:
 
     def close(self) -> None:
         """Blocking. Closes all files and unlocks the folders; what was not synced on the way is synced now."""
-        for disk in self.working if self.durability == "process" else ():
+        for disk in self.working:
             try:
-                for segment in disk.space.segments:
-                    disk.folder.files.sync(segment.path)
-                disk.folder.files.sync_folder(disk.folder.segments)
-                if disk.index is not None:
-                    disk.index.sync()
-                disk.folder.all_synced()
+                if disk.folder.durability == "process":
+                    for segment in disk.space.segments:
+                        disk.folder.files.sync(segment.path)
+                    disk.folder.files.sync_folder(disk.folder.segments)
+                    if disk.committer.index is not None:
+                        disk.committer.index.sync()
+                    disk.folder.all_synced()
             except (OSError, lmdb.Error) as error:
                 log.error("what was written may not survive a loss of power", error=str(error))
         self.abandon()
@@ -320,8 +320,8 @@ class SsdTier:
         """Blocking. Closes all files and unlocks the folders without bringing anything to the devices."""
         for disk in self.disks:
             disk.folder.files.close_all()
-            if disk.index is not None:
-                disk.index.close()
+            if disk.committer.index is not None:
+                disk.committer.index.close()
             disk.folder.close()
 
 
@@ -360,7 +360,7 @@ def open_tier(
         place, first = (len(disks), folder.segments), found.next_segment
         space = Space(catalogue, *place, capacity_bytes, segment_bytes, first, pins, account)
         committer = Committer(layer, found.index, folder.segments, sync=folder.durability == "power")
-        disks.append(Disk(folder, found.index, space, committer))
+        disks.append(Disk(folder, space, committer))
         blocks, nbytes = sum(len(one.keys) for one in space.segments), space.used_bytes
         log.info("ssd tier open", path=str(path), blocks=blocks, bytes=nbytes, rebuilt=found.rebuilt)
     if not disks:

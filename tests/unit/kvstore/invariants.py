@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 from moonpool.kv.parts import PARTS
+from moonpool.kv.returns import ReturnRates
 from moonpool.kv.reuse import ReuseSample
 from moonpool.kv.sample import KeySample
 from services.kvstore.core.reads import Reads
@@ -15,7 +16,6 @@ from services.kvstore.dram.tier import DramTier
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.kv_aware import KVAware, is_current
 from services.kvstore.policies.queues import LFU, MOST_USES, S3FIFO
-from services.kvstore.policies.returns import ReturnRates
 from services.kvstore.ssd.catalogue import Catalogue, Segment
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.pins import Pins

@@ -31,8 +31,7 @@ def folders(path: Path, count: int = 2) -> list[Path]:
 def tier(
     paths: Sequence[Path], records: int = 8, *, files: Sequence[FaultyFiles] = (), account: Account | None = None
 ) -> Iterator[SsdTier]:
-    size = {"segment_bytes": RECORD, "map_bytes": 1 << 16}
-    ssd = open_tier(paths, records * RECORD, files=files, account=account, **size)
+    ssd = open_tier(paths, records * RECORD, RECORD, files=files, account=account, map_bytes=1 << 16)
     try:
         yield ssd
         check(ssd)
