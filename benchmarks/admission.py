@@ -33,10 +33,10 @@ SIZES = ((1_000, 10_000), (3_000, 30_000), (10_000, 100_000))
 
 
 class Outcome(NamedTuple):
-    """Of one replay."""
+    """Of one replay. `written_share`: records written per block put."""
 
     hit_share: float
-    written_share: float  # records written per block put
+    written_share: float
 
 
 def replay(chains: Sequence[Sequence[BlockKey]], admission: Admission, dram: int, ssd: int, folder: Path) -> Outcome:
@@ -102,15 +102,18 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
             rows.append(Absent(f"{trace} trace, all rules", ALL, str(reason)))
             continue
         for dram, ssd in options.sizes:
-            where = f"{trace}, {dram} blocks in DRAM, {ssd} on SSD"
+            where = f"{trace}, {dram} blocks in DRAM, {ssd} on SSD, {REUSED}"
             outcomes = {}
             for rule in (ALL, REUSED):
                 with tempfile.TemporaryDirectory(dir=options.folder) as folder:
                     outcomes[rule] = replay(chains, Admission(rule), dram, ssd, Path(folder))
-                progress(f"{where}, {rule}: {outcomes[rule]}")
+                progress(f"{trace}, {dram} and {ssd} blocks, {rule}: {outcomes[rule]}")
             every, reused = outcomes[ALL], outcomes[REUSED]
-            for what, own, limit in zip(("hit share", "written per block put"), reused, every, strict=True):
-                rows.append(Row(f"{where}, {REUSED}", own, what, 0.0, ALL, limit, own / limit if limit else 1.0))
+            hits = reused.hit_share / every.hit_share if every.hit_share else 1.0
+            rows.append(Row(where, reused.hit_share, "hit share", 0.0, ALL, every.hit_share, hits))
+            spared = every.written_share / reused.written_share if reused.written_share else 1.0
+            written = reused.written_share, "records per block put", 0.0, ALL, every.written_share
+            rows.append(Row(f"{where}, written", *written, spared))
     return rows
 
 

@@ -50,7 +50,7 @@ class KVStoreConfig(LaneConfig, ClientPortConfig):
     eviction: Annotated[str, AfterValidator(_policy_known)] = Field(
         "lru", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
     )
-    read_threads: int = Field(4, ge=1, le=256, description="threads that read the SSD")
+    read_threads: int = Field(4, ge=1, le=256, description="threads that read the SSD, for each data_dir")
     read_ahead_bytes: int = Field(
         64 << 20, gt=0, description="bytes that may be read from SSD before readers take them, all readers together"
     )

@@ -91,7 +91,8 @@ class KVStoreService(StoreListener):
         self.metrics = Metrics(config.service())
         self._closing = asyncio.Event()
         self._draining = False
-        self._pool = ThreadPoolExecutor(config.read_threads, thread_name_prefix="kvstore-read")
+        threads = config.read_threads * max(1, len(config.data_dir))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-read")
         self._observer = Observer(self.metrics)
         self._ledger = ledger or Ledger()
         self.store = BlockStore(
