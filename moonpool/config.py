@@ -104,7 +104,7 @@ def check_peer(address: str) -> str:
 
 def _split(value: Any) -> Any:
     """Parts of a list, or of text that has commas between them; each once."""
-    parts = [value] if isinstance(value, str) else value
+    parts = [str(value)] if isinstance(value, str | Path) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return value
     found = (one.strip() for part in parts for one in part.split(","))
@@ -119,16 +119,9 @@ def _check_peers(addresses: tuple[str, ...]) -> tuple[str, ...]:
 ListenAddress = Annotated[str, AfterValidator(_check_bind)]
 # The same, or "" for none.
 OptionalAddress = Annotated[str, AfterValidator(_check_optional)]
-# "host:port" of other services: the flag is given again, or they stand in one value with commas between them.
+# "host:port" of other services, or folders: the flag is given again, or there are commas between them in one value.
 PeerAddresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_peers)]
-
-
-def _split_folders(value: Any) -> Any:
-    return () if value is None else (value,) if isinstance(value, Path) else _split(value)
-
-
-# Folders: the flag is given again, or they stand in one value with commas between them.
-Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split_folders)]
+Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split)]
 
 
 class ServiceConfig(BaseSettings):

@@ -7,6 +7,7 @@ from moonpool.kv.blocks import BlockInfo
 from moonpool.kv.keys import BlockKey
 
 ALL, REUSED = "all", "reused"
+MAX_GHOSTS = 1 << 18  # refused keys that are remembered, some 130 bytes each
 
 
 class Admission:
@@ -31,7 +32,7 @@ class Admission:
             del self.ghosts[info.key]
             return True
         self.ghosts[info.key] = None
-        if len(self.ghosts) > room:
+        if len(self.ghosts) > min(room, MAX_GHOSTS):
             self.ghosts.popitem(last=False)
         self.refused_blocks += 1
         self.refused_bytes += info.nbytes
