@@ -133,7 +133,7 @@ class Catalogue(PartTable[int]):
                 yield slot
 
     def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
-        """Blocks, of a disk the last written first, those of at most `step` slots at a time; none that come meanwhile."""
+        """Blocks, of a disk the last written first, of at most `step` slots at a time; none that come meanwhile."""
         for name in reversed(list(self.segments)):
             segment = self.segments.get(name)
             if segment is None:
