@@ -198,7 +198,7 @@ class Catalogue(PartTable[int]):
             segment.used[slot] = 1
 
     def add(self, segment: Segment, packed: bytes, dead: Container[BlockKey] = ()) -> None:
-        """Entries were appended to a segment; those of `dead` keys come dead.
+        """Entries were appended to a segment; those of `dead` keys come dead, as do those of keys on another disk.
 
         Of another key that was here before, or comes twice, the later one wins.
         """
@@ -220,13 +220,15 @@ class Catalogue(PartTable[int]):
         for kind, nbytes in sums.items():
             self._count(segment, segment.named[kind].tenant, nbytes)
         parts = self.parts
-        for slot, key in enumerate(keys, first):
-            place = segment.id << _SLOT_BITS | slot
-            if key in dead:
+        for place, key in enumerate(keys, segment.id << _SLOT_BITS | first):
+            before = parts[key[0]].get(key)
+            if key in dead or (before is not None and before >> _SLOT_BITS + _NUMBER_BITS != segment.disk):
+                slot = place & _SLOT_MASK
                 self._count(segment, segment.kind(slot).tenant, -segment.nbytes(slot))
-            elif parts[key[0]].setdefault(key, place) != place:
+                continue
+            if before is not None:
                 self.forget(key)
-                parts[key[0]][key] = place
+            parts[key[0]][key] = place
 
     def _count(self, segment: Segment, tenant: str, nbytes: int) -> None:
         segment.live.add(tenant, nbytes)

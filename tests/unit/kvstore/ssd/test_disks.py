@@ -90,6 +90,17 @@ def test_blocks_of_a_folder_that_is_missing_are_misses_until_it_is_back(tmp_path
         assert over(ssd).read(KEYS[:4]) == [data_of(key) for key in KEYS[:4]]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_dead_copy_on_one_disk_does_not_hide_the_block_on_another(tmp_path: Path, first: int) -> None:
+    with tier(folders(tmp_path)) as ssd:
+        put(ssd, KEYS[:2], first)
+        ssd.forget(KEYS[:1])
+        put(ssd, [], first)  # its index learns it
+        put(ssd, KEYS[:1], 1 - first)
+    with tier(folders(tmp_path)) as ssd:
+        assert (keys_on(ssd, first), keys_on(ssd, 1 - first)) == ({KEYS[1]}, {KEYS[0]})
+
+
 def test_a_folder_that_cannot_be_used_is_left_out_of_several(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     a, b = folders(tmp_path)
     with tier([a, b]) as ssd:
