@@ -100,9 +100,7 @@ def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -
     for number in files:
         path, kinds = segment_path(folder, number), image.kinds.get(number, [])
         segment = Segment(number, path, image.segments.get(number, 0), named=kinds)
-        catalogue.add(segment, image.entries.get(number, b""))
-    for number, slot in image.dropped:
-        catalogue.mark_dead(number, slot)
+        catalogue.add(segment, image.entries.get(number, b""), image.dropped.get(number, ()))
     return catalogue
 
 

@@ -72,6 +72,7 @@ class SsdTier:
         self.user_bytes = 0  # of new blocks in them
         self.carried_bytes = self.dropped_segments = 0
         self.lost_blocks = 0  # found bad when they were to be carried over
+        self._note_doubles()
 
     @property
     def working(self) -> list[Disk]:
@@ -242,19 +243,27 @@ class SsdTier:
                 self.lost_blocks += 1
                 plan.lost.append(append.key)
         carried = plan.carried
-        # A reader found them bad, or they were deleted, while they were being copied; they may be elsewhere by now.
-        dropped = {append.key for append in carried if self.catalogue.find(append.key) != append.source}
-        self._add(plan, carried, dropped)
-        new = [(one, slot) for one in ends(carried) for slot, key in enumerate(one.keys) if dropped and key in dropped]
-        new = [place for place in new if not self.catalogue.is_live(*place)]
-        disk.dead += [(segment.number, slot) for segment, slot in new]
-        self.erase(new)
+        dropped = [append.key for append in carried if self.catalogue.find(append.key) != append.source]
+        self._add(plan, carried)
+        # A reader found them bad, or they were deleted, while they were being copied; some are on another disk by now.
+        places = filter(None, map(self.catalogue.find, dropped))
+        self.erase([place for place in places if place[0].disk == plan.disk])
         self.carried_bytes += plan.written_bytes
         for segment in removed:
             self.catalogue.remove(segment)
+        self.erase(self._note_doubles())
         self.dropped_segments += len(removed)
         disk.nameless += plan.undeleted
         self._gone(disk, [segment for segment in (*plan.nameless, *removed) if segment not in plan.undeleted])
+
+    def _note_doubles(self) -> list[Place]:
+        """Has the indexes learn with the next plans which copies are dead for another one's sake; returns these."""
+        segments, doubles = self.catalogue.segments, self.catalogue.doubles
+        self.catalogue.doubles = []
+        doubles = [(segment, slot) for segment, slot in doubles if segments.get(segment.id) is segment]
+        for segment, slot in doubles:
+            self.disks[segment.disk].dead.append((segment.number, slot))
+        return doubles
 
     def _gone(self, disk: Disk, segments: Sequence[Segment]) -> None:
         """Segments have no name any more, or their disk is left out."""
@@ -264,11 +273,11 @@ class SsdTier:
                 disk.folder.files.close_later(segment.path)
         disk.leaving = [segment for segment in (*disk.leaving, *segments) if segment.readers]
 
-    def _add(self, plan: WritePlan, appends: Sequence[Append], dead: Container[BlockKey] = ()) -> None:
+    def _add(self, plan: WritePlan, appends: Sequence[Append]) -> None:
         for segment, size in ends(appends).items():
             segment.size = size
         for segment, packed in pack(appends).items():
-            self.catalogue.add(segment, packed, dead)
+            self.catalogue.add(segment, packed)
         nbytes = sum(append.row[2] * ALIGN for append in appends)
         plan.written_bytes += nbytes
         self.written_bytes += nbytes

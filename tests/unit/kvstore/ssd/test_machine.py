@@ -166,7 +166,7 @@ class TierMachine(RuleBasedStateMachine):
         self.ssd.committed(plan)
         assert not plan.lost
         self.model.update({block.info.key: block.info.tenant for block in plan.blocks})
-        if not self.ssd.has_housekeeping and self.disks == 1:  # a copy on another disk may come back later
+        if not self.ssd.has_housekeeping:
             self.ghosts.clear()
 
     def restart(self, plan: WritePlan | None) -> None:
