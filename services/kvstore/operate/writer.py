@@ -98,7 +98,8 @@ class WriteBehind:
         """Does a plan; False when housekeeping could not be finished, which waits for the next reason to wake."""
         disk, error = plan.disk, await self._commit(plan)
         again = self._again(plan, error)
-        spared = isinstance(error, OSError | lmdb.Error) and again is None and self.ssd.can_spare(disk)
+        lasting = isinstance(error, OSError | lmdb.Error) and getattr(error, "errno", None) not in _MAY_PASS
+        spared = lasting and again is None and self.ssd.can_spare(disk)
         if not spared:
             self._report(plan, error, again)
         self.queue.plan_done(error, disk, again=spared or again is not None)
@@ -127,8 +128,8 @@ class WriteBehind:
             await within(self.pause_after(nbytes, asyncio.get_running_loop().time()), self._hurry)
 
     def pause_after(self, nbytes: int, now: float) -> float:
-        """Seconds until bytes that were written now are within the rate; of earlier ones a batch may be owed."""
-        owed = min(self._free_at, now + self.queue.batch_bytes / self.bytes_per_s)
+        """Seconds until bytes that were written now are within the rate; each disk may owe a batch of earlier ones."""
+        owed = min(self._free_at, now + len(self._delays) * self.queue.batch_bytes / self.bytes_per_s)
         self._free_at = max(now, owed) + nbytes / self.bytes_per_s
         return self._free_at - now
 
