@@ -174,11 +174,12 @@ class KVStoreService(StoreListener):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the writer and ends pins; at the end makes durable what is visible, and closes threads and files."""
+        """Deletes what was missed, runs the writer, ends pins; at the end saves what is visible, and closes all."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(each.run()) for each in (self._operations, self.writer) if each is not None]
                 try:
+                    await self.servicer.deletions.catch_up()
                     yield
                 finally:
                     if self.writer is not None:

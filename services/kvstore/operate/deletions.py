@@ -60,6 +60,13 @@ class Deletions:
             self.unsaved.pop(name, None)
         return sum(counts.values(), start=expired)
 
+    async def catch_up(self) -> None:
+        """Deletes what some folder does not know to be deleted: it was left out, and may hold such blocks."""
+        known = self.ledger.deletions
+        missing = [known[name] for name in known if self._done(name) is None]
+        if missing:
+            await _in_turns(forget(self.operations.store, functools.reduce(operator.or_, missing)))
+
     async def drop(self, keys: Sequence[BlockKey]) -> Forgotten:
         """Drops blocks that may be put again; raises Unavailable as `forget`."""
         async with self.turn:
