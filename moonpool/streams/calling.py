@@ -13,6 +13,8 @@ from google.protobuf.message import Message
 from moonpool.errors import Mismatch, MoonpoolError, StreamBroken
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.wire import PayloadMessage
+from moonpool.streams.lanes.inbound import Came
+from moonpool.streams.lanes.landing import Landing
 from moonpool.streams.lanes.lane import Lane
 from moonpool.streams.outbox import MAX_MESSAGES, STALL_S, Outbox
 from moonpool.telemetry.logs import get_logger
@@ -84,9 +86,13 @@ class ClientStream(Generic[Req, Res]):
         self._tasks: list[asyncio.Task[None]] = []
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
 
-    def on_message(self, message: Res, payload: memoryview) -> None:
+    def on_message(self, message: Res, payload: Came) -> None:
         """Handles a message; what it raises breaks the stream. The first must be the welcome, where there is one."""
         raise NotImplementedError
+
+    def place(self, message: Res, nbytes: int) -> Landing | None:
+        """Where a payload of so many bytes that comes on a lane is to land; None: it comes with its message."""
+        return None
 
     def on_broken(self, error: Exception) -> None:
         """The stream has broken; called once."""
@@ -109,7 +115,7 @@ class ClientStream(Generic[Req, Res]):
     def use_lane(self, lane: Lane[Res]) -> None:
         """Sends and receives over a lane from now on, which the stream owns. Only the hello may have been sent."""
         self.lane = lane
-        self.outbox.hold(self.break_)
+        self.outbox.hold(self.break_, lane.start)
         self._tasks.append(self._spawn(self._guard(lambda: self._read_lane(lane))))
         if self.error is not None:
             lane.close(self.error)
@@ -213,15 +219,12 @@ class ClientStream(Generic[Req, Res]):
 
     async def _read_lane(self, lane: Lane[Res]) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                message, payload = await lane.read()
-            except MoonpoolError as error:
-                await self._lane_ended(error)
+
+        def take(message: Res, payload: Came) -> None:
             self.heard_at = loop.time()
-            assert isinstance(payload, memoryview), "payloads come with their messages"
             self.on_message(message, payload)
-            del message, payload  # else their memory stays while the next payload is copied into other, colder memory
+
+        await self._lane_ended(await lane.run(take, self.place))
 
     async def _lane_ended(self, error: Exception) -> NoReturn:
         self.ending = True

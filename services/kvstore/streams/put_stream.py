@@ -94,6 +94,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _settle(self, nbytes: int, answer: kvstore_pb2.PutResponse | None = None) -> None:
         """Sends an answer, if there is one. Payload bytes are dealt with; hands credits back if it is time."""
+        self.give_back()
         credit = self._credits.consumed(nbytes, idle=not self._entries)
         if answer is not None:
             answer.credit_bytes = credit
