@@ -1,9 +1,10 @@
 """Orders what many tasks send on one gRPC stream.
 
 A gRPC stream takes one write at a time, and cancelling a task within a write cancels the whole call. So tasks only
-queue here, and one task writes; on a lane what nothing waits before is sent at once. After `put` nothing refers to the memory of the caller, who may free its blocks at once
-even when cancelled. On gRPC payloads are encoded when they are queued; on a lane (moonpool/streams/lanes) they are
-*held*: they stay where they are, and `put` waits until the lane is done with them.
+queue here, and one task writes; on a lane (moonpool/streams/lanes) what nothing waits before is sent at once. After
+`put` nothing refers to the memory of the caller, who may free its blocks at once even when cancelled. On gRPC payloads
+are encoded when they are queued; on a lane they are *held*: they stay where they are, and `put` waits until the lane is
+done with them.
 """
 
 from __future__ import annotations

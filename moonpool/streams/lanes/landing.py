@@ -41,6 +41,11 @@ class Landed:
     landing: Landing
     intact: int
 
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return sum(target.nbytes for target in self.landing.targets)
+
     def tell(self) -> None:
         """Tells whoever gave the memory."""
         self.landing.landed(self.intact)
