@@ -43,7 +43,6 @@ class ClientStream(Generic[Req, Res]):
         error: What broke the stream.
         heard_at: When the last message came, on the event loop's clock.
         lane: What is used beside the call.
-        ending: The lane has ended, so that the stream is about to break.
         lane_error: What broke the lane, when the call had no other reason to end.
     """
 
@@ -74,7 +73,7 @@ class ClientStream(Generic[Req, Res]):
         self.error: Exception | None = None
         self.heard_at = 0.0
         self.lane: Lane[Res] | None = None
-        self.ending = False
+        self._ending = False
         self.lane_error: Exception | None = None
         self._connect = connect
         self._hello = hello
@@ -119,6 +118,11 @@ class ClientStream(Generic[Req, Res]):
         self._tasks.append(self._spawn(self._guard(lambda: self._read_lane(lane))))
         if self.error is not None:
             lane.close(self.error)
+
+    @property
+    def ending(self) -> bool:
+        """The lane has ended, so that the stream is about to break."""
+        return self._ending or (self.lane is not None and self.lane.closed)
 
     def ready(self) -> None:
         """The welcome has come; to be called by `on_message`."""
@@ -227,7 +231,7 @@ class ClientStream(Generic[Req, Res]):
         await self._lane_ended(await lane.run(take, self.place))
 
     async def _lane_ended(self, error: Exception) -> NoReturn:
-        self.ending = True
+        self._ending = True
         await asyncio.sleep(LANE_GRACE_S)  # the call may end too and say more; then this task is cancelled
         self.lane_error = error
         raise StreamBroken(f"its lane ended: {error}") from error
