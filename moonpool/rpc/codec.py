@@ -4,6 +4,7 @@ A message with a bytes field `payload` numbered 15 travels as `moonpool.rpc.wire
 very same protobuf encoding but made with fewer copies. All others are plain protobuf. One rule for both ends.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from moonpool.rpc.limits import check_message
 PAYLOAD_FIELD_NUMBER = 15
 
 
+@functools.cache
 def has_payload(cls: type[Message]) -> bool:
     """Whether a message class carries a payload."""
     field = cls.DESCRIPTOR.fields_by_name.get("payload")

@@ -9,6 +9,7 @@ from moonpool.kv.frames import DamagedSliceError, FrameOpener, Run, split_run, w
 from moonpool.kv.hashes import bind
 from moonpool.kv.landing import land
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.shapes import shape_of
 from moonpool.streams.lanes.inbound import Came
 from moonpool.streams.lanes.landing import Landed, Landing
 from moonpool.streams.ledger import SliceLedger
@@ -69,12 +70,40 @@ class PrefixRead:
         if self._into is None or kind not in ("opened", "frame"):
             return None
         header = message.opened.frame if kind == "opened" else message.frame
+        if kind == "opened" and (landing := self._all(message.opened, nbytes)) is not None:
+            return landing
         runs = whole_runs(header, nbytes, self._layout)
         if runs is None or any(run.valid_tokens != self._layout.block_tokens for run, _ in runs):
             return None
         if kind == "opened":
             self._opened(message.opened)
         return self._landing(runs)
+
+    def _all(self, opened: kv_pb2.ReadOpened, nbytes: int) -> Landing | None:
+        """Where all of the read lands; None when this is not all of it, in the usual order."""
+        into, blocks, layout = self._into, opened.blocks, self._layout
+        if nbytes != blocks * len(self._layers) * layout.slice_bytes or self._ledger is not None:
+            return None
+        shape = shape_of(opened.frame, self._layers, blocks, self._heads, layout.block_tokens)
+        if shape is None or into is None:
+            return None
+        self._check_opened(opened)
+        targets = [target for cell in shape.cells if (target := into(*cell)) is not None]
+        if len(targets) < len(shape.cells):
+            return None
+        hashes = shape.bound(opened.frame.slice_hashes, self._keys[:blocks])
+
+        def landed(intact: int) -> None:
+            if intact < len(targets):
+                self._damaged(*shape.cells[intact])
+            for (layer, index), target, value in zip(shape.cells, targets, hashes, strict=True):
+                self._on_slice(layer, index, target, value)
+            self.blocks = blocks
+            for layer in self._layers:
+                self._on_layer(layer)
+            self.finished.done()
+
+        return Landing(targets, hashes, lambda: not self._left, landed)
 
     def leave(self) -> None:
         """The reader has gone: nothing is written to its memory any more."""
@@ -108,12 +137,16 @@ class PrefixRead:
         if not self.finished.is_done:
             raise TransferFailed(f"the source ended a read with {self._missing_slices()} slices missing")
 
-    def _opened(self, message: kv_pb2.ReadOpened) -> None:
+    def _check_opened(self, message: kv_pb2.ReadOpened) -> None:
         blocks = message.blocks
         if blocks and self.forgotten and not set(self.forgotten).issubset(message.forgotten):
             raise TransferFailed("the source may have blocks that are older than their deletion")
         if self._ledger is not None or blocks > self.blocks:
             raise FrameError(f"the source opened a read of {self.blocks} blocks with {blocks}, or twice")
+
+    def _opened(self, message: kv_pb2.ReadOpened) -> None:
+        self._check_opened(message)
+        blocks = message.blocks
         self.blocks = blocks
         self._ledger = SliceLedger(self._layers, blocks, self._heads)
         if not blocks:

@@ -12,9 +12,10 @@ from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
 from moonpool.kv.hashes import key_bindings, layer_binding
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.shapes import frame_shape
 from moonpool.rpc.channels import Channels, Metadata, payload_stream
 from moonpool.streams.credits import Traffic
-from moonpool.streams.faults import frames_to_send
+from moonpool.streams.faults import frame_to_send, frames_to_send
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.held import Held
 from moonpool.streams.link import TO_STORE, Link
@@ -242,8 +243,11 @@ class StoreWriter:
         ):
             session.post(kvstore_pb2.PutRequest(open=opening))
             return None
-        slices = missing_slices(keys, set(range(len(keys))), read, self._layout, self._frame_bytes)
-        [(header, pieces)] = frames_to_send(opening.session, 0, slices, self._layout, self._frame_bytes)
+        layout = self._layout
+        shape = frame_shape(range(layout.layers), len(keys), range(layout.kv_heads), layout.block_tokens)
+        slices = [read(layer, index) for layer, index in shape.cells]
+        hashes = shape.bound([value for _, value in slices], keys)
+        header, pieces = frame_to_send((shape.header(opening.session, 0, hashes), [data for data, _ in slices]))
         opening.frame.CopyFrom(header)
         return await session.begin(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s)
 

@@ -135,6 +135,7 @@ class Inbound(Generic[M]):
 
     @property
     def _goes_on(self) -> bool:
+        """Somebody takes what comes."""
         return not self._paused and self._taker is not None and self._over is not None and not self._over.done()
 
     def _go_on(self) -> None:
@@ -146,7 +147,9 @@ class Inbound(Generic[M]):
         """Takes all that is there, or as much as a turn of the event loop may take."""
         end = self._sock.received_bytes + TURN_BYTES
         try:
-            while self._goes_on and (self._next() if self._incoming is None else self._more(self._incoming)):
+            while self._next() if self._incoming is None else self._more(self._incoming):
+                if not self._goes_on:
+                    return
                 if self._sock.received_bytes >= end:
                     self._sock.unwatch()
                     asyncio.get_running_loop().call_soon(self._go_on)
@@ -211,8 +214,11 @@ class Inbound(Generic[M]):
             return
         message = self._parsed(frame.message)
         if frame.extents:
-            memory = new_bytes(follow)
-            self._await([memory], lambda _: self._pull(frame, message, memory))
+            if follow:
+                memory = new_bytes(follow)
+                self._await([memory], lambda _: self._pull(frame, message, memory))
+            else:
+                self._pull(frame, message, _NO_PAYLOAD)
         elif follow:
             self._follows(message, follow)
         else:
@@ -234,8 +240,8 @@ class Inbound(Generic[M]):
     def _pull(self, frame: kv_pb2.LaneFrame, message: M, follow: memoryview) -> None:
         """Copies a payload from where it lies, or lends it."""
         parts = self._parts(frame, follow)
-        awaited = any(extent.region != self._mailbox for extent in frame.extents)
-        landing = self._place(message, sum(part.nbytes for part in parts))
+        awaited = self._mailbox is None or any(extent.region != self._mailbox for extent in frame.extents)
+        landing = self._place(message, sum([part.nbytes for part in parts]))
         if landing is not None:
             payload: Came = Landed(landing, land(landing.targets, Scattered(parts), landing.hashes))
         elif self._taker is not None and self._taker.lend:
@@ -270,11 +276,12 @@ class Inbound(Generic[M]):
 
     def _parts(self, frame: kv_pb2.LaneFrame, follow: memoryview) -> list[memoryview]:
         """Where the extents of a payload say that it lies."""
-        if len(frame.extents) > MAX_FRAME_SLICES or sum(extent.length for extent in frame.extents) > MESSAGE_BYTES:
+        extents = frame.extents
+        if len(extents) > MAX_FRAME_SLICES or sum([extent.length for extent in extents]) > MESSAGE_BYTES:
             raise FrameError("the payload of a message is too large")
         parts: list[memoryview] = []
         at = 0
-        for extent in frame.extents:
+        for extent in extents:
             if extent.region:
                 parts.append(self._region(extent.region).part(extent.offset, extent.length))
             else:

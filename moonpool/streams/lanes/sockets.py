@@ -7,7 +7,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -82,7 +82,7 @@ class LaneSocket:
             Exception: The error given to `close`.
         """
         while self._end - self._begin < nbytes:
-            if not self._more():
+            if self._drained or not self._more():
                 return None
         return self._buffer[self._begin : self._begin + nbytes]
 
@@ -99,7 +99,7 @@ class LaneSocket:
             self._more()
         if self._begin < self._end:
             return _behind(targets, self._from_buffer(targets[0]))
-        count = self._received(lambda: self._sock.recvmsg_into(targets[:_MAX_PARTS])[0])
+        count = self._received(self._sock.recvmsg_into, targets[:_MAX_PARTS])
         return _behind(targets, count) if count else None
 
     def send_now(self, parts: Sequence[memoryview | bytes]) -> list[memoryview]:
@@ -107,14 +107,16 @@ class LaneSocket:
         if self.error is not None:
             raise self.error
         left = [view for part in parts if (view := memoryview(part)).nbytes]
-        while left:
+        nbytes = sum([view.nbytes for view in left])
+        while nbytes:
             try:
-                sent = self._sock.sendmsg(left[:_MAX_PARTS])
+                sent = self._sock.sendmsg(left if len(left) <= _MAX_PARTS else left[:_MAX_PARTS])
             except (BlockingIOError, InterruptedError):
                 return left
             except OSError as error:
                 raise self._failure(error) from error
-            left = _behind(left, sent)
+            nbytes -= sent
+            left = _behind(left, sent) if nbytes else []
         return left
 
     async def send(self, parts: Sequence[memoryview | bytes]) -> None:
@@ -211,27 +213,29 @@ class LaneSocket:
         """Receives something into the buffer; False when nothing is there."""
         kept = self._end - self._begin
         if self._begin:
-            self._buffer[:kept] = self._buffer[self._begin : self._end]
+            if kept:
+                self._buffer[:kept] = self._buffer[self._begin : self._end]
             self._begin, self._end = 0, kept
-        room = self._buffer[kept:]
-        count = self._received(lambda: self._sock.recv_into(room))
+        room = self._buffer[kept:] if kept else self._buffer
+        count = self._received(self._sock.recv_into, room)
         self._end += count
         self._drained = count < room.nbytes  # there was no more
         return count > 0
 
-    def _received(self, receive: Callable[[], int]) -> int:
-        """What `receive` says, 0 when nothing is there."""
+    def _received(self, receive: Callable[[Any], Any], where: Any) -> int:
+        """How many bytes `receive` has received, 0 when nothing is there."""
         if self.error is not None:
             raise self.error
         if self._drained:
             return 0
         try:
-            count = receive()
+            answer = receive(where)
         except (BlockingIOError, InterruptedError):
             self._drained = True
             return 0
         except OSError as error:
             raise self._failure(error) from error
+        count: int = answer if isinstance(answer, int) else answer[0]
         if not count:
             raise StreamBroken("the peer has closed its end")
         self.received_bytes += count

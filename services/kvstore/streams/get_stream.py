@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from google.protobuf.message import Message
 
 from moonpool.errors import MoonpoolError, StreamBroken
+from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, Slice, part_bytes
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.shapes import FrameShape, frame_shape
 from moonpool.kv.values import check_owned
 from moonpool.streams.credits import ByteCredits
 from moonpool.streams.lanes.listening import LaneServer
@@ -59,6 +61,22 @@ class _Wanted:
         if self.heads is None:
             return (Slice(layer, block, data, full, value) for layer, block, data, value in cells)
         return (self._cut(cell, keys[cell.block], layout) for cell in cells)
+
+    def parts(
+        self, shape: FrameShape, blocks: Sequence[DramBlock], layout: KVLayout
+    ) -> tuple[list[memoryview], list[int]]:
+        """The bytes and hashes of what is wanted of whole blocks, in the order of a frame of that shape."""
+        if self.heads is None:
+            return (
+                [blocks[block].slice(layer) for layer, block in shape.cells],
+                [blocks[block].hashes[layer] for layer, block in shape.cells],
+            )
+        cut = [
+            self._cut(Cell(layer, block, blocks[block].slice(layer), blocks[block].hashes[layer]), key, layout)
+            for layer, block in shape.cells
+            for key in (blocks[block].info.key,)
+        ]
+        return [piece.data for piece in cut], [piece.hash for piece in cut]
 
     def _cut(self, cell: Cell, key: bytes, layout: KVLayout) -> Slice:
         """Some heads of a slice. Their hash is made here, so the slice is verified first; raises DamagedSliceError."""
@@ -132,22 +150,19 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         blocks = resources.reads.resident(keys, self.format)
         if not blocks:
             return False
-        cells = [
-            Cell(layer, index, block.slice(layer), block.hashes[layer])
-            for layer in wanted.layers
-            for index, block in enumerate(blocks)
-        ]
+        shape = frame_shape(wanted.layers, len(blocks), wanted.heads or range(layout.kv_heads), layout.block_tokens)
+        try:
+            pieces, hashes = wanted.parts(shape, blocks, layout)
+        except DamagedSliceError as error:
+            resources.reads.suspect(keys[error.block])
+            raise
 
         def wrap(frame: kv_pb2.FrameHeader) -> Message:
             opened = kv_pb2.ReadOpened(session=number, blocks=len(blocks), forgotten=wanted.forgotten, frame=frame)
             return kvstore_pb2.GetResponse(opened=opened)
 
-        try:
-            if not self.frames.offer(number, list(wanted.slices(cells, keys, layout)), wrap):
-                return False
-        except DamagedSliceError as error:
-            resources.reads.suspect(keys[error.block])
-            raise
+        if not self.frames.offer(shape.header(number, 0, hashes), pieces, wrap):
+            return False
         resources.reads.used(keys, len(blocks))
         resources.on_read(False, time.monotonic() - begin)
         return True

@@ -63,6 +63,7 @@ async def test_a_payload_lands_in_its_targets(mapped: bool) -> None:
 async def test_a_payload_in_a_region_is_lent_until_it_is_given_back() -> None:
     pool = pool_of()
     seen: list[tuple[bytes, bool]] = []
+    all_seen = asyncio.Event()
     async with pair(pool) as lane:
 
         def take(message: kvstore_pb2.PutRequest, payload: Came) -> None:
@@ -72,6 +73,8 @@ async def test_a_payload_in_a_region_is_lent_until_it_is_given_back() -> None:
             else:
                 assert isinstance(payload, memoryview)  # it came over the socket
                 seen.append((bytes(payload), False))
+                if len(seen) == 2:
+                    all_seen.set()
 
         serving = asyncio.ensure_future(lane.server.run(take, lend=True))
         reading = asyncio.ensure_future(read(lane.client))  # takes the words that they were pulled
@@ -84,8 +87,7 @@ async def test_a_payload_in_a_region_is_lent_until_it_is_given_back() -> None:
         await lane.server.write(RESPONSE)
         assert (await reading)[0] == RESPONSE
         await lane.client.write(REQUEST)
-        while len(seen) < 2:
-            await asyncio.sleep(0)
+        await all_seen.wait()
         assert seen == [(b"x" * SIZE, False), (b"", False)]
         lane.server.close(StreamBroken("over"))
         assert str(await serving) == "over"
@@ -104,7 +106,9 @@ async def test_nothing_is_written_to_memory_that_is_another_s_by_now() -> None:
 
     async with pair() as lane:
         lane.held([memoryview(b"x" * 2 * half)])
-        _, payload = await read(lane.server, lambda _, nbytes: Landing(parts, (0, 0), live, nothing) if nbytes else None)
+        _, payload = await read(
+            lane.server, lambda _, nbytes: Landing(parts, (0, 0), live, nothing) if nbytes else None
+        )
         assert isinstance(payload, Landed)
         assert payload.intact == 0
         assert (len(seen), seen[0][:1], seen[2][:1]) == (3, b"\0", b"x")
