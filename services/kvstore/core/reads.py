@@ -135,11 +135,8 @@ class Reads:
             self.used(lease.keys, lease.blocks, sum(source.reader is not None for source in lease.sources))
         return False
 
-    def resident(self, keys: Sequence[BlockKey], block_format: BlockFormat) -> list[DramBlock]:
-        """The leading blocks of a chain, if those that are here are all in DRAM; else none.
-
-        Who uses them before anything else happens needs no lease, and reports it to `used`.
-        """
+    def resident(self, keys: Sequence[BlockKey], block_format: BlockFormat, most: int) -> list[DramBlock]:
+        """The leading blocks of a chain if they are `most` and all in DRAM, else none. For use at once: no lease."""
         blocks: list[DramBlock] = []
         for key in keys:
             block = self.tiers.dram.get(key)
@@ -147,11 +144,13 @@ class Reads:
                 return [] if self.tiers.durable(key) else blocks
             if not _is_wanted(block, block_format):
                 break
+            if len(blocks) == most:
+                return []
             blocks.append(block)
         return blocks
 
     def used(self, keys: Sequence[BlockKey], blocks: int, cold: int = 0) -> None:
-        """Counts a read of a chain of which the leading `blocks` were here, `cold` of them on the SSD tier only."""
+        """Counts a read of a chain whose leading `blocks` were here, `cold` of them on the SSD tier only."""
         self.tiers.touch(keys[:blocks])
         self.ssd_hits += cold
         self.dram_hits += blocks - cold

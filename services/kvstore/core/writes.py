@@ -82,8 +82,7 @@ class Writes:
         hold the event loop for long. Raises what `open` and `write` do.
         """
         tiers, size, count = self._tiers, spec.format.layout.block_bytes, len(spec.keys)
-        small = count <= PORTION_BLOCKS and count * size <= PORTION_BYTES
-        if not small:
+        if count > PORTION_BLOCKS or count * size > PORTION_BYTES:
             return None
         self.check_not_deleted(spec)
         present = self._present(spec)

@@ -14,7 +14,7 @@ from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError,
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.shapes import FrameShape, frame_shape
+from moonpool.kv.shapes import frame_shape
 from moonpool.kv.values import check_owned
 from moonpool.streams.credits import ByteCredits
 from moonpool.streams.lanes.listening import LaneServer
@@ -63,19 +63,13 @@ class _Wanted:
         return (self._cut(cell, keys[cell.block], layout) for cell in cells)
 
     def parts(
-        self, shape: FrameShape, blocks: Sequence[DramBlock], layout: KVLayout
+        self, cells: Sequence[tuple[int, int]], blocks: Sequence[DramBlock], layout: KVLayout
     ) -> tuple[list[memoryview], list[int]]:
-        """The bytes and hashes of what is wanted of whole blocks, in the order of a frame of that shape."""
+        """The bytes and hashes of what is wanted of some (layer, block)."""
         if self.heads is None:
-            return (
-                [blocks[block].slice(layer) for layer, block in shape.cells],
-                [blocks[block].hashes[layer] for layer, block in shape.cells],
-            )
-        cut = [
-            self._cut(Cell(layer, block, blocks[block].slice(layer), blocks[block].hashes[layer]), key, layout)
-            for layer, block in shape.cells
-            for key in (blocks[block].info.key,)
-        ]
+            return [blocks[at].slice(layer) for layer, at in cells], [blocks[at].hashes[layer] for layer, at in cells]
+        whole = (Cell(layer, at, blocks[at].slice(layer), blocks[at].hashes[layer]) for layer, at in cells)
+        cut = list(self.slices(whole, [block.info.key for block in blocks], layout))
         return [piece.data for piece in cut], [piece.hash for piece in cut]
 
     def _cut(self, cell: Cell, key: bytes, layout: KVLayout) -> Slice:
@@ -120,39 +114,34 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         if message.takes_frame and self._sent_together(message.session, keys, wanted):
             return
         lease = ReadLease(self.format, keys, promote=len(wanted.layers) == self.format.layout.layers)
-        self._begin(message, self._resources.reads.begin(lease), wanted)
+        self._begin(message.session, self._resources.reads.begin(lease), wanted)
 
     def _suspect(self, key: BlockKey) -> None:
         check_owned([key], self.tenant)
         self._resources.reads.suspect(key)
 
-    def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, wanted: _Wanted) -> None:
-        resources, number, begin = self._resources, message.session, time.monotonic()
-        served = False
+    def _begin(self, number: int, lease: ReadLease, wanted: _Wanted) -> None:
+        resources, begin = self._resources, time.monotonic()
         try:
             more = resources.reads.extend(lease)
             sent_bytes = part_bytes(wanted.heads, self.format.layout)
-            reader = LayerReader(
-                resources.reads, lease, wanted.layers, resources.pool, resources.ahead, sent_bytes=sent_bytes
-            )
+            where = resources.reads, lease, wanted.layers, resources.pool, resources.ahead
+            reader = LayerReader(*where, sent_bytes=sent_bytes)
             self.serve(number, self._serve(number, reader, wanted, begin, more), reader.close)
-            served = True
-        finally:
-            if not served:
-                resources.reads.close(lease)
+        except BaseException:
+            resources.reads.close(lease)
+            raise
 
     def _sent_together(self, number: int, keys: Sequence[BlockKey], wanted: _Wanted) -> bool:
         """Whether all of a small read in DRAM could be sent with its opening, without waiting and without a lease."""
         begin, resources, layout = time.monotonic(), self._resources, self.format.layout
         most = min(MAX_FRAME_SLICES, resources.together_bytes // part_bytes(wanted.heads, layout))
-        if len(keys) * len(wanted.layers) > most:
-            return False
-        blocks = resources.reads.resident(keys, self.format)
+        blocks = resources.reads.resident(keys, self.format, most // len(wanted.layers))
         if not blocks:
             return False
         shape = frame_shape(wanted.layers, len(blocks), wanted.heads or range(layout.kv_heads), layout.block_tokens)
         try:
-            pieces, hashes = wanted.parts(shape, blocks, layout)
+            pieces, hashes = wanted.parts(shape.cells, blocks, layout)
         except DamagedSliceError as error:
             resources.reads.suspect(keys[error.block])
             raise

@@ -308,14 +308,10 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
 
 def _whole(spec: PutSpec, header: kv_pb2.FrameHeader, payload: Bytes) -> Sequence[int] | None:
-    """The hashes of a frame with all of a session's whole blocks in the usual order; None when it takes a session.
-
-    Raises FrameError when the frame is damaged, InvalidRequest when it is not all.
-    """
-    layout = spec.format.layout
-    count = len(spec.keys)
-    all_bytes = spec.whole_blocks and payload.nbytes == count * layout.block_bytes
-    if all_bytes and shape_of(header, spec.layers, count, spec.heads, layout.block_tokens) is not None:
+    """Hashes of a frame with all of a session's whole blocks; None when it takes a session. Raises if it is bad."""
+    layout, count = spec.format.layout, len(spec.keys)
+    fits = spec.whole_blocks and payload.nbytes == count * layout.block_bytes
+    if fits and shape_of(header, spec.layers, count, spec.heads, layout.block_tokens) is not None:
         return header.slice_hashes[:]
     runs = FrameOpener(layout, spec.heads, spec.keys).parse(header, payload)
     if spec.whole_blocks and sum(len(hashes) for _, _, hashes in runs) != layout.layers * count:
