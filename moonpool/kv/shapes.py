@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 
 from moonpool.kv.frames import MAX_FRAME_SLICES, Run, checksum_of
@@ -52,13 +53,10 @@ class FrameShape:
             header.session, header.generation, self._fields, self._runs, header.slice_hashes
         )
 
-    def bound(self, hashes: Sequence[int], keys: Sequence[bytes]) -> list[int]:
-        """Hashes of slices bound to their blocks' keys and their layers, or unbound from them."""
-        if not self.cells:
-            return []
-        of_keys = key_bindings(keys[: len(self.cells) // len(self._layers)])
-        bindings = [of_key ^ of_layer for of_layer in map(layer_binding, self._layers) for of_key in of_keys]
-        return [value ^ binding for value, binding in zip(hashes, bindings, strict=True)]
+    def bindings(self, keys: Sequence[bytes]) -> list[int]:
+        """What is XORed to the slices' hashes to bind them to their blocks' keys and their layers, or unbind them."""
+        of_keys = key_bindings(keys)
+        return [of_key ^ of_layer for of_layer in map(layer_binding, self._layers) for of_key in of_keys]
 
 
 @functools.lru_cache(MAX_SHAPES)
@@ -80,3 +78,8 @@ def shape_of(
         return None
     shape = frame_shape(layers, blocks, heads, block_tokens)
     return shape if shape.is_of(header) else None
+
+
+def bound(hashes: Sequence[int], bindings: Sequence[int]) -> list[int]:
+    """Hashes bound to blocks and layers, or unbound from them (`FrameShape.bindings`)."""
+    return list(map(operator.xor, hashes, bindings))

@@ -200,6 +200,7 @@ class BlockReader:
                 forgotten=read.forgotten,
             )
             session.post(self._asked(open=opening, credit_bytes=session.take_credit()))
+            read.expect()
             await read.finished.wait()
             finished = True
         finally:

@@ -85,8 +85,11 @@ class ClientStream(Generic[Req, Res]):
         self._tasks: list[asyncio.Task[None]] = []
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
 
-    def on_message(self, message: Res, payload: Came) -> None:
-        """Handles a message; what it raises breaks the stream. The first must be the welcome, where there is one."""
+    def on_message(self, message: Res, payload: Any) -> None:
+        """Handles a message; what it raises breaks the stream. The first must be the welcome, where there is one.
+
+        Its payload is a memoryview, or on a lane `Landed` where `place` has said so.
+        """
         raise NotImplementedError
 
     def place(self, message: Res, nbytes: int) -> Landing | None:

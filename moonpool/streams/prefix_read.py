@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from moonpool.errors import FrameError, TransferFailed
-from moonpool.kv.frames import DamagedSliceError, FrameOpener, Run, split_run, whole_runs
+from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, FrameOpener, Run, split_run, whole_runs
 from moonpool.kv.hashes import bind
 from moonpool.kv.landing import land
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.shapes import shape_of
+from moonpool.kv.shapes import FrameShape, bound, frame_shape, shape_of
 from moonpool.streams.lanes.inbound import Came
 from moonpool.streams.lanes.landing import Landed, Landing
 from moonpool.streams.ledger import SliceLedger
@@ -32,6 +33,14 @@ class PrefixLost(TransferFailed):
         super().__init__(f"the source lost blocks while they were being read; the first {blocks} are good")
         self.args = (blocks,)
         self.blocks = blocks
+
+
+class _All(NamedTuple):
+    """What takes all of a read: its shape, where its slices land, and what their hashes are bound with."""
+
+    shape: FrameShape
+    targets: list[memoryview]
+    bindings: list[int]
 
 
 class PrefixRead:
@@ -61,6 +70,8 @@ class PrefixRead:
         self.forgotten = forgotten
         self._into = into if len(heads) == layout.kv_heads else None
         self._left = False
+        self._began = False  # `place` has taken the opening that `on_message` will get
+        self._expected_all: _All | None = None
         self._ledger: SliceLedger | None = None
         self._next_layer = layers.start
 
@@ -77,21 +88,40 @@ class PrefixRead:
             return None
         if kind == "opened":
             self._opened(message.opened)
+            self._began = True
         return self._landing(runs)
+
+    def expect(self) -> None:
+        """To be called when the source has been asked: does beforehand what all of a small read in one frame needs."""
+        layout, blocks = self._layout, len(self._keys)
+        slices = blocks * len(self._layers)
+        if self._into is not None and slices <= MAX_FRAME_SLICES and slices * layout.slice_bytes <= FRAME_BYTES:
+            self._expected_all = self._targets(
+                frame_shape(self._layers, blocks, self._heads, layout.block_tokens), self._into
+            )
+
+    def _targets(self, shape: FrameShape, into: Into) -> _All | None:
+        targets = [target for cell in shape.cells if (target := into(*cell)) is not None]
+        if len(targets) < len(shape.cells):
+            return None
+        return _All(shape, targets, shape.bindings(self._keys[: len(targets) // len(self._layers)]))
 
     def _all(self, opened: kv_pb2.ReadOpened, nbytes: int) -> Landing | None:
         """Where all of the read lands; None when this is not all of it, in the usual order."""
         into, blocks, layout = self._into, opened.blocks, self._layout
-        if nbytes != blocks * len(self._layers) * layout.slice_bytes or self._ledger is not None:
+        if nbytes != blocks * len(self._layers) * layout.slice_bytes or self._ledger is not None or into is None:
             return None
         shape = shape_of(opened.frame, self._layers, blocks, self._heads, layout.block_tokens)
-        if shape is None or into is None:
+        if shape is None:
             return None
         self._check_opened(opened)
-        targets = [target for cell in shape.cells if (target := into(*cell)) is not None]
-        if len(targets) < len(shape.cells):
+        expected = self._expected_all
+        if expected is None or expected.shape is not shape:
+            expected = self._targets(shape, into)
+        if expected is None:
             return None
-        hashes = shape.bound(opened.frame.slice_hashes, self._keys[:blocks])
+        _, targets, bindings = expected
+        hashes = bound(opened.frame.slice_hashes, bindings)
 
         def landed(intact: int) -> None:
             if intact < len(targets):
@@ -116,10 +146,13 @@ class PrefixRead:
                 payload = Landed(landing, land(landing.targets, payload, landing.hashes))
         match message.WhichOneof("message"):
             case "opened" if isinstance(payload, Landed):
+                self._began = False
                 payload.tell()
                 self._check_finished()
             case "opened":
-                self._opened(message.opened)
+                if not self._began:
+                    self._opened(message.opened)
+                self._began = False
                 if message.opened.HasField("frame"):
                     self._frame(message.opened.frame, payload)
                     self._check_finished()
@@ -162,14 +195,14 @@ class PrefixRead:
         assert into is not None, "nothing lands nowhere"
         targets: list[memoryview] = []
         hashes: list[int] = []
-        for run, bound in runs:
+        for run, values in runs:
             ledger.check(run)
             for index in range(run.first_block, run.first_block + run.block_count):
                 target = into(run.layer, index)
                 if target is None:
                     return None
                 targets.append(target)
-            hashes += self._opener.unbound(run, bound)
+            hashes += self._opener.unbound(run, values)
 
         def landed(intact: int) -> None:
             slices = iter(zip(targets, hashes, strict=True))

@@ -12,7 +12,7 @@ from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
 from moonpool.kv.hashes import key_bindings, layer_binding
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.shapes import frame_shape
+from moonpool.kv.shapes import bound, frame_shape
 from moonpool.rpc.channels import Channels, Metadata, payload_stream
 from moonpool.streams.credits import Traffic
 from moonpool.streams.faults import frame_to_send, frames_to_send
@@ -246,7 +246,7 @@ class StoreWriter:
         layout = self._layout
         shape = frame_shape(range(layout.layers), len(keys), range(layout.kv_heads), layout.block_tokens)
         slices = [read(layer, index) for layer, index in shape.cells]
-        hashes = shape.bound([value for _, value in slices], keys)
+        hashes = bound([value for _, value in slices], shape.bindings(keys))
         header, pieces = frame_to_send((shape.header(opening.session, 0, hashes), [data for data, _ in slices]))
         opening.frame.CopyFrom(header)
         return await session.begin(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s)

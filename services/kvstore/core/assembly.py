@@ -16,7 +16,7 @@ from moonpool.kv.landing import land
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.scattered import Bytes
 from moonpool.kv.selection import Selection
-from moonpool.kv.shapes import frame_shape
+from moonpool.kv.shapes import bound, frame_shape
 from moonpool.streams.ledger import SliceLedger
 
 MAX_SESSION_BLOCKS = 16384
@@ -205,7 +205,7 @@ def landed(
     targets = [
         memory[block][layer * size : (layer + 1) * size] if block in memory else spare for layer, block in shape.cells
     ]
-    good = land(targets, data, shape.bound(hashes, spec.keys))
+    good = land(targets, data, bound(hashes, shape.bindings(spec.keys)))
     if good < len(targets):
         raise DamagedSliceError(*shape.cells[good])
     return [DramBlock(spec.info(at), memory[at], hashes[at::count]) for at in memory]
