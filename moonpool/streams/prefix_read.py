@@ -86,7 +86,7 @@ class PrefixRead:
         runs = whole_runs(header, nbytes, self._layout)
         if runs is None or any(run.valid_tokens != self._layout.block_tokens for run, _ in runs):
             return None
-        if kind == "opened":
+        if kind == "opened" and not self._began:
             self._opened(message.opened)
             self._began = True
         return self._landing(runs)
