@@ -59,11 +59,9 @@ def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
     if not (config.data_dir and config.ssd_bytes):
         return dram, None
-    account, size, durability = Account.of(config.tenants, "ssd"), config.segment_size, config.durability
-    admission, folders = Admission(config.ssd_admission, pins), config.data_dir
-    return dram, open_tier(
-        folders, config.ssd_bytes, size, durability=durability, pins=pins, account=account, admission=admission
-    )
+    account, admission = Account.of(config.tenants, "ssd"), Admission(config.ssd_admission, pins)
+    sizes, how = (config.ssd_bytes, config.segment_size), config.durability
+    return dram, open_tier(config.data_dir, *sizes, durability=how, account=account, admission=admission)
 
 
 class KVStoreService(StoreListener):

@@ -20,7 +20,6 @@ from services.kvstore.ssd.reader import list_segments, read_record, scan, segmen
 from services.kvstore.ssd.records import BadRecordError
 
 _MAX_FAULTS = 1000
-COUNTS = ("segments", "records", "blocks", "dead", "bytes_read")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class WriteBehind:
             self._report(plan, error, again)
         self.queue.plan_done(error, disk, again=spared or again is not None)
         if spared:
-            await self._leave_out(disk, str(error))
+            await self._leave_out(disk, error)
         self._planned.set()
         self._planned = asyncio.Event()
         await asyncio.sleep(0)  # who waited for this plan is in no hurry any more
@@ -113,9 +113,9 @@ class WriteBehind:
             await asyncio.sleep(again)
         return bool(again is not None or plan.blocks or not (plan.idle or error is not None))
 
-    async def _leave_out(self, disk: int, reason: str) -> None:
+    async def _leave_out(self, disk: int, error: Exception | None) -> None:
         """Goes on without a disk: others take its batch, and its blocks are misses."""
-        log.error("a disk is left out", path=str(self.ssd.disks[disk].folder.path), error=reason)
+        log.error("a disk is left out", path=str(self.ssd.disks[disk].folder.path), error=str(error))
         self.on_left_out(disk)
         for keys in self.ssd.leave_out(disk):
             self.queue.removed(keys)

@@ -47,11 +47,6 @@ def _column() -> "array[int]":
     return array("I")
 
 
-def segment_id(disk: int, number: int) -> int:
-    """What names a segment among those of all disks."""
-    return disk << _NUMBER_BITS | number
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Segment:
     """One segment as the event loop knows it. The columns, from `keys` on, have one item per slot."""
@@ -78,7 +73,7 @@ class Segment:
     id: int = dataclasses.field(init=False)  # no other segment has it, on whatever disk
 
     def __post_init__(self) -> None:
-        self.id = segment_id(self.disk, self.number)
+        self.id = self.disk << _NUMBER_BITS | self.number
         self.numbers = {kind: number for number, kind in enumerate(self.named)}
 
     def offset(self, slot: int) -> int:

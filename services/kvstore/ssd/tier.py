@@ -6,7 +6,7 @@ stays readable until the plan is done: what is carried over has its place there 
 """
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import lmdb
@@ -47,6 +47,7 @@ class Disk:
 
     @property
     def erasing(self) -> bool:
+        """Whether there are records to be overwritten, or files to be deleted, which may hold such."""
         return self.dooming or bool(self.doomed or self.forgotten or self.nameless)
 
     @property
@@ -59,7 +60,7 @@ class SsdTier:
 
     Each disk has plans of its own, one at a time. While a segment of which much must stay is rewritten, the files may
     exceed the budget by what is carried. `commit` does a plan, blocking, in a writer thread; then its blocks are as
-    durable as `durability` says. A disk that fails is left out, so that its blocks are here no more (`leave_out`).
+    durable as `durability` says. A disk that fails is left out: its blocks are here no more.
     """
 
     def __init__(self, disks: Sequence[Disk], catalogue: Catalogue, admission: Admission) -> None:
@@ -76,7 +77,6 @@ class SsdTier:
 
     @property
     def working(self) -> list[Disk]:
-        """Disks that were not left out."""
         return [disk for disk in self.disks if not disk.out]
 
     @property
@@ -138,11 +138,6 @@ class SsdTier:
         return live
 
     @property
-    def erasing(self) -> bool:
-        """Whether there are records to be overwritten, or files to be deleted, which may hold such."""
-        return any(disk.erasing for disk in self.disks)
-
-    @property
     def has_housekeeping(self) -> bool:
         """Whether a plan without blocks has something to do: to forget on disk, or to come back to the budget."""
         return any(disk.has_housekeeping for disk in self.working)
@@ -173,30 +168,12 @@ class SsdTier:
             disk.space.make_room(0, victims)
             disk.space.compact_one(victims)
         disk.space.used_bytes += nbytes
-        carry, store = self._place(disk.space, taken, victims)
+        carry, store = _place(disk.space, taken, victims)
         known = disk.forgotten, disk.nameless, disk.dead
         disk.forgotten, disk.nameless, disk.dead = [], [], []
         erase = [place for place in disk.doomed if place[0].id in self.catalogue.segments]
         disk.dooming, disk.doomed = bool(disk.doomed), []
         return WritePlan(number, taken, rejected, given_up, victims, *known, full, carry, store, erase)
-
-    def _place(
-        self, space: Space, blocks: Sequence[DramBlock], victims: Sequence[Victim]
-    ) -> tuple[list[Append], list[Append]]:
-        """Gives every record its place. Sizes of segments change only when the plan is done."""
-        carry, store = [], []
-        sizes: dict[Segment, int] = {}
-        for source in ((victim.segment, slot) for victim in victims for slot in victim.carried):
-            old, slot = source
-            segment, start = space.place(old.lengths[slot], sizes)
-            row = old.keys[slot], start, old.lengths[slot], segment.number_of(old.kind(slot)), old.written[slot]
-            carry.append(Append(segment, row, source=source))
-        for block in blocks:
-            info, length = block.info, record_size(block.info) // ALIGN
-            segment, start = space.place(length, sizes)
-            number = segment.number_of(Kind(info.format, info.tenant))
-            store.append(Append(segment, (info.key, start, length, number, info.written_at), block))
-        return carry, store
 
     def committed(self, plan: WritePlan) -> None:
         self._clear(plan)
@@ -285,9 +262,8 @@ class SsdTier:
     def _settle(self, plan: WritePlan) -> None:
         disk = self.disks[plan.disk]
         disk.dooming = False
-        for append in plan.store:
-            assert append.block is not None
-            self.catalogue.coming.add(append.block.info.tenant, -append.row[2] * ALIGN)
+        for block in plan.blocks:
+            self.catalogue.coming.add(block.info.tenant, -record_size(block.info))
         for segment in ends((*plan.carry, *plan.store)):
             if not segment.size and self.catalogue.segments.pop(segment.id, None) is not None:
                 disk.nameless.append(segment)
@@ -334,13 +310,28 @@ class SsdTier:
             disk.folder.close()
 
 
+def _place(space: Space, blocks: Sequence[DramBlock], victims: Sequence[Victim]) -> tuple[list[Append], list[Append]]:
+    """Gives every record its place. Sizes of segments change only when the plan is done."""
+    carry, store = [], []
+    sizes: dict[Segment, int] = {}
+    for old, slot in ((victim.segment, slot) for victim in victims for slot in victim.carried):
+        segment, start = space.place(old.lengths[slot], sizes)
+        row = old.keys[slot], start, old.lengths[slot], segment.number_of(old.kind(slot)), old.written[slot]
+        carry.append(Append(segment, row, source=(old, slot)))
+    for block in blocks:
+        info, length = block.info, record_size(block.info) // ALIGN
+        segment, start = space.place(length, sizes)
+        number = segment.number_of(Kind(info.format, info.tenant))
+        store.append(Append(segment, (info.key, start, length, number, info.written_at), block))
+    return carry, store
+
+
 def open_tier(
     paths: Sequence[Path],
     capacity_bytes: int,
     segment_bytes: int,
     *,
     durability: Durability = "power",
-    pins: Container[BlockKey] = (),
     account: Account | None = None,
     admission: Admission | None = None,
     files: Sequence[Files] = (),
@@ -349,12 +340,11 @@ def open_tier(
     """Blocking. Locks data folders, made if need be, finds out what they hold, and opens the tier on them.
 
     Each may have `capacity_bytes`. At `segment_bytes` a segment is closed and the next begun; a larger record gets one
-    of its own. Blocks in `pins` stay, and those that `account` guarantees, which is kept up to date. `map_bytes` is the
-    size of an index's memory map to begin with. Of several folders those that cannot be used are left out; raises
-    ConfigError naming `data_dir` when none can.
+    of its own. Blocks that `admission` knows as pinned stay, and those that `account` guarantees, which is kept up to
+    date. `map_bytes` is the size of an index's memory map to begin with. Of several folders those that cannot be used
+    are left out; raises ConfigError naming `data_dir` when none can.
     """
-    account = account or Account()
-    catalogue, disks = Catalogue(account), list[Disk]()
+    admission, catalogue, disks = admission or Admission(), Catalogue(account), list[Disk]()
     layers = files or [Files(direct=durability == "power", max_open=MAX_OPEN // len(paths)) for _ in paths]
     for path, layer in zip(paths, layers, strict=True):
         try:
@@ -366,12 +356,12 @@ def open_tier(
             log.error("a disk is left out", error=str(error))
             failure = error
             continue
-        place, first = (len(disks), folder.segments), found.next_segment
-        space = Space(catalogue, *place, capacity_bytes, segment_bytes, first, pins, account)
+        where, first = (folder.disk, folder.segments), found.next_segment
+        space = Space(catalogue, *where, capacity_bytes, segment_bytes, first, admission.pins)
         committer = Committer(layer, found.index, folder.segments, sync=folder.durability == "power")
         disks.append(Disk(folder, space, committer))
         blocks, nbytes = sum(len(one.keys) for one in space.segments), space.used_bytes
         log.info("ssd tier open", path=str(path), blocks=blocks, bytes=nbytes, rebuilt=found.rebuilt)
     if not disks:
         raise failure
-    return SsdTier(disks, catalogue, admission or Admission(pins=pins))
+    return SsdTier(disks, catalogue, admission)
