@@ -92,7 +92,8 @@ class StageRunner:
     def _received(self, step: Step) -> _Work | None:
         """The batch, with the hidden states of the stage before; None when that has aborted the step."""
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
-        batch = PackedBatch.build(parts, self.place.memory.kv.shape[4], self.place.torch_device)
+        size, full_hits = self.place.memory.kv.shape[4], [i for i, it in enumerate(step.sequences) if it.full_hit]
+        batch = PackedBatch.build(parts, size, self.place.torch_device, full_hits=full_hits)
         if self.model.is_first:
             work = _Work(batch, torch.empty(0), self.model.layer_begin)
             self.place.lane.run(partial(self._embed, work))

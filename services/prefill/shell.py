@@ -310,6 +310,7 @@ class Shell:
             block_table=chunk.blocks,
             sample=incoming.sampling.at(incoming.token_ids) if chunk.last else None,
             scored=incoming.sampling.scored(incoming.token_ids, chunk.start, chunk.end),
+            full_hit=chunk.full_hit,
             history=request.history,
         )
 

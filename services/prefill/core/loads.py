@@ -37,7 +37,7 @@ class Loads:
         while job.next_source < len(job.sources):
             blocks = self._worth(job)
             if blocks:
-                self._begin(job, job.cached // self._state.settings.block_tokens, blocks)
+                self._begin(job, job.prefix_blocks, blocks)
                 return
             job.next_source += 1
 
@@ -78,10 +78,10 @@ class Loads:
 
     def _settle(self, job: Job, end: int) -> None:
         """The load is over: blocks up to `end` are whole."""
-        size = self._state.settings.block_tokens
-        job.load = None
-        job.loaded = end * size - job.cached
-        self._state.advance(job, end * size)
+        tokens = self._state.settings.reused_tokens(job.num_tokens, end)
+        job.load, job.prefix_blocks = None, end
+        job.loaded = tokens - job.cached
+        self._state.advance(job, tokens)
         self._sends.leading(job, end)
         self._steps.open_gates(job)
 
