@@ -12,9 +12,11 @@ from kernels import cpu, reference, triton
 from kernels.check import dense, expect
 from kernels.choice import choose
 from kernels.native import library
-from kernels.plan import AttentionPlan, make_plan
+from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 
-__all__ = ["AttentionPlan", "copy_blocks", "make_plan", "paged_attention", "selected", "write_kv"]
+__all__ = [
+    "AttentionPlan", "copy_blocks", "make_plan", "paged_attention", "plan_of_shapes", "selected", "write_kv",
+]  # fmt: skip
 
 
 def selected(device: torch.device | str, dtype: torch.dtype) -> str:
@@ -86,7 +88,8 @@ def write_kv(
 ) -> None:
     """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
 
-    A token whose block is -1 is stored nowhere. Quantised: each token has a scale of its own in each head, see `kernels.reference.write_kv`.
+    A token whose block is -1 is stored nowhere. Quantised: each token has a scale of its own in each head, see
+    `kernels.reference.write_kv`.
 
     Raises:
         ValueError: an argument has a wrong shape, stride or type; the message begins with its name.

@@ -30,6 +30,9 @@ class PackedBatch:
     offsets: Tensor  # [T] int64: and the token slot in it
     last_rows: Tensor  # [S] int64: the last row of each sequence, whose logits choose the next token
     block_tokens: int
+    most_context: int | None = None
+    """Set where the contents change between two uses, as in a captured graph: every sequence has one row, and a context
+    of so many tokens at most."""
     cache: dict[Any, Any] = field(default_factory=dict)  # what the layers of one stage compute once per batch
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moonpool.engine.devices.lanes import Mark
+from moonpool.engine.devices.lanes import Graph, Mark
 from moonpool.errors import ConfigError
 
 RESERVE_BYTES = 1 << 30
@@ -45,6 +45,30 @@ class CudaLane:
         self._stream.wait_event(mark.event)
 
 
+class _CudaGraph:
+    """See `Graph`.
+
+    Args:
+        work: is captured from the current stream.
+        pool: memory that the graphs of a device share.
+    """
+
+    def __init__(self, work: Callable[[], Tensor], pool: tuple[int, int]) -> None:
+        stream = torch.cuda.current_stream()
+        self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # as capturing does: what is reserved more afterwards is the graph's
+        before = torch.cuda.memory_reserved()
+        # Other threads wait for events meanwhile, which must not end the capture.
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self.result = work()
+        self.nbytes = max(0, torch.cuda.memory_reserved() - before)
+
+    def replay(self) -> None:
+        """See `Graph.replay`."""
+        self._graph.replay()
+
+
 class CudaDevice:
     """See `Device`.
 
@@ -66,6 +90,7 @@ class CudaDevice:
         # Weights and batches, which this thread brings, come in the order of the steps.
         torch.cuda.set_stream(compute)
         self.compute, self.up, self.down = CudaLane(compute), CudaLane(up), CudaLane(down)
+        self._graphs: tuple[int, int] = torch.cuda.graph_pool_handle()
 
     @property
     def torch_device(self) -> torch.device:
@@ -84,6 +109,10 @@ class CudaDevice:
     def buffers(self, count: int, nbytes: int) -> Tensor:
         """See `Device.buffers`."""
         return torch.empty((count, nbytes), dtype=torch.uint8, pin_memory=True)
+
+    def capture(self, work: Callable[[], Tensor]) -> Graph:
+        """See `Device.capture`."""
+        return _CudaGraph(work, self._graphs)
 
     def close(self) -> None:
         """See `Device.close`."""

@@ -18,15 +18,17 @@ import pytest
 import torch
 
 from moonpool.checkpoint import kv_layout, load_config
+from moonpool.engine.captures import Captures
 from moonpool.engine.devices.courier import Courier
 from moonpool.engine.devices.cuda import CudaDevice
-from moonpool.engine.devices.lanes import Device, Immediate
+from moonpool.engine.devices.lanes import Device, Graph, Immediate
 from moonpool.engine.devices.memory import OnePool
 from moonpool.engine.devices.names import DeviceName
 from moonpool.engine.devices.opening import Place, open_device
 from moonpool.engine.devices.staged import StagedDevice
 from moonpool.engine.devices.tiers import TwoTiers
 from moonpool.engine.gates import Gates
+from moonpool.engine.graphs import DecodeGraphs
 from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.step import StageRunner
@@ -144,8 +146,10 @@ def nothing_fails(error: BaseException) -> None:
 
 
 @contextmanager
-def rig(model: StageModel, device: Device | None, buffers: int = 3, kv_dtype: str = "auto") -> Iterator[Rig]:
-    """On a plain CPU without a device."""
+def rig(
+    model: StageModel, device: Device | None, buffers: int = 3, kv_dtype: str = "auto", *, graphs: bool = False
+) -> Iterator[Rig]:
+    """On a plain CPU without a device; with `graphs`, decode steps are captured."""
     layout = kv_layout(model.config, "float32", SIZE, kv_dtype)
     pool = KVPool.create(layout, BLOCKS, [(0, layout.layers)])
     [part] = pool.parts
@@ -154,6 +158,8 @@ def rig(model: StageModel, device: Device | None, buffers: int = 3, kv_dtype: st
         memory = TwoTiers(part, device, nothing_fails, buffers)
         place = Place(device.torch_device, device.compute, memory, device)
     it = Rig(model, pool, place)
+    if graphs and device is not None:
+        it.runner.graphs = DecodeGraphs(device, model, place.memory, Captures(BLOCKS * SIZE), BLOCKS * SIZE)
     yield it
     it.runner.close()
     pool.close()
@@ -230,7 +236,7 @@ def expected(model: StageModel) -> Story:
 
 @pytest.mark.parametrize("seed", FEW)
 def test_a_hostile_order_changes_nothing(model: StageModel, expected: Story, seed: int) -> None:
-    with rig(model, StagedDevice(seed), buffers=1 + seed % 3) as it:
+    with rig(model, StagedDevice(seed), buffers=1 + seed % 3, graphs=seed % 2 == 0) as it:
         assert story(it) == expected
     assert os.environ.get("TOKENS") in (None, repr(expected[0])), "other kernels chose others"
 
@@ -240,7 +246,7 @@ def test_nor_does_it_with_quantised_kv(model: StageModel, kv_dtype: str) -> None
     with rig(model, None, kv_dtype=kv_dtype) as it:
         expected = story(it)
     for seed in FEW[:2]:
-        with rig(model, StagedDevice(seed), kv_dtype=kv_dtype) as it:
+        with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True) as it:
             assert story(it) == expected
             assert it.place.memory.host_bytes == 2 * it.pool.nbytes + 2 * 3 * it.pool.layout.slice_bytes
 
@@ -249,17 +255,18 @@ def test_nor_does_it_with_quantised_kv(model: StageModel, kv_dtype: str) -> None
 @pytest.mark.timeout(900)
 def test_a_thousand_hostile_orders_change_nothing(model: StageModel, expected: Story) -> None:
     for seed in range(1000):
-        with rig(model, StagedDevice(seed), buffers=1 + seed % 3) as it:
+        with rig(model, StagedDevice(seed), buffers=1 + seed % 3, graphs=seed % 2 == 0) as it:
             assert story(it) == expected, f"SEED={seed}"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_chooses_the_same_tokens(checkpoint: Path, expected: Story) -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_gpu_chooses_the_same_tokens(checkpoint: Path, expected: Story, graphs: bool) -> None:
     config = load_config(checkpoint)
     device = CudaDevice(0)
     model = load_stage(checkpoint, config, torch.float32, 0, config.num_layers, device.torch_device)
-    with rig(model, device) as it:
+    with rig(model, device, graphs=graphs) as it:
         assert story(it)[0] == expected[0]
 
 
@@ -298,6 +305,9 @@ class AtOnce:
 
     def buffers(self, count: int, nbytes: int) -> torch.Tensor:
         return torch.zeros(count, nbytes, dtype=torch.uint8)
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> Graph:
+        raise AssertionError("nothing is captured")
 
     def close(self) -> None: ...
 
