@@ -108,14 +108,14 @@ class Loads:
     def _worth(self, job: Job) -> int:
         """Leading blocks that the prompt should have after loading from its next source; 0: computing is cheaper."""
         source, settings = job.sources[job.next_source], self._state.settings
-        if self.is_paused(source):
-            return 0
         blocks = min(source.blocks, self._state.reusable_blocks(job))
+        if self.is_paused(source) or blocks <= job.prefix_blocks:
+            return 0
         cheaper = load_is_cheaper(
             self._speeds(source),
             total_tokens=job.num_tokens,
             local_tokens=job.cached,
-            stored_tokens=blocks * settings.block_tokens,
+            stored_tokens=settings.reused_tokens(job.num_tokens, blocks),
             token_bytes=settings.token_bytes,
             layers=settings.layers,
         )

@@ -249,6 +249,34 @@ def test_nothing_is_built_on_a_gated_chunk_before_it_is_done() -> None:
     assert run(it) == [[(1, 32, 64)], [(1, 64, 96)], [(1, 96, 100)]]
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_load_of_the_whole_prompt_leaves_its_last_token(busy: bool) -> None:
+    """Followed layer by layer, or there before the engine is free: nothing is written."""
+    it = world()
+    if busy:
+        it.arrive(1, 1)
+    client, load = loading(it, 3 * BT, 3)
+    it.load_all(load.io)
+    if busy:
+        it.run_step(1)
+    (order,) = [step.order for step in it.steps.values()]
+    assert [(chunk.start, chunk.end, chunk.full_hit) for chunk in order.chunks] == [(47, 48, True)]
+    assert order.gated != busy
+    assert run(it) == [[(1 + busy, 47, 48)]]
+    assert client.token is not None
+    assert (client.token.loaded_tokens, client.token.computed_tokens) == (47, 1)
+    assert it.core.state.manager.keys() == list(client.arrive.keys)
+
+
+def test_what_is_held_whole_is_not_loaded() -> None:
+    it = world()
+    it.arrive(2 * BT)
+    run(it)
+    it.arrive(2 * BT, sources=(events.Source("store", 2),))
+    assert not loads(it)
+    assert run(it) == [[(2, 31, 32)]]
+
+
 def test_a_complete_load_needs_no_gate() -> None:
     it = world(step_tokens=4 * BT)
     it.arrive(4 * BT, 9)
