@@ -1,6 +1,7 @@
 """A GPU: lanes are streams, marks are events. It never ran; what it has in common with `staged` is proven there."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -49,18 +50,19 @@ class _CudaGraph:
     """See `Graph`.
 
     Args:
-        work: is captured from the current stream.
-        pool: memory that the graphs of a device share.
+        graph: is empty so far.
+        capturing: fills it with what the body gives to the stream.
+        work: is captured.
     """
 
-    def __init__(self, work: Callable[[], Tensor], pool: tuple[int, int]) -> None:
-        stream = torch.cuda.current_stream()
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, capturing: AbstractContextManager[None], work: Callable[[], Tensor]
+    ) -> None:
+        self._graph = graph
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # as capturing does: what is reserved more afterwards is the graph's
         before = torch.cuda.memory_reserved()
-        # Other threads wait for events meanwhile, which must not end the capture.
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with capturing:
             self.result = work()
         self.nbytes = max(0, torch.cuda.memory_reserved() - before)
 
@@ -90,7 +92,7 @@ class CudaDevice:
         # Weights and batches, which this thread brings, come in the order of the steps.
         torch.cuda.set_stream(compute)
         self.compute, self.up, self.down = CudaLane(compute), CudaLane(up), CudaLane(down)
-        self._graphs: tuple[int, int] = torch.cuda.graph_pool_handle()
+        self._graphs = torch.cuda.graph_pool_handle()  # their memory, which they share
 
     @property
     def torch_device(self) -> torch.device:
@@ -112,7 +114,10 @@ class CudaDevice:
 
     def capture(self, work: Callable[[], Tensor]) -> Graph:
         """See `Device.capture`."""
-        return _CudaGraph(work, self._graphs)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        # Other threads wait for events meanwhile, which must not end the capture.
+        mode = "thread_local"
+        return _CudaGraph(graph, torch.cuda.graph(graph, self._graphs, stream, mode), work)
 
     def close(self) -> None:
         """See `Device.close`."""

@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -249,6 +249,25 @@ def test_nor_does_it_with_quantised_kv(model: StageModel, kv_dtype: str) -> None
         with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True) as it:
             assert story(it) == expected
             assert it.place.memory.host_bytes == 2 * it.pool.nbytes + 2 * 3 * it.pool.layout.slice_bytes
+
+
+@pytest.mark.parametrize("seed", FEW[:2])
+@pytest.mark.parametrize("length", [1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE])
+def test_a_full_hit_gives_the_prompts_token_and_writes_nothing(model: StageModel, length: int, seed: int) -> None:
+    """Around the borders of blocks: all KV is there. On a device the steps are graphs, padded to four rows."""
+    device = StagedDevice(seed) if seed else None
+    with rig(model, device, graphs=True) as it:
+        prompts = [tuple(range(first, first + length)) for first in (5, 60, 90)]
+        tables = [(4, 1, 6), (7, 2, 8), (0, 3, 5)]
+        whole = [part(prompt, 0, table) for prompt, table in zip(prompts, tables, strict=True)]
+        expected = it.run(*whole).sampled
+        it.fetch(*range(BLOCKS))
+        kv = it.place.memory.kv.clone()
+        last = [replace(part(prompt, length - 1, sequence.block_table), full_hit=True)
+                for prompt, sequence in zip(prompts, whole, strict=True)]  # fmt: skip
+        for _ in range(3):  # eagerly, captured, replayed
+            assert it.run(*last).sampled == expected
+        assert torch.equal(it.place.memory.kv.view(torch.uint8), kv.view(torch.uint8))
 
 
 @pytest.mark.slow
