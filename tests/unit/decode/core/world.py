@@ -214,8 +214,7 @@ class World:
             *((number, len(self.sequences[number].tokens) - 1, 1, True, False) for number in run.batch),
             *((chunk.id, chunk.start, chunk.count, chunk.sample, chunk.full_hit) for chunk in run.chunks),
         ]:
-            it = self.sequences[number]
-            ahead = self.core.config.ahead_steps
+            it, ahead = self.sequences[number], self.core.config.ahead_steps
             assert 0 <= len(it.table) - -(-len(it.tokens) // BT) <= -(-ahead // BT), "blocks for the tokens"
             for position in range(start + count * full_hit):
                 held = self.pool[it.table[position // BT]].get(position % BT)
