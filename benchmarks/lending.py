@@ -1,4 +1,4 @@
-"""Time between tokens while long prompts arrive, with cores lent and with a fixed half each: `python -m benchmarks.lending`.
+"""Time between tokens while prompts arrive, cores lent or half of them each: `python -m benchmarks.lending`.
 
 A prefill and a decode instance on this host. So many sequences run; once all have begun, prompts of 2,048 fresh tokens
 come one after the other, each when the one before has its first token. What counts are the gaps between the tokens of

@@ -3,8 +3,8 @@
 ENGINE is openvino, llama_cpp or transformers; DTYPE, float32 or bfloat16, is what these can be told; DEVICE is cpu, or
 for transformers cuda. It runs in the Python of the peer's environment and imports nothing of Moonpool. The first line
 that it prints is `{"ready": VERSION}`. Then each line `{"prompts": [[ID, ...], ...], "tokens": N}`, prompts of one
-length, is answered by `{"seconds": S, "token_ids": [[ID, ...], ...]}`: greedy answers of exactly N tokens each, computed
-together.
+length, is answered by `{"seconds": S, "token_ids": [[ID, ...], ...]}`: greedy answers of exactly N tokens each,
+computed together.
 """
 
 import json
