@@ -85,14 +85,14 @@ class DecodeGraphs:
         return result[: batch.num_tokens].clone()
 
     def _fill(self, shape: GraphShape, batch: PackedBatch, hidden: Tensor) -> None:
-        rows, width = batch.num_tokens, batch.block_tables.shape[1]
+        rows, width = batch.num_tokens, min(batch.block_tables.shape[1], self._static.block_tables.shape[1])
         for name, padding in _PADDING.items():
             given: Tensor = getattr(batch, name)
             padded = given.new_full((shape.rows,), padding)
             padded[:rows] = given
             getattr(self._static, name)[: shape.rows].copy_(padded)
         tables = batch.block_tables.new_zeros((shape.rows, width))
-        tables[:rows] = batch.block_tables
+        tables[:rows] = batch.block_tables[:, :width]
         self._static.block_tables[: shape.rows, :width].copy_(tables)
         if not self._model.is_first:
             self._hidden[:rows].copy_(hidden)
