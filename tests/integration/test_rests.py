@@ -45,7 +45,7 @@ def test_later_turns_are_computed_at_decode_and_greedy_output_is_the_same(
 
 
 def test_a_prompt_that_decode_holds_wholly_takes_it_one_token(served: CheckedStack, reference: Reference) -> None:
-    """Around the border of a block; of a prompt of full blocks none is written again, or the next would not be right."""
+    """Around the border of a block. A block that is written again would make the next answer a wrong one."""
     with Client(served.address) as client:
         prompt = tokens(9, "wholly")
         sampling = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
