@@ -55,8 +55,9 @@ class Ledger:
             newer = self.book.merge(record for record in records if record.kind != _APPLIED)
             if len(found) > 1:
                 self._commit(newer, ())
-        done = [{record.id for record in records if record.kind == _APPLIED} for records in found] or [set()]
-        self.incomplete = set.union(*done) - set.intersection(*done)  # deletions that some folders do not know as done
+        done = [{record.id for record in records if record.kind == _APPLIED} for records in found]
+        missed = (set[str]().union(*done) - names for names in done)
+        self.incomplete = set[str]().union(*missed)  # deletions that some folders do not know as carried out
 
     def _load(self, folder: Path, env: lmdb.Environment) -> list[kv_pb2.Record]:
         try:
