@@ -117,7 +117,7 @@ class ReadSessions(ServerStream[Req]):
                 self._close(number)
                 raise InvalidRequest("session", f"{number} was open already")
             keys = unpack_keys(message.keys, max_keys=self._max_keys)
-            if any(name not in self._carried_out for name in message.forgotten):
+            if message.forgotten and any(name not in self._carried_out for name in message.forgotten):
                 raise Unavailable("a deletion of such blocks was not carried out yet")
             self.begin(message, keys)
         except MoonpoolError as error:

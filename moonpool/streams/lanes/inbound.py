@@ -103,7 +103,7 @@ class Inbound(Generic[M]):
         """Hands over what comes, in order, until the lane ends; returns why it has.
 
         Raises:
-            Exception: What `take` raised.
+            Exception: What `take` raised, or what `place` did that is no MoonpoolError.
         """
         self._taker = taker
         self._over = asyncio.get_running_loop().create_future()
@@ -158,6 +158,14 @@ class Inbound(Generic[M]):
         except MoonpoolError as error:
             self._sock.unwatch()
             self.end(error)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Whoever runs this gets an error that is not the lane's."""
+        self._sock.unwatch()
+        if self._over is not None and not self._over.done():
+            self._over.set_exception(error)
 
     @property
     def _taken_bytes(self) -> int:
@@ -276,10 +284,8 @@ class Inbound(Generic[M]):
         assert self._taker is not None, "nothing is read for nobody"
         try:
             self._taker.take(message, payload)
-        except Exception as error:  # whoever runs this gets it
-            self._sock.unwatch()
-            if self._over is not None and not self._over.done():
-                self._over.set_exception(error)
+        except Exception as error:
+            self._fail(error)
             return
         # Several at once while more is there: each word may wake the peer.
         if self._awaited and (self._awaited >= PULLS_AT_ONCE or not self._sock.has_more):

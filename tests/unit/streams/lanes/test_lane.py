@@ -181,3 +181,26 @@ async def test_a_message_for_another_stream_s_class_is_read_as_protobuf_reads_it
     async with pair() as lane:
         await lane.client.write(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=8, aborted=True)))
         assert (await read(lane.server))[0].close.aborted
+
+
+async def test_what_a_taker_raises_is_raised_and_nothing_more_is_taken() -> None:
+    taken: list[Any] = []
+
+    def refuse(message: Any, payload: Any) -> None:
+        taken.append(message)
+        raise KeyError("refused")
+
+    def nowhere(message: Any, nbytes: int) -> None:
+        raise LookupError("no place")
+
+    async with pair() as lane:
+        for _ in range(2):
+            await lane.client.write(REQUEST)
+        with pytest.raises(KeyError, match="refused"):
+            await lane.server.run(refuse)
+        assert taken == [REQUEST]
+        assert await came(lane.server) == (REQUEST, b"")
+        lane.held([memoryview(b"x")])
+        with pytest.raises(LookupError, match="no place"):
+            await lane.server.run(refuse, nowhere)
+        assert taken == [REQUEST]
