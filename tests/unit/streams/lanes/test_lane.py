@@ -201,6 +201,7 @@ async def test_what_a_taker_raises_is_raised_and_nothing_more_is_taken() -> None
         assert taken == [REQUEST]
         assert await came(lane.server) == (REQUEST, b"")
         lane.held([memoryview(b"x")])
+        lane.server.resume()  # after `came`
         with pytest.raises(LookupError, match="no place"):
             await lane.server.run(refuse, nowhere)
         assert taken == [REQUEST]
