@@ -90,6 +90,17 @@ class ReadSessions(ServerStream[Req]):
         opened = kv_pb2.ReadOpened(session=number, blocks=blocks, forgotten=forgotten)
         self.post(self._response(opened=opened))
 
+    def opened_with(
+        self, number: int, blocks: int, forgotten: Sequence[str]
+    ) -> Callable[[kv_pb2.FrameHeader], Message]:
+        """As `opened`, around the header of a frame that brings all of it."""
+
+        def wrap(frame: kv_pb2.FrameHeader) -> Message:
+            opened = kv_pb2.ReadOpened(session=number, blocks=blocks, forgotten=forgotten, frame=frame)
+            return self._response(opened=opened)
+
+        return wrap
+
     def done(self, number: int) -> None:
         """Tells the reader that nothing follows."""
         self.post(self._response(done=kv_pb2.ReadDone(session=number)))
