@@ -146,6 +146,8 @@ class Inbound(Generic[M]):
 
     def _receive(self) -> None:
         """Takes all that is there, or as much as a turn of the event loop may take."""
+        if not self._goes_on:
+            return
         end = self._taken_bytes + TURN_BYTES
         try:
             while self._next() if self._incoming is None else self._more(self._incoming):
@@ -153,7 +155,7 @@ class Inbound(Generic[M]):
                     return
                 if self._taken_bytes >= end:
                     if self._sock.has_more:  # what is still in the socket has the event loop call again
-                        asyncio.get_running_loop().call_soon(self._next_turn)
+                        asyncio.get_running_loop().call_soon(self._receive)
                     return
         except MoonpoolError as error:
             self._sock.unwatch()
@@ -170,10 +172,6 @@ class Inbound(Generic[M]):
     @property
     def _taken_bytes(self) -> int:
         return self._sock.received_bytes + self._pulled_bytes
-
-    def _next_turn(self) -> None:
-        if self._goes_on:
-            self._receive()
 
     def _next(self) -> bool:
         """Takes the next message; False when not all of it is there."""

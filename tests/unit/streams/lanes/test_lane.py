@@ -34,6 +34,10 @@ async def test_messages_and_payloads_in_order_both_ways() -> None:
         writing = asyncio.ensure_future(lane.client.write(Held(REQUEST, large)))
         assert await came(lane.server) == (REQUEST, bytes(large))
         await writing
+        many = kvstore_pb2.PutRequest(open=kvstore_pb2.PutOpen(keys=bytes(large[:200_000])))
+        writing = asyncio.ensure_future(lane.client.write(many))  # larger than what is received at once
+        assert await came(lane.server) == (many, b"")
+        await writing
         await lane.client.write(REQUEST.SerializeToString())
         await lane.server.write(Held(RESPONSE, [large[:5], large[7:9]]))
         await lane.server.write(RESPONSE)
@@ -205,3 +209,15 @@ async def test_what_a_taker_raises_is_raised_and_nothing_more_is_taken() -> None
         with pytest.raises(LookupError, match="no place"):
             await lane.server.run(refuse, nowhere)
         assert taken == [REQUEST]
+
+
+async def test_a_socket_that_is_closed_ends_the_reading() -> None:
+    async with pair() as lane:
+        reading = asyncio.ensure_future(came(lane.server))
+        await lane.client.write(REQUEST)
+        assert await reading == (REQUEST, b"")
+        reading = asyncio.ensure_future(came(lane.server))
+        await asyncio.sleep(0)
+        lane.socks[1].close(StreamBroken("cut"))
+        with pytest.raises(StreamBroken, match="cut"):
+            await reading
