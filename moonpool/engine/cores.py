@@ -24,6 +24,7 @@ from moonpool.sched.steps import PATIENCE
 SLOTS = 64
 SLOT = struct.Struct("qqqq")
 """Process (`life_of`, 0 = free), share, number of its cores, when it last computed: ns of the monotonic clock."""
+_PAGE = struct.Struct(SLOTS * SLOT.format)
 _BEAT = 24
 BUSY_NS = 100_000_000
 """For so long after it last computed a process counts as computing; the same in `lending.cpp`."""
@@ -104,9 +105,12 @@ class Cores:
 
     def others_compute(self) -> bool:
         """Whether another process computes on our cores."""
-        cores, since = _slot(self.page, self.own)[2], time.monotonic_ns() - BUSY_NS
-        slots = SLOT.iter_unpack(self.page)
-        return any(beat > since and its == cores for index, (_, _, its, beat) in enumerate(slots) if index != self.own)
+        page, since = _PAGE.unpack_from(self.page), time.monotonic_ns() - BUSY_NS
+        cores, beats = page[2::4], page[3::4]
+        if max(beats) <= since:  # mostly: this is asked in each step
+            return False
+        others = (index for index in range(SLOTS) if index != self.own and beats[index] > since)
+        return any(cores[index] == cores[self.own] for index in others)
 
     def fixed_split(self) -> int:
         """Cores of this process when all that are alive compute: for kernels that do not look into the page."""
