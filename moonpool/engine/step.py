@@ -51,6 +51,8 @@ class StageRunner:
     gate_timeout_s: float
     masks: Masks | None = None
     """Of the last stage; None = answers have no format."""
+    give_way: Callable[[], None] = lambda: None
+    """Called in the beginning of a patient step."""
     share: Callable[[], float] = lambda: 1.0
     """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
     graphs: DecodeGraphs | None = None
@@ -75,6 +77,8 @@ class StageRunner:
             The next one of its run, None when the run is over.
         """
         start_ns = time.monotonic_ns()
+        if step.patient:
+            self.give_way()
         memory = self.place.memory
         memory.begin(step)
         masks = self.masks.begin(step) if self.masks is not None else None
