@@ -54,8 +54,8 @@ class ClusterConfig:
         widths: stages of each prefill instance's pipeline, each on a machine of its own; empty = one each.
         roles: when engines change between prefill and decode; as the conductor's flags.
         role_change_s: from an engine's leaving to its being there again in the other role.
-        company: times as long as alone that steps take while another instance computes: all are on one machine and share
-            its cores; 1 = each has its own.
+        company: times as long as alone that steps take while another instance computes, as all are on one machine and
+            share its cores; 1 = each has its own.
         policy: how prefill instances are chosen, as the conductor's flag.
         decode_prompt_tokens: rests of prompts so long at most may be computed at decode; 0 = none.
         threshold: Algorithm 1's balancing threshold.
