@@ -45,6 +45,7 @@ class Kind:
         shrink: lengths and blocks of the trace are so many times shorter.
         most_tokens: a prompt is cut to so many.
         step_tokens: of a prefill step.
+        company: what `ClusterConfig.company` begins with: above 1 where engines share the machine's cores.
         requests: of a slice.
         rate: requests per second.
     """
@@ -56,6 +57,7 @@ class Kind:
     shrink: int
     most_tokens: int
     step_tokens: int
+    company: float
     requests: int
     rate: float
 
@@ -66,8 +68,8 @@ class Kind:
 
 
 KINDS = {
-    "emulated": Kind("emulated 8 + 8", "emulated:llama-70b-a800", 8, 8, 1, 32_000, 4096, 60, 4.0),
-    "real": Kind("bundled model 1 + 1", "real", 1, 1, 16, 1400, 512, 60, 5.0),
+    "emulated": Kind("emulated 8 + 8", "emulated:llama-70b-a800", 8, 8, 1, 32_000, 4096, 1.0, 60, 4.0),
+    "real": Kind("bundled model 1 + 1", "real", 1, 1, 16, 1400, 512, 1.5, 60, 5.0),
 }
 FIT_SIMULATIONS = 100
 """That each fit may take: its last half finds little more."""
@@ -111,7 +113,8 @@ def measured(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: P
         prefill=kind.prefill, decode=kind.decode, block_tokens=kind.block_tokens, log_level="warning",
         extra={"prefill": ["--step-tokens", str(kind.step_tokens)]},
     )  # fmt: skip
-    config = ClusterConfig(profile=load_profile(profile), block_tokens=kind.block_tokens, step_tokens=kind.step_tokens)
+    config = ClusterConfig(profile=load_profile(profile), block_tokens=kind.block_tokens, step_tokens=kind.step_tokens,
+                           company=kind.company)  # fmt: skip
     vocab_size = load_config(model_dir()).vocab_size
     with LocalStack(plan) as stack:
         config = asyncio.run(served(stack.address, config))
@@ -145,7 +148,7 @@ def said(kind: Kind, number: int, found: Foreseen) -> str:
 
 
 def _calibrated(folder: Path) -> Path:
-    """The bundled model's profile with one compute thread, as an engine of the stack has on two cores."""
+    """The bundled model's profile with all cores, as an engine of the stack has them while it computes alone."""
     out = folder / "profile.yaml"
     run_calibrate(
         str(model_dir()),
@@ -154,7 +157,7 @@ def _calibrated(folder: Path) -> Path:
         hardware="this machine",
         dtype="auto",
         kv_dtype="auto",
-        threads=1,
+        threads=0,
         repeats=3,
     )
     return out

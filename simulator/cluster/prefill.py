@@ -314,9 +314,20 @@ class PrefillInstance:
             case actions.SendSlices():
                 self._send(action, prompt, prompt.target)
             case actions.AwaitVerdict():
-                del self._opened[action.job]
-                result = events.Done() if self._peers.whole(prompt.target) else events.Failed()
-                self._calls.send(lambda: self._moved(moving, io, result), reliable=True)
+                tail = ps(self._config.delays.tail_s)
+                if tail:
+                    self._world.after(tail, lambda _: self._whole(action, prompt.target, moving))
+                else:
+                    self._whole(action, prompt.target, moving)
+
+    def _whole(self, order: actions.AwaitVerdict, target: Target | None, moving: dict[int, Flow | None]) -> None:
+        """Decode has all of a transfer, unless that was given up before, or the instance was lost."""
+        if moving is not self._moving or order.io not in moving:
+            return
+        assert target is not None
+        self._opened.pop(order.job, None)
+        result = events.Done() if self._peers.whole(target) else events.Failed()
+        self._calls.send(lambda: self._moved(moving, order.io, result), reliable=True)
 
     def _moved(self, moving: dict[int, Flow | None], io: int, result: events.Result) -> None:
         """I/O of a transfer is over, unless it was given up before, or the instance was lost."""

@@ -39,6 +39,7 @@ class Extras:
         links: times as slow as the profile says KV is loaded and sent.
         prompt_s: until a prompt is at its prefill instance: tokenising, hashing, planning, a promise of room.
         call_s: mean of what chance adds to each message.
+        tail_s: from the last of a prompt's KV until decode has it, beside the link; the second token waits for it.
     """
 
     prefill: float = 1.0
@@ -49,6 +50,7 @@ class Extras:
     links: float = 1.0
     prompt_s: float = 0.005
     call_s: float = 0.001
+    tail_s: float = 0.002
 
     def applied(self, config: ClusterConfig) -> ClusterConfig:
         """The cluster with these extras."""
@@ -60,7 +62,7 @@ class Extras:
             load_bytes_per_s=config.load_bytes_per_s / self.links,
             transfer_bytes_per_s=config.transfer_bytes_per_s / self.links,
         )
-        delays = replace(config.delays, prompt_s=self.prompt_s, more_s=self.call_s)
+        delays = replace(config.delays, prompt_s=self.prompt_s, more_s=self.call_s, tail_s=self.tail_s)
         company = max(1.0, self.company)
         return replace(config, profile=replace(config.profile, speeds=speeds), delays=delays, company=company)
 
