@@ -70,12 +70,17 @@ class StoreClient:
         size, target, slice_bytes = self.layout.block_bytes, self.memory.target, self.layout.slice_bytes
         places = [self.memory.at(first + index, size, target) for index in range(len(keys))]
 
-        def take(layer: int, index: int, data: memoryview, value: int) -> None:
+        def into(layer: int, index: int) -> memoryview:
             at = places[index] + layer * slice_bytes
-            target[at : at + slice_bytes] = data
+            return target[at : at + slice_bytes]
+
+        def take(layer: int, index: int, data: memoryview, value: int) -> None:
+            """It lies where it was to land."""
 
         layers = range(self.layout.layers)
-        blocks = await self.reader.read(keys, layers=layers, on_slice=take, on_layer=on_layer, timeout_s=TIMEOUT_S)
+        blocks = await self.reader.read(
+            keys, layers=layers, on_slice=take, on_layer=on_layer, timeout_s=TIMEOUT_S, into=into
+        )
         if blocks != len(keys):
             raise IncompleteError(f"the store has {blocks} of {len(keys)} blocks")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.blocks import BlockFormat
-from moonpool.kv.frames import FrameOpener
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
 from services.kvstore.core.assembly import PutSession, PutSpec
@@ -190,14 +189,15 @@ def test_what_may_be_older_than_a_deletion_is_refused_and_what_is_younger_is_not
     driven = Driven()
     driven.store.writes.deletions.add("one", MINE)
     driven.store.writes.deletions.add("two", Selection(keys=frozenset(THEIRS[:1])))
-    opener = FrameOpener(LAYOUT, keys=OURS[:1])
     runs = [run_of(OURS[0], 0, layer) for layer in range(LAYOUT.layers)]
+    data = memoryview(b"".join(bytes(run.data) for run in runs))
+    hashes = [value for run in runs for value in run.hashes]
     for spec in (knowing(OURS[:1]), knowing(OURS[:1], "two", "three")):
         with pytest.raises(DeletedBlocks, match="keys: they may be older than a deletion"):
             driven.open(spec)
         with pytest.raises(DeletedBlocks, match="keys: they may be older than a deletion"):
-            driven.store.writes.put_whole(spec, opener, runs, 0.0)
-    assert driven.store.writes.put_whole(knowing(OURS[:1], "zero", "one"), opener, runs, 0.0) == []
+            driven.store.writes.put_whole(spec, data, hashes, 0.0)
+    assert driven.store.writes.put_whole(knowing(OURS[:1], "zero", "one"), data, hashes, 0.0) == []
     assert driven.open(knowing(OURS[1:2], "one")) is not None
     with pytest.raises(DeletedBlocks):
         driven.open(knowing(THEIRS, "one", tenant="theirs"))
