@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.kvstore_shape import Memory, hello, parents
@@ -130,7 +130,7 @@ async def connected(
             await reader.aclose()
 
 
-async def some_at_once(jobs: Sequence[Callable[[], Awaitable[None]]], at_once: int) -> None:
+async def some_at_once(jobs: Iterable[Callable[[], Awaitable[None]]], at_once: int) -> None:
     """Runs jobs in order, `at_once` at a time."""
     waiting = iter(jobs)
 

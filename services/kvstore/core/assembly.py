@@ -44,6 +44,7 @@ class PutSpec:
     heads: range
     written_at: int = 0  # what its blocks get
     forgotten: Collection[str] = ()  # deletions of which its writer knows that the blocks are younger
+    durable: bool = False  # its writer needs them so, whatever the SSD tier admits
 
     def __post_init__(self) -> None:
         if not 0 < len(self.keys) <= MAX_SESSION_BLOCKS:

@@ -132,7 +132,8 @@ class Reads:
             message = f"leases keep {self.leased_bytes} bytes of DRAM"
             raise Overloaded(message, reason="kvstore_leases", retry_after_s=RETRY_AFTER_S)
         if lease.counted:
-            self.used(lease.keys, lease.blocks, sum(source.reader is not None for source in lease.sources))
+            warm = [source.block for source in lease.sources if source.block is not None]
+            self.used(lease.keys, warm, lease.blocks - len(warm))
         return False
 
     def resident(self, keys: Sequence[BlockKey], block_format: BlockFormat, most: int) -> list[DramBlock]:
@@ -149,12 +150,14 @@ class Reads:
             blocks.append(block)
         return blocks
 
-    def used(self, keys: Sequence[BlockKey], blocks: int, cold: int = 0) -> None:
-        """Counts a read of a chain whose leading `blocks` were here, `cold` of them on the SSD tier only."""
-        self.tiers.touch(keys[:blocks])
+    def used(self, keys: Sequence[BlockKey], warm: Sequence[DramBlock], cold: int = 0) -> None:
+        """Counts a read of a chain whose leading blocks were here: `warm` in DRAM, `cold` on the SSD tier only."""
+        found = len(warm) + cold
+        self.tiers.touch(keys[:found])
+        self._writes.queue.used(warm)
         self.ssd_hits += cold
-        self.dram_hits += blocks - cold
-        self.misses += len(keys) - blocks
+        self.dram_hits += len(warm)
+        self.misses += len(keys) - found
         self.tiers.listener.asked(keys)
 
     def _source(self, key: BlockKey, lease: ReadLease) -> LeasedBlock | None:

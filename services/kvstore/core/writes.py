@@ -82,7 +82,7 @@ class Writes:
         hold the event loop for long. Raises what `open` and `write` do.
         """
         tiers, size, count = self._tiers, spec.format.layout.block_bytes, len(spec.keys)
-        if count > PORTION_BLOCKS or count * size > PORTION_BYTES:
+        if count > PORTION_BLOCKS or count * size > PORTION_BYTES or spec.durable:
             return None
         self.check_not_deleted(spec)
         present = self._present(spec)
@@ -106,7 +106,7 @@ class Writes:
         """A writer brought blocks that are here: a use, and a reason to try again what the SSD tier did not take."""
         keys = [spec.keys[index] for index in present]
         self._tiers.touch(keys)
-        self.queue.add(filter(None, map(self._tiers.dram.get, keys)))
+        self.queue.add(filter(None, map(self._tiers.dram.get, keys)), used=True)
 
     def _present(self, spec: PutSpec) -> list[int]:
         """Indices of blocks that are here; raises InvalidRequest if one is, or is being written, in another format."""
@@ -265,6 +265,8 @@ class Writes:
         key = session.spec.keys[index]
         if self._tiers.ssd is not None and not self._tiers.durable(key):
             self.awaiting.setdefault(key, []).append((session, index))
+            if session.spec.durable and (block := self._tiers.dram.get(key)) is not None:
+                self.queue.add([block], used=True)
 
 
 def _by_tenant(blocks: Iterable[Assembly]) -> dict[str, int]:

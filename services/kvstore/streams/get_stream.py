@@ -152,7 +152,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
 
         if not self.frames.offer(shape.header(number, 0, hashes), pieces, wrap):
             return False
-        resources.reads.used(keys, len(blocks))
+        resources.reads.used(keys, blocks)
         resources.on_read(False, time.monotonic() - begin)
         return True
 

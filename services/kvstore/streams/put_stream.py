@@ -143,7 +143,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         layers = range(message.layer_begin, message.layer_end)
         heads = range(message.head_begin, message.head_end)
         now, forgotten = int(time.time()), frozenset(message.forgotten)
-        return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten)
+        return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten, message.durable)
 
     def _waits(self, spec: PutSpec) -> bool:
         return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))

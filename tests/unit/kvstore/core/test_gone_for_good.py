@@ -156,7 +156,7 @@ def test_a_block_that_is_read_while_its_segment_is_rewritten_does_not_come_back(
         tiers, queue = driven.store.tiers, driven.store.writes.queue
         tiers.dram.drop(tiers.dram[OURS[0]])
         tier_of(driven).forget(THEIRS)
-        assert tier_of(driven).space.compact(0.9) == 1
+        assert tier_of(driven).compact(0.9) == 1
         plan = queue.next_plan()
         assert plan is not None
         assert OURS[0] in [append.key for append in plan.carry]
@@ -220,7 +220,7 @@ def test_a_deletion_goes_in_steps_and_misses_nothing_that_moves_meanwhile(tmp_pa
                     dram.drop(dram[key])
                 else:
                     driven.read([key], promote=True)
-            tier_of(driven).space.compact(1.0)
+            tier_of(driven).compact(1.0)
             driven.flush()
             left.append(sum(key in driven.store.tiers for key in many))
         assert left[0] > left[1] > left[len(left) // 3] > left[-1] == 0  # a few at a time
