@@ -200,10 +200,10 @@ def overload(
     prefill: Prefill = 8,
     decode: Decode = 8,
     kvstore: Kvstore = 8,
-    rate: Rate = 4.0,
+    rate: Rate = 3.0,
     store_gb: StoreGb = 1000.0,
     ttft_slo_s: TtftSlo = 30.0,
-    tbt_slo_s: TbtSlo = 0.036,
+    tbt_slo_s: TbtSlo = 0.033,
     by_pool: Annotated[
         bool,
         typer.Option(
