@@ -25,6 +25,7 @@ from services.conductor.core.policies import DEFAULT, POLICIES
 from simulator.cluster.config import ClusterConfig, Slo
 from simulator.cluster.entrance import SERVICES, slo_of
 from simulator.experiments.frame import simulate
+from simulator.report.collector import Summary
 from simulator.traces.mooncake import Trace, TraceRequest, trace_path
 
 GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
@@ -66,10 +67,11 @@ MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Per cent of the requests that kept both limits, of one run."""
+    """One run: per cent of the requests that kept both limits; and what became of them, for people."""
 
     stack: float
     simulated: float
+    told: str = ""
 
     @property
     def off(self) -> float:
@@ -102,7 +104,16 @@ def one_run(mode: Mode, wanted: Sequence[TraceRequest], options: argparse.Namesp
         config = asyncio.run(served(stack.address, config))
         replay = Replay(wanted, config.block_tokens, options.time_scale, vocab_size, slo, limits)
         measured = summary_of(asyncio.run(drive(stack.address, replay)), slo)
-    return Figures(100 * measured.goodput_share, 100 * simulate(config, wanted)[0].goodput_share)
+    simulated, _ = simulate(config, wanted)
+    told = f"stack {described(measured)}; simulated {described(simulated)}"
+    return Figures(100 * measured.goodput_share, 100 * simulated.goodput_share, told)
+
+
+def described(summary: Summary) -> str:
+    """A line on a run, by which one sees what its goodput comes from."""
+    outcomes = ", ".join(f"{count} {name}" for name, count in summary.outcomes.items())
+    ttft_s, tbt_s = summary.ttft_s.get("p90", 0.0), summary.tbt_s.get("p90", 0.0)
+    return f"{summary.goodput_share:.1%} ({outcomes}, p90 of TTFT {ttft_s:.3g} s, of TBT {tbt_s:.3g} s)"
 
 
 def plan_of(mode: Mode, options: argparse.Namespace, folder: Path) -> StackPlan:
@@ -124,8 +135,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
         figures = []
         for number in range(options.runs):
             figures.append(one_run(mode, wanted, options))
-            told = f"{figures[-1].stack:.1f} % of the stack's requests, {figures[-1].simulated:.1f} % simulated"
-            progress(f"{mode.name}, run {number + 1} of {options.runs}: {told}")
+            progress(f"{mode.name}, run {number + 1} of {options.runs}: {figures[-1].told}")
         found += rows(mode.name, figures)
     return found
 
