@@ -98,8 +98,8 @@ def one_run(mode: Mode, wanted: Sequence[TraceRequest], options: argparse.Namesp
     slo = Slo(options.ttft_slo_s, options.tbt_slo_s)
     config = ClusterConfig(profile=load_profile(options.profile), slo=slo, step_tokens=STEP_TOKENS)
     config = mode.simulated(config)
-    told, vocab_size = slo_of(config), load_config(model_dir()).vocab_size
-    limits = Limits(ttft_s=told.ttft_s, tbt_s=told.tbt_s) if mode.limited else None
+    expected, vocab_size = slo_of(config), load_config(model_dir()).vocab_size
+    limits = Limits(ttft_s=expected.ttft_s, tbt_s=expected.tbt_s) if mode.limited else None
     with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(mode, options, Path(folder))) as stack:
         config = asyncio.run(served(stack.address, config))
         replay = Replay(wanted, config.block_tokens, options.time_scale, vocab_size, slo, limits)
