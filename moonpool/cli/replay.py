@@ -47,8 +47,8 @@ class Replay:
         """The limits in seconds of the stack's clock."""
         if self.limits is None:
             return None
-        told = (None if it is None else it / self.time_scale for it in (self.limits.ttft_s, self.limits.tbt_s))
-        return Limits(*told)
+        ttft_s, tbt_s = (it and it / self.time_scale for it in (self.limits.ttft_s, self.limits.tbt_s))
+        return Limits(ttft_s=ttft_s, tbt_s=tbt_s)
 
 
 def cut(request: TraceRequest, prompt_tokens: int, output_tokens: int, block_tokens: int) -> TraceRequest:

@@ -1,12 +1,15 @@
 """The benchmark that holds the simulator's goodput against a stack's: its modes, requests and rows."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.frame import Skipped
 from benchmarks.goodput import MODES, MOST_TOKENS, Figures, arrivals, flags, plan_of, rows
+from moonpool.cli.replay import Replay
+from moonpool.client import Slo as Limits
 from moonpool.engine.emulated.profile import load_profile
 from services.conductor.core.admission import Admission
 from simulator.cluster.config import ClusterConfig
@@ -29,6 +32,13 @@ def test_the_simulated_cluster_lets_in_whom_the_stack_lets_in() -> None:
         conductor = plan_of(mode, options, Path("/nowhere")).extra["conductor"]
         assert conductor == ["--policy", mode.policy, "--admission", mode.admission.value]
     assert {mode.admission for mode in MODES.values() if mode.limited} == set(Admission)
+
+
+def test_limits_are_told_in_seconds_of_the_stack() -> None:
+    replay = Replay([], 512, 0.5, 4096, CONFIG.slo, Limits(ttft_s=6.0, tbt_s=0.05))
+    assert replay.told() == Limits(ttft_s=12.0, tbt_s=0.1)
+    assert replace(replay, limits=Limits(ttft_s=6.0)).told() == Limits(ttft_s=12.0)
+    assert replace(replay, limits=None).told() is None
 
 
 def test_requests_come_at_the_wanted_rate() -> None:
