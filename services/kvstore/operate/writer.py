@@ -59,7 +59,7 @@ class WriteBehind:
 
     def __post_init__(self) -> None:
         self.retries = 0  # batches that were tried again
-        self._work = asyncio.Event()
+        self._work = [asyncio.Event() for _ in self.ssd.disks]  # each disk's own: none takes another's
         self._idle = asyncio.Event()
         self._planned = asyncio.Event()  # another one after each plan
         self._busy = 0  # disks with work
@@ -75,7 +75,8 @@ class WriteBehind:
 
     def wake(self) -> None:
         self._idle.clear()
-        self._work.set()
+        for event in self._work:
+            event.set()
 
     async def run(self) -> None:
         """Works until cancelled. A thread finishes a batch that it has begun, but its result is lost."""
@@ -86,12 +87,13 @@ class WriteBehind:
 
     async def _run(self, disk: int) -> None:
         while not self.ssd.disks[disk].out:
-            await self._wait()
+            await self._wait(self._work[disk])
             self._busy += 1
             while (plan := self.queue.next_plan(disk)) is not None and await self._do(plan):
                 pass
             self._busy -= 1
-            if not (self._busy or self._work.is_set()):
+            woken = any(work.is_set() for work, one in zip(self._work, self.ssd.disks, strict=True) if not one.out)
+            if not (self._busy or woken):
                 self._idle.set()
 
     async def _do(self, plan: WritePlan) -> bool:
@@ -133,15 +135,15 @@ class WriteBehind:
         self._free_at = max(now, owed) + nbytes / self.bytes_per_s
         return self._free_at - now
 
-    async def _wait(self) -> None:
+    async def _wait(self, work: asyncio.Event) -> None:
         """Waits for work, or until unsaved blocks are due to be tried again, which it begins."""
         now = asyncio.get_running_loop().time
         if not self.queue.unsaved:
             self._unsaved_tries, self._retry_at = 0, math.inf
         elif self._retry_at == math.inf:
             self._retry_at = now() + self.unsaved_after_s[min(self._unsaved_tries, len(self.unsaved_after_s) - 1)]
-        await within(max(0.0, self._retry_at - now()), self._work)
-        self._work.clear()
+        await within(max(0.0, self._retry_at - now()), work)
+        work.clear()
         if self._retry_at <= now():
             self._unsaved_tries, self._retry_at = self._unsaved_tries + 1, math.inf
             self.queue.retry()
