@@ -58,6 +58,18 @@ static int64_t between(const float* from, int64_t n, float low, float high, floa
     return fill_up(to, count);
 }
 
+// SAMPLE weights in falling order: the place of each is the number of higher ones, and of equal ones before it.
+static void sort_falling(const float* from, float* to) {
+    int32_t taken[SAMPLE] = {};
+    for (int i = 0; i < SAMPLE; i++) {
+        vi higher = {};
+        for (int j = 0; j < SAMPLE; j += W) higher -= load(from + j) > splat(from[i]);
+        int place = 0;
+        for (int j = 0; j < W; j++) place += higher[j];
+        to[place + taken[place]++] = from[i];
+    }
+}
+
 template <bool COUNT> struct Cutting {
     double goal;       // what the kept weights' number or sum reaches
     double above = 0;  // of that, what lies above all candidates
@@ -86,9 +98,9 @@ template <bool COUNT> struct Cutting {
         return {from[0], kept};
     }
     Cut of_few() const {
-        float sorted[SAMPLE];
-        memcpy(sorted, from, n * sizeof(float));
-        std::sort(sorted, sorted + n, [](float a, float b) { return a > b; });
+        float some[SAMPLE] = {}, sorted[SAMPLE];
+        memcpy(some, from, n * sizeof(float));
+        sort_falling(some, sorted);
         double sum_ = above;
         int64_t kept = 0, equal = 0;
         for (; kept < n && sorted[kept] > 0 && sum_ < goal; kept++) sum_ += COUNT ? 1.0 : sorted[kept];
@@ -98,9 +110,9 @@ template <bool COUNT> struct Cutting {
     }
     // Two weights between which the border probably lies: (low, high].
     void guess(float* low, float* high) const {
-        float sample[SAMPLE];
-        for (int i = 0; i < SAMPLE; i++) sample[i] = from[(2 * i + 1) * n / (2 * SAMPLE)];
-        std::sort(sample, sample + SAMPLE, [](float a, float b) { return a > b; });
+        float some[SAMPLE], sample[SAMPLE];
+        for (int i = 0; i < SAMPLE; i++) some[i] = from[(2 * i + 1) * n / (2 * SAMPLE)];
+        sort_falling(some, sample);
         double sum_ = 0, reached = 0;
         for (float w : sample) sum_ += COUNT ? 1.0 : w;
         double wanted = (goal - above) / all * sum_;

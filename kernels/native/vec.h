@@ -231,6 +231,20 @@ INLINE float max_of(vf v) {
     for (int s = W / 2; s; s /= 2) for (int i = 0; i < s; i++) t[i] = t[i] > t[i + s] ? t[i] : t[i + s];
     return t[0];
 }
+INLINE vf nan_where(vi lanes) { return (vf)(lanes & 0x7fc00000); }  // NaN there, 0 elsewhere
+INLINE vi imax(vi a, vi b) { return a > b ? a : b; }
+// The largest of magnitudes that are given as their bits. As integers, NaN is above all numbers, so that it stays.
+INLINE float largest(vi bits) {
+#if defined(MP_AVX512)
+    int32_t most = _mm512_reduce_max_epi32((__m512i)bits);
+#else
+    int32_t most = bits[0];
+    for (int i = 1; i < W; i++) most = bits[i] > most ? bits[i] : most;
+#endif
+    float x;
+    memcpy(&x, &most, 4);
+    return x;
+}
 
 #if defined(MP_BF16)
 // Sums of 16 pairs of products added to c: the machine's bf16 instruction.

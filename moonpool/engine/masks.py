@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -45,6 +45,29 @@ Mask = bytes | CannotFollow
 """Bit i (from the lowest bit of the first byte on) says whether token i may follow; or why there is no mask."""
 
 
+class Wanted(NamedTuple):
+    """A mask of a step."""
+
+    index: int
+    """Of the sequence in the step."""
+    grammar: Grammar
+    answer: bytes
+    """The tokens so far, little-endian int32."""
+
+    @classmethod
+    def of(cls, step: Step) -> list[Wanted]:
+        """Those of a step's sequences that sample with a format."""
+        return [
+            cls(index, grammar, sequence.sample.answer)
+            for index, sequence in enumerate(step.sequences)
+            if sequence.sample is not None and (grammar := Grammar.of(sequence.sample.params)) is not None
+        ]
+
+    def after(self, tokens: Sequence[int]) -> Wanted:
+        """That of the run's next step, when this one's sequences have got these tokens."""
+        return self._replace(answer=self.answer + tokens[self.index].to_bytes(TOKEN_BYTES, "little"))
+
+
 class Masks:
     """Makes bit masks.
 
@@ -70,13 +93,8 @@ class Masks:
         self._grammars: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._parsers: OrderedDict[tuple[Grammar, bytes], LLMatcher] = OrderedDict()
 
-    def begin(self, step: Step) -> Future[dict[int, Mask]] | None:
-        """Begins the masks of a step's sequences that sample with a format, by index; None where none does."""
-        wanted = [
-            (index, grammar, sequence.sample.answer)
-            for index, sequence in enumerate(step.sequences)
-            if sequence.sample is not None and (grammar := Grammar.of(sequence.sample.params)) is not None
-        ]
+    def begin(self, wanted: Sequence[Wanted]) -> Future[dict[int, Mask]] | None:
+        """Begins a step's masks, each for its index; None where none is wanted."""
         return self._thread.submit(self._masks, wanted) if wanted else None
 
     def close(self) -> None:
@@ -91,7 +109,7 @@ class Masks:
         size = max(self._vocab_size, tokenizer.vocab_size)
         return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None)
 
-    def _masks(self, wanted: Sequence[tuple[int, Grammar, bytes]]) -> dict[int, Mask]:
+    def _masks(self, wanted: Sequence[Wanted]) -> dict[int, Mask]:
         with self._aside():
             return {index: self._mask(grammar, answer) for index, grammar, answer in wanted}
 

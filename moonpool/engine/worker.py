@@ -65,16 +65,15 @@ class Receiver:
         """Starts the thread; it ends with the process."""
         threading.Thread(target=self._run, name="receiver", daemon=True).start()
 
-    def next_order(self, following: Step | None) -> Step | Fetch | Shutdown:
-        """The next order, or where there is none yet the `following` step of the run.
+    def next_order(self, *, wait: bool) -> Step | Fetch | Shutdown | None:
+        """The next order; None where there is none yet and it does not wait.
 
         There is no deadline: the process ends when the channel closes.
         """
         try:
-            return self.orders.get(block=following is None)
+            return self.orders.get(block=wait)
         except queue.Empty:
-            assert following is not None, "otherwise it waits"
-            return following
+            return None
 
     def _run(self) -> None:
         try:
@@ -215,22 +214,22 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     channel.send(Ready(time.monotonic() - begin, peak_bytes, footprint))
 
-    def run(step: Step) -> Step | None:
+    def run(step: Step | None) -> bool:
         with turn():
-            return runner.run(step)
+            return runner.go_on() if step is None else runner.run(step)
 
-    following: Step | None = None
+    goes_on = False
     while True:
-        order = receiver.next_order(following)
+        order = receiver.next_order(wait=not goes_on)
         if isinstance(order, Shutdown):
-            while following is not None:  # the run was given up
-                following = run(following)
+            while goes_on:  # the run was given up
+                goes_on = run(None)
             runner.close()
             return
         if isinstance(order, Fetch):
             runner.fetch(order)
         else:
-            following = run(order)
+            goes_on = run(order)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.plan import AttentionPlan
 from moonpool.errors import InvalidRequest
 
 
@@ -29,8 +31,11 @@ class PackedBatch:
     block_ids: Tensor  # [T] int64: the block that each row's KV goes to
     offsets: Tensor  # [T] int64: and the token slot in it
     last_rows: Tensor  # [S] int64: the last row of each sequence, whose logits choose the next token
+    capacity: Tensor  # [S] int64: tokens that each sequence's table holds; stays on the host
     block_tokens: int
-    cache: dict[Any, Any] = field(default_factory=dict)  # what the layers of one stage compute once per batch
+    # What the layers of one stage compute once per batch:
+    angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    plans: dict[Any, AttentionPlan] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -59,21 +64,62 @@ class PackedBatch:
             if not count or len(tokens) % 4 or start < 0:
                 raise InvalidRequest(f"sequences[{i}]", f"{len(tokens)} bytes of tokens from position {start}")
             if len(table) * block_tokens < start + count:
-                raise InvalidRequest(
-                    f"sequences[{i}].block_table",
-                    f"{len(table)} blocks of {block_tokens} tokens do not hold {start + count}",
-                )
+                raise _too_short(i, start + count, len(table), block_tokens)
             starts.append(start)
             counts.append(count)
             tables.append(table)
         batch = cls(**_packed(b"".join(item[0] for item in sequences), starts, counts, tables, block_tokens))
         return batch if torch.device(device).type == "cpu" else batch.to(device)
 
+    def after(self, tokens: Sequence[int]) -> PackedBatch:
+        """Return the batch of the next step of the same sequences, on a CPU: each has one of `tokens` more.
+
+        Where there is one token of each already it is this one, changed in place: numpy's small operations are all that
+        a decode step needs.
+
+        Raises:
+            InvalidRequest: a block table is too short; names which.
+        """
+        if self.num_tokens != len(self.context_lens):
+            return self._packed_anew(tokens)
+        positions, offsets, tables = self.positions.numpy(), self.offsets.numpy(), self.block_tables.numpy()
+        full = positions + 1 >= self.capacity.numpy()
+        if full.any():
+            short = int(full.argmax())
+            blocks = int(self.capacity[short]) // self.block_tokens
+            raise _too_short(short, int(positions[short]) + 2, blocks, self.block_tokens)
+        self.token_ids.numpy()[:] = tokens
+        positions += 1
+        self.context_lens.numpy()[:] += 1
+        np.remainder(positions, self.block_tokens, out=offsets)
+        self.block_ids.numpy()[:] = tables[np.arange(len(tables)), positions // self.block_tokens]
+        self.angles.clear()
+        for plan in self.plans.values():
+            plan.go_on(self.block_tables)
+        return self
+
+    def filled(self) -> list[int]:
+        """Blocks that the step fills, of a batch with one token of each sequence."""
+        filled: list[int] = self.block_ids[self.offsets == self.block_tokens - 1].tolist()
+        return filled
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return the same batch on another device."""
         names = ("token_ids", "positions", "query_start", "context_lens", "block_tables", "block_ids", "offsets")
         moved = {name: getattr(self, name).to(device) for name in (*names, "last_rows")}
-        return PackedBatch(**moved, block_tokens=self.block_tokens)
+        return PackedBatch(**moved, capacity=self.capacity, block_tokens=self.block_tokens)
+
+    def _packed_anew(self, tokens: Sequence[int]) -> PackedBatch:
+        used = (self.capacity // self.block_tokens).tolist()
+        tables = [row[:count] for row, count in zip(self.block_tables.tolist(), used, strict=True)]
+        ids = [array("i", [token]).tobytes() for token in tokens]
+        return PackedBatch.build(list(zip(ids, self.context_lens.tolist(), tables, strict=True)), self.block_tokens)
+
+
+def _too_short(index: int, tokens: int, blocks: int, block_tokens: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"sequences[{index}].block_table", f"{blocks} blocks of {block_tokens} tokens do not hold {tokens}"
+    )
 
 
 def _packed(
@@ -95,5 +141,6 @@ def _packed(
         "block_ids": padded[sequence, positions // block_tokens].astype(np.int64),
         "offsets": positions % block_tokens,
         "last_rows": ends - 1,
+        "capacity": np.array([len(table) for table in tables]) * block_tokens,
     }
     return {**{name: torch.from_numpy(array) for name, array in arrays.items()}, "block_tokens": block_tokens}

@@ -193,18 +193,16 @@ class StageModel:
 
     def _angles(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return RoPE's cos and sin of the batch's positions, computed once per batch."""
-        key = ("rope", self.dtype, self.device)
-        if key not in batch.cache:
-            batch.cache[key] = self._rope.angles(batch.positions)
-        angles: tuple[Tensor, Tensor] = batch.cache[key]
-        return angles
+        key = (self.dtype, self.device)
+        if key not in batch.angles:
+            batch.angles[key] = self._rope.angles(batch.positions)
+        return batch.angles[key]
 
     def _plan(self, batch: PackedBatch, kv: Tensor) -> AttentionPlan:
         """Return the attention plan of the batch, made once per batch and shape of the pool."""
-        key = ("plan", kv.shape, self.config.num_heads, kv.dtype, kv.device, self.deterministic)
-        if key not in batch.cache:
-            batch.cache[key] = make_plan(
+        key = (kv.shape, self.config.num_heads, kv.dtype, kv.device, self.deterministic)
+        if key not in batch.plans:
+            batch.plans[key] = make_plan(
                 kv, batch.block_tables, batch.query_start, batch.context_lens, deterministic=self.deterministic
             )
-        plan: AttentionPlan = batch.cache[key]
-        return plan
+        return batch.plans[key]
