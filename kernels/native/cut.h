@@ -9,14 +9,14 @@
 
 #include "weights.h"
 
-struct Cut { float at; int64_t equal; };  // kept are all weights above `at`, and the first `equal` of those that are `at`
+struct Cut { float at; int64_t dropped; };  // kept are all weights from `at` on, but the last `dropped` of those that are `at`
 
 enum { SAMPLE = 128, MARGIN = 7 };
 
-INLINE float before(float x) {  // the next lower float of a positive one
+INLINE float beside(float x, int step) {  // the next float of one that is not negative: lower by -1, higher by 1
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    bits--;
+    bits += step;
     memcpy(&x, &bits, 4);
     return x;
 }
@@ -95,18 +95,18 @@ template <bool COUNT> struct Cutting {
         int64_t kept = (int64_t)((goal - above) / unit);
         while (kept > 0 && above + (kept - 1) * unit >= goal) kept--;
         while (kept < n && above + kept * unit < goal) kept++;
-        return {from[0], kept};
+        return {from[0], n - kept};
     }
     Cut of_few() const {
         float some[SAMPLE] = {}, sorted[SAMPLE];
         memcpy(some, from, n * sizeof(float));
         sort_falling(some, sorted);
         double sum_ = above;
-        int64_t kept = 0, equal = 0;
+        int64_t kept = 0, dropped = 0;
         for (; kept < n && sorted[kept] > 0 && sum_ < goal; kept++) sum_ += COUNT ? 1.0 : sorted[kept];
-        if (!kept) return {floor_, 0};  // rounded in another order, sums may stay below the goal: all are kept
-        while (equal < kept && sorted[kept - 1 - equal] == sorted[kept - 1]) equal++;
-        return {sorted[kept - 1], equal};
+        if (!kept) return {beside(floor_, 1), 0};  // rounded in another order, sums may stay below the goal
+        while (kept + dropped < n && sorted[kept + dropped] == sorted[kept - 1]) dropped++;
+        return {sorted[kept - 1], dropped};
     }
     // Two weights between which the border probably lies: (low, high].
     void guess(float* low, float* high) const {
@@ -121,7 +121,7 @@ template <bool COUNT> struct Cutting {
         *high = at < MARGIN ? INFINITY : sample[at - MARGIN];
         *low = at + MARGIN < SAMPLE ? sample[at + MARGIN] : 0;
         if (*low == sample[0]) *high = *low;
-        if (*low >= *high) *low = before(*high);  // many equal ones: these alone, so that each pass parts something off
+        if (*low >= *high) *low = beside(*high, -1);  // many equal ones: these alone, so that each pass parts something off
     }
     // Number or sum of candidates above `high`; those in (low, high] go to spare[0], `count` of them.
     double sift(float low, float high, int64_t* count) const {
@@ -148,7 +148,7 @@ template <bool COUNT> struct Cutting {
             if (high == 0) low = 0, high = INFINITY;  // zeros, which are none of the candidates
             int64_t count;
             double higher = sift(low, high, &count);
-            if (count == n) higher = sift(low = before(high), high, &count);
+            if (count == n) higher = sift(low = beside(high, -1), high, &count);
             double within = measure(spare[0], count);
             if (goal <= above + higher) {
                 floor_ = high;
@@ -157,7 +157,7 @@ template <bool COUNT> struct Cutting {
                 above += higher;
                 floor_ = low;
                 go_on(count, within);
-                if (low == before(high)) return of_equals();
+                if (low == beside(high, -1)) return of_equals();
             } else {
                 above += higher + within;
                 go_on(between(from, n, 0, low, spare[0]), all - higher - within);

@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.native.build import BuildError, build
@@ -203,9 +201,9 @@ class Library:
         """Choose tokens, see sample.cpp."""
         self._done(self._c.mp_sample(sampling, torch.get_num_threads()))
 
-    def uniform(self, seeds: NDArray[np.uint64], positions: NDArray[np.uint64], numbers: NDArray[np.float64]) -> None:
-        """Write the number that each seed and position is drawn by, see draws.cpp; all [n], contiguous."""
-        self._c.mp_uniform(seeds.ctypes.data, positions.ctypes.data, len(numbers), numbers.ctypes.data)
+    def uniform(self, seeds: int, positions: int, count: int, numbers: int) -> None:
+        """Write the number that each seed and position is drawn by, see draws.cpp; all are addresses."""
+        self._c.mp_uniform(seeds, positions, count, numbers)
 
     def read(self, memory: Tensor) -> None:
         """Read a large tensor once, as fast as it can be: a benchmark's ceiling."""

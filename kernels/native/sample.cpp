@@ -203,19 +203,9 @@ double Work::kept_of_run(const float* w) const {
 }
 // Sums up the weights that are kept; the others are left where they are, and count no more.
 void Work::keep(Cut cut) {
-    int64_t equal = 0;
-    vf border = splat(least = cut.at);
-    vi same = {};
-    for (int64_t i = 0; i < alive; i++) {
-        const float* w = weights + i * RUN;
-        desk.sums[i] = sum_of_run([&](int j) {
-            vf v = load(w + j * W);
-            same -= v == border;
-            return (vf)((vi)v & (v >= border));
-        });
-    }
-    for (int i = 0; i < W; i++) equal += same[i];
-    for (int64_t i = alive - 1; equal > cut.equal; i--) equal -= drop_last(i, equal - cut.equal);
+    least = cut.at;
+    for (int64_t i = 0; i < alive; i++) desk.sums[i] = kept_of_run(weights + i * RUN);
+    for (int64_t i = alive - 1; cut.dropped > 0; i--) cut.dropped -= drop_last(i, cut.dropped);
 }
 // Of a run's weights that are `least`, sets the last ones to 0, at most so many; returns how many.
 int64_t Work::drop_last(int64_t index, int64_t most) {
@@ -261,7 +251,7 @@ void Work::draw() {
         for (int64_t i = 0; i < alive; i++) all += desk.sums[i];
         cut = Cutting<false>{row.top_p * all, 0, all, weights, alive * RUN, {spare[0], spare[1]}}.find();
     }
-    if (row.min_p > cut.at) cut = {row.min_p, INT64_MAX};
+    if (row.min_p > cut.at) cut = {row.min_p, 0};
     if (cut.at > 0) keep(cut);
     double whole = add_up(), most = nextafter(whole, 0.0);
     for (int d = row.draw; d < row.draw + row.draws; d++) {

@@ -45,7 +45,15 @@ template <class V> INLINE V load_as(const void* p) { V v; memcpy(&v, p, sizeof v
 INLINE vf load(const float* p) { return load_as<vf>(p); }
 INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf splat(float x) { return x - (vf){}; }
-INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmax(vf a, vf b) {  // b where there is no order
+#if defined(MP_AVX512)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(MP_AVX2)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // ---- conversions of one vector to and from float ----
 INLINE float scalar(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float f; memcpy(&f, &u, 4); return f; }

@@ -51,7 +51,6 @@ class Choosing:
             if sequence.scored is not None
         ]
 
-    @torch.inference_mode()
     def choose(self, hidden: Tensor, batch: PackedBatch, masks: Future[dict[int, Mask]] | None) -> Found:
         """Everything that is wanted of the `hidden` states [T, hidden] after the last layer.
 
@@ -76,6 +75,7 @@ class _Part:
 
     def __init__(self, model: StageModel, wanted: Sequence[tuple[int, SampleSpec]], steps: int) -> None:
         self._model, self._wanted = model, wanted
+        self._logits: Tensor | None = None
         self._drawn = [(row, index) for row, (index, spec) in enumerate(wanted) if not spec.best]
         specs = [spec for _, spec in wanted if not spec.best]
         self._sampler = Sampler(specs, model.config.vocab_size, model.device, steps)
@@ -84,7 +84,7 @@ class _Part:
         """Each row's tokens; for beams the most likely ones, which are not drawn."""
         if len(self._wanted) != batch.num_tokens:
             hidden = hidden[batch.last_rows[[index for index, _ in self._wanted]]]
-        logits = self._model.logits(hidden)
+        logits = self._logits = self._model.logits(hidden, out=self._logits)
         if len(self._drawn) != len(self._wanted):
             for row, (index, spec) in enumerate(self._wanted):
                 if spec.best:

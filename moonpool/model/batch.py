@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.plan import AttentionPlan
@@ -31,8 +32,10 @@ class PackedBatch:
     block_ids: Tensor  # [T] int64: the block that each row's KV goes to
     offsets: Tensor  # [T] int64: and the token slot in it
     last_rows: Tensor  # [S] int64: the last row of each sequence, whose logits choose the next token
-    capacity: Tensor  # [S] int64: tokens that each sequence's table holds; stays on the host
     block_tokens: int
+    # On a CPU, the same memory as numpy has it, whose small operations take a tenth of torch's time; and `capacity`,
+    # [S] int64: tokens that each sequence's table holds.
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     # What the layers of one stage compute once per batch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
@@ -74,25 +77,24 @@ class PackedBatch:
     def after(self, tokens: Sequence[int]) -> PackedBatch:
         """Return the batch of the next step of the same sequences, on a CPU: each has one of `tokens` more.
 
-        Where there is one token of each already it is this one, changed in place: numpy's small operations are all that
-        a decode step needs.
+        Where there is one token of each already it is this one, changed in place.
 
         Raises:
             InvalidRequest: a block table is too short; names which.
         """
         if self.num_tokens != len(self.context_lens):
             return self._packed_anew(tokens)
-        positions, offsets, tables = self.positions.numpy(), self.offsets.numpy(), self.block_tables.numpy()
-        full = positions + 1 >= self.capacity.numpy()
-        if full.any():
-            short = int(full.argmax())
-            blocks = int(self.capacity[short]) // self.block_tokens
-            raise _too_short(short, int(positions[short]) + 2, blocks, self.block_tokens)
-        self.token_ids.numpy()[:] = tokens
+        its, size = self.arrays, self.block_tokens
+        positions, tables = its["positions"], its["block_tables"]
         positions += 1
-        self.context_lens.numpy()[:] += 1
-        np.remainder(positions, self.block_tokens, out=offsets)
-        self.block_ids.numpy()[:] = tables[np.arange(len(tables)), positions // self.block_tokens]
+        beyond = positions >= its["capacity"]
+        if beyond.any():
+            short = int(beyond.argmax())
+            raise _too_short(short, int(positions[short]) + 1, int(its["capacity"][short]) // size, size)
+        its["token_ids"][:] = tokens
+        its["context_lens"] += 1
+        np.remainder(positions, size, out=its["offsets"])
+        its["block_ids"][:] = tables[np.arange(len(tables)), positions // size]
         self.angles.clear()
         for plan in self.plans.values():
             plan.go_on(self.block_tables)
@@ -100,17 +102,17 @@ class PackedBatch:
 
     def filled(self) -> list[int]:
         """Blocks that the step fills, of a batch with one token of each sequence."""
-        filled: list[int] = self.block_ids[self.offsets == self.block_tokens - 1].tolist()
+        filled: list[int] = self.arrays["block_ids"][self.arrays["offsets"] == self.block_tokens - 1].tolist()
         return filled
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return the same batch on another device."""
         names = ("token_ids", "positions", "query_start", "context_lens", "block_tables", "block_ids", "offsets")
         moved = {name: getattr(self, name).to(device) for name in (*names, "last_rows")}
-        return PackedBatch(**moved, capacity=self.capacity, block_tokens=self.block_tokens)
+        return PackedBatch(**moved, block_tokens=self.block_tokens)
 
     def _packed_anew(self, tokens: Sequence[int]) -> PackedBatch:
-        used = (self.capacity // self.block_tokens).tolist()
+        used = (self.arrays["capacity"] // self.block_tokens).tolist()
         tables = [row[:count] for row, count in zip(self.block_tables.tolist(), used, strict=True)]
         ids = [array("i", [token]).tobytes() for token in tokens]
         return PackedBatch.build(list(zip(ids, self.context_lens.tolist(), tables, strict=True)), self.block_tokens)
@@ -125,7 +127,7 @@ def _too_short(index: int, tokens: int, blocks: int, block_tokens: int) -> Inval
 def _packed(
     tokens: bytes, starts: Sequence[int], counts: Sequence[int], tables: Sequence[Sequence[int]], block_tokens: int
 ) -> dict[str, Any]:
-    """Return the fields of a batch; made by numpy, whose small operations take a tenth of torch's time."""
+    """Return the fields of a batch."""
     padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
@@ -141,6 +143,7 @@ def _packed(
         "block_ids": padded[sequence, positions // block_tokens].astype(np.int64),
         "offsets": positions % block_tokens,
         "last_rows": ends - 1,
-        "capacity": np.array([len(table) for table in tables]) * block_tokens,
     }
-    return {**{name: torch.from_numpy(array) for name, array in arrays.items()}, "block_tokens": block_tokens}
+    fields: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    capacity = np.array([len(table) for table in tables]) * block_tokens
+    return {**fields, "block_tokens": block_tokens, "arrays": {**arrays, "capacity": capacity}}

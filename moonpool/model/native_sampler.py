@@ -63,6 +63,7 @@ class NativeRows:
             np.array([spec.position for spec in specs], np.uint64), [spec.samples for spec in specs]
         )
         self._numbers = np.zeros(draws)
+        self._hashed = self._seeds.ctypes.data, self._positions.ctypes.data, draws, self._numbers.ctypes.data
         self._drawn = max(scales) >= 0
         self._plain = draws == len(specs) and all(spec.params.logprobs is None for spec in specs)
         self._masked = False
@@ -96,7 +97,7 @@ class NativeRows:
         if numbers is not None:
             self._numbers[:] = numbers
         elif self._drawn:
-            self._native.uniform(self._seeds, self._positions, self._numbers)
+            self._native.uniform(*self._hashed)
         if masks or self._masked:
             self._mask(masks)
         self._call.logits = logits.data_ptr()

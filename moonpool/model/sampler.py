@@ -67,7 +67,6 @@ class Sampler:
             scales = [scale_of(it.params) if it.params.temperature >= _GREEDY_BELOW else -1.0 for it in specs]
             self._rows = NativeRows(native, vocab, specs, scales, steps)
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, masks: Mapping[int, bytes] = MappingProxyType({})) -> Sampled:
         """See `sample`."""
         assert logits.dim() == 2
@@ -77,7 +76,8 @@ class Sampler:
         if not self._specs:
             return Sampled([], {}, {})
         if self._rows is None:
-            return _by_torch(logits, self._specs, masks)
+            with torch.inference_mode():
+                return _by_torch(logits, self._specs, masks)
         found = self._rows.choose(logits, masks)
         failed = {row: NOTHING_LEFT if nothing else NOT_FINITE for row, nothing in found.failed.items()}
         return Sampled(found.tokens, found.logprobs, failed)

@@ -144,12 +144,18 @@ class StageModel:
         return last, hidden
 
     @torch.inference_mode()
-    def logits(self, rows: Tensor) -> Tensor:
-        """Return float32 logits [R, vocab] of hidden states [R, hidden] after the last layer; last stage only."""
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [R, vocab] of hidden states [R, hidden] after the last layer; last stage only.
+
+        `out`: those of a step before, of which the memory may be used.
+        """
         assert self.final_norm is not None
         assert self.head is not None
-        normed = ops.rms_norm(rows, self.final_norm, self.config.rms_norm_eps)
-        return self.head(normed, deterministic=self.deterministic, wide=True)
+        if self._native is not None:
+            normed = self._native.normed(rows, self.final_norm)
+        else:
+            normed = ops.rms_norm(rows, self.final_norm, self.config.rms_norm_eps)
+        return self.head(normed, deterministic=self.deterministic, wide=True, out=out)
 
     def forward(
         self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor, *, scales: Tensor | None = None

@@ -198,7 +198,8 @@ def test_native_numbers_are_those_of_the_rule() -> None:
     seeds = [0, 2**64 - 1, *(chosen.getrandbits(64) for _ in range(300))]
     positions = [0, 2**63, *(chosen.getrandbits(chosen.randrange(1, 64)) for _ in range(300))]
     numbers = np.empty(len(seeds))
-    Library(build.build()).uniform(np.array(seeds, np.uint64), np.array(positions, np.uint64), numbers)
+    hashed = np.array([seeds, positions], np.uint64)
+    Library(build.build()).uniform(hashed[0].ctypes.data, hashed[1].ctypes.data, len(seeds), numbers.ctypes.data)
     assert numbers.tolist() == [uniform(seed, at) for seed, at in zip(seeds, positions, strict=True)]
 
 
