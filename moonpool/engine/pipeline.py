@@ -115,7 +115,7 @@ class GlooLinks:
         rows = _ABORTED if hidden is None else hidden.shape[0]
         tensors = [torch.tensor([step_id, rows], dtype=torch.int64)]
         if hidden is not None:
-            tensors.append(hidden.contiguous())
+            tensors.append(hidden.cpu().contiguous())
         works = [dist.isend(tensor, dst=self._stage + 1) for tensor in tensors]
         self._under_way.append(([work for work in works if work is not None], tensors))
 

@@ -87,7 +87,7 @@ class StageRunner:
             self.place.lane.run(partial(self._choose, run, masks))
         self.place.lane.mark().wait()
         # Sent whatever has happened, so that the next stage knows.
-        self.links.send(step_id, run.hidden.cpu() if done else None)
+        self.links.send(step_id, run.hidden if done else None)
         found = run.found if done else Found()
         following = run.following() if done and not self.gates.is_cut(step_id) else None
         self._following = None if following is None else (run, following)

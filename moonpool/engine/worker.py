@@ -20,6 +20,7 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -113,7 +114,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
     from moonpool.engine.devices.opening import open_device, place_on
-    from moonpool.engine.footprint import resident_bytes, work_bytes
+    from moonpool.engine.footprint import format_bytes, near, resident_bytes, work_bytes
     from moonpool.engine.masks import Masks
     from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
     from moonpool.engine.step import StageRunner
@@ -152,17 +153,20 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
             timeout_s=engine.step_timeout_s,
         )
     native = library.get() if model.native else None
+    work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
+    formats = format_bytes(config) if model.is_last else 0
+    footprint = Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work, formats)
     masks = None
     if model.is_last:
         aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if native is not None:
             aside = native.aside
-        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside)
+        full = partial(near, footprint.bound)
+        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside, full)
     runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
     if native is not None:
         runner.share = native.had
-    work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
-    return runner, Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work)
+    return runner, footprint
 
 
 def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextManager[None]]:

@@ -138,7 +138,7 @@ class NativeRows:
         """Refers to the masks' own memory, which is there until the call is over."""
         self._rows["mask"] = 0
         for row, mask in masks.items():
-            self._rows["mask"][row] = ctypes.cast(mask, ctypes.c_void_p).value
+            self._rows["mask"][row] = ctypes.cast(ctypes.c_char_p(mask), ctypes.c_void_p).value
             self._rows["mask_bytes"][row] = len(mask)
         self._masked = bool(masks)
 
@@ -163,5 +163,5 @@ class NativeRows:
     def _logprobs(self, row: int, spec: SampleSpec, draws: slice) -> Logprobs:
         begin, count = row * self._most, min(spec.params.logprobs or 0, self._most)
         top = slice(begin, begin + count)
-        tokens, values = (likely[top] * spec.samples for likely in self._likely)
+        tokens, values = self._likely[0][top] * spec.samples, self._likely[1][top] * spec.samples
         return Logprobs(self._told[0][draws], self._told[1][draws], tokens, values)

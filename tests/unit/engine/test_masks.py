@@ -12,7 +12,7 @@ import torch
 
 import moonpool.bundled
 from moonpool.checkpoint import Tokenizer, load_config
-from moonpool.engine.masks import MAX_PARSERS, CannotFollow, Masks, Wanted
+from moonpool.engine.masks import LOOKS, MAX_PARSERS, CannotFollow, Masks, Wanted
 from moonpool.model import sample
 from moonpool.sampling import SampleSpec, SamplingParams
 from moonpool.sched.sampling import SequenceSampling
@@ -132,6 +132,26 @@ def test_more_answers_than_parsers_are_kept(masks: Masks) -> None:
     for number in range(MAX_PARSERS + 2):
         tokens = array("i", [a if number >> bit & 1 else b for bit in range(10)])
         assert {a, b, END} <= allowed(begun(masks, sampling.at(PROMPT + tokens))[0])
+
+
+def test_grammars_are_given_up_when_the_process_is_full_and_made_anew(masks: Masks) -> None:
+    asked: list[bool] = []
+
+    def full() -> bool:
+        asked.append(len(asked) == 1)
+        return asked[-1]
+
+    loads: list[Tokenizer] = []
+    crowded = Masks(lambda: loads.append(TOKENIZER) or TOKENIZER, CONFIG.vocab_size, CONFIG.eos_token_ids, full=full)
+    sampling = SequenceSampling.of(schema(record(a={"type": "integer"})), len(PROMPT), CONFIG.eos_token_ids)
+    tokens = array("i", PROMPT)
+    for token in generate(masks, sampling.params)[:LOOKS]:
+        spec = sampling.at(tokens)
+        assert begun(crowded, spec) == begun(masks, spec)
+        tokens.append(token)
+    assert asked == [False, True, False], "for the grammar, after some steps, and for the grammar once more"
+    assert loads == [TOKENIZER]
+    crowded.close()
 
 
 def test_what_cannot_be_followed_has_no_mask(masks: Masks) -> None:
