@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.division import Division, divide
@@ -31,7 +33,7 @@ class AttentionPlan:
         """Tokens of the longest sequence."""
         return max(self.context_lens, default=0)
 
-    def go_on(self, block_tables: Tensor) -> None:
+    def go_on(self, block_tables: NDArray[np.int32]) -> None:
         """Make it the plan of the next step: one query row for each sequence, as before, and one token of context more.
 
         Raises:

@@ -10,8 +10,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.devices.opening import Place
 from moonpool.engine.gates import Gates, Watch
@@ -20,6 +18,7 @@ from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import Links
 from moonpool.engine.runs import Run
 from moonpool.model.batch import PackedBatch
+from moonpool.model.inference import inference
 from moonpool.model.stage import StageModel
 from moonpool.sched.steps import LayerDone, Step
 
@@ -54,7 +53,7 @@ class StageRunner:
         """Lets the pool have all that is known of some blocks."""
         self.place.memory.fetch(order.blocks, partial(self.emit, Fetched(order.number, self.stage)))
 
-    @torch.inference_mode()
+    @inference
     def run(self, step: Step) -> bool:
         """Runs one step to its end, done or aborted; emits its events, `StepDone` last.
 
@@ -69,7 +68,7 @@ class StageRunner:
         run = Run(step, packed, masks, self._tails(step), self.model.layer_begin, step.steps - 1)
         return self._step(run, start_ns)
 
-    @torch.inference_mode()
+    @inference
     def go_on(self) -> bool:
         """As `run`, for the next step of the run."""
         start_ns = time.monotonic_ns()

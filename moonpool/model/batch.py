@@ -36,6 +36,7 @@ class PackedBatch:
     # On a CPU, the same memory as numpy has it, whose small operations take a tenth of torch's time; and `capacity`,
     # [S] int64: tokens that each sequence's table holds.
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    room: int = 0  # steps that the tables have room for, this one included; 0: not looked at yet
     # What the layers of one stage compute once per batch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
@@ -87,9 +88,9 @@ class PackedBatch:
         its, size = self.arrays, self.block_tokens
         positions, tables = its["positions"], its["block_tables"]
         positions += 1
-        beyond = positions >= its["capacity"]
-        if beyond.any():
-            short = int(beyond.argmax())
+        self.room = (self.room or int((its["capacity"] - positions).min()) + 1) - 1
+        if not self.room:
+            short = int((its["capacity"] - positions).argmin())
             raise _too_short(short, int(positions[short]) + 1, int(its["capacity"][short]) // size, size)
         its["token_ids"][:] = tokens
         its["context_lens"] += 1
@@ -97,7 +98,7 @@ class PackedBatch:
         its["block_ids"][:] = tables[np.arange(len(tables)), positions // size]
         self.angles.clear()
         for plan in self.plans.values():
-            plan.go_on(self.block_tables)
+            plan.go_on(tables)
         return self
 
     def filled(self) -> list[int]:

@@ -86,4 +86,4 @@ def test_a_plan_goes_on_to_blocks_of_the_pool_only() -> None:
     plan = make_plan(torch.zeros(10, 1, 2, 16, 8), batch.block_tables, batch.query_start, batch.context_lens)
     batch.block_tables[2, 3] = 10
     with pytest.raises(ValueError, match="block_tables: an entry is outside the pool's 10 blocks"):
-        plan.go_on(batch.block_tables)
+        plan.go_on(batch.block_tables.numpy())
