@@ -62,10 +62,16 @@ static int64_t between(const float* from, int64_t n, float low, float high, floa
 static void sort_falling(const float* from, float* to) {
     int32_t taken[SAMPLE] = {};
     for (int i = 0; i < SAMPLE; i++) {
+        int place = 0;
+#if defined(MP_AVX512)
+        __m512 x = _mm512_set1_ps(from[i]);
+        for (int j = 0; j < SAMPLE; j += W)
+            place += __builtin_popcount(_mm512_cmp_ps_mask((__m512)load(from + j), x, _CMP_GT_OQ));
+#else
         vi higher = {};
         for (int j = 0; j < SAMPLE; j += W) higher -= load(from + j) > splat(from[i]);
-        int place = 0;
         for (int j = 0; j < W; j++) place += higher[j];
+#endif
         to[place + taken[place]++] = from[i];
     }
 }
@@ -133,7 +139,7 @@ template <bool COUNT> struct Cutting {
             vi higher = v > splat(high);
             if (COUNT) number -= higher;
             else add(sums_, (vf)((vi)v & higher));
-            *count = pack(v, (v > splat(low)) & ~higher, spare[0], *count);
+            *count = pack(v, (v > splat(low)) & (v <= splat(high)), spare[0], *count);
         }
         fill_up(spare[0], *count);
         if (!COUNT) return total(sums_);

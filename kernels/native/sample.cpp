@@ -100,7 +100,7 @@ struct Work {
     void mask();
     void write_mask(int64_t run, const uint32_t* words);
     int32_t lowest_of_highest() const;
-    void weigh();
+    double weigh(bool by_run);
     void keep(Cut cut);
     double kept_of_run(const float* run) const;
     int64_t drop_last(int64_t run, int64_t most);
@@ -174,25 +174,29 @@ int32_t Work::lowest_of_highest() const {
     return (int32_t)token;
 }
 
-// Weights of all runs that have one that is not 0. They take the place of the logits where nobody needs those any more:
+// Weights of all runs that have one that is not 0, and their sums, `by_run` or all together. Weights take the place of the logits where nobody needs those any more:
 // what a row takes then stays in the second cache from pass to pass.
-void Work::weigh() {
+double Work::weigh(bool by_run) {
     bool over = logits == desk.copy || (row.top < 0 && s.vocab % RUN == 0);
     weights = over ? logits : desk.weights;
     vf most = splat(greatest), scale = splat(row.scale);
     alive = 0;
+    vd all[2] = {};
     for (int64_t i = 0; i < runs; i++) {
         if (!((desk.best[i] - greatest) * row.scale >= -126.0f)) continue;
         float room[RUN];
         const float* from = run(logits, i, room);
         float* to = weights + alive * RUN;
-        desk.sums[alive] = sum_of_run([&](int j) {
+        auto weighed = [&](int j) {
             vf w = weight(load(from + j * W), most, scale);
             store(to + j * W, w);
             return w;
-        });
+        };
+        if (by_run) desk.sums[alive] = sum_of_run(weighed);
+        else for (int j = 0; j < RUN / W; j++) add(all, weighed(j));
         desk.live[alive++] = (int32_t)i;
     }
+    return total(all);
 }
 double Work::kept_of_run(const float* w) const {
     vf border = splat(least);
@@ -237,8 +241,9 @@ double Work::add_up() {
     return all;
 }
 void Work::draw() {
-    weigh();
     float** spare = desk.spare;
+    bool shared = row.top_p < 1 && !row.top_k;  // sums of runs are those of what it keeps
+    double all = weigh(!shared);
     Cut cut{0, 0};
     if (row.top_k > 0 && row.top_k < alive * RUN) {
         double n = (double)(alive * RUN);
@@ -247,12 +252,12 @@ void Work::draw() {
     }
     cut = {0, 0};
     if (row.top_p < 1) {
-        double all = 0;
-        for (int64_t i = 0; i < alive; i++) all += desk.sums[i];
+        if (!shared) all = 0;
+        for (int64_t i = 0; !shared && i < alive; i++) all += desk.sums[i];
         cut = Cutting<false>{row.top_p * all, 0, all, weights, alive * RUN, {spare[0], spare[1]}}.find();
     }
     if (row.min_p > cut.at) cut = {row.min_p, 0};
-    if (cut.at > 0) keep(cut);
+    if (cut.at > 0 || shared) keep(cut);
     double whole = add_up(), most = nextafter(whole, 0.0);
     for (int d = row.draw; d < row.draw + row.draws; d++) {
         double goal = s.numbers[d] * whole;
