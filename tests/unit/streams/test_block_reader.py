@@ -14,7 +14,8 @@ from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFa
 from moonpool.kv.frames import pack_frames
 from moonpool.kv.hashes import slice_hash
 from moonpool.rpc.channels import Channels
-from moonpool.streams.block_reader import BlockReader, PrefixLost, PrefixRead
+from moonpool.streams.block_reader import BlockReader, PrefixLost
+from moonpool.streams.prefix_read import PrefixRead
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.slices import slice_to_send
 from tests.unit.streams.fakes import HELLO, LAYOUT, STORE, FakeStore, content, served
