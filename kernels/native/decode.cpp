@@ -36,7 +36,7 @@ INLINE void softmax(float* s, const Tile<C>& t, bool scaled, float scale, float*
     vi odd = {};
     for (int k = 0; k < full; k += W) {
         vf x = load(s + k) - m;
-        odd |= x != x;
+        odd |= (x != x) & first_lanes(t.n - k);
         vf e = exp2v<DEGREE>(x);
         l += e;
         if (scaled) e = e * load(t.v_scale + k);

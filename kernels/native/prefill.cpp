@@ -119,7 +119,7 @@ static void softmax(const Attention& a, Room& r, int rows, int G, int position, 
         vi odd = {};
         for (int k = 0; k < full; k += W) {
             vf x = load(s + k) * scale - m;
-            odd |= x != x;
+            odd |= (x != x) & first_lanes(seen - k);
             vf e = exp2v<DEGREE>(x);
             l += e;
             if (PAIRS) narrow((bf16*)weights + k, e);

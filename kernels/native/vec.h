@@ -240,6 +240,11 @@ INLINE float max_of(vf v) {
     return t[0];
 }
 INLINE vf nan_where(vi lanes) { return (vf)(lanes & 0x7fc00000); }  // NaN there, 0 elsewhere
+INLINE vi first_lanes(int n) {  // all bits set in lanes below n
+    vi lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    return lane < n;
+}
 INLINE vi imax(vi a, vi b) { return a > b ? a : b; }
 // The largest of magnitudes that are given as their bits. As integers, NaN is above all numbers, so that it stays.
 INLINE float largest(vi bits) {

@@ -142,7 +142,12 @@ def test_grammars_are_given_up_when_the_process_is_full_and_made_anew(masks: Mas
         return asked[-1]
 
     loads: list[Tokenizer] = []
-    crowded = Masks(lambda: loads.append(TOKENIZER) or TOKENIZER, CONFIG.vocab_size, CONFIG.eos_token_ids, full=full)
+
+    def load() -> Tokenizer:
+        loads.append(TOKENIZER)
+        return TOKENIZER
+
+    crowded = Masks(load, CONFIG.vocab_size, CONFIG.eos_token_ids, full=full)
     sampling = SequenceSampling.of(schema(record(a={"type": "integer"})), len(PROMPT), CONFIG.eos_token_ids)
     tokens = array("i", PROMPT)
     for token in generate(masks, sampling.params)[:LOOKS]:
