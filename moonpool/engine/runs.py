@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moonpool.engine.captures import GraphShape
 from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.masks import Wanted
 from moonpool.model.batch import PackedBatch
@@ -31,7 +32,9 @@ class Run:
     left: int
     """Steps after this one, at most."""
     batch: PackedBatch = field(init=False)
-    """`packed` where it is computed."""
+    """`packed` where it is computed; on the host where a graph computes it."""
+    shape: GraphShape | None = None
+    """Of the graph that all layers of the step are."""
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, hidden]; before the embedding nothing
     choosing: Choosing | None = None
     """Made with the first choice."""

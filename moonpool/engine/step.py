@@ -13,6 +13,7 @@ from functools import partial
 from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.devices.opening import Place
 from moonpool.engine.gates import Gates, Watch
+from moonpool.engine.graphs import DecodeGraphs
 from moonpool.engine.masks import Mask, Masks, Wanted
 from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import Links
@@ -39,6 +40,8 @@ class StageRunner:
     """Of the last stage; None = answers have no format."""
     share: Callable[[], float] = lambda: 1.0
     """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
+    graphs: DecodeGraphs | None = None
+    """Of decode steps; None = all run layer by layer."""
     _following: tuple[Run, list[int]] | None = None
     """The run that goes on, and its tokens."""
 
@@ -63,7 +66,8 @@ class StageRunner:
         start_ns = time.monotonic_ns()
         self.place.memory.begin(step)
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
-        packed = PackedBatch.build(parts, self.place.memory.kv.shape[4])
+        full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
+        packed = PackedBatch.build(parts, self.place.memory.kv.shape[4], full_hits=full_hits)
         masks = Wanted.of(step) if self.masks is not None else []
         run = Run(step, packed, masks, self._tails(step), self.model.layer_begin, step.steps - 1)
         return self._step(run, start_ns)
@@ -81,7 +85,7 @@ class StageRunner:
     def _step(self, run: Run, start_ns: int) -> bool:
         step_id, memory = run.step.step_id, self.place.memory
         masks = self.masks.begin(run.masks) if self.masks is not None else None
-        done = self._received(run) and self._layers(run)
+        done = self._received(run) and (self._layers(run) if run.shape is None else self._graph(run))
         if done and self.model.is_last:
             self.place.lane.run(partial(self._choose, run, masks))
         self.place.lane.mark().wait()
@@ -99,10 +103,12 @@ class StageRunner:
 
     def _received(self, run: Run) -> bool:
         """Brings the batch to its place, with the hidden states of the stage before; False when that has aborted."""
-        if self.place.torch_device.type != "cpu":
+        run.shape = self.graphs.shape(run.step, run.packed) if self.graphs is not None else None
+        if run.shape is None and self.place.torch_device.type != "cpu":
             run.batch = run.packed.to(self.place.torch_device)
         if self.model.is_first:
-            self.place.lane.run(partial(self._embed, run))
+            if run.shape is None:
+                self.place.lane.run(partial(self._embed, run))
             return True
         hidden = self.links.receive(run.step.step_id, run.packed.num_tokens)
         if hidden is None:
@@ -138,6 +144,18 @@ class StageRunner:
             layer = came
         return True
 
+    def _graph(self, run: Run) -> bool:
+        """Gives all layers of this stage to the lane as one graph; False when the step was aborted before."""
+        if self.gates.aborted(run.step.step_id):
+            return False
+        layers, memory = range(self.model.layer_begin, self.model.layer_end), self.place.memory
+        for layer in layers:
+            memory.need(layer)
+        self.place.lane.run(partial(self._replay, run))
+        for layer in layers:
+            memory.leave(layer, None)
+        return True
+
     def _tails(self, step: Step) -> list[int] | None:
         """Of each sequence, its last rows whose hidden states after the last layer are wanted; None = all rows."""
         if not self.model.is_last:
@@ -159,6 +177,11 @@ class StageRunner:
         run.layer, run.hidden = self.model.run(
             run.hidden, run.batch, memory.kv, first, last, scales=memory.scales, tails=tails, watch=watch
         )
+
+    def _replay(self, run: Run) -> None:
+        assert self.graphs is not None
+        assert run.shape is not None
+        run.hidden = self.graphs.run(run.shape, run.batch, run.hidden)
 
     def _choose(self, run: Run, masks: Future[dict[int, Mask]] | None) -> None:
         if run.choosing is None:
