@@ -53,7 +53,8 @@ struct Work {
     Desk& desk;
     int64_t alive = 0;    // runs that may be drawn from, in desk.live; their weights lie one after the other
     float* weights = nullptr;
-    float least = 0;      // lower weights do not count
+    float least = 0;      // lower weights do not count,
+    int64_t strict = 0;   // nor equal ones in the runs from this one on
     float greatest = 0;
 
     Work(const Sampling& sampling, int64_t index, Desk& its)
@@ -102,7 +103,7 @@ struct Work {
     int32_t lowest_of_highest() const;
     double weigh(bool by_run);
     void keep(Cut cut);
-    double kept_of_run(const float* run) const;
+    float border(int64_t run) const;
     int64_t drop_last(int64_t run, int64_t most);
     void settle();
     double add_up();
@@ -198,41 +199,47 @@ double Work::weigh(bool by_run) {
     }
     return total(all);
 }
-double Work::kept_of_run(const float* w) const {
-    vf border = splat(least);
-    return sum_of_run([&](int j) {
-        vf v = load(w + j * W);
-        return (vf)((vi)v & (v >= border));
-    });
-}
+// The least weight that counts in a run.
+float Work::border(int64_t index) const { return index < strict ? least : beside(least, 1); }
 // Sums up the weights that are kept; the others are left where they are, and count no more.
 void Work::keep(Cut cut) {
-    least = cut.at;
-    for (int64_t i = 0; i < alive; i++) desk.sums[i] = kept_of_run(weights + i * RUN);
+    least = cut.at, strict = alive;
     for (int64_t i = alive - 1; cut.dropped > 0; i--) cut.dropped -= drop_last(i, cut.dropped);
+    for (int64_t i = 0; i < alive; i++) {
+        const float* w = weights + i * RUN;
+        vf from = splat(border(i));
+        desk.sums[i] = sum_of_run([&](int j) {
+            vf v = load(w + j * W);
+            return (vf)((vi)v & (v >= from));
+        });
+    }
 }
-// Of a run's weights that are `least`, sets the last ones to 0, at most so many; returns how many.
+// Of a run's weights that are `least`, the last ones, at most so many, count no more; returns how many. Logits that were
+// rounded to bfloat16 have many equal ones: where these are all of the run's, nothing is written.
 int64_t Work::drop_last(int64_t index, int64_t most) {
     float* w = weights + index * RUN;
-    int64_t dropped = 0;
-    for (int i = RUN - 1; i >= 0 && dropped < most; i--)
+    vi same = {};
+    for (int i = 0; i < RUN; i += W) same -= load(w + i) == splat(least);
+    int64_t equal = 0, dropped = 0;
+    for (int i = 0; i < W; i++) equal += same[i];
+    if (equal <= most) return strict = index, equal;
+    for (int i = RUN - 1; dropped < most; i--)
         if (w[i] == least) w[i] = 0, dropped++;
-    if (dropped) desk.sums[index] = kept_of_run(w);
     return dropped;
 }
 // Before another cut: leaves out runs of which nothing is kept, and sets to 0 what is not kept of the others.
 void Work::settle() {
-    vf border = splat(least);
     int64_t count = 0;
     for (int64_t i = 0; i < alive; i++) {
         if (!(desk.sums[i] > 0)) continue;
+        vf from = splat(border(i));
         for (int j = 0; j < RUN; j += W) {
             vf v = load(weights + i * RUN + j);
-            store(weights + count * RUN + j, (vf)((vi)v & (v >= border)));
+            store(weights + count * RUN + j, (vf)((vi)v & (v >= from)));
         }
         desk.sums[count] = desk.sums[i], desk.live[count++] = desk.live[i];
     }
-    alive = count;
+    alive = strict = count;
 }
 // Sums of runs become those up to and with each run; returns the whole.
 double Work::add_up() {
@@ -265,9 +272,10 @@ void Work::draw() {
         int64_t found = std::upper_bound(desk.sums, desk.sums + alive, goal) - desk.sums;
         double before_ = found ? desk.sums[found - 1] : 0, sum_ = 0;
         const float* w = weights + found * RUN;
+        float from = least > 0 ? border(found) : 0;
         int at = 0, last = 0;
         for (; at < RUN; at++) {
-            if (w[at] < least || w[at] == 0) continue;
+            if (w[at] < from || w[at] == 0) continue;
             last = at;
             if ((sum_ += w[at]) + before_ > goal) break;
         }
