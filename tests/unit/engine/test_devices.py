@@ -85,9 +85,9 @@ class Rig:
         self._next += 1
         if step.gated:
             self._open(step.step_id, 0)
-        following: Step | None = step
-        while following is not None:
-            following = self.runner.run(following)
+        goes_on = self.runner.run(step)
+        while goes_on:
+            goes_on = self.runner.go_on()
         self.settle()
         done = self.events[-1]
         assert isinstance(done, StepDone)
