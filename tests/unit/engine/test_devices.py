@@ -297,6 +297,29 @@ def test_the_kernels_of_gpus_in_a_hostile_order_choose_the_same_tokens(expected:
     subprocess.run(command, env=environment, check=True)
 
 
+class Refusing(StagedDevice):
+    """A device that captures nothing."""
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> Graph:
+        raise RuntimeError("out of memory")
+
+
+def test_where_nothing_can_be_captured_steps_run_eagerly(model: StageModel) -> None:
+    answers = []
+    for device in (None, Refusing(2)):
+        with rig(model, device, graphs=True) as it:
+            tokens = list(PROMPT)
+            tokens += [token for token in it.run(part(PROMPT, 0, (4, 1, 6))).sampled if token is not None]
+            for _ in range(4):
+                it.go_on(tokens, (4, 1, 6), 1)
+            answers.append(tokens)
+            assert device is None or it.runner.graphs is not None
+            if it.runner.graphs is not None:
+                assert it.runner.graphs.shape(Step(99, (part(tokens, len(tokens) - 1, (4, 1, 6)),))) is None
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == len(PROMPT) + 5
+
+
 class Interrupted(Immediate):
     """A lane during whose second work something else happens."""
 
