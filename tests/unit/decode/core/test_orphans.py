@@ -31,7 +31,7 @@ def test_an_orphan_runs_on_and_is_adopted_without_a_gap() -> None:
     for _ in range(5):
         world.step()
     assert (len(world.answers[number]), len(world.heard[number])) == (6, 1)
-    assert world.adopt(number, newcomer(world), 1) == [Adopted(number, 2, 1)]
+    assert world.adopt(number, newcomer(world), 1) == [Adopted(number, 2, (1,))]
     world.tick(100.0)  # its grace does not end any more
     world.work()
     assert world.heard[number] == world.answers[number]
@@ -75,7 +75,7 @@ def test_a_parked_one_comes_back_as_preempted_ones_do(way: object, cache: bool) 
     if not cache:  # others have taken its blocks meanwhile
         world.go(prompt(80, 1), 2, stream)
         world.work()
-    assert Adopted(number, stream, 1) in world.adopt(number, stream, 1)
+    assert Adopted(number, stream, (1,)) in world.adopt(number, stream, 1)
     assert not world.logged
     world.work()
     assert world.heard[number] == world.answers[number]
@@ -110,8 +110,8 @@ def test_the_answer_of_one_that_has_ended_is_kept_for_a_while() -> None:
     world.work()
     assert Gone(number, logged=True) in world.actions
     assert world.logged == {number: None}
-    assert world.adopt(number, newcomer(world), 1) == [Adopted(number, 2, 1)]
-    assert world.adopt(number, 2, 2) == [Adopted(number, 2, 3)], "it can be read again"
+    assert world.adopt(number, newcomer(world), 1) == [Adopted(number, 2, (1,))]
+    assert world.adopt(number, 2, 2) == [Adopted(number, 2, (3,))], "it can be read again"
     world.tick(31.0)
     assert not world.logged
 
@@ -133,7 +133,7 @@ def test_the_higher_fence_wins_and_the_loser_hears_of_it() -> None:
     world.adopt(number, second, 2)
     assert world.adopt(number, third, 2) == [Fenced(number, third)]
     assert world.core.requests[number].stream == second
-    assert world.adopt(number, third, 3) == [Fenced(number, second), Adopted(number, third, 1)]
+    assert world.adopt(number, third, 3) == [Fenced(number, second), Adopted(number, third, (1,))]
     world.close(second)
     assert world.core.requests[number].stream == third, "its stream says nothing about it any more"
     world.work()
