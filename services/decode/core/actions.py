@@ -142,7 +142,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The stream has the request now: send it each answer's tokens from its position on, and the end if it has ended."""
+    """The stream has the request now: send it each answer's tokens from a position on, and the end if it has ended."""
 
     id: int
     stream: int

@@ -99,7 +99,7 @@ class Start:
     candidates: Candidates = ()
     """What may follow the prompt, where beams are wanted: there is no first token then."""
     known: tuple[int, ...] = ()
-    """Of each sequence, tokens behind the first one that are known too; none where there are none of any. Not of beams."""
+    """Of each sequence, tokens behind the first one that are known too; empty where there are none. Not of beams."""
     known_keys: tuple[tuple[BlockKey, ...], ...] = ()
     """Of the blocks that these fill, the last token left out."""
 

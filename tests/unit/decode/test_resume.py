@@ -10,6 +10,7 @@ from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, tokens_digest
 from moonpool.logprobs import Logprobs
 from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.said import Said
 from services.decode.subscriber import Subscriber
 from services.decode.token_log import Transcript
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
@@ -193,8 +194,8 @@ async def test_what_waits_for_a_conductor_is_sent_once_when_it_resumes_on_the_sa
     subscriber = Subscriber(kv_pb2.Instance(id="conductor"))
     subscriber.tokens("a", 3, [13, 14])
     said = array("i", [10, 11, 12, 13, 14])
-    transcript = Transcript("a", 1, SECRET, BlockKey(ROOT), said, kv_pb2.FINISH_REASON_UNSPECIFIED, "")
-    transcript.tell(subscriber, 2)
+    transcript = Transcript("a", 1, SECRET, BlockKey(ROOT), [Said(said)], "")
+    transcript.tell(subscriber, [2])
     subscriber.tokens("a", 5, [15])
     message = await subscriber.next()
     assert message is not None
@@ -230,9 +231,9 @@ async def test_log_probabilities_come_from_the_position_on_as_far_as_they_are_kn
     """Those of an earlier placement were told by another instance: here the sequence is not known then."""
     root, running = BlockKey(ROOT), kv_pb2.FINISH_REASON_UNSPECIFIED
     said, found = array("i", [10, 11, 12, 13]), Logprobs(array("f", [-1.0, -2.0, -4.0]), array("I", [1, 2, 3]))
-    transcript = Transcript("a", 1, SECRET, root, said, running, "", found, 1)
+    transcript = Transcript("a", 1, SECRET, root, [Said(said, running, None, found, 1)], "")
     subscriber = Subscriber(kv_pb2.Instance(id="conductor"))
-    transcript.tell(subscriber, 2)
+    transcript.tell(subscriber, [2])
     message = await subscriber.next()
     assert message is not None
     assert [(list(it.token_ids), list(it.logprobs.logprobs)) for it in message.tokens] == [([12, 13], [-2.0, -4.0])]

@@ -28,7 +28,7 @@ def test_a_sequence_is_taken_over_where_it_is() -> None:
     world = World()
     number = world.resume(tokens=3)
     adopt = world.one(Adopt)
-    assert adopt == Adopt(adopt.io, number, "r1", Target("decode-0", 1, "", 77, 1, 0), 3, 1)
+    assert adopt == Adopt(adopt.io, number, "r1", Target("decode-0", 1, "", 77, 1, 0), 1)
     world.more(adopt, 2)
     world.more(adopt, 3, Finish.LENGTH, known=True)
     assert world.ends == {number: Complete(number, Finish.LENGTH)}
