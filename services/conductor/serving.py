@@ -11,13 +11,12 @@ from moonpool.kv.selection import Selection
 from moonpool.logprobs import Logprobs
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.answer import Answer
+from services.conductor.core.legs import LEAST_KNOWN
 from services.conductor.core.messages import Ask, Finish, Target
 from services.conductor.outgoing import Outgoing
 from services.conductor.resume import Resume, resume_point
 from services.conductor.translate import FINISHES
 
-LEAST_KNOWN = 4
-"""Fewer tokens are generated again about as soon as they are computed in one go."""
 MAX_TIMES = 512
 """Times of tokens that are kept for `Explain`."""
 
