@@ -222,8 +222,7 @@ def test_a_group_parks_and_comes_back_whole_and_who_has_ended_stays_so(way: Pree
 def test_a_search_goes_on_as_if_nothing_had_been(parks: bool) -> None:
     """Its hypotheses are compared with those of a plain one by the world."""
     world = World(config(24, grace_s=2.0, log_ttl_s=30.0))
-    how = {"beams": Beams(1.0, "never"), "conductor": "conductor", "resumable": True}
-    number = world.go(prompt(BT + 3), (9, 9), **how)
+    number = world.go(prompt(BT + 3), (9, 9), beams=Beams(1.0, "never"), conductor="conductor", resumable=True)
     for _ in range(3):
         world.step()
     world.close(1)
