@@ -50,8 +50,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     policy_seed: int | None = Field(
         None,
         ge=0,
-        description="seed of the policy's draws; default: made of the conductor's name, so that those side by side draw "
-        "differently",
+        description="seed of the policy's draws; default: made of the conductor's name, so those side by side differ",
     )
     decode_prompt_tokens: int = Field(
         0,

@@ -124,13 +124,13 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def test_decode_killed_under_four_answers(pair: CheckedStack) -> None:
     """Another one goes on behind what there is of each; all are those of the undisturbed request."""
     prompt, stack = tokens(70, "four answers"), pair
-    sampling = SamplingParams(max_tokens=200, temperature=1.0, seed=5, n=4, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=400, temperature=1.0, seed=5, n=4, ignore_eos=True)
     with Client(stack.address) as client:
         undisturbed = client.generate(token_ids=prompt, sampling=sampling)
         stream, heard, killed = client.stream(token_ids=prompt, sampling=sampling), 0, ""
         for event in stream:
             heard += len(event.token_ids)
-            if heard >= 40 and not killed and stream.placement is not None:
+            if heard >= 10 and not killed and stream.placement is not None:
                 killed = stream.placement.decode
                 stack.services[killed].signal(signal.SIGKILL)
         assert stream.result is not None
@@ -181,7 +181,7 @@ def test_instance_killed_in_the_middle(pair: CheckedStack, reference: Reference,
     with Client(stack.address) as client:
         output: list[int] = []
         killed = ""
-        sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
         stream = client.stream(token_ids=prompt, sampling=sampling)
         for event in stream:
             output += event.token_ids
@@ -191,7 +191,7 @@ def test_instance_killed_in_the_middle(pair: CheckedStack, reference: Reference,
         assert stream.result is not None
         assert stream.result.token_ids == output
         assert len(stream.result.placements) == (2 if victim == "decode" else 1)
-        assert len(output) == 200
+        assert len(output) == 300
         reference.assert_greedy(prompt, output)
         stack.restart(killed)
         wait_at_rest(stack.address, timeout_s=20)
