@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
     rows: list[Row | Absent] = []
     for trace in options.traces:
         try:
-            chains = _chains(trace, options)
+            chains = chains_of_trace(trace, options)
         except Skipped as reason:
             rows.append(Absent(f"{trace} trace, all policies", "lru", str(reason)))
             continue
@@ -84,7 +84,8 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
     return rows
 
 
-def _chains(trace: str, options: argparse.Namespace) -> Chains:
+def chains_of_trace(trace: str, options: argparse.Namespace) -> Chains:
+    """The chains of one of `TRACES`, with the flags of `trace_flags`; raises Skipped when it cannot be read."""
     if trace == PUBLIC:
         return read_chains(trace_file(options.trace), options.blocks)
     if trace == "shipped":
@@ -96,14 +97,20 @@ def _chains(trace: str, options: argparse.Namespace) -> Chains:
 TRACES = (PUBLIC, "shipped", *(f"generated-{seed}" for seed in SEEDS))
 
 
-def flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of this benchmark."""
+def trace_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose traces."""
     add = parser.add_argument
     add("--trace", type=Path, help=f"the public trace's file; default: {TRACE_NAME} in ${TRACES_VARIABLE}")
     add("--traces", type=_names(TRACES), default=TRACES, help=f"of {','.join(TRACES)} (default: all)")
+    add("--blocks", choices=BLOCKS, default="full", help="count full blocks only, or all")
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    trace_flags(parser)
+    add = parser.add_argument
     add("--policies", type=_names(tuple(COMPARED)), default=tuple(COMPARED), help=f"of {','.join(COMPARED)}")
     add("--capacities", type=_capacities, default=CAPACITIES, help=f"in blocks; {UNBOUNDED} for no bound")
-    add("--blocks", choices=BLOCKS, default="full", help="count full blocks only, or all")
 
 
 def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

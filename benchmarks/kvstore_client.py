@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.kvstore_shape import Memory, hello, parents
@@ -70,12 +70,17 @@ class StoreClient:
         size, target, slice_bytes = self.layout.block_bytes, self.memory.target, self.layout.slice_bytes
         places = [self.memory.at(first + index, size, target) for index in range(len(keys))]
 
-        def take(layer: int, index: int, data: memoryview, value: int) -> None:
+        def into(layer: int, index: int) -> memoryview:
             at = places[index] + layer * slice_bytes
-            target[at : at + slice_bytes] = data
+            return target[at : at + slice_bytes]
+
+        def take(layer: int, index: int, data: memoryview, value: int) -> None:
+            """It lies where it was to land."""
 
         layers = range(self.layout.layers)
-        blocks = await self.reader.read(keys, layers=layers, on_slice=take, on_layer=on_layer, timeout_s=TIMEOUT_S)
+        blocks = await self.reader.read(
+            keys, layers=layers, on_slice=take, on_layer=on_layer, timeout_s=TIMEOUT_S, into=into
+        )
         if blocks != len(keys):
             raise IncompleteError(f"the store has {blocks} of {len(keys)} blocks")
 
@@ -125,7 +130,7 @@ async def connected(
             await reader.aclose()
 
 
-async def some_at_once(jobs: Sequence[Callable[[], Awaitable[None]]], at_once: int) -> None:
+async def some_at_once(jobs: Iterable[Callable[[], Awaitable[None]]], at_once: int) -> None:
     """Runs jobs in order, `at_once` at a time."""
     waiting = iter(jobs)
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from benchmarks.processes import Child, child
 
 READ_TARGET = 0.8
 WRITE_TARGET = 0.8
+Job = Callable[[], Awaitable[None]]
 LAYOUT = layout_of(1 << 20)
 CHAIN_BLOCKS = 32
 AT_ONCE = 2
@@ -40,6 +41,8 @@ SEGMENT_BYTES = 16 << 20
 TIMES_PUT = 3
 """Sustained Put moves this many times what its tier holds, unless it is told otherwise."""
 MEMORY_BYTES = 64 << 20
+PARTS = 10
+"""Of a stretch, after each of which it is told how far it has come."""
 MIN_BLOCKS = 288
 
 
@@ -58,19 +61,29 @@ def chains(seed: object, blocks: int) -> list[tuple[list[bytes], int]]:
     return [(chain((seed, at), count), at * CHAIN_BLOCKS) for at, count in enumerate(counts)]
 
 
-async def put_seconds(address: str, memory: Memory, seed: int, blocks: int, *, durable: bool) -> float:
+def told(jobs: Sequence[Job], what: str, progress: Progress) -> Iterator[Job]:
+    """The same jobs; each tenth of them that has begun is told."""
+    begin = time.perf_counter()
+    for done, job in enumerate(jobs, 1):
+        yield job
+        if done * PARTS // len(jobs) > (done - 1) * PARTS // len(jobs):
+            progress(f"SSD: {what}: {done} of {len(jobs)} chains, {time.perf_counter() - begin:.1f} s")
+
+
+async def put_seconds(
+    address: str, memory: Memory, seed: int, blocks: int, what: str, progress: Progress, *, durable: bool
+) -> float:
     """Seconds until chains are VISIBLE, or DURABLE."""
     async with connected(address, LAYOUT, memory) as client:
         begin = time.perf_counter()
-        await some_at_once(
-            [functools.partial(client.put, keys, first) for keys, first in chains(seed, blocks)], AT_ONCE
-        )
+        jobs = [functools.partial(client.put, keys, first) for keys, first in chains(seed, blocks)]
+        await some_at_once(told(jobs, what, progress), AT_ONCE)
         if durable:
             await client.durable()
         return time.perf_counter() - begin
 
 
-async def get_seconds(address: str, memory: Memory, seed: int, blocks: int) -> float:
+async def get_seconds(address: str, memory: Memory, seed: int, blocks: int, progress: Progress) -> float:
     """Seconds until all chains have been read.
 
     Raises:
@@ -79,9 +92,8 @@ async def get_seconds(address: str, memory: Memory, seed: int, blocks: int) -> f
     memory.clear_target()
     async with connected(address, LAYOUT, memory) as client:
         begin = time.perf_counter()
-        await some_at_once(
-            [functools.partial(client.get, keys, first) for keys, first in chains(seed, blocks)], AT_ONCE
-        )
+        jobs = [functools.partial(client.get, keys, first) for keys, first in chains(seed, blocks)]
+        await some_at_once(told(jobs, "cold Get", progress), AT_ONCE)
         seconds = time.perf_counter() - begin
     if wrong := memory.differs(min(blocks, MEMORY_BYTES // LAYOUT.block_bytes), LAYOUT.block_bytes):
         raise RuntimeError(f"{wrong} blocks that were read differ from those put")
@@ -140,20 +152,22 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
     return Sizes(read, put, blocks(options.ssd_tier_gigabytes, put // TIMES_PUT, MIN_BLOCKS // TIMES_PUT))
 
 
-async def put_sustained(folder: Path, memory: Memory, seed: int, blocks: int, held: int) -> float:
+async def put_sustained(
+    folder: Path, memory: Memory, seed: int, blocks: int, held: int, progress: Progress = lambda words: None
+) -> float:
     """Seconds to put blocks until they are durable into a full tier that holds `held` of them."""
     with store(folder, blocks_bytes(held)) as process:
-        await put_seconds(process.address, memory, ~seed, 2 * held, durable=True)
-        return await put_seconds(process.address, memory, seed, blocks, durable=True)
+        await put_seconds(process.address, memory, ~seed, 2 * held, "filling the tier", progress, durable=True)
+        return await put_seconds(process.address, memory, seed, blocks, "sustained Put", progress, durable=True)
 
 
-async def get_cold(folder: Path, memory: Memory, seed: int, blocks: int) -> float:
+async def get_cold(folder: Path, memory: Memory, seed: int, blocks: int, progress: Progress) -> float:
     """Seconds to read blocks that a store held before it was restarted and its files left the page cache."""
     with store(folder, 2 * blocks_bytes(blocks)) as process:
-        await put_seconds(process.address, memory, seed, blocks, durable=True)
+        await put_seconds(process.address, memory, seed, blocks, "Put of what is read", progress, durable=True)
     with store(folder, 2 * blocks_bytes(blocks)) as process:
         drop_cache(folder)
-        return await get_seconds(process.address, memory, seed, blocks)
+        return await get_seconds(process.address, memory, seed, blocks, progress)
 
 
 def blocks_bytes(blocks: int) -> int:
@@ -161,13 +175,16 @@ def blocks_bytes(blocks: int) -> int:
     return blocks * (LAYOUT.block_bytes + HEADER_BYTES)
 
 
-async def one_run(seed: int, figures: Figures, folder: Path, memory: Memory, sizes: Sizes, dram: Child) -> None:
+async def one_run(
+    seed: int, figures: Figures, folder: Path, memory: Memory, sizes: Sizes, dram: Child, progress: Progress
+) -> None:
     """Every figure once, in a new folder with the file of plain reads; `seed` differs from other runs'."""
     blocks, nbytes = sizes.read, sizes.put * LAYOUT.block_bytes
-    figures.put.append(await put_sustained(folder / "put", memory, seed, sizes.put, sizes.held))
+    figures.put.append(await put_sustained(folder / "put", memory, seed, sizes.put, sizes.held, progress))
     figures.append.append(append_seconds(folder / "append", memory.source, 1 << 20, nbytes, SYNC_BYTES))
-    figures.put_dram.append(await put_seconds(dram.address, memory, seed, sizes.put, durable=False))
-    figures.get.append(await get_cold(folder / "get", memory, seed, blocks))
+    in_dram = await put_seconds(dram.address, memory, seed, sizes.put, "Put to DRAM", progress, durable=False)
+    figures.put_dram.append(in_dram)
+    figures.get.append(await get_cold(folder / "get", memory, seed, blocks, progress))
     pitch = LAYOUT.block_bytes + HEADER_BYTES
     orders = (
         (figures.read, layer_major(blocks, LAYOUT.layers, LAYOUT.slice_bytes, pitch, CHAIN_BLOCKS)),
@@ -192,7 +209,7 @@ async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
             with tempfile.TemporaryDirectory(dir=shared) as name:
                 folder = Path(name)
                 (folder / "plain").hardlink_to(Path(shared) / "plain")
-                await one_run(number, figures, folder, memory, sizes, dram)
+                await one_run(number, figures, folder, memory, sizes, dram, progress)
             progress(f"SSD: run {number + 1} of {options.runs}")
     rows = figures.rows(sizes)
     for row in rows:

@@ -102,13 +102,13 @@ def check_peer(address: str) -> str:
     return address
 
 
-def _split_peers(value: Any) -> Any:
-    """Addresses from a list, or from text that has commas between them; each once."""
-    parts = [value] if isinstance(value, str) else value
+def _split(value: Any) -> Any:
+    """Parts of a list, or of text that has commas between them; each once."""
+    parts = [str(value)] if isinstance(value, str | Path) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return value
-    found = (address.strip() for part in parts for address in part.split(","))
-    return tuple(dict.fromkeys(address for address in found if address))
+    found = (one.strip() for part in parts for one in part.split(","))
+    return tuple(dict.fromkeys(one for one in found if one))
 
 
 def _check_peers(addresses: tuple[str, ...]) -> tuple[str, ...]:
@@ -119,8 +119,9 @@ def _check_peers(addresses: tuple[str, ...]) -> tuple[str, ...]:
 ListenAddress = Annotated[str, AfterValidator(_check_bind)]
 # The same, or "" for none.
 OptionalAddress = Annotated[str, AfterValidator(_check_optional)]
-# "host:port" of other services: the flag is given again, or they stand in one value with commas between them.
-PeerAddresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_peers), AfterValidator(_check_peers)]
+# "host:port" of other services, or folders: the flag is given again, or there are commas between them in one value.
+PeerAddresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_peers)]
+Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split)]
 
 
 class ServiceConfig(BaseSettings):

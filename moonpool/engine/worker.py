@@ -113,10 +113,12 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     from kernels.native import library
     from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
+    from moonpool.engine.captures import Captures
     from moonpool.engine.devices.opening import open_device, place_on
-    from moonpool.engine.footprint import resident_bytes, work_bytes
+    from moonpool.engine.footprint import longest_tokens, resident_bytes, work_bytes
+    from moonpool.engine.graphs import DecodeGraphs
     from moonpool.engine.masks import Masks
-    from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
+    from moonpool.engine.pipeline import Links, NoLinks, StageLinks, wire_of
     from moonpool.engine.step import StageRunner
     from moonpool.kv.pool import PoolPart
     from moonpool.model.load import load_stage, torch_dtype
@@ -144,10 +146,11 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     place = place_on(device, part, lambda error: _end(channel, error))
     links: Links = NoLinks()
     if engine.stages > 1:
-        links = GlooLinks(
+        links = StageLinks(
             Path(spec.rendezvous),
             spec.stage,
             engine.stages,
+            wire_of(DeviceName.parse(engine.device).kind),
             hidden_size=config.hidden_size,
             dtype=dtype,
             timeout_s=engine.step_timeout_s,
@@ -162,15 +165,18 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
     if native is not None:
         runner.share = native.had
+    if device is not None and engine.graphs:
+        longest = longest_tokens(config, engine)
+        runner.graphs = DecodeGraphs(device, model, place.memory, Captures(longest), longest)
     work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
     return runner, Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work)
 
 
-def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextManager[None]]:
+def turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractContextManager[None]]:
     """What each step runs in: as many cores as are ours while it does (`moonpool.engine.cores`).
 
-    Native kernels look at that themselves, before each of their regions. Torch's threads are set per step, unless
-    results are to be the same whatever else runs.
+    Native kernels look at that themselves, before each of their regions, and the `runner`'s patient steps give way to
+    others. Torch's threads are set per step, unless results are to be the same whatever else runs.
 
     Raises:
         ConfigError: the page cannot be used.
@@ -178,7 +184,7 @@ def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextMa
     import torch
 
     from kernels.native import library
-    from moonpool.engine.cores import SLOTS, Cores, default_page
+    from moonpool.engine.cores import SLOTS, Cores, Turns, default_page
 
     if not engine.core_page:
         return contextlib.nullcontext
@@ -190,9 +196,11 @@ def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextMa
         sys.stderr.write(f"cores are not lent: {error}\n")
         torch.set_num_threads(min(engine.threads, max(1, len(os.sched_getaffinity(0)) // engine.stages)))
         return contextlib.nullcontext
-    kernels = library.get() if native else None
+    kernels = library.get() if runner.model.native else None
     if kernels is not None:
         kernels.lend(cores.address, SLOTS, cores.own)
+        its = Turns(cores.others_compute, kernels.had)
+        runner.give_way, runner.share = its.give_way, its.share
         return cores.computing
 
     def split() -> AbstractContextManager[None]:
@@ -211,7 +219,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     receiver.start()
     begin = time.monotonic()
     runner, footprint = load(spec, pool_fd, gates, channel)
-    turn = turns(spec.engine, native=runner.model.native)
+    turn = turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     channel.send(Ready(time.monotonic() - begin, peak_bytes, footprint))
 

@@ -81,8 +81,12 @@ def checksum(header: kv_pb2.FrameHeader) -> int:
 
 
 def _checksum(session: int, generation: int, runs: Sequence[Sequence[int]], hashes: Sequence[int]) -> int:
-    fields = itertools.chain.from_iterable(runs)
-    return xxhash.xxh3_64_intdigest(_packing(len(runs), len(hashes)).pack(session, generation, *fields, *hashes))
+    return checksum_of(session, generation, itertools.chain.from_iterable(runs), len(runs), hashes)
+
+
+def checksum_of(session: int, generation: int, fields: Iterable[int], runs: int, hashes: Sequence[int]) -> int:
+    """As `checksum`, of a header with so many runs, whose fields are `fields`, one run's behind the other's."""
+    return xxhash.xxh3_64_intdigest(_packing(runs, len(hashes)).pack(session, generation, *fields, *hashes))
 
 
 @functools.lru_cache

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+
+_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_new_bytearray.argtypes, _new_bytearray.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
+
+
+def new_bytearray(nbytes: int) -> bytearray:
+    """Bytes that are not made zeros first; for who overwrites all of them."""
+    made: bytearray = _new_bytearray(None, nbytes)
+    return made
+
+
+def new_bytes(nbytes: int) -> memoryview:
+    """A view of a `new_bytearray`."""
+    return memoryview(new_bytearray(nbytes))
 
 
 class Scattered:

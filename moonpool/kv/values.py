@@ -20,6 +20,7 @@ from typing_extensions import Buffer
 from moonpool.errors import InvalidRequest, PermissionDenied
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.layout import MAX_BLOCK_BYTES, KVLayout
+from moonpool.kv.scattered import new_bytearray
 
 MAX_VALUE_BYTES = MAX_BLOCK_BYTES
 MAX_KEY_BYTES = 4096
@@ -148,18 +149,31 @@ class ValueTarget:
         self._counted = layout.dtype == _COUNTED
         self._own: bytearray | None = None
         self._memory = memory
+        self._places: dict[int, memoryview] = {}
         self._length = b""
+
+    def place(self, layer: int) -> memoryview | None:
+        """Where a slice may be put before `take` gets it there; None where there is not room for all of it."""
+        room = self._room(layer)
+        if room.nbytes < self._layout.slice_bytes:
+            return None
+        self._places[layer] = room
+        return room
 
     def take(self, layer: int, data: memoryview) -> None:
         """A slice has come; what has no room is dropped."""
-        if self._memory is None:
-            self._own = bytearray(self._layout.block_bytes)
-            self._memory = memoryview(self._own)
-        begin = layer * self._layout.slice_bytes
-        room = self._memory[begin : begin + data.nbytes]
-        room[:] = data[: room.nbytes]
+        if data is not self._places.get(layer):
+            room = self._room(layer)
+            room[:] = data[: room.nbytes]
         if self._counted and layer == self._layout.layers - 1:
             self._length = bytes(data[-_LENGTH.size :])
+
+    def _room(self, layer: int) -> memoryview:
+        if self._memory is None:
+            self._own = new_bytearray(self._layout.block_bytes)
+            self._memory = memoryview(self._own)
+        size = self._layout.slice_bytes
+        return self._memory[layer * size : (layer + 1) * size]
 
     def length(self) -> int | None:
         """Bytes of the value, once all slices have come; None when the block is no value."""
@@ -173,6 +187,7 @@ class ValueTarget:
         nbytes = self.length()
         if nbytes is None or self._own is None or self._memory is None:
             return None
-        self._memory.release()
+        for view in (*self._places.values(), self._memory):
+            view.release()
         del self._own[nbytes:]
         return self._own

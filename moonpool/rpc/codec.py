@@ -15,9 +15,19 @@ from moonpool.rpc.limits import check_message
 
 PAYLOAD_FIELD_NUMBER = 15
 
+_CARRIES: dict[type[Message], bool] = {}
+"""What `has_payload` has found."""
+
 
 def has_payload(cls: type[Message]) -> bool:
     """Whether a message class carries a payload."""
+    known = _CARRIES.get(cls)
+    if known is None:
+        known = _CARRIES[cls] = _carries(cls)
+    return known
+
+
+def _carries(cls: type[Message]) -> bool:
     field = cls.DESCRIPTOR.fields_by_name.get("payload")
     return field is not None and field.number == PAYLOAD_FIELD_NUMBER and field.type == FieldDescriptor.TYPE_BYTES
 

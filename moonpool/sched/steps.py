@@ -14,6 +14,9 @@ from moonpool.kv.keys import BlockKey
 from moonpool.logprobs import Logprobs
 from moonpool.sampling import SampleSpec
 
+PATIENCE = 3.0
+"""Times what it takes that a patient step waits at most."""
+
 
 def _nothing() -> None:
     """The value of a `History` at the other end of a channel: None."""
@@ -61,6 +64,8 @@ class SequenceStep:
     """Set when the token after the last one is to be sampled."""
     scored: Scored | None = None
     """Set when log probabilities of known tokens are wanted."""
+    full_hit: bool = False
+    """Their KV is there already, too: they are computed for the token that follows them, and write nothing."""
     end_token_ids: frozenset[int] = frozenset()
     """A run is over when one of them is sampled."""
     history: History | None = field(default=None, compare=False, repr=False)
@@ -69,8 +74,8 @@ class SequenceStep:
     def after(self, token: int) -> Self:
         """Its share of the run's next step, when this one has sampled `token`."""
         assert self.sample is not None, "each sequence of a run samples"
-        start = self.start + len(self.token_ids) // 4
-        return replace(self, token_ids=token.to_bytes(4, "little"), start=start, sample=self.sample.after(token))
+        start, token_ids = self.start + len(self.token_ids) // 4, token.to_bytes(4, "little")
+        return replace(self, token_ids=token_ids, start=start, sample=self.sample.after(token), full_hit=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,8 @@ class Step:
     copies: tuple[tuple[int, int], ...] = ()
     """Blocks (from, to) that are copied in all layers before anything else: a sequence is about to write to a block
     that others refer to. No block is a target twice, or a target and a source."""
+    patient: bool = False
+    """Nobody waits for its tokens one by one: what else this host computes may go first, see `PATIENCE`."""
     steps: int = 1
     """Of the run that begins with it, at most. It ends before with a step that samples an end token, or nothing for a
     sequence, and with the one in which it is cut. All its sequences sample, and have blocks for all of it."""
@@ -121,6 +128,8 @@ def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
     """
     found: dict[int, int] = {}
     for sequence in step.sequences:
+        if sequence.full_hit:
+            continue
         end = sequence.start + len(sequence.token_ids) // 4
         first, last = sequence.start // block_tokens, end // block_tokens
         found.update((block, block_tokens) for block in sequence.block_table[first:last])

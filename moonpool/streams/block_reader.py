@@ -10,23 +10,21 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
-from moonpool.kv.frames import DamagedSliceError, FrameOpener, split_run
-from moonpool.kv.hashes import bind
+from moonpool.errors import InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, Metadata, payload_stream
 from moonpool.streams.credits import Traffic
 from moonpool.streams.lanes.dialing import LaneDialer
-from moonpool.streams.ledger import SliceLedger
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
-from moonpool.streams.once import Once
+from moonpool.streams.prefix_read import Answer, Into, OnSlice, PrefixLost, PrefixRead
 from moonpool.v1 import kv_pb2, kvstore_pb2
+
+__all__ = ["BlockReader", "PrefixLost", "ReadMethod"]
 
 READ_WINDOW_BYTES = 32 << 20
 
 Asked = kvstore_pb2.GetRequest | kv_pb2.ReadKVRequest
-Answer = kvstore_pb2.GetResponse | kv_pb2.ReadKVResponse
 
 
 class ReadMethod(NamedTuple):
@@ -43,19 +41,6 @@ FROM_PREFILL = ReadMethod("PrefillService", "ReadKV", kv_pb2.ReadKVRequest, kv_p
 FROM_DECODE = FROM_PREFILL._replace(service="DecodeService")
 
 
-class PrefixLost(TransferFailed):
-    """The source lost blocks of a prefix after whole layers of them had been handed out.
-
-    Attributes:
-        blocks: Leading blocks that are still good.
-    """
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__(f"the source lost blocks while they were being read; the first {blocks} are good")
-        self.args = (blocks,)
-        self.blocks = blocks
-
-
 def _get_session(message: Answer) -> Hashable:
     match message.WhichOneof("message"):
         case "frame":
@@ -67,105 +52,6 @@ def _get_session(message: Answer) -> Hashable:
         case "done":
             return message.done.session
     return None
-
-
-class PrefixRead:
-    """One reading session: hands slices out as they come, layers in order."""
-
-    def __init__(
-        self,
-        layout: KVLayout,
-        keys: Sequence[bytes],
-        layers: range,
-        heads: range,
-        on_slice: Callable[[int, int, memoryview, int], None],
-        on_layer: Callable[[int], None],
-        forgotten: Sequence[str] = (),
-    ) -> None:
-        self.finished = Once()
-        self.blocks = len(keys)
-        self.damaged_key = b""
-        self._keys = keys
-        self._opener = FrameOpener(layout, heads, keys)
-        self._layout = layout
-        self._layers = layers
-        self._heads = heads
-        self._on_slice = on_slice
-        self._on_layer = on_layer
-        self.forgotten = forgotten
-        self._ledger: SliceLedger | None = None
-        self._next_layer = layers.start
-
-    def on_message(self, message: Answer, payload: memoryview) -> None:
-        match message.WhichOneof("message"):
-            case "opened":
-                if message.opened.blocks and not set(self.forgotten).issubset(message.opened.forgotten):
-                    raise TransferFailed("the source may have blocks that are older than their deletion")
-                self._opened(message.opened.blocks)
-                if message.opened.HasField("frame"):
-                    self._frame(message.opened.frame, payload)
-                    self._check_finished()
-            case "frame":
-                self._frame(message.frame, payload)
-            case "missing":
-                self._missing(message.missing.block)
-            case "done":
-                self._check_finished()
-
-    def on_broken(self, error: Exception) -> None:
-        self.finished.done(error)
-
-    def _check_finished(self) -> None:
-        if not self.finished.is_done:
-            raise TransferFailed(f"the source ended a read with {self._left()} slices missing")
-
-    def _opened(self, blocks: int) -> None:
-        if self._ledger is not None or blocks > self.blocks:
-            raise FrameError(f"the source opened a read of {self.blocks} blocks with {blocks}, or twice")
-        self.blocks = blocks
-        self._ledger = SliceLedger(self._layers, blocks, self._heads)
-        if not blocks:
-            self.finished.done()
-
-    def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
-        if self._ledger is None:
-            raise FrameError("a frame came before its session was opened")
-        try:
-            opened = self._opener.open(header, payload)
-        except DamagedSliceError as error:
-            self.damaged_key = self._keys[error.block]
-            raise
-        for run, data, hashes in opened:
-            if run.valid_tokens != self._layout.block_tokens:
-                raise FrameError(f"{run}: stored blocks are full")
-            self._ledger.accept(run)
-            for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
-                self._on_slice(run.layer, index, piece, bind(value, self._keys[index], run.layer))
-        self._advance(self._ledger)
-
-    def _missing(self, block: int) -> None:
-        if self._ledger is None:
-            raise FrameError("a block went missing before its session was opened")
-        if block >= self.blocks:
-            return
-        self.blocks = block
-        self._ledger.truncate(block)
-        if self._next_layer > self._layers.start:
-            raise PrefixLost(block)
-        if not block:
-            self.finished.done()
-        else:
-            self._advance(self._ledger)
-
-    def _advance(self, ledger: SliceLedger) -> None:
-        while self._next_layer < self._layers.stop and ledger.layer_complete(self._next_layer):
-            self._on_layer(self._next_layer)
-            self._next_layer += 1
-        if ledger.complete:
-            self.finished.done()
-
-    def _left(self) -> int:
-        return self._ledger.missing() if self._ledger is not None else self.blocks * len(self._layers)
 
 
 class BlockReader:
@@ -243,10 +129,11 @@ class BlockReader:
         *,
         layers: range,
         heads: range | None = None,
-        on_slice: Callable[[int, int, memoryview, int], None],
+        on_slice: OnSlice,
         on_layer: Callable[[int], None],
         timeout_s: float,
         tenant: str = "",
+        into: Into | None = None,
     ) -> int:
         """Reads the leading blocks of `keys` that the source has; returns how many that were (fewer is a miss).
 
@@ -259,6 +146,9 @@ class BlockReader:
             on_layer: Called for each layer, in order, when all its slices have been handed out.
             timeout_s: Longest time for all of it.
             tenant: Whose KV it is.
+            into: Says where the slice of any (layer, index into keys) may land; saves a copy: `on_slice` gets that
+                memory then. None for a slice that may not. The memory is undefined where a read fails, or has fewer
+                blocks; nothing is written there after `read` has returned or raised.
 
         Neither is called after `read` has returned or raised. What they raise ends the read.
 
@@ -275,11 +165,12 @@ class BlockReader:
         if not keys or not layers or not heads:
             return 0
         self._check_heads(heads)
-        read = PrefixRead(self._layout, keys, layers, heads, on_slice, on_layer, self._forgotten(keys, tenant))
+        forgotten = self._forgotten(keys, tenant)
+        read = PrefixRead(self._layout, keys, layers, heads, on_slice, on_layer, forgotten, into)
         number = next(self._ids)
         began = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(timeout_s):
+            with self._stream.deadlines.within(timeout_s):
                 await self._read(number, read, keys, layers, heads)
         except TimeoutError:
             self._stream.suspect(began)
@@ -295,7 +186,7 @@ class BlockReader:
             raise InvalidRequest("heads", "slices with scales travel whole")
 
     async def _read(self, number: int, read: PrefixRead, keys: Sequence[bytes], layers: range, heads: range) -> None:
-        session = await self._stream.open(number, read)
+        session = await self._stream.open(number, read, read.place)
         finished = False
         try:
             opening = kv_pb2.ReadOpen(
@@ -309,9 +200,11 @@ class BlockReader:
                 forgotten=read.forgotten,
             )
             session.post(self._asked(open=opening, credit_bytes=session.take_credit()))
+            read.expect()
             await read.finished.wait()
             finished = True
         finally:
+            read.leave()
             session.close()
             if not finished:
                 self._tell_closed(session, number, read.damaged_key)

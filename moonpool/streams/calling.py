@@ -13,6 +13,8 @@ from google.protobuf.message import Message
 from moonpool.errors import Mismatch, MoonpoolError, StreamBroken
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.wire import PayloadMessage
+from moonpool.streams.lanes.inbound import Came
+from moonpool.streams.lanes.landing import Landing
 from moonpool.streams.lanes.lane import Lane
 from moonpool.streams.outbox import MAX_MESSAGES, STALL_S, Outbox
 from moonpool.telemetry.logs import get_logger
@@ -41,7 +43,6 @@ class ClientStream(Generic[Req, Res]):
         error: What broke the stream.
         heard_at: When the last message came, on the event loop's clock.
         lane: What is used beside the call.
-        ending: The lane has ended, so that the stream is about to break.
         lane_error: What broke the lane, when the call had no other reason to end.
     """
 
@@ -72,7 +73,7 @@ class ClientStream(Generic[Req, Res]):
         self.error: Exception | None = None
         self.heard_at = 0.0
         self.lane: Lane[Res] | None = None
-        self.ending = False
+        self._ending = False
         self.lane_error: Exception | None = None
         self._connect = connect
         self._hello = hello
@@ -84,9 +85,16 @@ class ClientStream(Generic[Req, Res]):
         self._tasks: list[asyncio.Task[None]] = []
         self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
 
-    def on_message(self, message: Res, payload: memoryview) -> None:
-        """Handles a message; what it raises breaks the stream. The first must be the welcome, where there is one."""
+    def on_message(self, message: Res, payload: Any) -> None:
+        """Handles a message; what it raises breaks the stream. The first must be the welcome, where there is one.
+
+        Its payload is a memoryview, or on a lane `Landed` where `place` has said so.
+        """
         raise NotImplementedError
+
+    def place(self, message: Res, nbytes: int) -> Landing | None:
+        """Where a payload of so many bytes that comes on a lane is to land; None: it comes with its message."""
+        return None
 
     def on_broken(self, error: Exception) -> None:
         """The stream has broken; called once."""
@@ -109,10 +117,15 @@ class ClientStream(Generic[Req, Res]):
     def use_lane(self, lane: Lane[Res]) -> None:
         """Sends and receives over a lane from now on, which the stream owns. Only the hello may have been sent."""
         self.lane = lane
-        self.outbox.hold(self.break_)
+        self.outbox.hold(self.break_, lane.start)
         self._tasks.append(self._spawn(self._guard(lambda: self._read_lane(lane))))
         if self.error is not None:
             lane.close(self.error)
+
+    @property
+    def ending(self) -> bool:
+        """The lane has ended, so that the stream is about to break."""
+        return self._ending or (self.lane is not None and self.lane.closed)
 
     def ready(self) -> None:
         """The welcome has come; to be called by `on_message`."""
@@ -213,18 +226,15 @@ class ClientStream(Generic[Req, Res]):
 
     async def _read_lane(self, lane: Lane[Res]) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                message, payload = await lane.read()
-            except MoonpoolError as error:
-                await self._lane_ended(error)
+
+        def take(message: Res, payload: Came) -> None:
             self.heard_at = loop.time()
-            assert isinstance(payload, memoryview), "payloads come with their messages"
             self.on_message(message, payload)
-            del message, payload  # else their memory stays while the next payload is copied into other, colder memory
+
+        await self._lane_ended(await lane.run(take, self.place))
 
     async def _lane_ended(self, error: Exception) -> NoReturn:
-        self.ending = True
+        self._ending = True
         await asyncio.sleep(LANE_GRACE_S)  # the call may end too and say more; then this task is cancelled
         self.lane_error = error
         raise StreamBroken(f"its lane ended: {error}") from error

@@ -5,7 +5,7 @@ Off unless the environment asks for it:
     MOONPOOL_FAULT_CORRUPT_FRAMES   share of the frames that this process damages after their checksum was taken, 0 to 1
     MOONPOOL_FAULT_SEED             seed of the choice (default 0)
 
-All senders take their frames from `frames_to_send`.
+All senders take their frames from `frames_to_send` or `frame_to_send`.
 """
 
 from __future__ import annotations
@@ -98,3 +98,8 @@ def frames_to_send(
     """As `pack_frames`; some of the frames are damaged when the environment asks for it."""
     frames = pack_frames(session, generation, slices, layout, target_bytes)
     return frames if corruptor is None else map(corruptor, frames)
+
+
+def frame_to_send(frame: Frame) -> Frame:
+    """A frame that is made already, or a damaged one when the environment asks for it."""
+    return frame if corruptor is None else corruptor(frame)

@@ -16,10 +16,11 @@ import grpc.aio
 from moonpool.errors import StreamBroken, TransferFailed
 from moonpool.streams.calling import CONNECT_TIMEOUT_S, Req, Res
 from moonpool.streams.credits import ByteCredits, Traffic
+from moonpool.streams.deadlines import Deadlines
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.settings import GRPC
 from moonpool.streams.link import TO_DECODE, Link
-from moonpool.streams.mux_connection import Connection, MuxSession, SessionHandler, StreamSpec
+from moonpool.streams.mux_connection import Connection, MuxSession, Place, SessionHandler, StreamSpec, nowhere
 from moonpool.streams.outbox import STALL_S
 from moonpool.v1 import kv_pb2
 
@@ -31,7 +32,11 @@ SILENCE_S = 10.0
 
 
 class MuxStream(Generic[Req, Res]):
-    """A stream that connects when the first session opens, and again when one opens after it broke."""
+    """A stream that connects when the first session opens, and again when one opens after it broke.
+
+    Attributes:
+        deadlines: of what uses it.
+    """
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class MuxStream(Generic[Req, Res]):
             lanes,
             answers,
         )
+        self.deadlines = Deadlines()
         self._connection: Connection[Req, Res] | None = None
         self._attempt: asyncio.Task[Connection[Req, Res]] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -109,18 +115,27 @@ class MuxStream(Generic[Req, Res]):
         """What is under way on the standing connection; a broken one has none."""
         return self._connection.traffic if self._connection is not None and self.connected else Traffic()
 
-    async def open(self, key: Hashable, handler: SessionHandler[Res]) -> MuxSession[Req, Res]:
+    async def open(
+        self, key: Hashable, handler: SessionHandler[Res], place: Place[Res] = nowhere
+    ) -> MuxSession[Req, Res]:
         """Opens a session on this side, connecting first where necessary. The caller tells the peer of it.
+
+        Args:
+            key: The session's.
+            handler: Gets its messages.
+            place: Says where the payload of one of them, of so many bytes, is to land when it comes on a lane.
 
         Raises:
             Mismatch: The peer does not take what the hello offers.
             StreamBroken: The peer cannot be reached, or the stream is closed.
             TransferFailed: A session with this key is open.
         """
-        connection = await self._connected()
+        connection = self._connection
+        if connection is None or not connection.is_good:
+            connection = await self._connected()
         if key in connection.sessions:
             raise TransferFailed(f"{self.spec.name}: session {key} is open already")
-        session = MuxSession(connection, key, handler)
+        session = MuxSession(connection, key, handler, place)
         connection.sessions[key] = session
         return session
 
@@ -142,6 +157,7 @@ class MuxStream(Generic[Req, Res]):
             self._connection.break_(StreamBroken(f"{self.spec.name}: closed"))
         if self._attempt is not None:
             self._attempt.cancel()
+        self.deadlines.close()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -163,7 +179,7 @@ class MuxStream(Generic[Req, Res]):
         standing = self._connection
         if standing is not None and standing.ending:
             await standing.gone()
-        if standing is not None and standing.error is None and not standing.outgrown:
+        if standing is not None and standing.is_good:
             return standing
         if self._attempt is None or self._attempt.done():
             self._attempt = self._spawn(self._attempt_once())

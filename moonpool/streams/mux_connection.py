@@ -22,6 +22,8 @@ from moonpool.streams.calling import ClientStream, Req, Res, Spawn
 from moonpool.streams.credits import ByteCredits, CreditReturn, Traffic
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.held import Held
+from moonpool.streams.lanes.inbound import Came
+from moonpool.streams.lanes.landing import Landing, Lent
 from moonpool.streams.lanes.settings import lane_name
 from moonpool.streams.link import Link
 from moonpool.telemetry.logs import get_logger
@@ -30,6 +32,8 @@ from moonpool.v1 import kv_pb2
 log = get_logger(__name__)
 
 ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
+ResAny = TypeVar("ResAny", bound=Message)
+Place = Callable[[ResAny, int], Landing | None]
 
 AHEAD_BYTES = 4 << 20
 """Payloads of one session that a lane may have at once."""
@@ -72,11 +76,18 @@ class StreamSpec(Generic[Req, Res]):
     answers: type[Res]
 
 
-class SessionHandler(Protocol[ResIn]):
-    """What a session's owner does with what comes. Called from the reader task: must be quick and must not wait."""
+def nowhere(message: Message, nbytes: int) -> None:
+    """Payloads get memory of their own."""
 
-    def on_message(self, message: ResIn, payload: memoryview) -> None:
-        """A message of the session. The payload may be kept. What it raises ends this session only."""
+
+class SessionHandler(Protocol[ResIn]):
+    """What a session's owner does with what comes. Called from the reader: must be quick and must not wait."""
+
+    def on_message(self, message: ResIn, payload: Any) -> None:
+        """A message of the session. What it raises ends this session only.
+
+        The payload is a memoryview, which may be kept; or Landed, where the session has said where it is to land.
+        """
 
     def on_broken(self, error: Exception) -> None:
         """The session has ended: StreamBroken, or what `on_message` raised. Nothing comes after it."""
@@ -85,11 +96,14 @@ class SessionHandler(Protocol[ResIn]):
 class MuxSession(Generic[Req, Res]):
     """One session on a stream; ended by `close`, by its handler's failure, or with the stream."""
 
-    def __init__(self, connection: Connection[Req, Res], key: Hashable, handler: SessionHandler[Res]) -> None:
+    def __init__(
+        self, connection: Connection[Req, Res], key: Hashable, handler: SessionHandler[Res], place: Place[Res]
+    ) -> None:
         self.key = key
         self.error: Exception | None = None
         self._connection = connection
         self._handler = handler
+        self._place = place
 
     @property
     def welcome(self) -> kv_pb2.StreamWelcome:
@@ -123,7 +137,7 @@ class MuxSession(Generic[Req, Res]):
         outbox, under_way, ahead = self._connection.outbox, deque[Held](), 0
         try:
             for message, payload in frames:
-                held = await self._begin(message, payload, timeout_s)
+                held = await self.begin(message, payload, timeout_s)
                 if held is None:
                     continue
                 under_way.append(held)
@@ -137,19 +151,32 @@ class MuxSession(Generic[Req, Res]):
         finally:
             await outbox.abandon(under_way)
 
-    async def _begin(self, message: Req, payload: Payload, timeout_s: float) -> Held | None:
+    async def begin(self, message: Req, payload: Payload, timeout_s: float) -> Held | None:
+        """As `send` of one frame, but its memory is free only after `done_with`, or `abandon`, of what it returns."""
         self.check()
         size = payload_bytes(payload)
         connection = self._connection
-        await connection.credits.acquire(size, timeout_s=timeout_s)
+        if not connection.credits.take(size):
+            await connection.credits.acquire(size, timeout_s=timeout_s)
         try:
-            await connection.link_slot(size, timeout_s)
+            if connection.has_link:
+                await connection.link_slot(size, timeout_s)
             self.check()
         except BaseException:
             connection.credits.grant(size)
             raise
         unsent = functools.partial(connection.credits.grant, size)
         return await connection.outbox.begin(message, payload, timeout_s=timeout_s, unsent=unsent)
+
+    async def done_with(self, held: Held | None, timeout_s: float) -> None:
+        """Waits until what `begin` returned is done with; raises as `send`."""
+        if held is not None:
+            await self._connection.outbox.done_with(held, timeout_s)
+
+    async def abandon(self, held: Held | None) -> None:
+        """Gives up what `begin` returned, if it is not done with; its memory is free then."""
+        if held is not None and not held.done.done():
+            await self._connection.outbox.abandon([held])
 
     def take_credit(self) -> int:
         """Bytes to be handed back to the peer with the message that is sent next, which must say so."""
@@ -170,7 +197,15 @@ class MuxSession(Generic[Req, Res]):
         if self.error is None:
             self.error = StreamBroken("the session is closed")
 
-    def deliver(self, message: Res, payload: memoryview) -> None:
+    def place(self, message: Res, nbytes: int) -> Landing | None:
+        """Where a payload is to land; for the connection."""
+        try:
+            return self._place(message, nbytes)
+        except Exception as error:  # as in `deliver`
+            self.fail(error)
+            return None
+
+    def deliver(self, message: Res, payload: Came) -> None:
         """Hands a message to the handler; for the connection."""
         try:
             self._handler.on_message(message, payload)
@@ -243,6 +278,11 @@ class Connection(ClientStream[Req, Res]):
         """What is under way."""
         return Traffic(self.credits.out, self._returns.pending, len(self.outbox))
 
+    @property
+    def has_link(self) -> bool:
+        """Frames wait for slots."""
+        return self._spec.link is not None
+
     async def link_slot(self, size: int, timeout_s: float) -> None:
         """Waits for a slot on the link, if there is one."""
         spec = self._spec
@@ -271,8 +311,19 @@ class Connection(ClientStream[Req, Res]):
         """All bytes that were to be handed back; the caller tells the peer."""
         return self._returns.flush()
 
-    def on_message(self, message: Res, payload: memoryview) -> None:
+    @property
+    def is_good(self) -> bool:
+        """It stands, and another one would not be better."""
+        return self.error is None and not self.ending and not (self._passed_over and self.outgrown)
+
+    def place(self, message: Res, nbytes: int) -> Landing | None:
+        """Where its session wants a payload."""
+        session = self.sessions.get(self._spec.session_of(message))
+        return session.place(message, nbytes) if session is not None else None
+
+    def on_message(self, message: Res, payload: Came) -> None:
         """Hands a message to its session, and credits back to the peer."""
+        assert not isinstance(payload, Lent), "nothing is lent to a client"
         received = cast("Any", message)
         kind = received.WhichOneof("message")
         if credit_bytes := getattr(received, "credit_bytes", 0):  # not every stream's messages have it

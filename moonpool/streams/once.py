@@ -1,4 +1,4 @@
-"""An event that happens once or fails: set by a stream's reader task, awaited by one other task."""
+"""An event that happens once or fails: set by whoever handles a stream's messages, awaited by one other task."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ import asyncio
 
 
 class Once:
-    """Set by `done`, with or without an error; only the first time counts. An error is dropped if no task waits."""
+    """Set by `done`, with or without an error; only the first time counts. An error is dropped if no task waits.
+
+    Attributes:
+        is_done: it has happened, or failed.
+    """
+
+    __slots__ = ("_error", "_waiter", "is_done")
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self.is_done = False
         self._error: Exception | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """It has happened, or failed."""
-        return self._event.is_set()
+        self._waiter: asyncio.Future[None] | None = None
 
     def done(self, error: Exception | None = None) -> None:
         """It has happened, or failed with `error`."""
-        if not self._event.is_set():
-            self._error = error
-            self._event.set()
+        if self.is_done:
+            return
+        self.is_done, self._error = True, error
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def wait(self) -> None:
         """Returns when it has happened; raises the error when it failed. The caller sets the deadline."""
-        await self._event.wait()
+        if not self.is_done:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self._error is not None:
             raise self._error

@@ -1,9 +1,10 @@
 """Orders what many tasks send on one gRPC stream.
 
 A gRPC stream takes one write at a time, and cancelling a task within a write cancels the whole call. So tasks only
-queue here, and one task writes. After `put` nothing refers to the memory of the caller, who may free its blocks at once
-even when cancelled. On gRPC payloads are encoded when they are queued; on a lane (moonpool/streams/lanes) they are
-*held*: they stay where they are, and `put` waits until the lane is done with them.
+queue here, and one task writes; on a lane (moonpool/streams/lanes) what nothing waits before is sent at once. After
+`put` nothing refers to the memory of the caller, who may free its blocks at once even when cancelled. On gRPC payloads
+are encoded when they are queued; on a lane they are *held*: they stay where they are, and `put` waits until the lane is
+done with them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from moonpool.rpc.wire import Payload, PayloadMessage, payload_bytes, serialize
 from moonpool.rpc.writing import CANCEL_GRACE_S, write_each
 from moonpool.streams.credits import ByteCredits, CreditReturn
 from moonpool.streams.lanes.held import Held
+from moonpool.streams.lanes.outbound import Item, Unsent
 
 ROOM_BYTES = 4 << 20
 AHEAD_BYTES = 256 << 10
@@ -33,15 +35,17 @@ class Outbox:
     """Bounded queue of messages for one stream, written in order by `drain`.
 
     What `drain` hands to the stream's write is what our serialisers take (moonpool/rpc/codec.py): messages of classes
-    without a payload as they are, others encoded; after `hold` also `Held`.
+    without a payload as they are, others encoded; after `hold` also `Held` and `Unsent`.
     """
 
     def __init__(self, *, room_bytes: int = ROOM_BYTES, max_messages: int = MAX_MESSAGES) -> None:
         self._room = ByteCredits(room_bytes)
         self._freed = CreditReturn(room_bytes)  # in batches, so that a sender is not woken for every small frame
         self._max_messages = max_messages
-        self._queue: deque[tuple[Message | bytes | Held, int]] = deque()
+        self._queue: deque[tuple[Item | Unsent, int]] = deque()
         self._stuck: Callable[[Exception], None] | None = None
+        self._start: Callable[[Item], Unsent | None] | None = None
+        self._writing = False  # the writer has a message that it has not written
         self._written = 0  # payload bytes of the message that is being written, whose room is not free yet
         self._ahead = 0  # bytes put since the writer had a turn
         self._wake = asyncio.Event()
@@ -61,9 +65,14 @@ class Outbox:
         """
         self._append(serialize(PayloadMessage(message)) if has_payload(type(message)) else message, 0)
 
-    def hold(self, stuck: Callable[[Exception], None]) -> None:
-        """From now on payloads are held. `stuck` ends the stream when one is not done with in time."""
-        self._stuck = stuck
+    def hold(self, stuck: Callable[[Exception], None], start: Callable[[Item], Unsent | None]) -> None:
+        """From now on payloads are held.
+
+        Args:
+            stuck: Ends the stream when one is not done with in time.
+            start: Sends something as far as that goes at once; the stream's write gets what it has left.
+        """
+        self._stuck, self._start = stuck, start
 
     async def put(
         self, message: Message, payload: Payload, *, timeout_s: float, unsent: Callable[[], None] = lambda: None
@@ -106,9 +115,12 @@ class Outbox:
         size = payload_bytes(payload)
         if not self._room.take(size):
             return False
-        if self._stuck is not None and not isinstance(payload, bytes | memoryview):
+        clear = self._is_clear
+        if self._stuck is not None and not clear and not isinstance(payload, bytes | memoryview):
             payload = b"".join(payload)  # nobody waits until the lane is done with it
         self._put(message, payload, size)
+        if clear and self._queue and isinstance(unsent := self._queue[0][0], Unsent):
+            self._queue[0] = unsent.kept(), size
         return True
 
     def _put(
@@ -188,8 +200,9 @@ class Outbox:
         if self._closed is None:
             self._closed = error
             for item, _ in self._queue:
-                if isinstance(item, Held):
-                    item.fail(error)
+                held = item.held if isinstance(item, Unsent) else item
+                if isinstance(held, Held):
+                    held.fail(error)
             self._queue.clear()
             self._room.close(error)
             self._wake.set()
@@ -218,8 +231,9 @@ class Outbox:
             self.close(StreamBroken(f"writing ended: {failure!r}"))
             raise
 
-    async def _take(self) -> Message | bytes | Held | None:
+    async def _take(self) -> Item | Unsent | None:
         """The next message, once there is one; the one before has been written. None after the last."""
+        self._writing = False
         if self._written:
             self._room.grant(self._freed.consumed(self._written, idle=not self._queue))
             self._written = 0
@@ -237,11 +251,28 @@ class Outbox:
                 data.begun = True
                 break
         self._written = size
+        self._writing = True
         return data
 
-    def _append(self, data: Message | bytes | Held, size: int) -> None:
+    @property
+    def _is_clear(self) -> bool:
+        """Nothing is to go out before what comes now."""
+        return not self._queue and not self._writing
+
+    def _append(self, data: Item, size: int) -> None:
         if self._closed is not None:
             raise self._closed
+        if self._start is not None and self._is_clear:
+            if isinstance(data, Held):
+                data.begun = True
+            unsent = self._start(data)
+            if unsent is None:
+                if size:
+                    self._room.grant(size)
+            else:
+                self._queue.append((unsent, size))
+                self._wake.set()
+            return
         if len(self._queue) >= self._max_messages:
             raise StreamBroken(f"{len(self._queue)} messages wait and the peer takes none")
         self._queue.append((data, size))

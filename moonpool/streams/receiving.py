@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from google.protobuf.message import Message
 
 from moonpool.errors import Mismatch, TransferFailed
-from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
+from moonpool.kv.frames import FRAME_BYTES, Slice
 from moonpool.kv.keys import KEY_BYTES
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.wire import payload_bytes
 from moonpool.streams.credits import ByteCredits, CreditReturn
-from moonpool.streams.faults import frames_to_send
+from moonpool.streams.faults import frame_to_send, frames_to_send
 from moonpool.streams.link import TO_DECODE, Link
 from moonpool.streams.outbox import Outbox
 from moonpool.v1 import kv_pb2
@@ -135,22 +135,23 @@ class FrameWriter:
             sent += nbytes
         return sent
 
-    def offer(self, session: int, slices: Sequence[Slice], wrap: Callable[[kv_pb2.FrameHeader], Message]) -> bool:
-        """Sends slices that fit one frame if nothing has to be waited for, the header wrapped by `wrap`.
+    def offer(
+        self, header: kv_pb2.FrameHeader, pieces: list[memoryview], wrap: Callable[[kv_pb2.FrameHeader], Message]
+    ) -> bool:
+        """Sends a frame if nothing has to be waited for, the header wrapped by `wrap`.
 
         Returns:
-            Whether they were sent; no credits are used when not, or when it raises.
+            Whether it was sent; no credits are used when not, or when it raises.
 
         Raises:
             StreamBroken: Too many messages wait to be written.
         """
-        nbytes = sum(item.data.nbytes for item in slices)
-        fits = nbytes <= self._target_bytes and len(slices) <= MAX_FRAME_SLICES
-        if self._link is not None or not fits or not self.credits.take(nbytes):
+        nbytes = payload_bytes(pieces)
+        if self._link is not None or nbytes > self._target_bytes or not self.credits.take(nbytes):
             return False
         unused = nbytes
         try:
-            [(header, pieces)] = frames_to_send(session, 0, slices, self._layout, self._target_bytes)
+            header, pieces = frame_to_send((header, pieces))
             sent = self._outbox.offer(wrap(header), pieces)
             if sent:
                 unused -= payload_bytes(pieces)  # what the reader will hand back: a damaged frame may be shorter

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, StreamBroken, Unavailable
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.calling import LANE_GRACE_S
+from moonpool.streams.lanes.inbound import Came
 from moonpool.streams.lanes.landing import Landed, Landing, Lent
 from moonpool.streams.lanes.lane import Lane
 from moonpool.streams.lanes.listening import LaneServer, Opened
@@ -45,8 +46,7 @@ class ServerStream(Generic[Req]):
         outbox: answers on their way to the peer.
         silent: whether the stream ended because nothing came for `silence_s`.
         borrows: payloads that lie in a region of the peer are lent: `on_message` copies what it needs of them before
-            it verifies that, and keeps nothing else (`lent`).
-        lent: the payload of the message that is being handled is lent.
+            it verifies that, and keeps nothing else (`lent`, `give_back`).
     """
 
     borrows = False
@@ -73,7 +73,7 @@ class ServerStream(Generic[Req]):
         """
         self.outbox = Outbox()
         self.silent = False
-        self.lent = False
+        self._lent: Lent | None = None
         self._closing = closing
         self._hello_timeout_s = hello_timeout_s
         self._silence_s = silence_s
@@ -260,7 +260,7 @@ class ServerStream(Generic[Req]):
             lent=opened.lent,
             acknowledge=self.post,
         )
-        self.outbox.hold(lane.close)
+        self.outbox.hold(lane.close, lane.start)
         receiving = self._receive_on(lane)
         try:
             self._group.create_task(receiving)
@@ -269,29 +269,42 @@ class ServerStream(Generic[Req]):
             raise StreamBroken("the stream has ended") from None
 
     async def _receive_on(self, lane: Lane[Req]) -> None:
-        while True:
-            try:
-                message, payload = await lane.read(self.place, lend=self.borrows)
-            except MoonpoolError as error:
-                await self._lane_ended(error)
-            await self.room()
+        def take(message: Req, payload: Came) -> None:
             if isinstance(payload, Landed):
                 payload.tell()
             elif isinstance(payload, Lent):
                 self._borrow(message, payload)
             else:
                 self.on_message(message, payload)
-            del message, payload  # as in _receive
+            if len(self.outbox) > self._max_unsent:
+                lane.pause()
+                self._group.create_task(self._resume(lane))
+
+        await self._lane_ended(await lane.run(take, self.place, lend=self.borrows))
+
+    async def _resume(self, lane: Lane[Req]) -> None:
+        await self.room()
+        lane.resume()
 
     def _borrow(self, message: Req, payload: Lent) -> None:
-        self.lent = True
+        self._lent = payload
         try:
             self.on_message(message, payload.data)
         finally:
-            self.lent = False
-            payload.give_back()
+            self.give_back()
 
-    async def _lane_ended(self, error: MoonpoolError) -> NoReturn:
+    @property
+    def lent(self) -> bool:
+        """The payload of the message that is being handled is lent."""
+        return self._lent is not None
+
+    def give_back(self) -> None:
+        """What was lent is needed no more: the peer hears so with the next answer. Idempotent."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            lent.give_back()
+
+    async def _lane_ended(self, error: Exception) -> NoReturn:
         await asyncio.sleep(LANE_GRACE_S)  # a peer that has left ends its call too, and this task with it
         raise StreamBroken(f"the lane ended: {error}") from error
 

@@ -12,10 +12,12 @@ from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
 from moonpool.kv.hashes import key_bindings, layer_binding
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.shapes import bound, frame_shape
 from moonpool.rpc.channels import Channels, Metadata, payload_stream
 from moonpool.streams.credits import Traffic
-from moonpool.streams.faults import frames_to_send
+from moonpool.streams.faults import frame_to_send, frames_to_send
 from moonpool.streams.lanes.dialing import LaneDialer
+from moonpool.streams.lanes.held import Held
 from moonpool.streams.link import TO_STORE, Link
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
 from moonpool.streams.once import Once
@@ -172,7 +174,7 @@ class StoreWriter:
             return PutOutcome(0, 0)
         began = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout(timeout_s):
+            with self._stream.deadlines.within(timeout_s):
                 return await self._put(keys, parents, tenant, read, timeout_s, forgotten)
         except TimeoutError:
             self._stream.suspect(began)
@@ -190,6 +192,7 @@ class StoreWriter:
         put = _Put(next(self._ids), len(keys))
         session = await self._stream.open(put.session, put)
         aborted = True
+        sent: Held | None = None
         try:
             opening = kvstore_pb2.PutOpen(
                 session=put.session,
@@ -202,8 +205,9 @@ class StoreWriter:
                 tenant=tenant,
                 forgotten=forgotten,
             )
-            await self._open(session, opening, keys, read, timeout_s)
+            sent = await self._open(session, opening, keys, read, timeout_s)
             await put.opened.wait()
+            await session.done_with(sent, timeout_s)
             if not put.taken:
                 slices = missing_slices(keys, put.missing, read, self._layout, self._frame_bytes)
                 frames = frames_to_send(put.session, 0, slices, self._layout, self._frame_bytes)
@@ -218,6 +222,7 @@ class StoreWriter:
             if aborted:
                 self._end(session, put, aborted=True)
             session.close()
+            await session.abandon(sent)
 
     async def _open(
         self,
@@ -226,22 +231,25 @@ class StoreWriter:
         keys: Sequence[bytes],
         read: Callable[[int, int], tuple[memoryview, int]],
         timeout_s: float,
-    ) -> None:
+    ) -> Held | None:
         """Tells the store of a session.
 
         One that fits a frame travels whole with its opening: a round trip costs more than bytes that the store has
-        already.
+        already. Returns what is under way then.
         """
         if (
             len(keys) * self._layout.block_bytes > self._frame_bytes
             or len(keys) * self._layout.layers > MAX_FRAME_SLICES
         ):
             session.post(kvstore_pb2.PutRequest(open=opening))
-            return
-        slices = missing_slices(keys, set(range(len(keys))), read, self._layout, self._frame_bytes)
-        [(header, pieces)] = frames_to_send(opening.session, 0, slices, self._layout, self._frame_bytes)
+            return None
+        layout = self._layout
+        shape = frame_shape(range(layout.layers), len(keys), range(layout.kv_heads), layout.block_tokens)
+        slices = [read(layer, index) for layer, index in shape.cells]
+        hashes = bound([value for _, value in slices], shape.bindings(keys))
+        header, pieces = frame_to_send((shape.header(opening.session, 0, hashes), [data for data, _ in slices]))
         opening.frame.CopyFrom(header)
-        await session.send([(kvstore_pb2.PutRequest(open=opening), pieces)], timeout_s=timeout_s)
+        return await session.begin(kvstore_pb2.PutRequest(open=opening), pieces, timeout_s)
 
     @staticmethod
     def _end(session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse], put: _Put, *, aborted: bool) -> None:

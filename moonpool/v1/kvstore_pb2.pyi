@@ -126,6 +126,7 @@ class PutOpen(_message.Message):
     PARENT_KEYS_FIELD_NUMBER: _builtins.int
     FRAME_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
+    DURABLE_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Chosen by the writer, unique on the stream."""
     keys: _builtins.bytes
@@ -142,6 +143,10 @@ class PutOpen(_message.Message):
     """Whose blocks these are."""
     parent_keys: _builtins.bytes
     """Concatenated 32-byte keys of the parents of `keys`, so that chains can be evicted tail first."""
+    durable: _builtins.bool
+    """The writer waits until the blocks are DURABLE: they go to the SSD tier even if the store otherwise writes there only
+    what is used again.
+    """
     @_builtins.property
     def frame(self) -> _kv_pb2.FrameHeader:
         """Describes this message's payload, which is all of the session. A store that has room at once takes it, and the
@@ -168,10 +173,11 @@ class PutOpen(_message.Message):
         parent_keys: _builtins.bytes = ...,
         frame: _kv_pb2.FrameHeader | None = ...,
         forgotten: _abc.Iterable[_builtins.str] | None = ...,
+        durable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "forgotten", b"forgotten", "frame", b"frame", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "parent_keys", b"parent_keys", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

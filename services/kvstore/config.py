@@ -1,11 +1,10 @@
 """The settings of a kvstore."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moonpool.config import PeerAddresses, read_mapping
+from moonpool.config import Folders, PeerAddresses, read_mapping
 from moonpool.errors import ConfigError
 from moonpool.rpc.client_port import ClientPortConfig
 from moonpool.streams.lanes.settings import LaneConfig
@@ -25,11 +24,13 @@ class KVStoreConfig(LaneConfig, ClientPortConfig):
     conductor: PeerAddresses = Field(
         (), description="HOST:PORT of the conductor to join; of several conductors, all are joined; default: run alone"
     )
-    data_dir: Path | None = Field(
-        None, description="folder for the SSD tier, used by this process alone; default: keep blocks in DRAM only"
+    data_dir: Folders = Field(
+        (),
+        description="folder for the SSD tier, used by this process alone; of several, on a disk each, those that fail "
+        "are left out; default: keep blocks in DRAM only",
     )
     dram_bytes: int = Field(1 << 30, gt=0, description="budget of the DRAM tier in bytes")
-    ssd_bytes: int = Field(16 << 30, ge=0, description="budget of the SSD tier in bytes; 0 = keep blocks in DRAM only")
+    ssd_bytes: int = Field(16 << 30, ge=0, description="budget of each data_dir in bytes; 0 = keep blocks in DRAM only")
     segment_bytes: int = Field(
         0, ge=0, description="bytes of one segment file, the unit in which SSD is reclaimed; 0 = a 64th of ssd_bytes"
     )
@@ -38,13 +39,18 @@ class KVStoreConfig(LaneConfig, ClientPortConfig):
         description="what a block on SSD survives once it is DURABLE: power = the loss of power; process = only the "
         "death of this process, which spares the device all syncs (an orderly stop still writes everything)",
     )
+    ssd_admission: Literal["all", "reused"] = Field(
+        "all",
+        description="what is written to the SSD tier: all blocks, or those that are reused (read or put again, lately "
+        "refused, pinned), so that what is read once does not wear it out",
+    )
     ssd_write_bytes_per_s: int = Field(
         0, ge=0, description="bytes that may be written to the SSD tier in a second, on average; 0 = no limit"
     )
     eviction: Annotated[str, AfterValidator(_policy_known)] = Field(
         "lru", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
     )
-    read_threads: int = Field(4, ge=1, le=256, description="threads that read the SSD")
+    read_threads: int = Field(4, ge=1, le=256, description="threads that read the SSD, for each data_dir")
     read_ahead_bytes: int = Field(
         64 << 20, gt=0, description="bytes that may be read from SSD before readers take them, all readers together"
     )
@@ -74,7 +80,7 @@ class KVStoreConfig(LaneConfig, ClientPortConfig):
 
     @property
     def durable_bytes(self) -> int:
-        return 0 if self.data_dir is None else self.ssd_bytes
+        return len(self.data_dir) * self.ssd_bytes
 
     @property
     def capacity_bytes(self) -> int:

@@ -36,6 +36,7 @@ from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.writer import WriteBehind, within
 from services.kvstore.policies import POLICIES
 from services.kvstore.servicer import KVStoreServicer
+from services.kvstore.ssd.admission import Admission
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.streams.get_stream import GetResources
 from services.kvstore.streams.open_streams import OpenStreams
@@ -56,11 +57,13 @@ def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
     pins = Pins(config.pin_budget_bytes, Account.of(config.tenants, "pins"), max_pins=config.max_pins)
     account, arena = Account.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
-    if config.data_dir is None or not config.ssd_bytes:
+    if not (config.data_dir and config.ssd_bytes):
         return dram, None
     account, size, durability = Account.of(config.tenants, "ssd"), config.segment_size, config.durability
-    ssd = open_tier(config.data_dir, config.ssd_bytes, size, durability=durability, pins=pins, account=account)
-    return dram, ssd
+    admission, folders = Admission(config.ssd_admission, pins), config.data_dir
+    return dram, open_tier(
+        folders, config.ssd_bytes, size, durability=durability, pins=pins, account=account, admission=admission
+    )
 
 
 class KVStoreService(StoreListener):
@@ -88,9 +91,10 @@ class KVStoreService(StoreListener):
         self.metrics = Metrics(config.service())
         self._closing = asyncio.Event()
         self._draining = False
-        self._pool = ThreadPoolExecutor(config.read_threads, thread_name_prefix="kvstore-read")
+        threads = config.read_threads * max(1, len(config.data_dir))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-read")
         self._observer = Observer(self.metrics)
-        self._ledger = ledger or Ledger(None)
+        self._ledger = ledger or Ledger()
         self.store = BlockStore(
             *tiers,
             self,
@@ -100,7 +104,7 @@ class KVStoreService(StoreListener):
         )
         ssd = self.store.tiers.ssd
         rate, queue, observe = config.ssd_write_bytes_per_s, self.store.writes.queue, self._observer.committed
-        self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, bytes_per_s=rate)
+        self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, self._ledger.leave_out, rate)
         held = HeldKeys(PARTS, self.store.tiers.part)
         self._journal = Journal(held, instance.incarnation)
         ahead = ByteCredits(config.read_ahead_bytes)
@@ -156,7 +160,7 @@ class KVStoreService(StoreListener):
         dram, ssd = self.store.tiers.dram, self.store.tiers.ssd
         tiers = [("dram", len(dram), dram.block_bytes, dram.capacity_bytes)]
         if ssd is not None:
-            tiers.append(("ssd", len(ssd.catalogue), ssd.space.used_bytes, ssd.space.capacity_bytes))
+            tiers.append(("ssd", len(ssd.catalogue), ssd.used_bytes, ssd.capacity_bytes))
         return conductor_pb2.LoadReport(
             running=self.store.reads.leases + len(self.store.writes.sessions),
             waiting=len(self.rooms),
@@ -212,7 +216,8 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
     raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config)
     await asyncio.to_thread(land.prepare)
-    ledger = await asyncio.to_thread(Ledger, config.data_dir and config.data_dir / "records")
+    folders = config.data_dir if tiers[1] is None else [disk.folder.path for disk in tiers[1].disks]
+    ledger = await asyncio.to_thread(Ledger, [folder / "records" for folder in folders])
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
     security = Security.of(config, config.client_listen, config.api_keys)
     async with Channels(Security.tls_of(security)) as channels:

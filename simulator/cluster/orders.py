@@ -290,7 +290,8 @@ class Orders:
         begin = sequence.continued + (not order.compute)
         known = () if order.compute else _known(sequence, begin)
         if order.compute:
-            sequence.request.reused = order.target.held_blocks * self._block_tokens
+            held = order.target.held_blocks * self._block_tokens
+            sequence.request.reused = min(held, sequence.request.tokens - 1)
         positions = [begin + its for its in known or (0,) * sequence.width]
         stream.start(transfer, following.members(positions), known, compute=order.compute)
 

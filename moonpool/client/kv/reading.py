@@ -56,9 +56,16 @@ async def read_some(reader: BlockReader, layout: KVLayout, wanted: Sequence[Want
         assert target is not None, "each has one"
         target.take(layer, data)
 
+    def into(layer: int, index: int) -> memoryview | None:
+        target = wanted[index].target
+        assert target is not None, "each has one"
+        return target.place(layer)
+
     keys, layers = [one.key for one in wanted], range(layout.layers)
     try:
-        count = await reader.read(keys, layers=layers, on_slice=take, on_layer=lambda _: None, timeout_s=timeout_s)
+        count = await reader.read(
+            keys, layers=layers, on_slice=take, on_layer=lambda _: None, timeout_s=timeout_s, into=into
+        )
     except PrefixLost as lost:
         return await read_some(reader, layout, wanted[: lost.blocks], timeout_s) if lost.blocks else 0
     except DamagedSliceError as damaged:

@@ -116,18 +116,18 @@ class LaneDialer:
         async with asyncio.timeout(self._dial_s):
             sock = LaneSocket(await _connected(name, offer.address))
             try:
-                own, readable = await self._open_with(sock, offer, incarnation, lend_bytes)
+                own, readable, mailbox = await self._open_with(sock, offer, incarnation, lend_bytes)
             except BaseException as error:
                 sock.close(error if isinstance(error, Exception) else StreamBroken("given up"))
                 raise
-        lane = Lane(name, sock, cls, own=own, readable=readable, acknowledge=acknowledge)
+        lane = Lane(name, sock, cls, own=own, readable=readable, mailbox=mailbox, acknowledge=acknowledge)
         self._lanes = [each for each in self._lanes if not each.closed]
         self._lanes.append(lane)  # type: ignore[arg-type]
         return lane
 
     async def _open_with(
         self, sock: LaneSocket, offer: kv_pb2.Lane, incarnation: int, lend_bytes: int
-    ) -> tuple[OwnRegions, dict[int, Mapped]]:
+    ) -> tuple[OwnRegions, dict[int, Mapped], int | None]:
         """Shows the token and the regions, and waits for the answer."""
         local = offer.kind == kv_pb2.LANE_KIND_LOCAL
         shared = list(self._share()) if local and not lend_bytes else []  # payloads go one way on a stream
@@ -148,7 +148,7 @@ class LaneDialer:
         answer = await sock.receive_message(kv_pb2.LaneOpened)
         if answer.refused:
             raise MoonpoolError(f"refused: {answer.refused}")
-        return OwnRegions(shared), readable
+        return OwnRegions(shared), readable, next(iter(readable), None)
 
     def _open(self, name: str) -> int:
         return sum(lane.name == name and not lane.closed for lane in self._lanes)

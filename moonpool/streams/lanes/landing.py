@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.scattered import Bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
+class Landing(NamedTuple):
     """Memory that takes a payload as it comes.
 
     Attributes:
@@ -34,20 +33,23 @@ class Landing:
         return len(self.targets)
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
+class Landed(NamedTuple):
     """A payload that has landed: where, and how many leading targets have their hash."""
 
     landing: Landing
     intact: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return sum(target.nbytes for target in self.landing.targets)
 
     def tell(self) -> None:
         """Tells whoever gave the memory."""
         self.landing.landed(self.intact)
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
+class Lent(NamedTuple):
     """A payload in memory that its sender can still write, until `give_back`.
 
     Whoever uses it copies it to memory of its own first, and then verifies the copy.

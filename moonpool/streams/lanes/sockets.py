@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from moonpool.errors import FrameError, StreamBroken
+from moonpool.kv.scattered import new_bytes
 from moonpool.rpc.limits import MESSAGE_BYTES
 from moonpool.v1 import kv_pb2
 
@@ -25,12 +25,7 @@ MAX_OPEN_BYTES = 4096
 
 BUFFER_BYTES = 64 << 10
 """What is shorter is received together with what comes behind it."""
-TURN_BYTES = 1 << 20
-"""After so many bytes that were there at once, others get a turn of the event loop."""
 _MAX_PARTS = 512
-_new_bytes = ctypes.pythonapi.PyByteArray_FromStringAndSize
-"""Bytes that are not zeros first: all of them are received."""
-_new_bytes.argtypes, _new_bytes.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 class NothingSaid(StreamBroken):
@@ -38,7 +33,15 @@ class NothingSaid(StreamBroken):
 
 
 class LaneSocket:
-    """A connected stream socket with one reader and one writer. Owns it."""
+    """A connected stream socket with one reader and one writer. Owns it.
+
+    Until `watch` it is read by the coroutines that shake hands; from then on by `peek`, `skip` and `fill`, which take
+    what is there and never wait.
+
+    Attributes:
+        error: what it was closed with.
+        received_bytes: so far.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -47,60 +50,74 @@ class LaneSocket:
         self._loop = asyncio.get_running_loop()
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0
-        self._turn = 0
+        self._drained = False  # nothing was left when it was looked at last
+        self._watcher: Callable[[], None] | None = None
         self._waits: set[asyncio.Future[None]] = set()
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        self.received_bytes = 0
 
     @property
     def has_more(self) -> bool:
         """Something has been received that nobody has asked for yet."""
         return self._begin < self._end
 
-    async def receive(self, nbytes: int) -> memoryview:
-        """The next bytes, in memory of their own.
+    def watch(self, readable: Callable[[], None]) -> None:
+        """Calls `readable` whenever there is something to be received, until `unwatch`."""
+        if self.error is None and self._watcher is None:
+            self._watcher = readable
+            self._loop.add_reader(self._fd, self._ready)
+
+    def unwatch(self) -> None:
+        """The opposite of `watch`. Idempotent."""
+        if self._watcher is not None:
+            self._watcher = None
+            if self.error is None:
+                self._loop.remove_reader(self._fd)
+
+    def peek(self, nbytes: int) -> memoryview | None:
+        """The next bytes, at most `BUFFER_BYTES`, which stay the next ones until `skip`; None: they are not there yet.
 
         Raises:
             StreamBroken: The peer has closed its end, or the connection broke.
             Exception: The error given to `close`.
         """
-        data = memoryview(_new_bytes(None, nbytes))
-        await self.receive_into(data)
-        return data
+        while self._end - self._begin < nbytes:
+            if (self._drained and self.error is None) or not self._more():
+                return None
+        return self._buffer[self._begin : self._begin + nbytes]
 
-    async def receive_into(self, data: memoryview) -> None:
-        """Fills `data` with the next bytes; raises as `receive`."""
-        at = self._from_buffer(data)
-        while at < data.nbytes:
-            if data.nbytes - at >= BUFFER_BYTES:
-                at += await self._receive_some(data[at:])
-            else:
-                self._begin, self._end = 0, await self._receive_some(self._buffer)
-                at += self._from_buffer(data[at:])
+    def skip(self, nbytes: int) -> None:
+        """Passes over bytes that were peeked at."""
+        self._begin += nbytes
 
-    async def receive_onto(self, targets: Sequence[memoryview], live: Callable[[], bool]) -> bool:
-        """Fills targets with the next bytes, one after the other; drops the rest, and says False, once not `live`.
+    def fill(self, targets: list[memoryview]) -> list[memoryview] | None:
+        """Receives next bytes into targets, one after the other; returns what is left of them.
 
-        Raises as `receive`.
+        None: nothing is there, and what comes calls the watcher. Raises as `peek`.
         """
-        left = list(targets)
-        while left:
-            if not live():
-                await self.receive(sum(target.nbytes for target in left))
-                return False
-            if self._begin < self._end:
-                left = _behind(left, self._from_buffer(left[0]))
-                continue
+        if self._begin == self._end and len(targets) == 1 and targets[0].nbytes < BUFFER_BYTES:
+            self._more()
+        if self._begin < self._end:
+            return _behind(targets, self._from_buffer(targets[0]))
+        count = self._received(self._sock.recvmsg_into, targets[:_MAX_PARTS])
+        return _behind(targets, count) if count else None
+
+    def send_now(self, parts: Sequence[memoryview | bytes]) -> list[memoryview]:
+        """Sends what the system takes at once; returns what it did not. Raises as `send`."""
+        if self.error is not None:
+            raise self.error
+        left = [view for part in parts if (view := memoryview(part)).nbytes]
+        nbytes = sum([view.nbytes for view in left])
+        while nbytes:
             try:
-                count, _, _, _ = self._sock.recvmsg_into(left[:_MAX_PARTS])
+                sent = self._sock.sendmsg(left if len(left) <= _MAX_PARTS else left[:_MAX_PARTS])
             except (BlockingIOError, InterruptedError):
-                await self._wait(self._loop.add_reader, self._loop.remove_reader)
-                continue
+                return left
             except OSError as error:
                 raise self._failure(error) from error
-            if not count:
-                raise StreamBroken("the peer has closed its end")
-            left = _behind(left, count)
-        return True
+            nbytes -= sent
+            left = _behind(left, sent) if nbytes else []
+        return left
 
     async def send(self, parts: Sequence[memoryview | bytes]) -> None:
         """Returns when the system has taken all parts: their memory is free then. To be called by one task at a time.
@@ -109,25 +126,19 @@ class LaneSocket:
             StreamBroken: The connection broke.
             Exception: The error given to `close`.
         """
-        left = [view for part in parts if (view := memoryview(part)).nbytes]
+        left = self.send_now(parts)
         while left:
-            try:
-                sent = self._sock.sendmsg(left[:_MAX_PARTS])
-            except (BlockingIOError, InterruptedError):
-                await self._wait(self._loop.add_writer, self._loop.remove_writer)
-                continue
-            except OSError as error:
-                raise self._failure(error) from error
-            left = _behind(left, sent)
+            await self._wait(self._loop.add_writer, self._loop.remove_writer)
+            left = self.send_now(left)
 
     async def receive_message(self, cls: type[M], most: int = MESSAGE_BYTES) -> M:
         """The next message, of at most so many bytes, without a payload.
 
         Raises:
             FrameError: It is not one.
-            StreamBroken: As `receive`.
+            StreamBroken: As `peek`.
         """
-        return _parsed(cls, await self._after(await self.receive(LENGTHS.size), most))
+        return _parsed(cls, await self._after(await self._receive(LENGTHS.size), most))
 
     async def receive_opening(self, fds: list[int]) -> kv_pb2.LaneOpen:
         """A connection's first message; the descriptors that came with it go to `fds`. Raises as `receive_message`."""
@@ -143,11 +154,23 @@ class LaneSocket:
             raise StreamBroken("the peer has closed its end")
         return _parsed(kv_pb2.LaneOpen, await self._after(data, MAX_OPEN_BYTES))
 
-    async def _after(self, lengths: bytes | memoryview, most: int) -> bytes:
+    async def _after(self, lengths: bytes, most: int) -> bytes:
         size, follow = LENGTHS.unpack(lengths)
         if size > most or follow:
             raise FrameError(f"a message of {size} bytes with {follow} bytes of payload")
-        return bytes(await self.receive(size))
+        return await self._receive(size)
+
+    async def _receive(self, nbytes: int) -> bytes:
+        """The next bytes; while hands are shaken."""
+        data = new_bytes(nbytes)
+        left: list[memoryview] = [data] if nbytes else []
+        while left:
+            if (found := self.fill(left)) is None:
+                await self._wait(self._loop.add_reader, self._loop.remove_reader)
+                self._drained = False
+            else:
+                left = found
+        return bytes(data)
 
     def send_message(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Sends a first, short message with descriptors; raises StreamBroken if it is not taken at once."""
@@ -162,9 +185,12 @@ class LaneSocket:
 
     def close(self, error: Exception) -> None:
         """Closes it; who waits gets `error`. Idempotent."""
-        if self._error is not None:
+        if self.error is not None:
             return
-        self._error = error
+        self.error = error
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            self._loop.call_soon(watcher)  # it meets the error
         with contextlib.suppress(OSError, ValueError):
             self._loop.remove_reader(self._fd)
             self._loop.remove_writer(self._fd)
@@ -173,6 +199,11 @@ class LaneSocket:
                 future.set_exception(error)
         self._sock.close()
 
+    def _ready(self) -> None:
+        self._drained = False
+        if self._watcher is not None:
+            self._watcher()
+
     def _from_buffer(self, data: memoryview) -> int:
         """Moves what has been received already; returns the number of bytes."""
         count = min(self._end - self._begin, data.nbytes)
@@ -180,28 +211,42 @@ class LaneSocket:
         self._begin += count
         return count
 
-    async def _receive_some(self, data: memoryview) -> int:
-        if self._turn >= TURN_BYTES:
-            self._turn = 0
-            await asyncio.sleep(0)
-        while True:
-            try:
-                count = self._sock.recv_into(data)
-            except (BlockingIOError, InterruptedError):
-                self._turn = 0
-                await self._wait(self._loop.add_reader, self._loop.remove_reader)
-                continue
-            except OSError as error:
-                raise self._failure(error) from error
-            if not count:
-                raise StreamBroken("the peer has closed its end")
-            self._turn += count
-            return count
+    def _more(self) -> bool:
+        """Receives something into the buffer; False when nothing is there."""
+        kept = self._end - self._begin
+        if self._begin:
+            if kept:
+                self._buffer[:kept] = self._buffer[self._begin : self._end]
+            self._begin, self._end = 0, kept
+        room = self._buffer[kept:] if kept else self._buffer
+        count = self._received(self._sock.recv_into, room)
+        self._end += count
+        self._drained = count < room.nbytes  # there was no more
+        return count > 0
+
+    def _received(self, receive: Callable[[Any], Any], where: Any) -> int:
+        """How many bytes `receive` has received, 0 when nothing is there."""
+        if self.error is not None:
+            raise self.error
+        if self._drained:
+            return 0
+        try:
+            answer = receive(where)
+        except (BlockingIOError, InterruptedError):
+            self._drained = True
+            return 0
+        except OSError as error:
+            raise self._failure(error) from error
+        count: int = answer if isinstance(answer, int) else answer[0]
+        if not count:
+            raise StreamBroken("the peer has closed its end")
+        self.received_bytes += count
+        return count
 
     async def _wait(self, add: Callable[..., object], remove: Callable[[int], object]) -> None:
         """Until the socket can be read or written."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         future: asyncio.Future[None] = self._loop.create_future()
         self._waits.add(future)
         add(self._fd, _wake, future)
@@ -209,11 +254,11 @@ class LaneSocket:
             await future
         finally:
             self._waits.discard(future)
-            if self._error is None:
+            if self.error is None:
                 remove(self._fd)
 
     def _failure(self, error: OSError) -> Exception:
-        return self._error or StreamBroken(error.strerror or repr(error))
+        return self.error or StreamBroken(error.strerror or repr(error))
 
 
 def _wake(future: asyncio.Future[None]) -> None:

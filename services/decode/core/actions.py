@@ -53,6 +53,8 @@ class Chunk:
     count: int
     sample: bool
     """They are the last ones: the next token is sampled."""
+    full_hit: bool = False
+    """It is the last token of a prompt whose KV is all there: nothing is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Run:
     copies: tuple[tuple[int, int], ...] = ()
     """Blocks that are copied before the step writes anything: from, to."""
     steps: int = 1
+    patient: bool = False
+    """Nobody waits for a single token of these, and none was promised: other work of the host may go before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,8 @@ class Start:
     """Of each sequence, tokens behind the first one that are known too; empty where there are none. Not of beams."""
     known_keys: tuple[tuple[BlockKey, ...], ...] = ()
     """Of the blocks that these fill, the last token left out."""
+    patient: bool = False
+    """Nobody waits for its single tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,8 @@ class Request:
     """Of the blocks that these fill."""
     ended_tokens: int = 0
     """Of the answers that have ended while others go on."""
+    patient: bool = False
+    """Nobody waits for its single tokens, and the time between them was not promised."""
     preemptions: int = 0
     logprob_bytes: int = 0
     """Bytes of the log probabilities that are kept with each token of its answer."""

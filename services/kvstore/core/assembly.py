@@ -14,7 +14,9 @@ from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.landing import land
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.scattered import Bytes
 from moonpool.kv.selection import Selection
+from moonpool.kv.shapes import bound, frame_shape
 from moonpool.streams.ledger import SliceLedger
 
 MAX_SESSION_BLOCKS = 16384
@@ -42,6 +44,7 @@ class PutSpec:
     heads: range
     written_at: int = 0  # what its blocks get
     forgotten: Collection[str] = ()  # deletions of which its writer knows that the blocks are younger
+    durable: bool = False  # its writer needs them so, whatever the SSD tier admits
 
     def __post_init__(self) -> None:
         if not 0 < len(self.keys) <= MAX_SESSION_BLOCKS:
@@ -190,28 +193,23 @@ class PutSession:
 
 
 def landed(
-    spec: PutSpec, opener: FrameOpener, runs: Sequence[OpenRun], present: Collection[int], allocate: Allocate
+    spec: PutSpec, data: Bytes, hashes: Sequence[int], present: Collection[int], allocate: Allocate
 ) -> list[DramBlock]:
-    """Copies and verifies a frame that has as many slices as the session's blocks; those blocks that are not `present`.
+    """Copies and verifies all slices of a session's whole blocks; returns those blocks that are not `present`.
 
     Raises what `PutSession.take` does.
     """
-    layout, layers, size = spec.format.layout, spec.format.layout.layers, spec.format.layout.slice_bytes
-    memory = {at: allocate(layout.block_bytes) for at in range(len(spec.keys)) if at not in present}
+    layout, count, size = spec.format.layout, len(spec.keys), spec.format.layout.slice_bytes
+    memory = {at: allocate(layout.block_bytes) for at in range(count) if at not in present}
     spare = memoryview(bytearray(size if present else 0))  # for slices that nobody needs
-    hashes = [-1] * (len(spec.keys) * layers)
-    for run, data, bound in runs:
-        _check_full(run, layout)
-        layer, first, count = run.layer, run.first_block, run.block_count
-        begin, end, values = layer * size, (layer + 1) * size, opener.unbound(run, bound)
-        blocks = range(first, first + count)
-        good = land([memory[block][begin:end] if block in memory else spare for block in blocks], data, values)
-        if good < count:
-            raise DamagedSliceError(layer, first + good)
-        hashes[first * layers + layer : (first + count) * layers : layers] = bound
-    if -1 in hashes:
-        raise FrameError("some slices came twice, and others not at all")
-    return [DramBlock(spec.info(at), data, hashes[at * layers : (at + 1) * layers]) for at, data in memory.items()]
+    shape = frame_shape(spec.layers, count, spec.heads, layout.block_tokens)
+    targets = [
+        memory[block][layer * size : (layer + 1) * size] if block in memory else spare for layer, block in shape.cells
+    ]
+    good = land(targets, data, bound(hashes, shape.bindings(spec.keys)))
+    if good < len(targets):
+        raise DamagedSliceError(*shape.cells[good])
+    return [DramBlock(spec.info(at), memory[at], hashes[at::count]) for at in memory]
 
 
 def _check_full(run: Run, layout: KVLayout) -> None:

@@ -107,7 +107,7 @@ def _erase_dead(store: BlockStore, on_ssd: Wanted, step_blocks: int) -> Generato
     ssd, catalogue = store.tiers.ssd, store.tiers.catalogue
     for segment in list(catalogue.segments.values()):
         for first in range(0, len(segment.keys), step_blocks):
-            if ssd is not None and catalogue.segments.get(segment.number) is segment:
+            if ssd is not None and catalogue.segments.get(segment.id) is segment:
                 slots = range(first, min(first + step_blocks, len(segment.keys)))
                 ssd.erase(catalogue.dead(segment, slots, on_ssd))
                 yield

@@ -127,24 +127,38 @@ class Reads:
         if lease.blocks == end < len(lease.keys):
             return True
         first = self.tiers.dram.get(lease.keys[0]) if lease.keys and not lease.sources else None
-        if first is not None and self._is_wanted(first, lease):
+        if first is not None and first.is_of(lease.format):
             self.close(lease)
             message = f"leases keep {self.leased_bytes} bytes of DRAM"
             raise Overloaded(message, reason="kvstore_leases", retry_after_s=RETRY_AFTER_S)
         if lease.counted:
-            self._count(lease)
+            warm = [source.block for source in lease.sources if source.block is not None]
+            self.used(lease.keys, warm, lease.blocks - len(warm))
         return False
 
-    def _count(self, lease: ReadLease) -> None:
-        self.tiers.touch(lease.keys[: lease.blocks])
-        cold = sum(source.reader is not None for source in lease.sources)
-        self.ssd_hits += cold
-        self.dram_hits += lease.blocks - cold
-        self.misses += len(lease.keys) - lease.blocks
-        self.tiers.listener.asked(lease.keys)
+    def resident(self, keys: Sequence[BlockKey], block_format: BlockFormat, most: int) -> list[DramBlock]:
+        """The leading blocks of a chain if they are `most` and all in DRAM, else none. For use at once: no lease."""
+        blocks: list[DramBlock] = []
+        for key in keys:
+            block = self.tiers.dram.get(key)
+            if block is None:
+                return [] if self.tiers.durable(key) else blocks
+            if not block.is_of(block_format):
+                break
+            if len(blocks) == most:
+                return []
+            blocks.append(block)
+        return blocks
 
-    def _is_wanted(self, block: DramBlock, lease: ReadLease) -> bool:
-        return block.info.format is lease.format or block.info.format == lease.format
+    def used(self, keys: Sequence[BlockKey], warm: Sequence[DramBlock], cold: int = 0) -> None:
+        """Counts a read of a chain whose leading blocks were here: `warm` in DRAM, `cold` on the SSD tier only."""
+        found = len(warm) + cold
+        self.tiers.touch(keys[:found])
+        self._writes.queue.used(warm)
+        self.ssd_hits += cold
+        self.dram_hits += len(warm)
+        self.misses += len(keys) - found
+        self.tiers.listener.asked(keys)
 
     def _source(self, key: BlockKey, lease: ReadLease) -> LeasedBlock | None:
         """Leases one block; None when it is not here, or leases keep as much DRAM as they may."""
@@ -153,7 +167,7 @@ class Reads:
         block = dram.get(key)
         if block is not None:
             leases = self.leased.get(block, 0)
-            if not (leases or fits) or not self._is_wanted(block, lease):
+            if not (leases or fits) or not block.is_of(lease.format):
                 return None
             dram.hold(block)
             self.leased_bytes += 0 if leases else size

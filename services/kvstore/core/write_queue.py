@@ -2,10 +2,12 @@
 
 A block that waits is held, so that writers wait for room when the device is slower than they are. A block that the
 device did not take stays in DRAM without a hold and is tried again: by `retry`, or when a writer offers it again.
-Commits are done elsewhere, between `next_plan` and `plan_done`.
+Commits are done elsewhere, between `next_plan` and `plan_done`, one at a time per disk: each disk takes the next blocks
+when it is free.
 """
 
 import collections
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moonpool.kv.blocks import DramBlock
@@ -23,40 +25,54 @@ class WriteQueue:
 
     def __init__(self, tiers: TieredStore, on_durable: Callable[[Sequence[BlockKey]], None], batch_bytes: int) -> None:
         self._tiers = tiers
+        self.removed = tiers.removed  # announces keys that have left a tier
         self._on_durable = on_durable
         # A plan cannot reclaim what it stores itself: what it refused for that, the next one would have taken.
-        self.batch_bytes = batch_bytes if tiers.ssd is None else min(batch_bytes, tiers.ssd.space.capacity_bytes // 2)
+        for disk in () if tiers.ssd is None else tiers.ssd.disks:
+            batch_bytes = min(batch_bytes, disk.space.capacity_bytes // 2)
+        self.batch_bytes = batch_bytes
         self.waiting: collections.deque[DramBlock] = collections.deque()
-        self.committing: WritePlan | None = None
-        self.recalled: set[DramBlock] = set()  # gone for good while the plan under way writes them
-        self.queued: set[BlockKey] = set()  # in the queue or in the plan under way
+        self.committing: dict[int, WritePlan] = {}  # by disk
+        self.recalled: set[DramBlock] = set()  # gone for good while a plan under way writes them
+        self.queued: set[BlockKey] = set()  # in the queue or in a plan under way
         self.unsaved: dict[BlockKey, None] = {}  # not taken yet, the last tried at the end; some may be gone or queued
         self.blocks_durable = self.failed_batches = 0
         self.blocks_not_durable = 0  # at the first try
 
-    def add(self, blocks: Iterable[DramBlock]) -> None:
-        """Queues those blocks that are neither durable nor queued."""
-        if self._tiers.ssd is None:
+    def add(self, blocks: Iterable[DramBlock], *, used: bool = False) -> None:
+        """Queues those blocks that are neither durable nor queued; if they are not `used`, those that are admitted."""
+        ssd = self._tiers.ssd
+        if ssd is None:
             return
         for block in blocks:
             key = block.info.key
-            if key not in self.queued and not self._tiers.durable(key):
+            if key in self.queued or self._tiers.durable(key):
+                continue
+            if used or ssd.admission.admits(block.info, ssd.capacity_bytes // record_size(block.info)):
                 self._tiers.dram.hold(block)
                 self.queued.add(key)
                 self.waiting.append(block)
         if self.waiting:
             self._tiers.listener.work()
 
-    def next_plan(self) -> WritePlan | None:
-        """The next batch for `SsdTier.commit`; None when there is nothing to do, or one is under way."""
+    def used(self, blocks: Iterable[DramBlock]) -> None:
+        """Blocks are being used: those that were not admitted before are now."""
+        if self._tiers.ssd is not None and self._tiers.ssd.admission.reused:
+            self.add((block for block in blocks if block.info.key not in self.unsaved), used=True)
+
+    def next_plan(self, disk: int = 0) -> WritePlan | None:
+        """A disk's next batch for `SsdTier.commit`; None when there is nothing to do, or one is under way."""
         ssd = self._tiers.ssd
-        if ssd is None or self.committing is not None or not (self.waiting or ssd.has_housekeeping):
+        if ssd is None or disk in self.committing or ssd.disks[disk].out:
             return None
-        batch = self._first_batch(self.waiting)
+        coming = {block.info.key for block in self.recalled}  # another disk writes what is gone for good
+        batch = self._first_batch(itertools.takewhile(lambda block: block.info.key not in coming, self.waiting))
+        if not (batch or ssd.disks[disk].has_housekeeping):
+            return None
         for _ in batch:
             self.waiting.popleft()
-        plan = self.committing = ssd.plan(batch)
-        self._tiers.removed(plan.removed)
+        plan = self.committing[disk] = ssd.plan(batch, disk)
+        self.removed(plan.removed)
         self._not_durable(plan.rejected)
         return plan
 
@@ -71,28 +87,29 @@ class WriteQueue:
             batch.append(block)
         return batch
 
-    def plan_done(self, error: BaseException | None, *, again: bool = False) -> None:
-        """The plan under way was committed, or failed with `error`; `again`: its blocks are tried again at once."""
-        plan, self.committing = self.committing, None
-        ssd = self._tiers.ssd
-        assert plan is not None
+    def plan_done(self, error: BaseException | None, disk: int = 0, *, again: bool = False) -> None:
+        """A disk's plan was committed, or failed with `error`; `again`: its blocks are tried again at once."""
+        plan, ssd = self.committing.pop(disk), self._tiers.ssd
         assert ssd is not None
-        recalled, self.recalled = self.recalled, set()
+        recalled = self.recalled.intersection(plan.blocks)
+        self.recalled -= recalled
         blocks = [block for block in plan.blocks if block not in recalled]
         if error is not None:
             self.failed_batches += 1
             ssd.failed(plan, error)
-            self._tiers.removed(plan.lost)
+            self.removed(plan.lost)
             if again:
                 self.waiting.extendleft(reversed(blocks))
             else:
                 self._not_durable(blocks)
         else:
             ssd.committed(plan)
-            self._tiers.removed(plan.lost)
+            self.removed(plan.lost)
             ssd.erase(place for block in recalled if (place := ssd.catalogue.find(block.info.key)) is not None)
             self._durable(blocks)
         self._tiers.release(list(recalled))
+        if self.waiting:
+            self._tiers.listener.work()
 
     @property
     def erasing(self) -> bool:
@@ -106,7 +123,7 @@ class WriteQueue:
             return
         waiting = [block for block in self.waiting if block in coming]
         self.waiting = collections.deque(block for block in self.waiting if block not in coming)
-        writing = coming.intersection(self.committing.blocks if self.committing is not None else ())
+        writing = coming.intersection(block for plan in self.committing.values() for block in plan.blocks)
         self.recalled |= writing
         self.queued.difference_update(block.info.key for block in (*waiting, *writing))
         self._tiers.release(waiting)
@@ -137,7 +154,7 @@ class WriteQueue:
 
     def retry(self) -> None:
         """Queues one batch of the blocks that the SSD tier did not take; when it succeeds, the next one follows."""
-        self.add(self._first_batch(self._to_retry()))
+        self.add(self._first_batch(self._to_retry()), used=True)
 
     def _to_retry(self) -> Iterator[DramBlock]:
         for key in list(self.unsaved):

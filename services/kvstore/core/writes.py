@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterable, Sequence
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.deletions import Deletions
-from moonpool.kv.frames import FrameOpener, OpenRun
+from moonpool.kv.frames import OpenRun
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.scattered import Bytes
 from moonpool.kv.selection import Selection
 from services.kvstore.core.assembly import PORTION_BLOCKS, PORTION_BYTES, Assembly, Indices, PutSession, PutSpec, landed
 from services.kvstore.core.tiered_store import TieredStore
@@ -74,27 +75,24 @@ class Writes:
         tiers.listener.sessions_changed()
         return session
 
-    def put_whole(self, spec: PutSpec, opener: FrameOpener, runs: Sequence[OpenRun], now: float) -> list[int] | None:
-        """Stores the blocks of a parsed frame that has all of them; None, without effect, when it takes a session.
+    def put_whole(self, spec: PutSpec, data: Bytes, hashes: Sequence[int], now: float) -> list[int] | None:
+        """Stores whole blocks, all in one piece, layer after layer; None, without effect, when it takes a session.
 
         Returns the indices of those that were here already. It takes a session when there is no room, or when it would
         hold the event loop for long. Raises what `open` and `write` do.
         """
         tiers, size, count = self._tiers, spec.format.layout.block_bytes, len(spec.keys)
-        small = count <= PORTION_BLOCKS and count * size <= PORTION_BYTES
-        if not small or not spec.whole_blocks or opener.unfinished_bytes:
+        if count > PORTION_BLOCKS or count * size > PORTION_BYTES or spec.durable:
             return None
         self.check_not_deleted(spec)
         present = self._present(spec)
-        if sum([len(hashes) for _, _, hashes in runs]) != spec.format.layout.layers * count:
-            raise InvalidRequest("frame", "is not all of the session")
         if present:
             self._offered(spec, present)  # before others are evicted
         if not tiers.reserve({spec.tenant: size * (count - len(present))}):
             tiers.dram.check_possible(size * (count - len(present)), spec.tenant, now)
             return None
         try:
-            blocks = landed(spec, opener, runs, set(present), tiers.dram.arena.allocate)
+            blocks = landed(spec, data, hashes, set(present), tiers.dram.arena.allocate)
         except BaseException:
             tiers.unreserve({spec.tenant: size * (count - len(present))})
             raise
@@ -108,7 +106,7 @@ class Writes:
         """A writer brought blocks that are here: a use, and a reason to try again what the SSD tier did not take."""
         keys = [spec.keys[index] for index in present]
         self._tiers.touch(keys)
-        self.queue.add(filter(None, map(self._tiers.dram.get, keys)))
+        self.queue.add(filter(None, map(self._tiers.dram.get, keys)), used=True)
 
     def _present(self, spec: PutSpec) -> list[int]:
         """Indices of blocks that are here; raises InvalidRequest if one is, or is being written, in another format."""
@@ -267,6 +265,8 @@ class Writes:
         key = session.spec.keys[index]
         if self._tiers.ssd is not None and not self._tiers.durable(key):
             self.awaiting.setdefault(key, []).append((session, index))
+            if session.spec.durable and (block := self._tiers.dram.get(key)) is not None:
+                self.queue.add([block], used=True)
 
 
 def _by_tenant(blocks: Iterable[Assembly]) -> dict[str, int]:

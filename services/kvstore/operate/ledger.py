@@ -1,7 +1,8 @@
 """What a store keeps for conductors besides blocks: records, and which deletions it has carried out.
 
-Kept in memory, and in a small LMDB database where there is a data folder; every write there is synced. What is deleted
-there leaves the database; its bytes may stay in free pages of the file until these are used again.
+Kept in memory, and in a small LMDB database in each data folder; every write there is synced. What is deleted there
+leaves the database; its bytes may stay in free pages of the file until these are used again. A deletion was carried out
+if all folders say so: one that was left out meanwhile may hold such blocks still.
 """
 
 import asyncio
@@ -12,14 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
+import lmdb
 from google.protobuf.message import DecodeError
 
 from moonpool.cluster.records import RecordBook, place_of
 from moonpool.cluster.selections import DELETION, deletion_from_record
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.deletions import Deletions
+from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 from services.kvstore.ssd.files import Files, open_lmdb
+
+log = get_logger(__name__)
 
 MAP_BYTES = 1 << 30
 KEEP_S = 40 * 86400.0  # it is known that a deletion was carried out; conductors repeat theirs for a shorter time
@@ -28,34 +33,43 @@ _COUNTS = struct.Struct("<QQ")
 
 
 class Ledger:
-    """The records of one store. Blocking to open; `folder` None keeps them in memory only.
+    """The records of one store. Blocking to open; without `folders` they are in memory only.
 
     `deletions` are those that the records, or conductors, have named, carried out here or not. Raises ConfigError
     naming `data_dir` when what is there cannot be read.
     """
 
-    def __init__(self, folder: Path | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folders: Sequence[Path] = (), clock: Callable[[], float] = time.time) -> None:
         self.book = RecordBook()
         self.deletions = Deletions()
         self._applied = RecordBook()
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-ledger")
-        self._env = None
-        if folder is not None:
+        self._envs: dict[int, lmdb.Environment] = {}  # by number of the folder
+        for number, folder in enumerate(folders):
             Files().make_folder(folder)
-            self._env = open_lmdb(folder, map_size=MAP_BYTES)
-            self._load(folder)
+            self._envs[number] = open_lmdb(folder, map_size=MAP_BYTES)
+        found = list(map(self._load, folders, self._envs.values()))
+        done = [{record.id for record in records if record.kind == _APPLIED} for records in found]
+        for records in found:
+            kept = [one for one in records if one.kind == _APPLIED and all(one.id in names for names in done)]
+            self._applied.merge(kept)
+            newer = self.book.merge(record for record in records if record.kind != _APPLIED)
+            if len(found) > 1:
+                self._commit(newer, ())
 
-    def _load(self, folder: Path) -> None:
-        assert self._env is not None
+    def _load(self, folder: Path, env: lmdb.Environment) -> list[kv_pb2.Record]:
         try:
-            with self._env.begin() as txn:
+            with env.begin() as txn:
                 records = [kv_pb2.Record.FromString(bytes(value)) for _, value in txn.cursor()]
             self._note(records)
+            return records
         except (DecodeError, InvalidRequest) as error:
             raise ConfigError("data_dir", f"{folder} cannot be read: {error}") from error
-        self._applied.merge(record for record in records if record.kind == _APPLIED)
-        self.book.merge(record for record in records if record.kind != _APPLIED)
+
+    def leave_out(self, number: int) -> None:
+        """Nothing is written to a folder any more, so that it does not say of later deletions that they were done."""
+        self._envs.pop(number, None)
 
     async def take(self, records: Sequence[kv_pb2.Record]) -> None:
         """Keeps those that are newer than what is here; they are durable on return.
@@ -96,21 +110,27 @@ class Ledger:
         for record in over:  # of a deletion its own time counts, or, where there is no record of it, its mark's
             if record.kind in (DELETION, _APPLIED) and self.book.get(DELETION, "", record.id) is None:
                 self.deletions.remove(record.id)
-        if self._env is not None and (records or over):
+        if self._envs and (records or over):
             await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records, over)
 
-    def _commit(self, records: Sequence[kv_pb2.Record], over: Sequence[kv_pb2.Record]) -> None:
-        assert self._env is not None
-        with self._env.begin(write=True) as txn:
-            for record in over:
-                txn.delete(_key(record))
-            for record in records:
-                txn.put(_key(record), record.SerializeToString())
+    def _commit(self, records: Iterable[kv_pb2.Record], over: Iterable[kv_pb2.Record]) -> None:
+        for number, env in list(self._envs.items()):
+            try:
+                with env.begin(write=True) as txn:
+                    for record in over:
+                        txn.delete(_key(record))
+                    for record in records:
+                        txn.put(_key(record), record.SerializeToString())
+            except lmdb.Error as error:
+                if len(self._envs) == 1:
+                    raise
+                log.error("a folder is left out of records", path=env.path(), error=str(error))
+                self.leave_out(number)
 
     def close(self) -> None:
         self._thread.shutdown()
-        if self._env is not None:
-            self._env.close()
+        for env in self._envs.values():
+            env.close()
 
 
 def _is_deletion(record: kv_pb2.Record) -> bool:

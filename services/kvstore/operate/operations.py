@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from moonpool.errors import InvalidRequest, Unsupported
 from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.reuse import Curve, ReuseSample
 from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.store import BlockStore
-from services.kvstore.operate.observe import Curve, ReuseSample
 from services.kvstore.operate.writer import within
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.streams.layers import LayerReader
@@ -76,6 +76,8 @@ class Operations:
     def _pins_changed(self, keys: Collection[BlockKey]) -> bool:
         if keys:
             self.store.tiers.dram.pins_changed(keys)
+            here = map(self.store.tiers.dram.get, keys)
+            self.store.writes.queue.used(block for block in here if block is not None and block.pinned)
             self.store.tiers.listener.room()
         return bool(keys)
 
@@ -125,7 +127,7 @@ class Operations:
         """Begins to rewrite segments with a smaller share of live bytes (0 = the default); returns how many."""
         if not 0.0 <= min_live_share <= 1.0:
             raise InvalidRequest("min_live_share", f"must be between 0 and 1, is {min_live_share}")
-        segments = self.ssd.space.compact(min_live_share or MIN_LIVE_SHARE)
+        segments = self.ssd.compact(min_live_share or MIN_LIVE_SHARE)
         self.store.tiers.listener.work()
         return segments
 

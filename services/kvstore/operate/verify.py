@@ -8,7 +8,6 @@ import dataclasses
 import fcntl
 import pathlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
 
@@ -20,7 +19,6 @@ from services.kvstore.ssd.index import Index, IndexImage, IndexLostError
 from services.kvstore.ssd.reader import list_segments, read_record, scan, segment_path
 from services.kvstore.ssd.records import BadRecordError
 
-_THREADS = 4
 _MAX_FAULTS = 1000
 COUNTS = ("segments", "records", "blocks", "dead", "bytes_read")
 
@@ -57,12 +55,6 @@ class VerifyReport:
         if len(self.faults) < _MAX_FAULTS:
             self.faults.append(fault)
 
-    def merge(self, other: "VerifyReport") -> None:
-        for count in COUNTS:
-            setattr(self, count, getattr(self, count) + getattr(other, count))
-        self.fault_count += other.fault_count
-        self.faults += other.faults[: _MAX_FAULTS - len(self.faults)]
-
 
 def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
     """Checks a data folder; `on_segment` is called with the number of segments done, and of all.
@@ -96,13 +88,9 @@ def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> Verif
     except (IndexLostError, lmdb.Error) as error:
         report.index_error = str(error)
 
-    def check(number: int) -> VerifyReport:
-        return _check_segment(reading, segment_path(folder, number), number, files[number], catalogue)
-
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="kvstore-verify") as pool:
-        for done, part in enumerate(pool.map(check, files), 1):
-            report.merge(part)
-            on_segment(done, len(files))
+    for done, number in enumerate(files, 1):
+        _check_segment(report, reading, segment_path(folder, number), number, files[number], catalogue)
+        on_segment(done, len(files))
     reading.close_all()
     return report
 
@@ -119,9 +107,9 @@ def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -
 
 
 def _check_segment(
-    files: Files, path: pathlib.Path, number: int, size: int, catalogue: Catalogue | None
-) -> VerifyReport:
-    report = VerifyReport(segments=1)
+    report: VerifyReport, files: Files, path: pathlib.Path, number: int, size: int, catalogue: Catalogue | None
+) -> None:
+    report.segments += 1
     named: dict[int, int] = {}
     segment = None if catalogue is None else catalogue.segments[number]
     if catalogue is not None and segment is not None:
@@ -148,4 +136,3 @@ def _check_segment(
     for offset, slot in named.items():
         assert segment is not None
         report.add(Fault(number, offset, segment.keys[slot], "the index names a record that is not there"))
-    return report

@@ -1,4 +1,7 @@
-"""The writer thread: commits batches to the SSD tier, one after the other, and tries failed ones again."""
+"""The writer threads, one per disk: each commits batches, one after the other, and tries failed ones again.
+
+Of several disks, one that fails is left out, and the others take its batch.
+"""
 
 import asyncio
 import contextlib
@@ -25,8 +28,8 @@ RETRY_AFTER_S = (0.0, 0.1, 1.0)
 UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 ERASE_AGAIN_S = 0.02
 REPEAT_S = 60.0  # the same kind of error is logged once in this time, unless blocks became durable meanwhile
-_Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file it happened with
 _MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # as a full device does: by a plan
+_Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file it happened with
 
 
 async def within(timeout_s: float, event: asyncio.Event) -> bool:
@@ -39,26 +42,28 @@ async def within(timeout_s: float, event: asyncio.Event) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class WriteBehind:
-    """Commits the batches of `queue` to `ssd`, when woken. `run` once; `drain` before ending it.
+    """Commits the batches of `queue` to the disks of `ssd`, when woken. `run` once; `drain` before ending it.
 
     It writes `bytes_per_s` on average, if not 0: after a batch it pauses. `on_committed` is told the seconds that a
-    batch took; `clock` times the log messages.
+    batch took, `on_left_out` the number of a disk that is; `clock` times the log messages.
     """
 
     queue: WriteQueue
     ssd: SsdTier
     on_committed: Callable[[float], None] = lambda seconds: None
+    on_left_out: Callable[[int], None] = lambda disk: None
+    bytes_per_s: int = 0
     retry_after_s: Sequence[float] = RETRY_AFTER_S
     unsaved_after_s: Sequence[float] = UNSAVED_AFTER_S
     clock: Callable[[], float] = time.monotonic
-    bytes_per_s: int = 0
 
     def __post_init__(self) -> None:
         self.retries = 0  # batches that were tried again
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._planned = asyncio.Event()  # another one after each plan
-        self._delays = iter(self.retry_after_s)
+        self._busy = 0  # disks with work
+        self._delays = {disk: iter(self.retry_after_s) for disk in range(len(self.ssd.disks))}
         self._unsaved_tries = 0
         self._retry_at = math.inf
         self._hurry = asyncio.Event()  # the end, and deletions, wait for no pause
@@ -66,33 +71,55 @@ class WriteBehind:
         self._free_at = 0.0  # when what has been written so far is within the rate
         self._told: dict[_Kind, float] = {}  # when a message was logged last
         self._failing = False  # blocks were given up since one became durable
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvstore-writer")
+        self._executor = ThreadPoolExecutor(len(self.ssd.disks), thread_name_prefix="kvstore-writer")
 
     def wake(self) -> None:
         self._idle.clear()
         self._work.set()
 
     async def run(self) -> None:
-        """Works until cancelled. The thread finishes a batch that it has begun, but its result is lost."""
+        """Works until cancelled. A thread finishes a batch that it has begun, but its result is lost."""
         self.wake()
-        while True:
+        async with asyncio.TaskGroup() as group:
+            for disk in self._delays:
+                group.create_task(self._run(disk))
+
+    async def _run(self, disk: int) -> None:
+        while not self.ssd.disks[disk].out:
             await self._wait()
-            while (plan := self.queue.next_plan()) is not None:
-                written = self.ssd.written_bytes
-                error = await self._commit(plan)
-                again = self._again(plan, error)
-                self._report(plan, error, again)
-                self.queue.plan_done(error, again=again is not None)
-                self._planned.set()
-                self._planned = asyncio.Event()
-                await asyncio.sleep(0)  # who waited for this plan is in no hurry any more
-                await self._pause(self.ssd.written_bytes - written)
-                if again is not None:
-                    await asyncio.sleep(again)
-                elif not plan.blocks and (plan.idle or error is not None):
-                    break  # housekeeping that could not be finished waits for the next reason to wake
-            if not self._work.is_set():
+            self._busy += 1
+            while (plan := self.queue.next_plan(disk)) is not None and await self._do(plan):
+                pass
+            self._busy -= 1
+            if not (self._busy or self._work.is_set()):
                 self._idle.set()
+
+    async def _do(self, plan: WritePlan) -> bool:
+        """Does a plan; False when housekeeping could not be finished, which waits for the next reason to wake."""
+        disk, error = plan.disk, await self._commit(plan)
+        again = self._again(plan, error)
+        spared = isinstance(error, OSError | lmdb.Error) and again is None and self.ssd.can_spare(disk)
+        if not spared:
+            self._report(plan, error, again)
+        self.queue.plan_done(error, disk, again=spared or again is not None)
+        if spared:
+            await self._leave_out(disk, str(error))
+        self._planned.set()
+        self._planned = asyncio.Event()
+        await asyncio.sleep(0)  # who waited for this plan is in no hurry any more
+        await self._pause(plan.written_bytes)
+        if again is not None:
+            await asyncio.sleep(again)
+        return bool(again is not None or plan.blocks or not (plan.idle or error is not None))
+
+    async def _leave_out(self, disk: int, reason: str) -> None:
+        """Goes on without a disk: others take its batch, and its blocks are misses."""
+        log.error("a disk is left out", path=str(self.ssd.disks[disk].folder.path), error=reason)
+        self.on_left_out(disk)
+        for keys in self.ssd.leave_out(disk):
+            self.queue.removed(keys)
+            await asyncio.sleep(0)
+        self.wake()
 
     async def _pause(self, nbytes: int) -> None:
         """Waits until so many bytes more are within the rate."""
@@ -131,10 +158,10 @@ class WriteBehind:
         """Seconds until a failed batch is tried again; None when it is not."""
         if error is None:
             if plan.blocks:  # housekeeping may be no more than deleting a file
-                self._delays = iter(self.retry_after_s)
+                self._delays[plan.disk] = iter(self.retry_after_s)
             return None
         passing = is_full(error) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
-        again = next(self._delays, None) if passing else None
+        again = next(self._delays[plan.disk], None) if passing else None
         self.retries += again is not None
         return again
 

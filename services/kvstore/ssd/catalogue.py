@@ -1,7 +1,7 @@
 """What the SSD tier holds, in memory: which record of which segment is which block.
 
 Per block that is one entry of a dict, its key, one integer and 21 bytes in arrays.
-A block's *place* is its segment's number and its *slot*, the index of its record within that segment. A slot is dead
+A block's *place* is its segment's id and its *slot*, the index of its record within that segment. A slot is dead
 when its key has another place, or none: its bytes are free once the segment is reclaimed.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -36,9 +36,10 @@ ENTRY = struct.Struct("<32sIIII")
 """
 
 Row = tuple[BlockKey, int, int, int, int]  # the same, unpacked
-Slot = tuple[int, int]  # number of a segment, and index of a record within it
+Slot = tuple[int, int]  # number of a segment of one disk, and index of a record within it
 MAX_SEGMENT_BYTES = ALIGN << 32
 _SLOT_BITS = 24
+_NUMBER_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 
 
@@ -46,13 +47,19 @@ def _column() -> "array[int]":
     return array("I")
 
 
+def segment_id(disk: int, number: int) -> int:
+    """What names a segment among those of all disks."""
+    return disk << _NUMBER_BITS | number
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Segment:
     """One segment as the event loop knows it. The columns, from `keys` on, have one item per slot."""
 
-    number: int  # ascending: older segments have lower ones
+    number: int  # on its disk, ascending: older segments have lower ones
     path: Path
     size: int = 0  # committed bytes
+    disk: int = 0
     live: TenantBytes = dataclasses.field(default_factory=TenantBytes)  # of records whose block has its place here
     readers: int = 0  # of its records; it is not reclaimed while there are any
     going: bool = False  # it is being reclaimed
@@ -68,8 +75,10 @@ class Segment:
     used: bytearray = dataclasses.field(default_factory=bytearray)  # 1: the block was used since it was written here
     named: list[Kind] = dataclasses.field(default_factory=list)  # kinds by number; they go with the segment
     numbers: dict[Kind, int] = dataclasses.field(init=False)
+    id: int = dataclasses.field(init=False)  # no other segment has it, on whatever disk
 
     def __post_init__(self) -> None:
+        self.id = segment_id(self.disk, self.number)
         self.numbers = {kind: number for number, kind in enumerate(self.named)}
 
     def offset(self, slot: int) -> int:
@@ -94,12 +103,14 @@ Wanted = Callable[[Segment, int], bool]
 
 
 class Catalogue(PartTable[int]):
-    """All segments, by number and ascending, and the places of all blocks."""
+    """All segments by id, those of one disk ascending, and the places of all blocks."""
 
     def __init__(self, account: Account | None = None) -> None:
         super().__init__()
         self.segments: dict[int, Segment] = {}
-        self.live = (account or Account()).used  # bytes of the records that are places of blocks
+        self.account = account or Account()
+        self.live = self.account.used  # bytes of the records that are places of blocks
+        self.coming = TenantBytes()  # of new blocks in plans under way
 
     def kind_of(self, key: BlockKey) -> Kind | None:
         found = self.find(key)
@@ -111,20 +122,20 @@ class Catalogue(PartTable[int]):
 
     def is_live(self, segment: Segment, slot: int) -> bool:
         key = segment.keys[slot]
-        return self.parts[key[0]].get(key) == segment.number << _SLOT_BITS | slot
+        return self.parts[key[0]].get(key) == segment.id << _SLOT_BITS | slot
 
     def live_slots(self, segment: Segment) -> Iterator[int]:
         """Slots of a segment that are places of blocks, oldest first. Blocks may be forgotten meanwhile."""
-        place = segment.number << _SLOT_BITS
+        place = segment.id << _SLOT_BITS
         parts = self.parts
         for slot, key in enumerate(segment.keys):
             if parts[key[0]].get(key) == place | slot:
                 yield slot
 
     def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
-        """Blocks, the last written first, those of at most `step` slots at a time; none that come meanwhile."""
-        for number in reversed(list(self.segments)):
-            segment = self.segments.get(number)
+        """Blocks, of a disk the last written first, of at most `step` slots at a time; none that come meanwhile."""
+        for name in reversed(list(self.segments)):
+            segment = self.segments.get(name)
             if segment is None:
                 continue
             for end in range(len(segment.keys), 0, -step):
@@ -186,9 +197,12 @@ class Catalogue(PartTable[int]):
         for segment, slot in filter(None, map(self.find, keys)):
             segment.used[slot] = 1
 
-    def add(self, segment: Segment, packed: bytes) -> None:
-        """Entries were appended to a segment; of a key that was here before, or comes twice, the later one wins."""
-        self.segments[segment.number] = segment
+    def add(self, segment: Segment, packed: bytes, dead: Container[BlockKey] = ()) -> None:
+        """Entries were appended to a segment; those of `dead` keys come dead, as do those of keys on another disk.
+
+        Of another key that was here before, or comes twice, the later one wins.
+        """
+        self.segments[segment.id] = segment
         first = len(segment.keys)
         keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
         numbers = array("I", packed)
@@ -206,16 +220,21 @@ class Catalogue(PartTable[int]):
         for kind, nbytes in sums.items():
             self._count(segment, segment.named[kind].tenant, nbytes)
         parts = self.parts
-        for place, key in enumerate(keys, segment.number << _SLOT_BITS | first):
-            if parts[key[0]].setdefault(key, place) != place:
+        for place, key in enumerate(keys, segment.id << _SLOT_BITS | first):
+            before = parts[key[0]].get(key)
+            if key in dead or (before is not None and before >> _SLOT_BITS + _NUMBER_BITS != segment.disk):
+                slot = place & _SLOT_MASK
+                self._count(segment, segment.kind(slot).tenant, -segment.nbytes(slot))
+                continue
+            if before is not None:
                 self.forget(key)
-                parts[key[0]][key] = place
+            parts[key[0]][key] = place
 
     def _count(self, segment: Segment, tenant: str, nbytes: int) -> None:
         segment.live.add(tenant, nbytes)
         self.live.add(tenant, nbytes)
 
-    def forget(self, key: BlockKey) -> Slot | None:
+    def forget(self, key: BlockKey) -> Place | None:
         """A block has no place any more; returns the one it had."""
         found = self.find(key)
         if found is None:
@@ -223,11 +242,11 @@ class Catalogue(PartTable[int]):
         segment, slot = found
         del self[key]
         self._count(segment, segment.kind(slot).tenant, -segment.nbytes(slot))
-        return segment.number, slot
+        return found
 
-    def mark_dead(self, number: int, slot: int) -> None:
-        """A slot is dead, if it is there; if it was the place of its block, the block is forgotten."""
-        segment = self.segments.get(number)
+    def mark_dead(self, name: int, slot: int) -> None:
+        """A slot of a segment is dead, if it is there; if it was the place of its block, the block is forgotten."""
+        segment = self.segments.get(name)
         if segment is not None and slot < len(segment.keys) and self.is_live(segment, slot):
             self.forget(segment.keys[slot])
 
@@ -235,4 +254,4 @@ class Catalogue(PartTable[int]):
         """A segment is removed, with all blocks that still have their place there; once for each."""
         for slot in list(self.live_slots(segment)):
             self.forget(segment.keys[slot])
-        self.segments.pop(segment.number, None)
+        self.segments.pop(segment.id, None)

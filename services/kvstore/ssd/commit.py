@@ -84,6 +84,7 @@ class WritePlan:
     `full`: segments without anything to carry are deleted first, since the index may need their room to forget them.
     """
 
+    disk: int
     blocks: list[DramBlock]  # durable once the batch is committed
     rejected: list[DramBlock]  # find no room; not written
     given_up: list[BlockKey]  # older blocks of tenants at their quotas, for the new ones
@@ -101,6 +102,7 @@ class WritePlan:
     unreadable: Segment | None = None  # the plan failed for it
     undeleted: list[Segment] = dataclasses.field(default_factory=list)
     lost: list[BlockKey] = dataclasses.field(default_factory=list)  # of bad records, once the plan has ended
+    written_bytes: int = 0  # of records that count, once the plan has ended
 
     @property
     def removed(self) -> list[BlockKey]:

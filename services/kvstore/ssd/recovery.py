@@ -19,12 +19,11 @@ import lmdb
 
 from moonpool.errors import ConfigError
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Kind, Segment, Slot
+from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Kind, Segment, Slot, segment_id
 from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES, Index, IndexChange, IndexImage, IndexLostError
 from services.kvstore.ssd.reader import Found, list_segments, read_record, scan, segment_path
 from services.kvstore.ssd.records import ALIGN, BadRecordError
-from services.kvstore.tenancy.tenants import Account
 
 log = get_logger(__name__)
 
@@ -36,14 +35,15 @@ Durability = Literal["power", "process"]  # whose loss a committed block survive
 
 
 class DataFolder:
-    """A locked data folder, made if need be. `durability` is what commits survive from now on.
+    """A locked data folder, made if need be, of the disk with that number. `durability`: what commits survive now.
 
     Raises ConfigError naming `data_dir` when it cannot be made or written, or another process has it.
     """
 
-    def __init__(self, path: Path, files: Files, durability: Durability = "power") -> None:
+    def __init__(self, path: Path, files: Files, durability: Durability = "power", disk: int = 0) -> None:
         self.path = path
         self.files = files
+        self.disk = disk
         self.segments = path / "segments"
         self.index = path / "index"
         self._note = path / "unsynced"
@@ -103,13 +103,14 @@ class DataFolder:
 
 
 class Recovery:
-    """What a data folder holds. Blocking: reads it, and makes its index and its files agree.
+    """What a data folder holds, added to a catalogue. Blocking: reads it, and makes its index and its files agree.
 
-    Raises ConfigError naming `data_dir` when the folder cannot be used.
+    Raises ConfigError naming `data_dir` when the folder cannot be used; it is closed then.
     """
 
-    def __init__(self, folder: DataFolder, account: Account | None = None, map_bytes: int = MAP_BYTES) -> None:
+    def __init__(self, folder: DataFolder, catalogue: Catalogue, map_bytes: int = MAP_BYTES) -> None:
         self.folder = folder
+        self.catalogue = catalogue
         self.index: Index | None = None  # it stays None when there is no room to rebuild a lost one
         self._sync = folder.durability == "power"
         self._open_index = functools.partial(Index, folder.files, folder.index, map_bytes, sync=self._sync)
@@ -118,11 +119,14 @@ class Recovery:
             image = self._load(is_first_start=not sizes)
             self.next_segment = max([0, *sizes, *image.segments]) + 1  # was never used
             self.rebuilt = bool(sizes) and self.index is None  # from the segments
-            self.catalogue = Catalogue(account)
             adopted = self._fill(sizes, image)
             self._tell(self._difference(image, adopted))
         except BaseException as error:
+            for segment in [one for one in catalogue.segments.values() if one.disk == folder.disk]:
+                catalogue.remove(segment)
             self.close()
+            folder.close()
+            folder.files.close_all()
             if not isinstance(error, OSError | lmdb.Error):
                 raise
             raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}") from error
@@ -158,7 +162,7 @@ class Recovery:
         entries, deleted_bytes = dict[Slot, bytes](), 0
         for number, size in sizes.items():
             path, kinds = segment_path(folder.segments, number), image.kinds.get(number, [])
-            segment = Segment(number, path, named.get(number, 0), named=kinds)
+            segment = Segment(number, path, named.get(number, 0), folder.disk, named=kinds)
             known = image.entries.get(number, b"") if segment.size else b""
             records = next(scanned) if number in newer else ()
             if records is not None:  # else it could not be read: another start may
@@ -169,7 +173,7 @@ class Recovery:
                 if adopted:
                     entries[number, len(known) // ENTRY.size] = adopted
         for number, slot in image.dropped:
-            self.catalogue.mark_dead(number, slot)
+            self.catalogue.mark_dead(segment_id(folder.disk, number), slot)
         if newer and self._sync:
             folder.files.sync_folder(folder.segments)
         if newer and not self.rebuilt:
@@ -215,9 +219,10 @@ class Recovery:
 
     def _difference(self, image: IndexImage, adopted: Mapping[Slot, bytes]) -> IndexChange:
         """What the index must learn. Forgets blocks that it names and that the files do not hold any more."""
-        catalogue = self.catalogue
-        changed = [one for number, one in catalogue.segments.items() if one.size != image.segments.get(number)]
-        gone = [number for number in image.segments if number not in catalogue.segments]
+        catalogue, disk = self.catalogue, self.folder.disk
+        own = {one.number: one for one in catalogue.segments.values() if one.disk == disk}
+        changed = [one for number, one in own.items() if one.size != image.segments.get(number)]
+        gone = [number for number in image.segments if number not in own]
         lost = [
             (segment.number, slot)
             for segment in changed
@@ -225,7 +230,7 @@ class Recovery:
             if segment.offset(slot) + segment.nbytes(slot) > segment.size
         ]
         for number, slot in lost:
-            catalogue.mark_dead(number, slot)
+            catalogue.mark_dead(segment_id(disk, number), slot)
         if lost or gone:
             blocks = len(lost) + sum(len(image.entries.get(one, b"")) // ENTRY.size for one in gone)
             log.warning("segments are missing or cut off; their blocks are dropped", blocks=blocks, segments=len(gone))

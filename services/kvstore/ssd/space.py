@@ -26,9 +26,10 @@ ASK_AGAIN = 64  # plans in which a segment is passed over after too much of it h
 
 @dataclasses.dataclass(eq=False)
 class Space:
-    """Room for records, together at most `capacity_bytes`. Used while a plan is made."""
+    """Room for records on one disk, together at most `capacity_bytes`. Used while a plan is made."""
 
     catalogue: Catalogue
+    disk: int
     folder: Path
     capacity_bytes: int
     segment_bytes: int
@@ -46,9 +47,14 @@ class Space:
         self.segment_bytes = min(self.segment_bytes, MAX_SEGMENT_BYTES // 2)
         self.recount()
 
+    @property
+    def segments(self) -> list[Segment]:
+        """All of this disk, oldest first."""
+        return [segment for segment in self.catalogue.segments.values() if segment.disk == self.disk]
+
     def recount(self) -> None:
         self._plans += 1
-        self.used_bytes = sum(segment.size for segment in self.catalogue.segments.values())
+        self.used_bytes = sum(segment.size for segment in self.segments)
 
     @property
     def has_work(self) -> bool:
@@ -57,8 +63,8 @@ class Space:
     def compact(self, min_live_share: float) -> int:
         """Has the next plans rewrite segments that are live to less than this share of a full one; how many."""
         self._thin = [
-            segment.number
-            for segment in self.catalogue.segments.values()
+            segment.id
+            for segment in self.segments
             if segment is not self.active
             and segment.live.total_bytes < min_live_share * max(segment.size, self.segment_bytes)
         ]
@@ -69,8 +75,8 @@ class Space:
         for segment in dict.fromkeys(segments):
             if segment is self.active:
                 self.active = None
-            if segment.number not in self._thin:
-                self._thin.append(segment.number)
+            if segment.id not in self._thin:
+                self._thin.append(segment.id)
 
     def make_room(self, nbytes: int, victims: list[Victim]) -> bool:
         """Reclaims segments until so many bytes fit; False when they cannot. Adds to `victims`."""
@@ -106,8 +112,7 @@ class Space:
 
         At most `spare_bytes` are carried over for having been used; `cheaply`: not if most of it must be carried over.
         """
-        segments = self.catalogue.segments.values()
-        idle = [segment for segment in segments if not segment.readers and not segment.going and segment.size]
+        idle = [one for one in self.segments if not one.readers and not one.going and one.size]
         segment = self._choose(one for one in idle if one is not self.active)
         if segment is None and self.active in idle:
             segment = self._choose([self.active])
@@ -190,8 +195,8 @@ class Space:
         if segment is None or (start and start + length * ALIGN > self.segment_bytes):
             number, start = self.next_segment, 0
             self.next_segment += 1
-            segment = self.active = Segment(number, segment_path(self.folder, number))
-            self.catalogue.segments[number] = segment
+            segment = self.active = Segment(number, segment_path(self.folder, number), disk=self.disk)
+            self.catalogue.segments[segment.id] = segment
         sizes[segment] = start + length * ALIGN
         return segment, start // ALIGN
 

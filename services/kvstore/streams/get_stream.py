@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from google.protobuf.message import Message
 
 from moonpool.errors import MoonpoolError, StreamBroken
+from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, Slice, part_bytes
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.shapes import frame_shape
 from moonpool.kv.values import check_owned
 from moonpool.streams.credits import ByteCredits
 from moonpool.streams.lanes.listening import LaneServer
@@ -43,7 +45,10 @@ class GetResources:
     together_bytes: int = FRAME_BYTES  # largest read that is answered in one message
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+_Parts = tuple[list[memoryview], list[int]]
+
+
+@dataclasses.dataclass(slots=True)
 class _Wanted:
     """What a session wants of each block: layers, and heads (None for all of them).
 
@@ -54,12 +59,19 @@ class _Wanted:
     heads: range | None
     forgotten: Sequence[str]
 
-    def slices(self, cells: Iterable[Cell], lease: ReadLease) -> Iterator[Slice]:
-        layout = lease.format.layout
+    def slices(self, cells: Iterable[Cell], keys: Sequence[BlockKey], layout: KVLayout) -> Iterator[Slice]:
         full = layout.block_tokens
         if self.heads is None:
             return (Slice(layer, block, data, full, value) for layer, block, data, value in cells)
-        return (self._cut(cell, lease.keys[cell.block], layout) for cell in cells)
+        return (self._cut(cell, keys[cell.block], layout) for cell in cells)
+
+    def parts(self, cells: Sequence[tuple[int, int]], blocks: Sequence[DramBlock], layout: KVLayout) -> _Parts:
+        """The bytes and hashes of what is wanted of some (layer, block)."""
+        if self.heads is None:
+            return [blocks[at].slice(layer) for layer, at in cells], [blocks[at].hashes[layer] for layer, at in cells]
+        whole = (Cell(layer, at, blocks[at].slice(layer), blocks[at].hashes[layer]) for layer, at in cells)
+        cut = list(self.slices(whole, [block.info.key for block in blocks], layout))
+        return [piece.data for piece in cut], [piece.hash for piece in cut]
 
     def _cut(self, cell: Cell, key: bytes, layout: KVLayout) -> Slice:
         """Some heads of a slice. Their hash is made here, so the slice is verified first; raises DamagedSliceError."""
@@ -100,54 +112,47 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
         check_owned(keys, self.tenant)
         wanted = _wanted(message, self.format.layout)
+        if message.takes_frame and self._sent_together(message.session, keys, wanted):
+            return
         lease = ReadLease(self.format, keys, promote=len(wanted.layers) == self.format.layout.layers)
-        self._begin(message, self._resources.reads.begin(lease), wanted)
+        self._begin(message.session, self._resources.reads.begin(lease), wanted)
 
     def _suspect(self, key: BlockKey) -> None:
         check_owned([key], self.tenant)
         self._resources.reads.suspect(key)
 
-    def _begin(self, message: kv_pb2.ReadOpen, lease: ReadLease, wanted: _Wanted) -> None:
-        resources, number, begin = self._resources, message.session, time.monotonic()
-        served = False
+    def _begin(self, number: int, lease: ReadLease, wanted: _Wanted) -> None:
+        resources, begin = self._resources, time.monotonic()
         try:
             more = resources.reads.extend(lease)
-            if message.takes_frame and not more and self._sent_together(number, lease, wanted):
-                resources.on_read(False, time.monotonic() - begin)
-                return
             sent_bytes = part_bytes(wanted.heads, self.format.layout)
-            reader = LayerReader(
-                resources.reads, lease, wanted.layers, resources.pool, resources.ahead, sent_bytes=sent_bytes
-            )
+            where = resources.reads, lease, wanted.layers, resources.pool, resources.ahead
+            reader = LayerReader(*where, sent_bytes=sent_bytes)
             self.serve(number, self._serve(number, reader, wanted, begin, more), reader.close)
-            served = True
-        except DamagedSliceError as error:
-            resources.reads.suspect(lease.keys[error.block])
+        except BaseException:
+            resources.reads.close(lease)
             raise
-        finally:
-            if not served:
-                resources.reads.close(lease)
 
-    def _sent_together(self, number: int, lease: ReadLease, wanted: _Wanted) -> bool:
-        """Whether all of a small read in DRAM could be sent with its opening, without waiting."""
-        count = lease.blocks * len(wanted.layers)
-        nbytes = count * part_bytes(wanted.heads, self.format.layout)
-        if not 0 < nbytes <= self._resources.together_bytes or count > MAX_FRAME_SLICES or lease.cold:
+    def _sent_together(self, number: int, keys: Sequence[BlockKey], wanted: _Wanted) -> bool:
+        """Whether all of a small read in DRAM could be sent with its opening, without waiting and without a lease."""
+        begin, resources, layout = time.monotonic(), self._resources, self.format.layout
+        most = min(MAX_FRAME_SLICES, resources.together_bytes // part_bytes(wanted.heads, layout))
+        blocks = resources.reads.resident(keys, self.format, most // len(wanted.layers))
+        if not blocks:
             return False
-        blocks = [source.block for source in lease.sources if source.block is not None]
-        cells = (
-            Cell(layer, index, block.slice(layer), block.hashes[layer])
-            for layer in wanted.layers
-            for index, block in enumerate(blocks)
-        )
-        slices = list(wanted.slices(cells, lease))
-        opened = kv_pb2.ReadOpened(session=number, blocks=lease.blocks, forgotten=wanted.forgotten)
+        shape = frame_shape(wanted.layers, len(blocks), wanted.heads or range(layout.kv_heads), layout.block_tokens)
+        try:
+            pieces, hashes = wanted.parts(shape.cells, blocks, layout)
+        except DamagedSliceError as error:
+            resources.reads.suspect(keys[error.block])
+            raise
 
-        def wrap(frame: kv_pb2.FrameHeader) -> Message:
-            opened.frame.CopyFrom(frame)
-            return kvstore_pb2.GetResponse(opened=opened)
-
-        return self.frames.offer(number, slices, wrap)
+        wrap = self.opened_with(number, len(blocks), wanted.forgotten)
+        if not self.frames.offer(shape.header(number, 0, hashes), pieces, wrap):
+            return False
+        resources.reads.used(keys, blocks)
+        resources.on_read(False, time.monotonic() - begin)
+        return True
 
     async def _serve(self, number: int, reader: LayerReader, wanted: _Wanted, begin: float, more: bool) -> None:
         resources, lease = self._resources, reader.lease
@@ -162,7 +167,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
                         missing = kv_pb2.ReadMissing(session=number, block=group.block)
                         self.post(kvstore_pb2.GetResponse(missing=missing))
                     else:
-                        slices = wanted.slices(group, lease)
+                        slices = wanted.slices(group, lease.keys, lease.format.layout)
                         await self.frames.send(number, 0, slices, timeout_s=resources.session_timeout_s)
             if lease.blocks:
                 resources.on_read(lease.cold, time.monotonic() - begin)

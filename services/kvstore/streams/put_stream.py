@@ -17,6 +17,7 @@ from moonpool.kv.frames import FrameOpener, OpenRun
 from moonpool.kv.keys import unpack_keys
 from moonpool.kv.layout import MAX_SLICE_BYTES
 from moonpool.kv.scattered import Bytes
+from moonpool.kv.shapes import shape_of
 from moonpool.kv.values import check_owned
 from moonpool.rpc.roles import permitted
 from moonpool.streams.credits import CreditReturn, Traffic
@@ -94,6 +95,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _settle(self, nbytes: int, answer: kvstore_pb2.PutResponse | None = None) -> None:
         """Sends an answer, if there is one. Payload bytes are dealt with; hands credits back if it is time."""
+        self.give_back()
         credit = self._credits.consumed(nbytes, idle=not self._entries)
         if answer is not None:
             answer.credit_bytes = credit
@@ -120,9 +122,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         if message.HasField("frame"):
             if message.frame.session != entry.number:
                 raise InvalidRequest("frame.session", f"{message.frame.session} is not the session that is opened")
-            opener = FrameOpener(spec.format.layout, spec.heads, spec.keys)
-            runs = opener.parse(message.frame, payload)
-            present = None if waits else self._writes.put_whole(spec, opener, runs, entry.progress_at)
+            hashes = _whole(spec, message.frame, payload)
+            present = self._writes.put_whole(spec, payload, hashes, entry.progress_at) if hashes and not waits else None
             if present is not None:
                 opened = kvstore_pb2.PutOpened(session=entry.number, present=present, taken=True)
                 return kvstore_pb2.PutResponse(opened=opened)
@@ -142,7 +143,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         layers = range(message.layer_begin, message.layer_end)
         heads = range(message.head_begin, message.head_end)
         now, forgotten = int(time.time()), frozenset(message.forgotten)
-        return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten)
+        return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten, message.durable)
 
     def _waits(self, spec: PutSpec) -> bool:
         return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))
@@ -304,3 +305,15 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         for entry in list(self._entries.values()):
             with contextlib.suppress(MoonpoolError):
                 self._remove(entry)
+
+
+def _whole(spec: PutSpec, header: kv_pb2.FrameHeader, payload: Bytes) -> Sequence[int] | None:
+    """Hashes of a frame with all of a session's whole blocks; None when it takes a session. Raises if it is bad."""
+    layout, count = spec.format.layout, len(spec.keys)
+    fits = spec.whole_blocks and payload.nbytes == count * layout.block_bytes
+    if fits and shape_of(header, spec.layers, count, spec.heads, layout.block_tokens) is not None:
+        return header.slice_hashes[:]
+    runs = FrameOpener(layout, spec.heads, spec.keys).parse(header, payload)
+    if spec.whole_blocks and sum(len(hashes) for _, _, hashes in runs) != layout.layers * count:
+        raise InvalidRequest("frame", "is not all of the session")
+    return None

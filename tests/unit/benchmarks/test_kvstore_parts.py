@@ -247,7 +247,7 @@ def test_a_made_data_folder_is_one_that_the_store_opens(tmp_path: Path) -> None:
     from services.kvstore.ssd.tier import open_tier
 
     assert build(tmp_path / "data", 9) == 9 * CHAIN_BLOCKS  # two segments
-    tier = open_tier(tmp_path / "data", 1 << 40, 1 << 30)
+    tier = open_tier([tmp_path / "data"], 1 << 40, 1 << 30)
     assert (tier.lost_blocks, tier.indexed, tier.has_housekeeping) == (0, True, False)
     assert len(tier.catalogue) == 9 * CHAIN_BLOCKS
     assert all(key in tier.catalogue for key in chain_keys(8))

@@ -194,9 +194,9 @@ def _of_volumes(service: Service, config: ServiceConfig, images: Containerfile) 
         if f" {folder}" not in made:
             yield f"{folder} is not a folder of the image, so that {source} would be root's there"
     writable = [folder for _, folder, mode in service.volumes if mode == "rw"]
-    data = getattr(config, "data_dir", None)
-    if data is not None and str(data) not in writable:
-        yield f"writes to {data}, which is no volume"
+    for data in getattr(config, "data_dir", ()):
+        if str(data) not in writable:
+            yield f"writes to {data}, which is no volume"
     if hasattr(config, "kv_lanes_dir") and str(config.kv_lanes_dir) not in writable:
         yield f"has its lanes' sockets in {config.kv_lanes_dir}, which no other container sees"
     model = getattr(config, "model", None)

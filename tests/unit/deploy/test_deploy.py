@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moonpool.errors import ConfigError
 from tests.unit.deploy.compose import ROOT, duration_s, services, substituted, substitutions
@@ -186,11 +187,14 @@ def test_documented() -> None:
         assert word in page, word
 
 
-def test_documented_override() -> None:
-    """The page's second prefill instance fits into the stack."""
-    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL)
+def test_documented_overrides() -> None:
+    """The page's second prefill instance fits into the stack, and its store has one disk more."""
+    instance, disk = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL)
     stack = services(COMPOSE)
-    (more,) = services(text).values()
+    kvstore = yaml.safe_load(disk)["services"]["kvstore"]
+    folder = kvstore["volumes"][0].split(":")[1]
+    assert kvstore["command"] == [*yaml.safe_load(COMPOSE)["services"]["kvstore"]["command"], f"--data-dir={folder}"]
+    (more,) = services(instance).values()
     assert more.rest["image"] == stack["prefill"].rest["image"]
     built = dataclasses.replace(more, rest=more.rest | {"build": stack["prefill"].rest["build"]})
     assert list(of_service(built, stack | {more.name: built}, parse(CONTAINERFILE))) == []

@@ -44,7 +44,7 @@ def write(ssd: SsdTier, keys: list[BlockKey]) -> None:
     ssd.commit(plan)
     ssd.committed(plan)
     assert not plan.lost
-    assert ssd.space.used_bytes <= CAPACITY
+    assert ssd.used_bytes <= CAPACITY
     tell("+", (block.info.key for block in plan.blocks))
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     folder, life, durability = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     kept = kept_keys(life + 1)
     ssd = open_tier(
-        folder,
+        [folder],
         CAPACITY,
         SEGMENT,
         durability="power" if durability == "power" else "process",
@@ -65,7 +65,7 @@ def main() -> None:
         write(ssd, keys[start : start + BATCH])
         ssd.catalogue.touch(keys[max(0, start - 90) : start : 3])
         if start % (40 * BATCH) == 0:
-            ssd.space.compact(0.9)
+            ssd.compact(0.9)
 
 
 if __name__ == "__main__":

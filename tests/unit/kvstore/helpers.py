@@ -14,17 +14,18 @@ from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.parts import PARTS
+from moonpool.kv.reuse import ReuseSample
 from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.assembly import PutSession, PutSpec
 from services.kvstore.core.reads import LeasedBlock
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.operate.observe import ReuseSample
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.queues import LRU
+from services.kvstore.ssd.admission import Admission
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdTier, open_tier
@@ -74,6 +75,7 @@ def spec_of(
     block_format: BlockFormat = FORMAT,
     tenant: str = "",
     written_at: int = 0,
+    durable: bool = False,
 ) -> PutSpec:
     layout = block_format.layout
     return PutSpec(
@@ -84,6 +86,7 @@ def spec_of(
         layers or range(layout.layers),
         heads or range(layout.kv_heads),
         written_at,
+        durable=durable,
     )
 
 
@@ -106,10 +109,21 @@ def open_ssd(
     *,
     pins: Container[BlockKey] = (),
     account: Account | None = None,
+    admission: Admission | None = None,
     files: Files | None = None,
 ) -> SsdTier:
     """A tier that keeps what is in `pins` and what `account` guarantees."""
-    return open_tier(path, capacity, segment, pins=pins, account=account, files=files, map_bytes=1 << 16)
+    layers = () if files is None else (files,)
+    return open_tier(
+        [path],
+        capacity,
+        segment,
+        pins=pins,
+        account=account,
+        admission=admission,
+        files=layers,
+        map_bytes=1 << 16,
+    )
 
 
 def held(store: BlockStore) -> set[BlockKey]:
@@ -217,20 +231,25 @@ class Driven(StoreListener):
         """Puts blocks, and commits everything that is pending."""
         if keys:
             session = self.put(keys, tenant)
-        while (plan := self.store.writes.queue.next_plan()) is not None:
-            ssd = self.store.tiers.ssd
-            assert ssd is not None
-            try:
-                ssd.commit(plan)
-            except OSError as error:
-                self.store.writes.queue.plan_done(error)
-            else:
-                self.store.writes.queue.plan_done(None)
-            if not plan.blocks:
-                break
+        disks = range(1 if self.store.tiers.ssd is None else len(self.store.tiers.ssd.disks))
+        while sum(map(self.commit, disks)):
+            pass
         if keys:
             self.store.writes.close(session)
         check(self.store)
+
+    def commit(self, disk: int = 0) -> bool:
+        """Does a disk's next plan, if there is one; whether it had blocks."""
+        ssd, plan = self.store.tiers.ssd, self.store.writes.queue.next_plan(disk)
+        if ssd is None or plan is None:
+            return False
+        try:
+            ssd.commit(plan)
+        except OSError as error:
+            self.store.writes.queue.plan_done(error, disk)
+        else:
+            self.store.writes.queue.plan_done(None, disk)
+        return bool(plan.blocks)
 
     def read(self, keys: Sequence[BlockKey], *, promote: bool = False) -> list[bytes]:
         """The leading blocks' bytes, read layer by layer without threads; bad ones end it."""

@@ -5,17 +5,17 @@ import functools
 from typing import Any
 
 from moonpool.kv.parts import PARTS
+from moonpool.kv.returns import ReturnRates
+from moonpool.kv.reuse import ReuseSample
+from moonpool.kv.sample import KeySample
 from services.kvstore.core.reads import Reads
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.writes import Writes
 from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.operate.observe import ReuseSample
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.kv_aware import KVAware, is_current
 from services.kvstore.policies.queues import LFU, MOST_USES, S3FIFO
-from services.kvstore.policies.returns import ReturnRates
-from services.kvstore.policies.sample import KeySample
 from services.kvstore.ssd.catalogue import Catalogue, Segment
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.pins import Pins
@@ -70,13 +70,14 @@ def _(dram: DramTier) -> None:
 @check.register
 def _(ssd: SsdTier) -> None:
     _check_catalogue(ssd.catalogue)
-    assert ssd.space.used_bytes == sum(segment.size for segment in ssd.catalogue.segments.values())
+    assert not any(disk.space.segments for disk in ssd.disks if disk.out)
+    assert ssd.used_bytes == sum(segment.size for segment in ssd.catalogue.segments.values())
 
 
 def _check_catalogue(catalogue: Catalogue) -> None:
     live = TenantBytes()
-    for number, segment in catalogue.segments.items():
-        assert segment.number == number
+    for name, segment in catalogue.segments.items():
+        assert segment.id == name
         _check_segment(catalogue, segment)
         for tenant, nbytes in segment.live.items():
             live.add(tenant, nbytes)
@@ -103,7 +104,7 @@ def _check_segment(catalogue: Catalogue, segment: Segment) -> None:
 def _check_queue(store: BlockStore) -> None:
     """Waiting blocks are held and not durable."""
     queue, there = store.writes.queue, store.tiers.dram
-    waiting = [*queue.waiting, *(queue.committing.blocks if queue.committing else ())]
+    waiting = [*queue.waiting, *(block for plan in queue.committing.values() for block in plan.blocks)]
     assert queue.recalled <= set(waiting)
     waiting = [block for block in waiting if block not in queue.recalled]
     assert queue.queued == {block.info.key for block in waiting}

@@ -57,7 +57,7 @@ class Lives:
         """Block by block: durable ones are there, and nothing that was never written."""
         report = verify(self.folder)
         assert report.ok, report.faults
-        ssd = open_tier(self.folder, CAPACITY, SEGMENT, durability=self.durability)
+        ssd = open_tier([self.folder], CAPACITY, SEGMENT, durability=self.durability)
         try:
             check(ssd)
             here = set(ssd.catalogue)
@@ -67,7 +67,7 @@ class Lives:
             assert here - self.durable - self.gone <= written
             # Killed while it carried blocks over, it left them twice: the crasher checks that its next plan mends that.
             assert ssd.catalogue.live.total_bytes <= CAPACITY
-            assert ssd.space.used_bytes <= CAPACITY or ssd.has_housekeeping
+            assert ssd.used_bytes <= CAPACITY or ssd.has_housekeeping
             for key in here:
                 self.check_block(ssd, key)
             self.durable, self.gone = here, set()

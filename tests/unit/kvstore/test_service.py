@@ -33,6 +33,25 @@ async def test_what_was_put_is_read_layer_by_layer(tmp_path: Path) -> None:
         assert await store.put(KEYS[:6]) == (6, 0)
 
 
+async def test_a_store_on_two_disks_takes_what_is_reused_and_what_its_writer_waits_for(tmp_path: Path) -> None:
+    settings = {"data_dir": [tmp_path / "a", tmp_path / "b"], "ssd_admission": "reused"}
+    async with rig(**settings) as store:
+        await store.put(KEYS[:3])
+        await store.durable()
+        gauges = store.gauges()
+        assert (gauges["ssd_blocks"], gauges["ssd_refused_blocks_total"], gauges["ssd_disks_out"]) == (0, 3, 0)
+        assert gauges["ssd_refused_bytes_total"] == 3 * BLOCK
+        assert gauges["ssd_capacity_bytes"] == 2 << 20
+        assert await store.read([A]) == [data_of(A)]
+        call, _ = await opened_put(store, [D], durable=True)
+        await store.send(call, [D])
+        await store.until("ssd_blocks", 2)
+        call.cancel()
+        await store.at_rest()
+    async with rig(**settings | {"data_dir": [tmp_path / "b", tmp_path / "a"]}) as store:
+        assert [await store.read([key]) for key in KEYS[:4]] == [[data_of(A)], [], [], [data_of(D)]]
+
+
 async def test_closing_makes_visible_blocks_durable(tmp_path: Path) -> None:
     async with rig(tmp_path) as store:
         await store.put(KEYS[:3])

@@ -10,6 +10,7 @@ import pytest
 
 from moonpool.errors import StreamBroken, TransferFailed
 from moonpool.streams.lanes.held import Held
+from moonpool.streams.lanes.outbound import Unsent
 from moonpool.streams.outbox import Outbox
 from moonpool.v1 import decode_pb2, kv_pb2
 
@@ -26,14 +27,21 @@ class Writer:
 
     def __init__(self) -> None:
         self.outbox = Outbox()
-        self.outbox.hold(self.stuck)
+        self.outbox.hold(self.stuck, self.start)
+        self.left: list[memoryview] = []  # of what was written last
         self.items: list[Any] = []
         self.errors: list[Exception] = []
         self.came = asyncio.Event()
         self.unsent: list[int] = []
         self.task = asyncio.ensure_future(self.outbox.drain(self.write))
 
+    def start(self, item: Any) -> Unsent:
+        """Nothing can be sent at once."""
+        return Unsent(item.parts, item)
+
     async def write(self, item: Any) -> None:
+        if isinstance(item, Unsent):
+            self.left, item = item.parts, item.held
         self.items.append(item)
         self.came.set()
         await asyncio.wait((item.done,))  # one at a time, as over a socket
@@ -78,9 +86,13 @@ async def test_what_is_offered_is_copied_since_nobody_waits() -> None:
     writer, data = Writer(), memoryview(bytearray(b"abcd"))
     assert writer.outbox.offer(frame(1), [data[:2], data[2:]])
     data[:] = b"wxyz"
-    item = await writer.item()
-    assert bytes(b"".join(item.parts)) == b"abcd"
-    item.finish()
+    assert writer.outbox.offer(frame(2), [data])
+    data[:] = b"...."
+    for expected in (b"abcd", b"wxyz"):
+        item = await writer.item()
+        assert bytes(b"".join(writer.left or item.parts)) == expected
+        writer.left = []
+        item.finish()
     await writer.end()
 
 
@@ -161,3 +173,34 @@ async def test_payloads_that_wait_fail_when_the_outbox_is_closed() -> None:
         await writer.put(2)
     assert (writer.items, writer.unsent) == ([], [2])
     await writer.task
+
+
+async def test_what_nothing_waits_before_is_sent_at_once_and_the_rest_in_its_turn() -> None:
+    sent: list[Any] = []
+    takes = True
+
+    def start(item: Any) -> Unsent | None:
+        sent.append(item)
+        if isinstance(item, Held) and takes:
+            item.finish()
+        return None if takes else Unsent([memoryview(b"rest")], item if isinstance(item, Held) else None)
+
+    writer = Writer()
+    await asyncio.sleep(0)
+    writer.outbox.hold(writer.stuck, start)
+    close = decode_pb2.ReceiveKVRequest(close=decode_pb2.TransferClose(transfer_id=3)).SerializeToString()
+    writer.outbox.post(decode_pb2.ReceiveKVRequest.FromString(close))
+    await writer.put(1)
+    assert ([getattr(item, "message", item) for item in sent], len(writer.outbox)) == ([close, frame(1)], 0)
+    takes = False
+    second, third = writer.put(2), writer.put(3)
+    held = await writer.item()
+    assert (held.message, bytes(writer.left[0]), len(sent)) == (frame(2), b"rest", 3), "the third waits for the second"
+    takes = True
+    held.finish()
+    await second
+    last = await writer.item()
+    assert last.message == frame(3)
+    last.finish()
+    await third
+    await writer.end()

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from moonpool.errors import Mismatch, StreamBroken, TransferFailed
-from moonpool.kv.frames import FrameOpener, Slice
+from moonpool.kv.frames import FrameOpener, Slice, pack_frames
 from moonpool.rpc.wire import deserializer
 from moonpool.streams import faults
 from moonpool.streams.link import Link
@@ -50,6 +50,11 @@ def test_frame_receiver() -> None:
     assert receiver.welcome(SERVER) == kv_pb2.StreamWelcome(receiver=SERVER, credit_bytes=100)
     assert receiver.consumed(24) is None
     assert receiver.consumed(1) == kv_pb2.Credit(bytes=25)
+
+
+def framed(session: int) -> tuple[kv_pb2.FrameHeader, list[memoryview]]:
+    [frame] = pack_frames(session, 0, slices(1), LAYOUT)
+    return frame
 
 
 def slices(count: int) -> list[Slice]:
@@ -109,21 +114,21 @@ async def test_frame_writer_offers_only_what_needs_no_waiting() -> None:
     def wrap(header: kv_pb2.FrameHeader) -> kvstore_pb2.GetResponse:
         return kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=header.session, frame=header))
 
-    assert not writer.offer(1, slices(1), wrap)  # no credits
+    assert not writer.offer(*framed(1), wrap)  # no credits
     writer.grant(kv_pb2.Credit(bytes=8 * SLICE))
-    assert writer.offer(1, slices(1), wrap)
+    assert writer.offer(*framed(1), wrap)
     assert (len(outbox), writer.credits.available) == (1, 7 * SLICE)
-    assert writer.offer(2, slices(1), wrap)
-    assert not writer.offer(3, slices(1), wrap)  # no room
+    assert writer.offer(*framed(2), wrap)
+    assert not writer.offer(*framed(3), wrap)  # no room
     assert (len(outbox), writer.credits.available) == (2, 6 * SLICE)
-    assert not make_writer(Outbox(), Link(1.0)).offer(1, slices(1), wrap)
+    assert not make_writer(Outbox(), Link(1.0)).offer(*framed(1), wrap)
     full = make_writer(Outbox(max_messages=0))
     full.grant(kv_pb2.Credit(bytes=SLICE))
     with pytest.raises(StreamBroken, match="takes none"):
-        full.offer(1, slices(1), wrap)
+        full.offer(*framed(1), wrap)
     assert full.credits.available == SLICE
     outbox.close(StreamBroken("gone"))
-    assert not writer.offer(4, slices(1), wrap)
+    assert not writer.offer(*framed(4), wrap)
     assert writer.credits.available == 6 * SLICE
 
 
@@ -131,9 +136,8 @@ async def test_frame_writer_takes_credits_for_what_it_offers() -> None:
     writer = make_writer(Outbox())
     writer.grant(kv_pb2.Credit(bytes=LAYOUT.head_bytes))
     data = memoryview(content(0, 0))[LAYOUT.head_bytes :]
-    assert writer.offer(
-        1, [slice_to_send(LAYOUT, 0, 0, data, heads=range(1, 2))], lambda header: kvstore_pb2.GetResponse(frame=header)
-    )
+    [frame] = pack_frames(1, 0, [slice_to_send(LAYOUT, 0, 0, data, heads=range(1, 2))], LAYOUT)
+    assert writer.offer(*frame, lambda header: kvstore_pb2.GetResponse(frame=header))
     assert writer.credits.available == 0
 
 
@@ -142,7 +146,7 @@ async def test_frame_writer_takes_credits_for_what_the_reader_gets(monkeypatch: 
     monkeypatch.setattr(faults, "corruptor", lambda frame: (frame[0], [memoryview(b"".join(frame[1]))[:-1]]))
     writer = make_writer(Outbox())
     writer.grant(kv_pb2.Credit(bytes=8 * SLICE))
-    assert writer.offer(1, slices(1), lambda header: kvstore_pb2.GetResponse(frame=header))
+    assert writer.offer(*framed(1), lambda header: kvstore_pb2.GetResponse(frame=header))
     assert writer.credits.out == SLICE - 1
 
 

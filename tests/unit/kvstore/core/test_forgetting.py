@@ -205,7 +205,7 @@ def test_a_block_that_is_carried_over_meanwhile_is_overwritten_at_its_new_place(
         driven.flush([*OURS[:2], *THEIRS], "ours")
         driven.flush(keys_of(1, "more"))
         tier_of(driven).forget(THEIRS[:1])
-        assert tier_of(driven).space.compact(0.9) == 1
+        assert tier_of(driven).compact(0.9) == 1
         plan = driven.store.writes.queue.next_plan()
         assert plan is not None
         assert {append.key for append in plan.carry} >= set(OURS[:2])

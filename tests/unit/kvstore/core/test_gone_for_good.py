@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.blocks import BlockFormat
-from moonpool.kv.frames import FrameOpener
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
 from services.kvstore.core.assembly import PutSession, PutSpec
@@ -157,7 +156,7 @@ def test_a_block_that_is_read_while_its_segment_is_rewritten_does_not_come_back(
         tiers, queue = driven.store.tiers, driven.store.writes.queue
         tiers.dram.drop(tiers.dram[OURS[0]])
         tier_of(driven).forget(THEIRS)
-        assert tier_of(driven).space.compact(0.9) == 1
+        assert tier_of(driven).compact(0.9) == 1
         plan = queue.next_plan()
         assert plan is not None
         assert OURS[0] in [append.key for append in plan.carry]
@@ -190,14 +189,15 @@ def test_what_may_be_older_than_a_deletion_is_refused_and_what_is_younger_is_not
     driven = Driven()
     driven.store.writes.deletions.add("one", MINE)
     driven.store.writes.deletions.add("two", Selection(keys=frozenset(THEIRS[:1])))
-    opener = FrameOpener(LAYOUT, keys=OURS[:1])
     runs = [run_of(OURS[0], 0, layer) for layer in range(LAYOUT.layers)]
+    data = memoryview(b"".join(bytes(run.data) for run in runs))
+    hashes = [value for run in runs for value in run.hashes]
     for spec in (knowing(OURS[:1]), knowing(OURS[:1], "two", "three")):
         with pytest.raises(DeletedBlocks, match="keys: they may be older than a deletion"):
             driven.open(spec)
         with pytest.raises(DeletedBlocks, match="keys: they may be older than a deletion"):
-            driven.store.writes.put_whole(spec, opener, runs, 0.0)
-    assert driven.store.writes.put_whole(knowing(OURS[:1], "zero", "one"), opener, runs, 0.0) == []
+            driven.store.writes.put_whole(spec, data, hashes, 0.0)
+    assert driven.store.writes.put_whole(knowing(OURS[:1], "zero", "one"), data, hashes, 0.0) == []
     assert driven.open(knowing(OURS[1:2], "one")) is not None
     with pytest.raises(DeletedBlocks):
         driven.open(knowing(THEIRS, "one", tenant="theirs"))
@@ -220,7 +220,7 @@ def test_a_deletion_goes_in_steps_and_misses_nothing_that_moves_meanwhile(tmp_pa
                     dram.drop(dram[key])
                 else:
                     driven.read([key], promote=True)
-            tier_of(driven).space.compact(1.0)
+            tier_of(driven).compact(1.0)
             driven.flush()
             left.append(sum(key in driven.store.tiers for key in many))
         assert left[0] > left[1] > left[len(left) // 3] > left[-1] == 0  # a few at a time

@@ -54,14 +54,14 @@ async def test_it_is_on_disk_when_it_is_answered_and_is_done_once(tmp_path: Path
 
 async def test_told_twice_at_once_it_is_done_once_and_both_are_answered_alike(tmp_path: Path) -> None:
     order, more = deletion("one", tenants=["ours"]), deletion("two", keys=pack_keys(THEIRS))
-    async with rig(tmp_path, ledger=Ledger(tmp_path / "records")) as store:
+    async with rig(tmp_path, ledger=Ledger([tmp_path / "records"])) as store:
         await store.put(OURS, "ours")
         await store.put(THEIRS, "theirs")
         await store.durable()
         both = await asyncio.gather(forget(store, order), forget(store, order))
         assert list(both) == [(3, 3 * (BLOCK + RECORD))] * 2
         assert await forget(store, order, more) == (5, 5 * (BLOCK + RECORD))
-    async with rig(tmp_path, ledger=Ledger(tmp_path / "records")) as store:
+    async with rig(tmp_path, ledger=Ledger([tmp_path / "records"])) as store:
         assert await forget(store, more, order) == (5, 5 * (BLOCK + RECORD))
 
 
@@ -69,7 +69,7 @@ async def test_a_deletion_that_the_disk_did_not_take_is_not_done_anew(tmp_path: 
     order, files = deletion("one", tenants=["ours"]), FaultyFiles()
     with driven_store(tmp_path, files=files) as driven:
         driven.flush(OURS, "ours")
-        ledger = Ledger(None)
+        ledger = Ledger()
         async with writing(driven, retry_after_s=()) as writer:
             it = Deletions(driven.operations, ledger, writer, timeout_s=0.05)
             files.fail("transaction", OSError(5, "an error"))
@@ -112,7 +112,7 @@ async def test_a_write_back_that_may_be_older_than_a_deletion_is_refused_from_th
     kept = kv_pb2.Record(kind=DELETION, id="one", version=1, value=order.SerializeToString(), expires_at=1e12)
     read = hashed(lambda layer, index: slice_of(OURS[index], layer))
     for records in ([kept], []):
-        async with rig(ledger=Ledger(tmp_path / "records")) as store:
+        async with rig(ledger=Ledger([tmp_path / "records"])) as store:
             await store.stub.SyncRecords(kvstore_pb2.SyncRecordsRequest(records=records))
             writer = store.writer()
             for known in ([], ["two"]):
@@ -168,17 +168,17 @@ def record(name: str, version: int, value: bytes = b"v", expires_at: float = 1e1
 
 async def test_records_and_what_was_carried_out_outlive_the_process(tmp_path: Path) -> None:
     now = [100.0]
-    ledger = Ledger(tmp_path / "records", lambda: now[0])
+    ledger = Ledger([tmp_path / "records"], lambda: now[0])
     await ledger.take([record("a", 2), record("b", 1, expires_at=200.0), record("a", 1, b"older")])
     await ledger.applied({"one": (3, 300)})
     ledger.close()
-    again = Ledger(tmp_path / "records", lambda: now[0])
+    again = Ledger([tmp_path / "records"], lambda: now[0])
     assert sorted((it.id, it.version) for it in again.book.of("k", "t")) == [("a", 2), ("b", 1)]
     assert (again.counts("one"), again.counts("two")) == ((3, 300), None)
     now[0] = 300.0
     await again.take([record("a", 3, b"")])
     again.close()
-    last = Ledger(tmp_path / "records", lambda: now[0])
+    last = Ledger([tmp_path / "records"], lambda: now[0])
     assert [it.id for it in last.book.of("k")] == []
     assert last.book.after(0)[0] == [record("a", 3, b"")]  # that it was deleted is known still
     last.close()
@@ -192,7 +192,7 @@ def order_of(name: str, version: int, *, over: bool = False) -> kv_pb2.Record:
 
 async def test_a_deletion_is_known_as_long_as_its_record_or_that_it_was_carried_out(tmp_path: Path) -> None:
     now = [100.0]
-    ledger = Ledger(tmp_path, lambda: now[0])
+    ledger = Ledger([tmp_path], lambda: now[0])
     await ledger.take([order_of("recorded", 1)])
     ledger.deletions.add("told", Selection(tenants=frozenset({"ours"})))
     await ledger.applied({"recorded": (1, 10), "told": (2, 20)})
@@ -202,13 +202,13 @@ async def test_a_deletion_is_known_as_long_as_its_record_or_that_it_was_carried_
     assert (list(ledger.deletions), ledger.counts("told")) == (["recorded"], None)
     await ledger.applied({"recorded": (1, 10)})
     ledger.close()
-    again = Ledger(tmp_path, lambda: now[0])
+    again = Ledger([tmp_path], lambda: now[0])
     assert (list(again.deletions), again.counts("recorded")) == (["recorded"], (1, 10))
     again.close()
 
 
 async def test_records_that_are_not_taken_are_no_deletions() -> None:
-    ledger = Ledger(None)
+    ledger = Ledger()
     ledger.book = RecordBook(max_bytes=400)
     with pytest.raises(Overloaded):
         await ledger.take([order_of("one", 1), record("a", 1, bytes(500))])
@@ -256,3 +256,25 @@ async def test_who_has_deleted_already_reads_nothing_until_it_is_deleted_here() 
         assert (opened.blocks, list(opened.forgotten)) == (len(OURS), ["one"])
         call.cancel()
         await store.at_rest()
+
+
+async def test_a_deletion_was_carried_out_if_all_folders_say_so(tmp_path: Path) -> None:
+    """One that was left out, or is new, may hold what was deleted."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    ledger = Ledger(folders, lambda: 100.0)
+    await ledger.take([record("r", 1)])
+    await ledger.applied({"one": (3, 300)})
+    ledger.leave_out(1)
+    await ledger.applied({"two": (4, 400)})
+    await ledger.take([record("r", 2)])
+    ledger.close()
+    again = Ledger(folders[::-1], lambda: 100.0)
+    assert (again.counts("one"), again.counts("two")) == ((3, 300), None)
+    assert [it.version for it in again.book.of("k", "t")] == [2]
+    again.close()
+    alone = Ledger(folders[1:], lambda: 100.0)  # it has learnt what it had missed, but for that
+    assert (alone.counts("two"), [it.version for it in alone.book.of("k", "t")]) == (None, [2])
+    alone.close()
+    with_new = Ledger([folders[0], tmp_path / "c"], lambda: 100.0)
+    assert with_new.counts("one") is None
+    with_new.close()

@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from moonpool.cli.kvstore import app
 from moonpool.errors import ConfigError, InvalidRequest, Unsupported
+from moonpool.kv.reuse import ReuseSample
 from moonpool.streams.credits import ByteCredits
-from services.kvstore.operate.observe import ReuseSample
 from services.kvstore.operate.operations import Operations
 from tests.unit.kvstore.helpers import Driven, data_of, keys_of
 from tests.unit.kvstore.test_process import durable, put, read, running

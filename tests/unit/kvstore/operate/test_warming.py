@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.reuse import ReuseSample
 from moonpool.streams.credits import ByteCredits
-from services.kvstore.operate.observe import ReuseSample
 from services.kvstore.operate.operations import Operations
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.helpers import BLOCK, OTHER_FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd

@@ -31,6 +31,7 @@ from tests.unit.kvstore.ssd.power import PowerFiles
 
 KEYS = keys_of(14)
 KEY = st.sampled_from(KEYS)
+DISK = st.integers(0, 1)
 GUARANTEE = 3 * RECORD
 
 
@@ -44,6 +45,7 @@ class TierMachine(RuleBasedStateMachine):
     When the index or the power is lost, so is what was known of removals: all that was ever `written` may come back.
     """
 
+    disks = 1
     durability: Durability = "power"
     without: tuple[str, ...] = ()
     lost = 0
@@ -51,7 +53,10 @@ class TierMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.files = PowerFiles(self.folder, self.step, without=self.without)
+        self.folders = [self.folder / str(number) for number in range(self.disks)]
+        for folder in self.folders:
+            folder.mkdir()
+        self.files = [PowerFiles(folder, self.step, without=self.without) for folder in self.folders]
         self.fuse = -1
         self.error: BaseException | None = None
         self.dead = False
@@ -77,8 +82,8 @@ class TierMachine(RuleBasedStateMachine):
         self.readers: list[SsdReader] = []
         self.account = Account(guarantees={"a": GUARANTEE})
         self.ssd: SsdTier = open_tier(
-            self.folder,
-            16 * RECORD,
+            self.folders,
+            16 * RECORD // self.disks,
             2 * RECORD,
             durability=self.durability,
             pins=self.pinned,
@@ -87,9 +92,18 @@ class TierMachine(RuleBasedStateMachine):
             map_bytes=1 << 16,
         )
 
-    @rule(keys=st.lists(KEY, max_size=4, unique=True), tenant=st.sampled_from(["a", "b"]))
-    def put(self, keys: list[BlockKey], tenant: str) -> None:
-        self.finish(self.begin(keys, tenant), None)
+    @rule(keys=st.lists(KEY, max_size=4, unique=True), tenant=st.sampled_from(["a", "b"]), disk=DISK)
+    def put(self, keys: list[BlockKey], tenant: str, disk: int) -> None:
+        self.finish(self.begin(keys, tenant, disk), None)
+
+    @rule(keys=st.lists(KEY, max_size=4, unique=True), disk=DISK)
+    def put_on_all(self, keys: list[BlockKey], disk: int) -> None:
+        """Plans of several disks at once, ended in any order."""
+        plans = [self.begin(keys[number :: self.disks], "b", number) for number in range(self.disks)]
+        for plan in plans:
+            self.ssd.commit(plan)
+        for plan in plans[disk:] + plans[:disk] if disk < self.disks else reversed(plans):
+            self.finish(plan, None, commit=False)
 
     @rule(
         keys=st.lists(KEY, max_size=4, unique=True),
@@ -97,12 +111,19 @@ class TierMachine(RuleBasedStateMachine):
         error=st.sampled_from([OSError(errno.EIO, "broken"), OSError(errno.ENOSPC, "full"), Crash()]),
         reading=st.none() | KEY,
         seed=st.none() | st.integers(0, 99),
+        disk=DISK,
     )
     def put_and_break(
-        self, keys: list[BlockKey], step: int, error: BaseException, reading: BlockKey | None, seed: int | None
+        self,
+        keys: list[BlockKey],
+        step: int,
+        error: BaseException,
+        reading: BlockKey | None,
+        seed: int | None,
+        disk: int,
     ) -> None:
         """With a `seed`, the crash is one of the machine, which loses power."""
-        plan = self.begin(keys, "b")
+        plan = self.begin(keys, "b", disk)
         if reading is not None and reading in self.ssd.catalogue and len(self.readers) < 3:
             self.readers.append(self.ssd.reader(reading))
         self.fuse, self.error = step, error
@@ -121,9 +142,10 @@ class TierMachine(RuleBasedStateMachine):
         finally:
             self.error = None
 
-    def begin(self, keys: list[BlockKey], tenant: str) -> WritePlan:
+    def begin(self, keys: list[BlockKey], tenant: str, disk: int) -> WritePlan:
         used = dict(self.account.used)
-        plan = self.ssd.plan([block_of(key, tenant) for key in keys if key not in self.ssd.catalogue])
+        new = [block_of(key, tenant) for key in keys if key not in self.ssd.catalogue]
+        plan = self.ssd.plan(new, disk % self.disks)
         self.written.update(keys)
         for key in plan.removed:
             assert key not in self.pinned
@@ -144,7 +166,7 @@ class TierMachine(RuleBasedStateMachine):
         self.ssd.committed(plan)
         assert not plan.lost
         self.model.update({block.info.key: block.info.tenant for block in plan.blocks})
-        if not self.ssd.has_housekeeping:
+        if not self.ssd.has_housekeeping and self.disks == 1:  # a copy on another disk may come back later
             self.ghosts.clear()
 
     def restart(self, plan: WritePlan | None) -> None:
@@ -155,14 +177,15 @@ class TierMachine(RuleBasedStateMachine):
         self.start()
         assert self.ssd.indexed
         self.check_found(coming | self.ghosts | self.tails if indexed else self.written)
-        self.found_anew = not indexed or self.ssd.space.used_bytes > self.ssd.space.capacity_bytes
+        self.found_anew = not indexed or self.ssd.used_bytes > self.ssd.capacity_bytes
 
     @rule(seed=st.integers(0, 99))
     def lose_power(self, seed: int) -> None:
         """What is found is intact or a miss; with durability "power" nothing that was durable is a miss."""
         self.ssd.abandon()
-        self.files.lose_power(random.Random(seed))
-        self.files.boot += "1"
+        for files in self.files:
+            files.lose_power(random.Random(seed))
+            files.boot += "1"
         self.start()
         self.found_anew = True
         assert set(self.ssd.catalogue) <= self.written
@@ -208,14 +231,12 @@ class TierMachine(RuleBasedStateMachine):
     def lose_index(self, room: bool) -> None:
         """And perhaps find no room for another one."""
         self.ssd.close()
-        self.files.remove_folder(self.folder / "index")
-        room = room or not any((self.folder / "segments").iterdir())  # with nothing to serve it does not start
-        if room:
-            self.start()
-        else:
-            self.files.full = True
-            self.start()
-            self.files.full = False
+        files, folder = self.files[-1], self.folders[-1]
+        files.remove_folder(folder / "index")
+        files.full = not room and any((folder / "segments").iterdir())  # with nothing to serve it does not start
+        room = not files.full
+        self.start()
+        files.full = False
         assert self.ssd.indexed == room
         self.check_found(self.written)
         self.found_anew = True
@@ -230,8 +251,9 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.5, 1.0]))
     def compact(self, share: float) -> None:
-        self.ssd.space.compact(share)
-        self.finish(self.begin([], "b"), None)
+        self.ssd.compact(share)
+        for disk in range(self.disks):
+            self.finish(self.begin([], "b", disk), None)
 
     @precondition(lambda self: self.model)
     @rule(pick=st.integers(0, 20))
@@ -256,7 +278,7 @@ class TierMachine(RuleBasedStateMachine):
         check(self.ssd)
         assert self.account.used is self.ssd.catalogue.live
         assert {key: owner_of(self.ssd, key) for key in self.ssd.catalogue} == self.model
-        assert self.ssd.space.used_bytes <= self.ssd.space.capacity_bytes or self.found_anew
+        assert self.ssd.used_bytes <= self.ssd.capacity_bytes or self.found_anew
         assert self.ssd.readers == len(self.readers)
 
     def teardown(self) -> None:
@@ -268,8 +290,18 @@ class TierMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-TierMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None, derandomize=True)
+TierMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None, derandomize=True)
 TestTier = TierMachine.TestCase
+
+
+class DisksMachine(TierMachine):
+    """Two disks, each with half the room."""
+
+    disks = 2
+
+
+DisksMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None, derandomize=True)
+TestDisks = DisksMachine.TestCase
 
 
 class ProcessMachine(TierMachine):
@@ -295,14 +327,14 @@ def test_no_sync_can_be_left_out(missing: str, tmp_path: Path) -> None:
         folder = tmp_path / str(seed)
         folder.mkdir()
         files = PowerFiles(folder, without=(missing,))
-        ssd = open_tier(folder, 16 * RECORD, 2 * RECORD, files=files, map_bytes=1 << 16)
+        ssd = open_tier([folder], 16 * RECORD, 2 * RECORD, files=[files], map_bytes=1 << 16)
         for key in KEYS[:4]:
             plan = ssd.plan([block_of(key)])
             ssd.commit(plan)
             ssd.committed(plan)
         ssd.abandon()
         files.lose_power(random.Random(seed))
-        ssd = open_tier(folder, 16 * RECORD, 2 * RECORD, files=files, map_bytes=1 << 16)
+        ssd = open_tier([folder], 16 * RECORD, 2 * RECORD, files=[files], map_bytes=1 << 16)
         lost += len(set(KEYS[:4]) - set(ssd.catalogue))
         ssd.abandon()
     assert (lost > 0) == (missing != "index_sync")
@@ -321,14 +353,14 @@ def test_an_adopted_record_survives_the_next_loss_of_power(seed: int, tmp_path: 
 
     (tmp_path / "data").mkdir()
     files = PowerFiles(tmp_path / "data", step)
-    ssd = open_tier(tmp_path / "data", 16 * RECORD, 4 * RECORD, files=files, map_bytes=1 << 16)
+    ssd = open_tier([tmp_path / "data"], 16 * RECORD, 4 * RECORD, files=[files], map_bytes=1 << 16)
     plan = ssd.plan([block_of(key) for key in KEYS[:3]])
     with pytest.raises(Crash):
         ssd.commit(plan)
     ssd.abandon()
     dead = False
     for _ in range(2):
-        ssd = open_tier(tmp_path / "data", 16 * RECORD, 4 * RECORD, files=files, map_bytes=1 << 16)
+        ssd = open_tier([tmp_path / "data"], 16 * RECORD, 4 * RECORD, files=[files], map_bytes=1 << 16)
         assert set(ssd.catalogue) == set(KEYS[:3])
         assert Driven(ssd).read(KEYS[:3]) == [data_of(key) for key in KEYS[:3]]
         ssd.abandon()

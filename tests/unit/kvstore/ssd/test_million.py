@@ -38,7 +38,7 @@ def make(path: Path) -> None:
 def test_a_million_blocks_are_there_within_seconds(tmp_path: Path) -> None:
     make(tmp_path)
     wall, cpu = time.perf_counter(), time.process_time()
-    tier = open_tier(tmp_path, 128 << 30, 1 << 30)
+    tier = open_tier([tmp_path], 128 << 30, 1 << 30)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     print(f"{len(tier.catalogue)} blocks in {wall:.2f} s, {cpu:.2f} s of them computing")
     assert len(tier.catalogue) == SEGMENTS * PER_SEGMENT

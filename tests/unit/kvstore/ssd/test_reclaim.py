@@ -9,10 +9,10 @@ import pytest
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.tier import SsdTier, open_tier
+from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of, owner_of
+from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of, open_ssd, owner_of
 from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(60)
@@ -30,7 +30,7 @@ def tier(
     account: Account | None = None,
     files: Files | None = None,
 ) -> Iterator[SsdTier]:
-    ssd = open_tier(path, capacity, segment, pins=pins, account=account, files=files, map_bytes=1 << 16)
+    ssd = open_ssd(path, capacity, segment, pins=pins, account=account, files=files)
     try:
         yield ssd
     finally:
@@ -42,7 +42,7 @@ def put(ssd: SsdTier, keys: Sequence[BlockKey], tenant: str = "") -> WritePlan:
     ssd.commit(plan)
     ssd.committed(plan)
     check(ssd)
-    assert ssd.space.used_bytes <= ssd.space.capacity_bytes
+    assert ssd.used_bytes <= ssd.capacity_bytes
     return plan
 
 
@@ -209,7 +209,7 @@ def test_where_nothing_of_a_thin_segment_is_whole_nothing_is_left_of_it(tmp_path
         data = bytearray(file.read_bytes())
         data[RECORD + 4096] ^= 1
         file.write_bytes(data)
-        assert ssd.space.compact(0.6) == 1
+        assert ssd.compact(0.6) == 1
         plan = put(ssd, [])
         assert plan.lost == [KEYS[1]]
         assert (list(ssd.catalogue), list(ssd.catalogue.segments)) == ([KEYS[2]], [2])
@@ -269,14 +269,14 @@ def test_compacting_rewrites_thin_segments_and_loses_nothing(tmp_path: Path) -> 
             reader = ssd.reader(key)
             assert ssd.drop(reader)
             reader.release()
-        assert (ssd.space.used_bytes, ssd.catalogue.live.total_bytes) == (12 * RECORD, 8 * RECORD)
-        assert ssd.space.compact(0.5) == 1
+        assert (ssd.used_bytes, ssd.catalogue.live.total_bytes) == (12 * RECORD, 8 * RECORD)
+        assert ssd.compact(0.5) == 1
         plan = put(ssd, [])
         assert (plan.removed, plan.idle) == ([], False)
-        assert (ssd.space.used_bytes, ssd.carried_bytes) == (9 * RECORD, RECORD)
-        assert ssd.space.compact(0.8) == 1
+        assert (ssd.used_bytes, ssd.carried_bytes) == (9 * RECORD, RECORD)
+        assert ssd.compact(0.8) == 1
         put(ssd, [])
-        assert (ssd.space.used_bytes, ssd.catalogue.live.total_bytes) == (8 * RECORD, 8 * RECORD)
+        assert (ssd.used_bytes, ssd.catalogue.live.total_bytes) == (8 * RECORD, 8 * RECORD)
         assert put(ssd, []).idle
         assert not ssd.has_housekeeping
     with tier(tmp_path, capacity=64 * RECORD, segment=4 * RECORD) as ssd:
@@ -319,7 +319,7 @@ def test_what_was_carried_may_be_there_twice_after_a_kill_until_the_next_plan(tm
         with pytest.raises(Killed):
             ssd.commit(plan)
     with tier(tmp_path, 32 * RECORD, 4 * RECORD, pins=pins) as ssd:
-        assert (ssd.space.used_bytes, ssd.catalogue.live.total_bytes) == ((32 + 3) * RECORD, 32 * RECORD)
+        assert (ssd.used_bytes, ssd.catalogue.live.total_bytes) == ((32 + 3) * RECORD, 32 * RECORD)
         assert ssd.has_housekeeping
         assert put(ssd, []).removed == KEYS[:1]
         assert pins & set(KEYS[:32]) == pins & set(ssd.catalogue)

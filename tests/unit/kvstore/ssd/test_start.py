@@ -76,7 +76,7 @@ def test_without_an_index_old_segments_make_room_as_ever(tmp_path: Path) -> None
     driven = Driven(ssd)
     for key in KEYS[6:10]:
         driven.flush([key])
-    assert (set(ssd.catalogue), ssd.space.used_bytes) == (set(KEYS[4:10]), 6 * RECORD)
+    assert (set(ssd.catalogue), ssd.used_bytes) == (set(KEYS[4:10]), 6 * RECORD)
     ssd.close()
     ssd = open_ssd(tmp_path, 6 * RECORD, 2 * RECORD)
     assert (set(ssd.catalogue), ssd.indexed) == (set(KEYS[4:10]), True)
@@ -220,7 +220,7 @@ def test_where_lost_syncs_cannot_be_noted_there_are_syncs(tmp_path: Path, caplog
     files = FaultyFiles()
     (tmp_path / "segments").mkdir()
     files.fail("sync_folder", FULL, 1)
-    ssd = open_tier(tmp_path, 1 << 20, RECORD, durability="process", files=files)
+    ssd = open_tier([tmp_path], 1 << 20, RECORD, durability="process", files=[files])
     assert ssd.durability == "power"
     assert "durability is power" in caplog.text
     assert not (tmp_path / "unsynced").exists()
@@ -230,7 +230,7 @@ def test_where_lost_syncs_cannot_be_noted_there_are_syncs(tmp_path: Path, caplog
 def test_an_index_without_syncs_is_trusted_in_the_same_boot_only(tmp_path: Path) -> None:
     for boot, is_first in (("one", True), ("one", False), ("two", False)):
         files = FaultyFiles(boot=boot)
-        ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD, durability="process", files=files)
+        ssd = open_tier([tmp_path], 1 << 20, 4 * RECORD, durability="process", files=[files])
         driven = Driven(ssd)
         if is_first:
             driven.flush(KEYS[:3])
@@ -239,12 +239,12 @@ def test_an_index_without_syncs_is_trusted_in_the_same_boot_only(tmp_path: Path)
         assert (tmp_path / "unsynced").read_text() == boot
         ssd.abandon()  # and then the process ends
     files = FaultyFiles(boot="two")
-    ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD, durability="process", files=files)
+    ssd = open_tier([tmp_path], 1 << 20, 4 * RECORD, durability="process", files=[files])
     Driven(ssd).flush(KEYS[3:4])
     ssd.close()
     assert files.named("sync") == ["0000000000000001.seg", "0000000000000002.seg"]  # the killed life's too
     assert not (tmp_path / "unsynced").exists()
-    ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD)
+    ssd = open_tier([tmp_path], 1 << 20, 4 * RECORD)
     assert set(ssd.catalogue) == set(KEYS[:4])
     ssd.close()
 
@@ -254,17 +254,17 @@ def test_a_boot_that_is_noted_already_is_not_noted_again(tmp_path: Path) -> None
     for boot, notes in (("one", 1), ("one", 0), ("two", 1)):
         files = FaultyFiles(boot=boot)
         done = counting(files.steps)
-        open_tier(tmp_path, 1 << 20, RECORD, durability="process", files=files).abandon()
+        open_tier([tmp_path], 1 << 20, RECORD, durability="process", files=[files]).abandon()
         assert [name for name, _ in done()].count("note") == notes
         assert (tmp_path / "unsynced").read_text() == boot
 
 
 def test_an_index_of_another_boot_is_rebuilt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD, durability="process", files=FaultyFiles(boot="one"))
+    ssd = open_tier([tmp_path], 1 << 20, 4 * RECORD, durability="process", files=[FaultyFiles(boot="one")])
     Driven(ssd).flush(KEYS[:3], "t")
     ssd.abandon()
     with caplog.at_level(logging.INFO):
-        ssd = open_tier(tmp_path, 1 << 20, 4 * RECORD, files=FaultyFiles(boot="two"))
+        ssd = open_tier([tmp_path], 1 << 20, 4 * RECORD, files=[FaultyFiles(boot="two")])
     assert "restarted before everything was synced; rebuilding the index" in caplog.text
     assert "segments read" in caplog.text
     assert {key: owner_of(ssd, key) for key in ssd.catalogue} == dict.fromkeys(KEYS[:3], "t")

@@ -56,13 +56,13 @@ def test_durable_blocks_are_there_after_a_restart_byte_for_byte(tmp_path: Path) 
     with store(tmp_path) as (driven, ssd):
         driven.flush(KEYS[:3])
         assert driven.durable == [tuple(KEYS[:3])]
-        assert ssd.space.used_bytes == 3 * RECORD
+        assert ssd.used_bytes == 3 * RECORD
     with store(tmp_path) as (driven, ssd):
         assert held(driven.store) == set(KEYS[:3])
         assert driven.store.tiers.match(KEYS) == 3
         assert driven.read(KEYS) == [data_of(key) for key in KEYS[:3]]
         assert (driven.stored, driven.removed) == ([], [])
-        assert (len(ssd.catalogue.segments), ssd.space.used_bytes) == (1, 3 * RECORD)
+        assert (len(ssd.catalogue.segments), ssd.used_bytes) == (1, 3 * RECORD)
         driven.flush([KEYS[3]])
         assert segment_files(tmp_path) == ["0000000000000001.seg", "0000000000000002.seg"]
 
@@ -79,7 +79,7 @@ def test_what_was_not_committed_is_not_there_and_takes_no_room(tmp_path: Path) -
             file.write(b"half a record")
     with store(tmp_path) as (driven, ssd):
         assert list(held(driven.store)) == [KEYS[0]]
-        assert (tmp_path / "segments" / segment_files(tmp_path)[0]).stat().st_size == RECORD == ssd.space.used_bytes
+        assert (tmp_path / "segments" / segment_files(tmp_path)[0]).stat().st_size == RECORD == ssd.used_bytes
 
 
 def test_a_segment_that_holds_no_record_is_removed(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_lost_index_is_rebuilt_from_the_segments(tmp_path: Path, how: str) -> 
         with store(tmp_path, segment=2 * RECORD) as (driven, ssd):
             assert held(driven.store) == set(KEYS[:5])
             assert driven.read(KEYS) == [data_of(key) for key in KEYS[:5]]
-            assert (len(ssd.catalogue.segments), ssd.space.used_bytes) == (3, 5 * RECORD)
+            assert (len(ssd.catalogue.segments), ssd.used_bytes) == (3, 5 * RECORD)
 
 
 def test_a_rebuild_drops_a_cut_tail(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_rebuild_drops_a_cut_tail(tmp_path: Path) -> None:
     (tmp_path / "index" / "data.mdb").unlink()
     with store(tmp_path) as (driven, ssd):
         assert held(driven.store) == set(KEYS[:2])
-        assert ssd.space.used_bytes == 2 * RECORD
+        assert ssd.used_bytes == 2 * RECORD
         assert driven.read(KEYS) == [data_of(key) for key in KEYS[:2]]
 
 
@@ -174,7 +174,7 @@ def test_the_budget_is_kept_by_dropping_the_oldest_segment(tmp_path: Path) -> No
         driven.flush([KEYS[4]])
         assert set(ssd.catalogue) == {KEYS[2], KEYS[3], KEYS[4]}
         assert driven.removed == KEYS[:2]
-        assert ssd.space.used_bytes == 3 * RECORD
+        assert ssd.used_bytes == 3 * RECORD
         assert segment_files(tmp_path) == ["0000000000000002.seg", "0000000000000003.seg"]
     with store(tmp_path, capacity=4 * RECORD, segment=2 * RECORD) as (driven, ssd):
         assert held(driven.store) == {KEYS[2], KEYS[3], KEYS[4]}
@@ -237,7 +237,7 @@ def test_a_full_device_gives_up_its_oldest_segment(tmp_path: Path) -> None:
         assert driven.store.writes.queue.failed_batches == 1
         assert not driven.store.tiers.durable(KEYS[3])
         assert KEYS[3] in driven.store.tiers
-        assert ssd.space.used_bytes == 2 * RECORD
+        assert ssd.used_bytes == 2 * RECORD
         driven.flush([KEYS[4]])
         assert set(ssd.catalogue) == {KEYS[1], KEYS[2], KEYS[4]}
         assert driven.durable[1:] == [(KEYS[4],)]

@@ -29,6 +29,14 @@ def test_the_times_of_one_request() -> None:
     assert cluster.decodes[0].use.steps == 3
 
 
+def test_decode_may_have_a_prompts_kv_later_than_its_link() -> None:
+    alike = config(kvstore=0)
+    later = replace(alike, delays=replace(alike.delays, tail_s=0.03))
+    (plain,), (one,) = (run(it, [request(1.0, 100, 4, 0)])[0] for it in (alike, later))
+    assert one.first_at == plain.first_at
+    assert one.intervals == [plain.intervals[0] + ps(0.03), *plain.intervals[1:]]
+
+
 def test_an_answer_of_one_token_needs_no_decode() -> None:
     (one,), cluster = run(config(kvstore=0), [request(0.0, 100, 1, 0)])
     assert (one.outcome, one.ended_at, one.intervals) == (DONE, ps(0.1), [])
@@ -41,10 +49,10 @@ def test_a_prefix_is_reused_from_the_pool() -> None:
     assert second.first_at - second.arrived == ps(0.108)
 
 
-def test_a_prompt_that_is_all_cached_computes_its_last_block() -> None:
+def test_a_prompt_that_is_all_cached_computes_its_last_token() -> None:
     _, second = run(config(kvstore=0), [request(0.0, 128, 1, 0), request(1.0, 128, 1, 0)])[0]
-    assert second.reused == 64
-    assert second.first_at - second.arrived == ps(0.064)
+    assert second.reused == 127
+    assert second.first_at - second.arrived == ps(0.001)
 
 
 def test_a_prefix_is_loaded_from_a_store_ahead_of_the_computation() -> None:

@@ -16,6 +16,8 @@ from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.held import Held
+from moonpool.streams.lanes.inbound import Came
+from moonpool.streams.lanes.landing import Landing
 from moonpool.streams.lanes.lane import Lane
 from moonpool.streams.lanes.regions import Mailbox, Mapped, OwnRegions, Shared
 from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
@@ -42,9 +44,34 @@ def shared(pool: KVPool) -> Callable[[], list[Shared]]:
     return lambda: [Shared(fd, data) for fd, data in pool.shared()]
 
 
+def nowhere(message: Any, nbytes: int) -> Landing | None:
+    """Payloads get memory of their own."""
+    return None
+
+
+async def read(lane: Lane[Any], place: Callable[[Any, int], Landing | None] = nowhere) -> tuple[Any, Came]:
+    """The next message and its payload; raises why the lane has ended."""
+    found: asyncio.Future[tuple[Any, Came]] = asyncio.get_running_loop().create_future()
+
+    def take(message: Any, payload: Came) -> None:
+        lane.pause()
+        found.set_result((message, payload))
+
+    lane.resume()
+    running = asyncio.ensure_future(lane.run(take, place))
+    try:
+        await asyncio.wait((found, running), return_when=asyncio.FIRST_COMPLETED)
+        if not found.done():
+            raise running.result()
+        return found.result()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def came(lane: Lane[Any]) -> tuple[Any, bytes]:
     """The next message and its payload."""
-    message, payload = await lane.read()
+    message, payload = await read(lane)
     assert isinstance(payload, memoryview), "nobody has said where it is to land"
     return message, bytes(payload)
 
@@ -94,7 +121,7 @@ async def pair(pool: KVPool | None = None, *, mailbox: int = 0) -> AsyncIterator
 
     tasks: list[asyncio.Task[None]] = []
     own = shared(pool)() if pool is not None else []
-    lent, readable = None, {}
+    lent, readable, number = None, {}, None
     mapped = {number: Mapped(each.fd, os.fstat(each.fd).st_size) for number, each in enumerate(own, 1)}
     if mailbox:
         box = Mailbox(mailbox)
@@ -108,6 +135,7 @@ async def pair(pool: KVPool | None = None, *, mailbox: int = 0) -> AsyncIterator
         kvstore_pb2.GetResponse,
         own=OwnRegions(own),
         readable=readable,
+        mailbox=number,
         acknowledge=acknowledge(0),
     )
     server = Lane("local", far, kvstore_pb2.PutRequest, readable=mapped, lent=lent, acknowledge=acknowledge(1))

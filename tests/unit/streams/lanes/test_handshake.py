@@ -22,7 +22,7 @@ from moonpool.streams.lanes.listening import LaneServer, Opened
 from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
 from moonpool.streams.lanes.sockets import LENGTHS
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from tests.unit.streams.lanes.pairs import REQUEST, pool_of, shared
+from tests.unit.streams.lanes.pairs import REQUEST, pool_of, read, shared
 
 INCARNATION = 9
 WINDOW = 1 << 16
@@ -102,7 +102,7 @@ async def test_an_offer_that_is_taken_is_a_lane(sockets: Path, name: str) -> Non
         assert (list(opened.readable), opened.lent and opened.lent[0]) == expected[name]
         far: Lane[Any] = Lane(name, opened.sock, kvstore_pb2.PutRequest, acknowledge=it.acknowledged.append)
         await lane.write(REQUEST)
-        assert (await far.read())[0] == REQUEST
+        assert (await read(far))[0] == REQUEST
         assert it.server.opened == {name: 1}
         assert [(n, read()) for n, read, _ in it.dialer.gauges()][BOTH.index(name)] == (f"lanes_{name}", 1)
         lane.close(StreamBroken("enough"))

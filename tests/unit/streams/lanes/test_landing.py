@@ -6,12 +6,14 @@ import asyncio
 
 import pytest
 
+from moonpool.errors import StreamBroken
 from moonpool.kv.frames import FRAME_BYTES, Run, pack_frames, whole_runs
 from moonpool.kv.hashes import slice_hash
+from moonpool.streams.lanes.inbound import Came
 from moonpool.streams.lanes.landing import Landed, Landing, Lent
 from moonpool.v1 import kvstore_pb2
 from tests.slices import slice_to_send
-from tests.unit.streams.lanes.pairs import LAYOUT, REQUEST, RESPONSE, pair, pool_of
+from tests.unit.streams.lanes.pairs import LAYOUT, REQUEST, RESPONSE, pair, pool_of, read
 
 SIZE = LAYOUT.slice_bytes
 
@@ -46,12 +48,12 @@ async def test_a_payload_lands_in_its_targets(mapped: bool) -> None:
         for intact in (3, 1):
             hashes[1] ^= intact == 1  # the second is not what was sent
             lane.held([pool.slice(0, 0), pool.slice(1, 3), pool.slice(1, 1)])
-            message, payload = await lane.server.read(place)
+            message, payload = await read(lane.server, place)
             assert isinstance(payload, Landed)
             assert (message, payload.intact) == (REQUEST, intact)
             assert memory[: len(data) if intact == 3 else SIZE // 2] == data[: len(data) if intact == 3 else SIZE // 2]
         lane.held([pool.slice(0, 1)])
-        _, payload = await lane.server.read(place)
+        _, payload = await read(lane.server, place)
         assert isinstance(payload, memoryview)
         assert bytes(payload) == b"\x02" * SIZE
         assert asked == [3 * SIZE, 3 * SIZE, SIZE]
@@ -60,22 +62,35 @@ async def test_a_payload_lands_in_its_targets(mapped: bool) -> None:
 
 async def test_a_payload_in_a_region_is_lent_until_it_is_given_back() -> None:
     pool = pool_of()
+    seen: list[tuple[bytes, bool]] = []
+    all_seen = asyncio.Event()
     async with pair(pool) as lane:
+
+        def take(message: kvstore_pb2.PutRequest, payload: Came) -> None:
+            if isinstance(payload, Lent):
+                seen.append((bytes(payload.data), held.done.done()))
+                payload.give_back()
+            else:
+                assert isinstance(payload, memoryview)  # it came over the socket
+                seen.append((bytes(payload), False))
+                if len(seen) == 2:
+                    all_seen.set()
+
+        serving = asyncio.ensure_future(lane.server.run(take, lend=True))
+        reading = asyncio.ensure_future(read(lane.client))  # takes the words that they were pulled
         for slices in ([(0, 0)], [(0, 0), (1, 3)]):
             held = lane.held([pool.slice(*one) for one in slices])
-            _, payload = await lane.server.read(lend=True)
-            assert isinstance(payload, Lent)
-            assert bytes(payload.data) == b"".join(bytes(pool.slice(*one)) for one in slices)
-            reading = asyncio.ensure_future(lane.client.read())  # takes the word that it was pulled
-            assert not held.done.done()
-            payload.give_back()
             await held.done
-            await lane.server.write(RESPONSE)
-            assert (await reading)[0] == RESPONSE
-            del payload
-        lane.held([memoryview(b"x" * SIZE)])
-        _, payload = await lane.server.read(lend=True)
-        assert isinstance(payload, memoryview)  # it came over the socket
+            assert seen.pop() == (b"".join(bytes(pool.slice(*one)) for one in slices), False)
+        held = lane.held([memoryview(b"x" * SIZE)])
+        await held.done
+        await lane.server.write(RESPONSE)
+        assert (await reading)[0] == RESPONSE
+        await lane.client.write(REQUEST)
+        await all_seen.wait()
+        assert seen == [(b"x" * SIZE, False), (b"", False)]
+        lane.server.close(StreamBroken("over"))
+        assert str(await serving) == "over"
     pool.close()
 
 
@@ -91,14 +106,16 @@ async def test_nothing_is_written_to_memory_that_is_another_s_by_now() -> None:
 
     async with pair() as lane:
         lane.held([memoryview(b"x" * 2 * half)])
-        _, payload = await lane.server.read(lambda _, nbytes: Landing(parts, (0, 0), live, nothing) if nbytes else None)
+        _, payload = await read(
+            lane.server, lambda _, nbytes: Landing(parts, (0, 0), live, nothing) if nbytes else None
+        )
         assert isinstance(payload, Landed)
         assert payload.intact == 0
         assert (len(seen), seen[0][:1], seen[2][:1]) == (3, b"\0", b"x")
         assert memory == seen[2]
         await lane.tasks[-1]
         await lane.client.write(REQUEST)
-        assert (await lane.server.read())[0] == REQUEST
+        assert (await read(lane.server))[0] == REQUEST
 
 
 def test_frames_of_whole_slices_are_told_apart_from_those_that_must_be_opened() -> None:

@@ -12,7 +12,7 @@ from moonpool.kv.hashes import slice_hash
 from moonpool.streams.lanes.held import Held
 from moonpool.streams.lanes.sockets import LENGTHS
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from tests.unit.streams.lanes.pairs import LAYOUT, MAILBOX, REQUEST, RESPONSE, came, pair, pool_of
+from tests.unit.streams.lanes.pairs import LAYOUT, MAILBOX, REQUEST, RESPONSE, came, pair, pool_of, read
 
 SLICE = LAYOUT.slice_bytes
 REGION = 4 * LAYOUT.layers * (SLICE + 16)
@@ -34,6 +34,10 @@ async def test_messages_and_payloads_in_order_both_ways() -> None:
         writing = asyncio.ensure_future(lane.client.write(Held(REQUEST, large)))
         assert await came(lane.server) == (REQUEST, bytes(large))
         await writing
+        many = kvstore_pb2.PutRequest(open=kvstore_pb2.PutOpen(keys=bytes(large[:200_000])))
+        writing = asyncio.ensure_future(lane.client.write(many))  # larger than what is received at once
+        assert await came(lane.server) == (many, b"")
+        await writing
         await lane.client.write(REQUEST.SerializeToString())
         await lane.server.write(Held(RESPONSE, [large[:5], large[7:9]]))
         await lane.server.write(RESPONSE)
@@ -53,7 +57,7 @@ async def test_a_payload_is_held_until_it_was_pulled_and_what_is_no_region_s_fol
         assert not item.done.done()
         await asyncio.gather(*lane.tasks)
         lane.tasks.clear()
-        reading = asyncio.ensure_future(lane.client.read())
+        reading = asyncio.ensure_future(read(lane.client))
         await item.done
         reading.cancel()
     pool.close()
@@ -68,7 +72,7 @@ async def test_a_sender_hears_of_several_pulled_payloads_at_once() -> None:
         for _ in items:
             assert (await came(lane.server))[0] == REQUEST
         assert len(lane.tasks) == 3  # words of 2, 2 and 1
-        reading = asyncio.ensure_future(lane.client.read())
+        reading = asyncio.ensure_future(read(lane.client))
         await asyncio.gather(*(item.done for item in items))
         reading.cancel()
     pool.close()
@@ -110,7 +114,7 @@ async def test_a_server_writes_to_what_is_lent_and_beside_it_when_that_is_full()
             await lane.client.write(REQUEST)
         await asyncio.gather(*lane.tasks)
         for _ in range(4):
-            await lane.server.read()
+            await read(lane.server)
         await lane.server.write(Held(RESPONSE, data[:4]))
         assert (await came(lane.client))[1] == b"".join(data[:4])
 
@@ -138,7 +142,7 @@ async def test_what_is_not_proper_ends_the_lane(sent: bytes, says: str) -> None:
     async with pair(pool) as lane:
         await lane.socks[0].send([sent])
         with pytest.raises(FrameError, match=says):
-            await lane.server.read()
+            await read(lane.server)
     pool.close()
 
 
@@ -147,7 +151,7 @@ async def test_a_server_s_own_memory_is_no_region_of_a_client_s_message() -> Non
     async with pair(mailbox=MAILBOX) as lane:
         await lane.socks[0].send([frame((1, 0, 16))])
         with pytest.raises(FrameError, match="no region 1"):
-            await lane.server.read()
+            await read(lane.server)
 
 
 @pytest.mark.parametrize("sent", [b"", LENGTHS.pack(9, 0)[:3], frame()[:-1], frame(follow=9) + b"12345678"])
@@ -156,7 +160,7 @@ async def test_a_peer_that_leaves_anywhere(sent: bytes) -> None:
         await lane.socks[0].send([sent])
         lane.socks[0].close(StreamBroken("left"))
         with pytest.raises(StreamBroken, match="closed its end"):
-            await lane.server.read()
+            await read(lane.server)
 
 
 async def test_payloads_that_are_held_fail_with_the_lane() -> None:
@@ -165,7 +169,7 @@ async def test_payloads_that_are_held_fail_with_the_lane() -> None:
         shown = lane.held([pool.slice(0, 0)])
         await asyncio.gather(*lane.tasks)
         stuck = lane.held([memoryview(bytes(32 << 20))])
-        reading = asyncio.ensure_future(lane.client.read())
+        reading = asyncio.ensure_future(read(lane.client))
         await asyncio.sleep(0)
         error = StreamBroken("over")
         lane.client.close(error)
@@ -180,4 +184,40 @@ async def test_payloads_that_are_held_fail_with_the_lane() -> None:
 async def test_a_message_for_another_stream_s_class_is_read_as_protobuf_reads_it() -> None:
     async with pair() as lane:
         await lane.client.write(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=8, aborted=True)))
-        assert (await lane.server.read())[0].close.aborted
+        assert (await read(lane.server))[0].close.aborted
+
+
+async def test_what_a_taker_raises_is_raised_and_nothing_more_is_taken() -> None:
+    taken: list[Any] = []
+
+    def refuse(message: Any, payload: Any) -> None:
+        taken.append(message)
+        raise KeyError("refused")
+
+    def nowhere(message: Any, nbytes: int) -> None:
+        raise LookupError("no place")
+
+    async with pair() as lane:
+        for _ in range(2):
+            await lane.client.write(REQUEST)
+        with pytest.raises(KeyError, match="refused"):
+            await lane.server.run(refuse)
+        assert taken == [REQUEST]
+        assert await came(lane.server) == (REQUEST, b"")
+        lane.held([memoryview(b"x")])
+        lane.server.resume()  # after `came`
+        with pytest.raises(LookupError, match="no place"):
+            await lane.server.run(refuse, nowhere)
+        assert taken == [REQUEST]
+
+
+async def test_a_socket_that_is_closed_ends_the_reading() -> None:
+    async with pair() as lane:
+        reading = asyncio.ensure_future(came(lane.server))
+        await lane.client.write(REQUEST)
+        assert await reading == (REQUEST, b"")
+        reading = asyncio.ensure_future(came(lane.server))
+        await asyncio.sleep(0)
+        lane.socks[1].close(StreamBroken("cut"))
+        with pytest.raises(StreamBroken, match="cut"):
+            await reading

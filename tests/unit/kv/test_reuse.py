@@ -5,7 +5,7 @@ import pytest
 from benchmarks.eviction import SHIPPED, read_chains
 from moonpool.cli.hit_curve import hit_share
 from moonpool.kv.keys import BlockKey
-from services.kvstore.operate.observe import ReuseSample
+from moonpool.kv.reuse import ReuseSample
 from services.kvstore.policies.queues import LRU
 from simulator.policy_pool import Pool
 from tests.unit.kvstore.helpers import keys_of

@@ -3,7 +3,7 @@
 import pytest
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies.returns import EVIDENCE, ReturnRates, age_bin
+from moonpool.kv.returns import EVIDENCE, ReturnRates, age_bin
 from tests.unit.kvstore.helpers import keys_of
 from tests.unit.kvstore.invariants import check
 

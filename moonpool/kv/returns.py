@@ -11,7 +11,7 @@ import itertools
 import operator
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies.sample import KeySample
+from moonpool.kv.sample import KeySample
 
 SAMPLE_KEYS = 16384
 EVIDENCE = 16.0  # weight, in returns, of the assumption that a class is like all others and a rate is zero

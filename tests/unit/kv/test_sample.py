@@ -1,6 +1,6 @@
 """The sample of keys that all statistics are taken from."""
 
-from services.kvstore.policies.sample import KeySample
+from moonpool.kv.sample import KeySample
 from tests.unit.kvstore.helpers import keys_of
 from tests.unit.kvstore.invariants import check_sample
 

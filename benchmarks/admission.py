@@ -1,0 +1,136 @@
+"""Which blocks are worth writing to the SSD tier: hit shares and bytes written under each rule, on traces.
+
+`python -m benchmarks.admission` replays traces through the store's own two tiers, with blocks of a few bytes: each
+request reads the leading blocks that are there, and puts the others. A replay is deterministic. The hit share is that
+of all block references, a request's hits stop at its first miss; written are records, those carried over included.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.eviction import chains_of_trace, trace_flags
+from benchmarks.frame import Absent, Progress, Row, Skipped, run
+from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
+from moonpool.kv.hashes import bind, slice_hash
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.layout import KVLayout
+from services.kvstore.core.store import BlockStore
+from services.kvstore.dram.tier import DramTier
+from services.kvstore.policies.queues import LRU
+from services.kvstore.ssd.admission import ALL, REUSED, Admission
+from services.kvstore.ssd.records import record_size
+from services.kvstore.ssd.tier import open_tier
+
+FORMAT = BlockFormat(bytes(32), KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
+BLOCK = FORMAT.layout.block_bytes
+RECORD = record_size(BlockInfo(BlockKey(bytes(32)), NO_PARENT, "", FORMAT))
+DATA = memoryview(bytes(BLOCK))
+HASH = slice_hash(DATA)
+SIZES = ((1_000, 10_000), (3_000, 30_000), (10_000, 100_000))
+
+
+class Outcome(NamedTuple):
+    """Of one replay. `written_share`: records written per block put."""
+
+    hit_share: float
+    written_share: float
+
+
+def replay(chains: Sequence[Sequence[BlockKey]], admission: Admission, dram: int, ssd: int, folder: Path) -> Outcome:
+    """Replays requests through a store with tiers of so many blocks; `folder` is empty."""
+    tier = open_tier([folder], ssd * RECORD, ssd * RECORD // 64, durability="process", admission=admission)
+    store = BlockStore(DramTier(dram * BLOCK, LRU()), tier)
+    hits = 0
+    try:
+        for chain in chains:
+            hits += read(store, chain)
+            put(store, chain)
+            write(store)
+        put_blocks = store.writes.blocks_put
+        written = tier.written_bytes / RECORD
+    finally:
+        tier.abandon()
+    return Outcome(hits / sum(map(len, chains)), written / put_blocks)
+
+
+def read(store: BlockStore, chain: Sequence[BlockKey]) -> int:
+    """Reads the leading blocks that are there, which brings cold ones into DRAM as far as there is room; how many."""
+    lease = store.reads.open(chain, FORMAT, promote=True)
+    for source in lease.sources:
+        if source.reader is not None:
+            source.reader.read_layers(0, [source.memory(0, FORMAT.layout)])
+            source.filled = 1
+    store.reads.close(lease)
+    return lease.blocks
+
+
+def put(store: BlockStore, chain: Sequence[BlockKey]) -> None:
+    """Puts blocks that are not there, as far as DRAM has room for them."""
+    parent = NO_PARENT
+    for key in chain:
+        if key not in store.tiers:
+            while not store.tiers.reserve({"": BLOCK}):
+                write(store)
+            block = DramBlock(BlockInfo(key, parent, "", FORMAT), DATA, [bind(HASH, key, 0)])
+            store.tiers.insert([block])
+            store.writes.blocks_put += 1
+            store.writes.arrived([block])
+        parent = key
+    store.tiers.dram.arrived(chain)
+
+
+def write(store: BlockStore) -> None:
+    """Commits all that is queued."""
+    while (plan := store.writes.queue.next_plan()) is not None:
+        assert store.tiers.ssd is not None
+        store.tiers.ssd.commit(plan)
+        store.writes.queue.plan_done(None)
+        if plan.idle and not plan.blocks:
+            return
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
+    """All rows."""
+    rows: list[Row | Absent] = []
+    for trace in options.traces:
+        try:
+            chains = chains_of_trace(trace, options)
+        except Skipped as reason:
+            rows.append(Absent(f"{trace} trace, all rules", ALL, str(reason)))
+            continue
+        for dram, ssd in options.sizes:
+            where = f"{trace}, {dram} blocks in DRAM, {ssd} on SSD, {REUSED}"
+            outcomes = {}
+            for rule in (ALL, REUSED):
+                with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                    outcomes[rule] = replay(chains, Admission(rule), dram, ssd, Path(folder))
+                progress(f"{trace}, {dram} and {ssd} blocks, {rule}: {outcomes[rule]}")
+            every, reused = outcomes[ALL], outcomes[REUSED]
+            hits = reused.hit_share / every.hit_share if every.hit_share else 1.0
+            rows.append(Row(where, reused.hit_share, "hit share", 0.0, ALL, every.hit_share, hits))
+            spared = every.written_share / reused.written_share if reused.written_share else 1.0
+            written = reused.written_share, "records per block put", 0.0, ALL, every.written_share
+            rows.append(Row(f"{where}, written", *written, spared))
+    return rows
+
+
+def sizes(text: str) -> list[tuple[int, int]]:
+    """Sizes of both tiers: 1000/10000,3000/30000."""
+    try:
+        return [(int(dram), int(ssd)) for dram, ssd in (part.split("/") for part in text.split(","))]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be DRAM/SSD in blocks, comma-separated: {error}") from error
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    trace_flags(parser)
+    parser.add_argument("--sizes", type=sizes, default=SIZES, help="DRAM/SSD in blocks, comma-separated")
+    parser.add_argument("--folder", type=Path, help="where the tiers lie meanwhile (default: the temporary folder)")
+
+
+if __name__ == "__main__":
+    run("admission", measure, flags=flags)
