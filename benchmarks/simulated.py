@@ -72,7 +72,7 @@ KINDS = {
     "real": Kind("bundled model 1 + 1", "real", 1, 1, 16, 1400, 512, 1.5, 60, 5.0),
 }
 FIT_SIMULATIONS = 150
-"""That each fit may take: half as many are a twentieth farther off, and more make the benchmark last longer."""
+"""That each fit may take: twice as many came a twentieth nearer (docs/simulator.md), and take twice as long."""
 
 
 def slices(trace: Sequence[TraceRequest], kind: Kind, number: int) -> list[TraceRequest]:
