@@ -22,6 +22,7 @@ ALL = (
     "kv_transfer",
     "kv_types",
     "kvstore",
+    "lending",
     "predictions",
     "rests",
     "sampling",

@@ -6,6 +6,8 @@ figure is from the first request's start to the last one's end: a prompt of 2,04
 peers' are measured one after the other. Peers are installed once, each into an environment of its own (`--peers`).
 Beside them stand this machine's limits: its best matrix product, and for one sequence reading all weights once a token.
 
+`--device cuda` puts prefill and decode on a GPU, beside transformers there and the GPU's own limits. It never ran.
+
 Answers are greedy, and a row per peer says which share of its tokens is ours too, up to an answer's first other token:
 behind it the two answer different texts. Sums that round differently change the choice where two tokens are nearly as
 likely, soon in bfloat16 with random weights; with `--dtype float32` and `transformers` hardly ever.
@@ -22,6 +24,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run, spread_of
 from benchmarks.peers.engines import NAMES, Environment, Peer, running
@@ -182,9 +186,10 @@ def measured(
     model: Path, folder: Path, environment: Environment, options: argparse.Namespace, progress: Progress
 ) -> list[Row | Absent]:
     """The rows of one model."""
-    limits = measured_limits(model, options.dtype)
+    limits = measured_limits(model, options.dtype, options.device)
     progress(f"{model.name}: {limits}")
-    plan = StackPlan(model=str(model), data_dir=folder / f"{model.name}-data", dtype=options.dtype)
+    where = dict.fromkeys(("prefill", "decode"), ("--device", options.device))
+    plan = StackPlan(model=str(model), data_dir=folder / f"{model.name}-data", dtype=options.dtype, extra={**where})
     absent: list[Row | Absent] = []
     with contextlib.ExitStack() as stack:
         peers = []
@@ -193,7 +198,7 @@ def measured(
                 python = environment.python(name)
                 file = gguf_of(model, folder) if name in GGUF else model
                 threads = len(os.sched_getaffinity(0))
-                peers.append(stack.enter_context(running(name, python, file, threads, options.dtype)))
+                peers.append(stack.enter_context(running(name, python, file, threads, options.dtype, options.device)))
                 progress(f"{model.name}: {peers[-1].version} is ready")
             except Skipped as reason:
                 absent += [Absent(f"{model.name}, {task.name}", NAMES[name], str(reason)) for task in TASKS]
@@ -207,6 +212,8 @@ def measured(
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise Skipped("there is no GPU")
     environment = Environment(options.peers, progress)
     rows: list[Row | Absent] = []
     for name in options.model.split(","):
@@ -221,6 +228,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--model", default="small,qwen2.5-0.5b", help="shapes of `moonpool model create`, or folders, with commas")
     add("--only", default=",".join(NAMES), help=f"peers, with commas (default {','.join(NAMES)})")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of ours, and of peers that take one")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of our engines, and of peers that run on it")
     add("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments (default .peers)")
 
 

@@ -39,6 +39,13 @@ def device_seconds(call: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / _TIMES
 
 
+def device_limits(dtype: torch.dtype) -> tuple[float, float]:
+    """Floating point operations per second of a large matrix product, and bytes per second read from memory."""
+    a, b = (torch.randn(_MATRIX, _MATRIX, device="cuda").to(dtype) for _ in range(2))
+    memory = torch.ones(_COPY_BYTES // 4, device="cuda")
+    return 2 * _MATRIX**3 / device_seconds(lambda: a @ b), memory.nbytes / device_seconds(memory.sum)
+
+
 def _case(batch: int, rows: int, context: int) -> tuple[Callable[[], object], Tensor, Tensor, Tensor]:
     """Attention over a paged pool: the call, the pool, its tables, the queries."""
     blocks = context // BLOCK_TOKENS

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.ceilings import best_shape, beyond_caches, product_flops, read_bytes_per_s, working_set_bytes
 from benchmarks.frame import Row
+from benchmarks.kernels_gpu import device_limits
 from moonpool.checkpoint import load_config
 from moonpool.model.load import torch_dtype
 
@@ -65,16 +66,18 @@ class Limits:
         )
 
 
-def measured_limits(model: Path, dtype: str = "bfloat16") -> Limits:
-    """The limits of this machine for a checkpoint in an element type."""
+def measured_limits(model: Path, dtype: str = "bfloat16", device: str = "cpu") -> Limits:
+    """The limits of this machine for a checkpoint in an element type; on a GPU, where `device` is not the CPU."""
     config = load_config(model)
     heads = config.num_heads + 2 * config.num_kv_heads
     attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
     parameters = config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
     element = torch_dtype(dtype)
+    head = config.vocab_size * config.hidden_size
+    if device != "cpu":
+        return Limits(parameters, head, *device_limits(element), element.itemsize)
     flops = product_flops(best_shape(element), element)
     memory = torch.ones(working_set_bytes() // 4)
-    head = config.vocab_size * config.hidden_size
     return Limits(parameters, head, flops, read_bytes_per_s(memory), element.itemsize)
 
 

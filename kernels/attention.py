@@ -12,9 +12,11 @@ from kernels import cpu, reference, triton
 from kernels.check import dense, expect
 from kernels.choice import choose
 from kernels.native import library
-from kernels.plan import AttentionPlan, make_plan
+from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 
-__all__ = ["AttentionPlan", "copy_blocks", "make_plan", "paged_attention", "selected", "write_kv"]
+__all__ = [
+    "AttentionPlan", "copy_blocks", "make_plan", "paged_attention", "plan_of_shapes", "selected", "write_kv",
+]  # fmt: skip
 
 
 def selected(device: torch.device | str, dtype: torch.dtype) -> str:
@@ -86,7 +88,8 @@ def write_kv(
 ) -> None:
     """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
 
-    Quantised: each token has a scale of its own in each head, see `kernels.reference.write_kv`.
+    A token whose block is -1 is stored nowhere. Quantised: each token has a scale of its own in each head, see
+    `kernels.reference.write_kv`.
 
     Raises:
         ValueError: an argument has a wrong shape, stride or type; the message begins with its name.
@@ -101,8 +104,8 @@ def write_kv(
     for name, tensor in (("block_ids", block_ids), ("offsets", offsets)):
         expect(name, tensor, expected[:1], torch.int64, kv.device)
     chosen = choose("write_kv", k.device, k.dtype)
-    for name, tensor, limit in (("block_ids", block_ids, kv.shape[0]), ("offsets", offsets, kv.shape[3])):
-        _check_index(name, tensor, limit)
+    _check_index("block_ids", block_ids, kv.shape[0], least=-1)
+    _check_index("offsets", offsets, kv.shape[3])
     native = library.get() if chosen == "native" and native_head(kv) else None
     if native is not None:
         native.write_kv(k, v, kv, scales, block_ids, offsets)
@@ -182,17 +185,17 @@ def _check_pool(kv: Tensor, scales: Tensor | None) -> None:
         expect("scales", scales, kv.shape[:4], torch.float32, kv.device, dense_from=1)
 
 
-def _check_index(name: str, index: Tensor, limit: int) -> None:
+def _check_index(name: str, index: Tensor, limit: int, least: int = 0) -> None:
     if index.device.type != "cpu" or not index.numel():
         return
     native = library.loaded()
     if native is not None:
-        outside = native.outside(index, limit)
+        outside = native.outside(index, least, limit)
     else:
         low, high = torch.aminmax(index)
-        outside = int(low) < 0 or int(high) >= limit
+        outside = int(low) < least or int(high) >= limit
     if outside:
-        raise IndexError(f"{name}: an entry is outside 0..{limit - 1}")
+        raise IndexError(f"{name}: an entry is outside {least}..{limit - 1}")
 
 
 def native_head(kv: Tensor) -> bool:

@@ -52,7 +52,7 @@ class Panels:
             IndexError: there is no such row.
         """
         index = index.contiguous()
-        if self._native.outside(index, self.structure.outputs):
+        if self._native.outside(index, 0, self.structure.outputs):
             raise IndexError(f"index: a row is outside 0..{self.structure.outputs - 1}")
         out = torch.empty((index.numel(), self.structure.inputs), dtype=self.dtype)
         self._native.rows(self.structure, index, out)

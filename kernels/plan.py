@@ -86,6 +86,16 @@ def make_plan(
     )
 
 
+def plan_of_shapes(kv: Tensor, rows: int, most_context: int, *, deterministic: bool = False) -> AttentionPlan:
+    """Return a plan of `rows` sequences with one query row and at most `most_context` tokens each, whatever they hold.
+
+    Nothing is looked at, so nothing is checked. For implementations that need no tables and lengths on the host.
+    """
+    rows_of = [(row, 1, row, most_context) for row in range(rows)]
+    starts, lengths = list(range(rows + 1)), [most_context] * rows
+    return AttentionPlan(kv.shape, rows, starts, lengths, deterministic, [], _items(rows_of), _items([]))
+
+
 def _check_lengths(starts: Sequence[int], lengths: Sequence[int]) -> None:
     counts = [end - begin for begin, end in pairwise(starts)]
     if starts[:1] != [0] or min(counts, default=0) < 0:

@@ -82,10 +82,14 @@ def write_kv(
 ) -> None:
     """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
 
-    Quantised, the D numbers of a token in one head and plane have a scale of their own, their largest magnitude /
-    QUANTIZED_MAX, and each is stored as number / scale, rounded to nearest even; zeros have scale 0. What is stored of
-    a token depends on its own numbers alone: it is the same whatever came before it, in which chunks, or beside it.
+    A token whose block is -1 is stored nowhere. Quantised, the D numbers of a token in one head and plane have a scale
+    of their own, their largest magnitude / QUANTIZED_MAX, and each is stored as number / scale, rounded to nearest
+    even; zeros have scale 0. What is stored of a token depends on its own numbers alone: it is the same whatever came
+    before it, in which chunks, or beside it.
     """
+    stays = block_ids >= 0
+    if not bool(stays.all()):
+        k, v, block_ids, offsets = k[stays], v[stays], block_ids[stays], offsets[stays]
     if scales is None:
         _put(kv, k, v, block_ids, offsets)
         return

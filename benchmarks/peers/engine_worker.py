@@ -1,9 +1,10 @@
-"""Another engine as a process that answers lines of JSON: `python engine_worker.py ENGINE MODEL THREADS DTYPE`.
+"""Another engine as a process that answers lines of JSON: `python engine_worker.py ENGINE MODEL THREADS DTYPE DEVICE`.
 
-ENGINE is openvino, llama_cpp or transformers; DTYPE, float32 or bfloat16, is what these can be told. It runs in the
-Python of the peer's environment and imports nothing of Moonpool. The first line that it prints is `{"ready": VERSION}`.
-Then each line `{"prompts": [[ID, ...], ...], "tokens": N}`, prompts of one length, is answered by `{"seconds": S,
-"token_ids": [[ID, ...], ...]}`: greedy answers of exactly N tokens each, computed together.
+ENGINE is openvino, llama_cpp or transformers; DTYPE, float32 or bfloat16, is what these can be told; DEVICE is cpu, or
+for transformers cuda. It runs in the Python of the peer's environment and imports nothing of Moonpool. The first line
+that it prints is `{"ready": VERSION}`. Then each line `{"prompts": [[ID, ...], ...], "tokens": N}`, prompts of one
+length, is answered by `{"seconds": S, "token_ids": [[ID, ...], ...]}`: greedy answers of exactly N tokens each,
+computed together.
 """
 
 import json
@@ -17,7 +18,7 @@ LONGEST = 4096
 MOST = 32
 
 
-def openvino(model: str, threads: int, dtype: str) -> tuple[str, Answer]:
+def openvino(model: str, threads: int, dtype: str, device: str) -> tuple[str, Answer]:
     """OpenVINO GenAI on a GGUF file, in its own choice of precision unless float32 is wanted."""
     import numpy as np
     import openvino as ov
@@ -37,7 +38,7 @@ def openvino(model: str, threads: int, dtype: str) -> tuple[str, Answer]:
     return f"openvino-genai {genai.__version__}", answer
 
 
-def llama_cpp(model: str, threads: int, dtype: str) -> tuple[str, Answer]:
+def llama_cpp(model: str, threads: int, dtype: str, device: str) -> tuple[str, Answer]:
     """llama.cpp on a GGUF file, as precise as that is: one batch of all sequences a step, and numpy's argmax."""
     import llama_cpp as lib
     import numpy as np
@@ -88,16 +89,16 @@ def llama_cpp(model: str, threads: int, dtype: str) -> tuple[str, Answer]:
     return f"llama-cpp-python {lib.__version__}", answer
 
 
-def transformers(model: str, threads: int, dtype: str) -> tuple[str, Answer]:
+def transformers(model: str, threads: int, dtype: str, device: str) -> tuple[str, Answer]:
     """Hugging Face transformers on a folder."""
     import torch
     import transformers as lib
 
     torch.set_num_threads(threads)
-    loaded = lib.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
+    loaded = lib.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval().to(device)
 
     def answer(prompts: Prompts, tokens: int) -> list[list[int]]:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=device)
         flags = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         with torch.inference_mode():
             out = loaded.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, **flags)
@@ -110,9 +111,9 @@ def transformers(model: str, threads: int, dtype: str) -> tuple[str, Answer]:
 ENGINES = {"openvino": openvino, "llama_cpp": llama_cpp, "transformers": transformers}
 
 
-def main(name: str, model: str, threads: str, dtype: str) -> None:
+def main(name: str, model: str, threads: str, dtype: str, device: str) -> None:
     """Answers until its input ends."""
-    version, answer = ENGINES[name](model, int(threads), dtype)
+    version, answer = ENGINES[name](model, int(threads), dtype, device)
     print(json.dumps({"ready": version}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

@@ -96,13 +96,17 @@ class Peer:
 
 
 @contextlib.contextmanager
-def running(peer: str, python: Path, model: Path, threads: int, dtype: str = "bfloat16") -> Iterator[Peer]:
-    """A peer for as long as the body runs; `dtype` counts for those that take one.
+def running(
+    peer: str, python: Path, model: Path, threads: int, dtype: str = "bfloat16", device: str = "cpu"
+) -> Iterator[Peer]:
+    """A peer for as long as the body runs; `dtype` and `device` count for those that take one.
 
     Raises:
-        Skipped: it cannot load the model.
+        Skipped: it cannot load the model, or does not run on the device.
     """
-    argv = [str(python), str(WORKER), peer, str(model), str(threads), dtype]
+    if device != "cpu" and peer != "transformers":
+        raise Skipped(f"{NAMES[peer]} is compared on CPUs only")
+    argv = [str(python), str(WORKER), peer, str(model), str(threads), dtype, device]
     process = subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

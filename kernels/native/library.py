@@ -39,7 +39,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_silu_mul": (_I, _P, _L, _P, _L, _L, _I),
     "mp_write_kv": (_P, _L, _P, _L, _P, _L, _P, _P, _L, _I, _L, _L, _I),
     "mp_write_quantized": (_I, _P, _L, _P, _L, _I, _P, _L, _P, _L, _P, _P, _L, _I, _I, _I, _I),
-    "mp_outside": (_P, _L, _L),
+    "mp_outside": (_P, _L, _L, _L),
     "mp_copy_blocks": (_P, _L, _L, _L, _L, _P, _P, _L, _I),
     "mp_arrange": (_pointer(Panels), _P, _I),
     "mp_rows": (_pointer(Panels), _P, _L, _P, _I),
@@ -136,9 +136,9 @@ class Library:
             *where, heads, size, kv.shape[3], threads,
         )  # fmt: skip
 
-    def outside(self, index: Tensor, limit: int) -> bool:
-        """Return whether any of `index` (int64, contiguous) is not in [0, limit)."""
-        return bool(self._c.mp_outside(index.data_ptr(), index.numel(), limit))
+    def outside(self, index: Tensor, least: int, limit: int) -> bool:
+        """Return whether any of `index` (int64, contiguous) is not in [least, limit)."""
+        return bool(self._c.mp_outside(index.data_ptr(), index.numel(), least, limit))
 
     def copy_blocks(self, pool: Tensor, source: Tensor, target: Tensor) -> None:
         """See `kernels.reference.copy_blocks`."""

@@ -7,7 +7,7 @@ static void write(const T* k, int64_t k_stride, const T* v, int64_t v_stride, co
                   const int64_t* offsets, int64_t rows, int heads, int D, int threads) {
     split(rows, worth(rows * heads * D, threads), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++)
-            to.keep(k + r * k_stride, v + r * v_stride, blocks[r], offsets[r], heads, D);
+            if (blocks[r] >= 0) to.keep(k + r * k_stride, v + r * v_stride, blocks[r], offsets[r], heads, D);
     });
 }
 

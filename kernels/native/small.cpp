@@ -61,19 +61,18 @@ extern "C" int mp_silu_mul(int type, const void* x, int64_t stride, void* out, i
 #undef CALL
 }
 
-// Copies of runs of bytes: rows of keys and values into their slots, blocks onto blocks. 2: an index is outside; nothing
-// has been written.
-INLINE bool outside(const int64_t* index, int64_t n, int64_t limit) {
+// Copies of runs of bytes: rows of keys and values into their slots, but not where the block is -1; blocks onto blocks.
+extern "C" int mp_outside(const int64_t* index, int64_t n, int64_t least, int64_t limit) {
     bool bad = false;
-    for (int64_t i = 0; i < n; i++) bad |= (uint64_t)index[i] >= (uint64_t)limit;
+    for (int64_t i = 0; i < n; i++) bad |= index[i] < least || index[i] >= limit;
     return bad;
 }
-extern "C" int mp_outside(const int64_t* index, int64_t n, int64_t limit) { return outside(index, n, limit); }
 extern "C" int mp_write_kv(const char* k, int64_t k_stride, const char* v, int64_t v_stride, char* kv,
                            int64_t block_stride, const int64_t* blocks, const int64_t* offsets, int64_t rows,
                            int heads, int64_t row_bytes, int64_t block_tokens, int threads) {
     split(rows, worth(rows * heads * row_bytes, threads), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
+            if (blocks[r] < 0) continue;
             char* to = kv + blocks[r] * block_stride + offsets[r] * row_bytes;
             for (int h = 0; h < heads; h++, to += 2 * block_tokens * row_bytes) {
                 memcpy(to, k + r * k_stride + h * row_bytes, row_bytes);

@@ -22,7 +22,7 @@ struct Step {
     int64_t first, last, index;  // layers of the stage, from first up to last; index of the stage's first in the model
     char* hidden; int64_t rows;  // [rows, hidden], dense: in and out
     const char *cos, *sin;       // [rows, head_dim]
-    const int64_t *blocks, *offsets;  // where each row's keys and values go
+    const int64_t *blocks, *offsets;  // where each row's keys and values go; a block of -1: nowhere
     char* kv; int64_t layer_stride, block_stride, block_tokens;  // of the stage's first layer; strides in bytes
     float* scales; int64_t scale_layer_stride, scale_stride;  // of quantised KV, else null; strides in floats
     int32_t kv_type;
@@ -87,8 +87,9 @@ template <class T> struct Run {
             rotate_head(heads, cos, sin, heads, D);
         }
     }
-    // Keys and values of one row into the pool.
+    // Keys and values of one row into the pool; those of a row without a block are there already.
     void keep(const T* keys, const Pool& kv, int64_t r) const {
+        if (s.blocks[r] < 0) return;
         if (kv.scales) {
             Quantized to{s.kv_type, kv.values, s.block_stride, kv.scales, s.scale_stride, s.block_tokens};
             return to.keep(keys, keys + m.kv_heads * D, s.blocks[r], s.offsets[r], m.kv_heads, D);

@@ -31,7 +31,7 @@ _FRAGMENTS = 4
 def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads: int) -> int:
     """The work space of the largest step; `native`: layers run in one native call."""
     rows, element = most_rows(engine), 4 if engine.dtype == "float32" else 2
-    longest = min(engine.max_tokens or model.max_position_embeddings, engine.blocks * engine.layout.block_tokens)
+    longest = longest_tokens(model, engine)
     parts = [
         rows * _row_elements(model) * element * (1 if native else 3),
         rows * model.head_dim * 3 * 4 * 2,  # rotations
@@ -40,6 +40,11 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
         threads << 20,
     ]
     return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _SLACK_BYTES
+
+
+def longest_tokens(model: ModelConfig, engine: EngineSpec) -> int:
+    """Tokens of the longest sequence that a step has."""
+    return min(engine.max_tokens or model.max_position_embeddings, engine.blocks * engine.layout.block_tokens)
 
 
 def most_rows(engine: EngineSpec) -> int:

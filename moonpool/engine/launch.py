@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 
 from moonpool.engine.channel import AsyncChannel
+from moonpool.engine.devices.names import DeviceName
 from moonpool.engine.handle import Engine
 from moonpool.engine.messages import EngineSpec, StageSpec
 from moonpool.engine.process import OnLoading, ProcessEngine, Worker
@@ -98,7 +99,7 @@ async def start_processes(
             async with asyncio.timeout(start_timeout_s):
                 await engine.ready(on_loading)
                 engine.listen()
-                if rendezvous:
+                if rendezvous and DeviceName.parse(spec.device).kind != "cuda":  # NCCL looks there now and then
                     shutil.rmtree(rendezvous, ignore_errors=True)  # they have met
                 if spec.measure:
                     engine.speeds = await measure(engine, max_tokens=spec.max_tokens)  # this warms it up, too

@@ -47,6 +47,8 @@ class EngineSpec:
     """Of the cores, relative to the shares of the others, while all compute."""
     device: str = "cpu"
     """Device of the first stage, as `moonpool.engine.devices.names` has them; further stages are on the next ones."""
+    graphs: bool = True
+    """Decode steps are captured as graphs, where the device is not a plain CPU."""
     deterministic: bool = False
     """Results of a sequence do not depend on what else is in a step."""
     max_tokens: int = 0

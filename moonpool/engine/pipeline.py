@@ -1,21 +1,39 @@
-"""The links between stages: hidden states go as a status word, then the tensor, over gloo on this host.
+"""The links between stages of one host: hidden states go as a status word, then the tensor.
 
 The status word makes an aborted step coherent: whatever happens to a step on one stage, the next one receives exactly
 one status word for it, and a tensor only when the word says so. So no stage ever waits for a tensor that will not come.
+Status words go over gloo, as the host looks at them. Tensors go over NCCL between GPUs, else over gloo. NCCL never ran.
 """
 
+import contextlib
 import datetime
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moonpool.errors import Internal
+from moonpool.errors import Internal, Unavailable
 
 _ABORTED = -1  # in place of the number of rows
+_GREETING = -(1 << 62)  # a step that nobody has
+
+Wire = Literal["gloo", "nccl"]
+"""What carries tensors; a backend of `torch.distributed`."""
+
+
+def wire_of(kind: str, *, nccl: bool | None = None) -> Wire:
+    """What carries the tensors of stages that are all on devices of a kind.
+
+    Args:
+        kind: of `moonpool.engine.devices.names`.
+        nccl: whether torch has it; None = look.
+    """
+    has_nccl = dist.is_nccl_available() if nccl is None else nccl
+    return "nccl" if kind == "cuda" and has_nccl else "gloo"
 
 
 class Links(Protocol):
@@ -48,7 +66,7 @@ class NoLinks:
         """Nothing was sent."""
 
 
-class GlooLinks:
+class StageLinks:
     """Neighbours in a chain of processes on one host.
 
     A stage may run ahead of the next one by `outstanding` steps: so many sends are left under way.
@@ -59,64 +77,90 @@ class GlooLinks:
         rendezvous: Path,
         stage: int,
         stages: int,
+        wire: Wire,
         *,
         hidden_size: int,
         dtype: torch.dtype,
         timeout_s: float,
         outstanding: int = 2,
     ) -> None:
-        """Meets the other stages in the private folder `rendezvous`; blocks until all are there.
+        """Meets the other stages in the private folder `rendezvous`; blocks until all are there and have been heard.
 
         Args:
             rendezvous: Folder that only these stages use, once.
             stage: This stage.
             stages: Number of stages.
+            wire: Carries the hidden states; with NCCL they stay on this process's current GPU.
             hidden_size: Columns of the hidden states.
             dtype: Type of the hidden states.
             timeout_s: Longest wait for a neighbour.
             outstanding: Steps whose hidden states may be under way.
+
+        Raises:
+            Unavailable: A neighbour is not there in time, or is lost.
         """
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{rendezvous / 'store'}",
-            rank=stage,
-            world_size=stages,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
         self._stage, self._stages = stage, stages
         self._hidden_size, self._dtype = hidden_size, dtype
         self._outstanding = outstanding
         # Sends under way, with the tensors that they keep alive.
         self._under_way: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        self._device = torch.device("cpu") if wire == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        timeout = datetime.timedelta(seconds=timeout_s)
+        with self._heard("another stage"):
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{rendezvous / 'store'}",
+                rank=stage,
+                world_size=stages,
+                timeout=timeout,
+            )
+            self._tensors = dist.new_group(backend=wire, timeout=timeout)
+        self._greet()
+
+    def _greet(self) -> None:
+        """Sends one row through the chain: what cannot be linked is found now, not by the first request."""
+        if self._stage:
+            self.receive(_GREETING, 1)
+        self.send(_GREETING, torch.zeros(1, self._hidden_size, dtype=self._dtype))
+        self.flush()
 
     def receive(self, step_id: int, rows: int) -> Tensor | None:
         """Hidden states of a step from the stage before.
 
         Raises:
             Internal: The stage before sent another step or shape: the stages have lost each other.
+            Unavailable: It is lost.
         """
         status = torch.empty(2, dtype=torch.int64)
-        dist.recv(status, src=self._stage - 1)
+        with self._heard(f"stage {self._stage - 1}", step_id):
+            dist.recv(status, src=self._stage - 1)
         sent_step, sent_rows = status.tolist()
         if sent_step != step_id or sent_rows not in (rows, _ABORTED):
             raise Internal(f"expected step {step_id} with {rows} rows, stage before sent {sent_step} with {sent_rows}")
         if sent_rows == _ABORTED:
             return None
-        hidden = torch.empty((rows, self._hidden_size), dtype=self._dtype)
-        dist.recv(hidden, src=self._stage - 1)
+        hidden = torch.empty((rows, self._hidden_size), dtype=self._dtype, device=self._device)
+        with self._heard(f"stage {self._stage - 1}", step_id):
+            dist.recv(hidden, src=self._stage - 1, group=self._tensors)
         return hidden
 
     def send(self, step_id: int, hidden: Tensor | None) -> None:
-        """Starts to send a step's hidden states; waits only when too much is under way."""
+        """Starts to send a step's hidden states; waits only when too much is under way.
+
+        Raises:
+            Unavailable: The stage after is lost.
+        """
         if self._stage + 1 == self._stages:
             return
         while len(self._under_way) >= self._outstanding:
             self._wait_oldest()
-        rows = _ABORTED if hidden is None else hidden.shape[0]
-        tensors = [torch.tensor([step_id, rows], dtype=torch.int64)]
-        if hidden is not None:
-            tensors.append(hidden.contiguous())
-        works = [dist.isend(tensor, dst=self._stage + 1) for tensor in tensors]
+        status = torch.tensor([step_id, _ABORTED if hidden is None else hidden.shape[0]], dtype=torch.int64)
+        tensors = [status] if hidden is None else [status, hidden.to(self._device).contiguous()]
+        with self._heard(f"stage {self._stage + 1}", step_id):
+            works = [
+                dist.isend(tensor, dst=self._stage + 1, group=group)
+                for tensor, group in zip(tensors, (None, self._tensors), strict=False)
+            ]
         self._under_way.append(([work for work in works if work is not None], tensors))
 
     def flush(self) -> None:
@@ -126,5 +170,15 @@ class GlooLinks:
 
     def _wait_oldest(self) -> None:
         works, _ = self._under_way.popleft()
-        for work in works:
-            work.wait()
+        with self._heard(f"stage {self._stage + 1}"):
+            for work in works:
+                work.wait()
+
+    @contextlib.contextmanager
+    def _heard(self, who: str, step_id: int | None = None) -> Iterator[None]:
+        """What torch raises when a neighbour is gone or silent, by its name."""
+        try:
+            yield
+        except RuntimeError as error:  # as `torch.distributed.DistBackendError` is
+            when = "" if step_id is None or step_id == _GREETING else f" in step {step_id}"
+            raise Unavailable(f"{who} was lost{when}: {error}") from error

@@ -121,6 +121,11 @@ class EngineConfig(CoreServiceConfig, LaneConfig):
         description="where the engine computes: cpu; cuda or cuda:NUMBER, a GPU (never run so far); staged or "
         "staged:SEED, a CPU that orders its work as a GPU might, for tests. Further stages are on the next devices",
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto = decode steps on a GPU are captured as CUDA graphs and replayed (never run so far); off = "
+        "each step launches its kernels",
+    )
     max_tokens: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
     link_bytes_per_s: float = Field(
         0.0, ge=0.0, description="bytes of KV sent per second at most; 0 = unlimited, or the emulated profile's rate"
@@ -229,6 +234,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         core_page=(config.core_page or str(default_page())) if lends else "",
         core_share=config.core_share,
         device=config.device,
+        graphs=config.cuda_graphs == "auto",
         deterministic=config.deterministic,
         max_tokens=longest,
         speeds=_calibrated(config.profile, layout),

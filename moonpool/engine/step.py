@@ -13,9 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moonpool.engine.captures import GraphShape
 from moonpool.engine.choosing import Found, choose
 from moonpool.engine.devices.opening import Place
 from moonpool.engine.gates import Gates, Watch
+from moonpool.engine.graphs import DecodeGraphs
 from moonpool.engine.masks import Mask, Masks
 from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import Links
@@ -31,6 +33,7 @@ class _Work:
     batch: PackedBatch
     hidden: Tensor  # [T, hidden]; on the first stage nothing before the embedding
     layer: int  # that it has come to
+    shape: GraphShape | None  # of the graph that all its layers are; then the batch is on the host
     found: Found = field(default_factory=Found)
 
 
@@ -50,6 +53,8 @@ class StageRunner:
     """Of the last stage; None = answers have no format."""
     share: Callable[[], float] = lambda: 1.0
     """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
+    graphs: DecodeGraphs | None = None
+    """Of decode steps; None = all run layer by layer."""
 
     def close(self) -> None:
         """Waits until everything sent has been received, and ends the stage's threads."""
@@ -74,12 +79,12 @@ class StageRunner:
         memory.begin(step)
         masks = self.masks.begin(step) if self.masks is not None else None
         work = self._received(step)
-        done = work is not None and self._layers(step, work)
+        done = work is not None and (self._layers(step, work) if work.shape is None else self._graph(step, work))
         if work is not None and done and self.model.is_last:
             self.place.lane.run(partial(self._choose, step, work, masks))
         self.place.lane.mark().wait()
         # Sent whatever has happened, so that the next stage knows.
-        self.links.send(step.step_id, work.hidden.cpu() if work is not None and done else None)
+        self.links.send(step.step_id, work.hidden if work is not None and done else None)
         found = work.found if work is not None and done else Found()
         following = step.after(found.sampled) if done and not self.gates.is_cut(step.step_id) else None
         if following is None:
@@ -93,15 +98,19 @@ class StageRunner:
     def _received(self, step: Step) -> _Work | None:
         """The batch, with the hidden states of the stage before; None when that has aborted the step."""
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
-        batch = PackedBatch.build(parts, self.place.memory.kv.shape[4], self.place.torch_device)
+        size, full_hits = self.place.memory.kv.shape[4], [i for i, it in enumerate(step.sequences) if it.full_hit]
+        shape = self.graphs.shape(step) if self.graphs is not None else None
+        where = self.place.torch_device if shape is None else "cpu"
+        batch = PackedBatch.build(parts, size, where, full_hits=full_hits)
         if self.model.is_first:
-            work = _Work(batch, torch.empty(0), self.model.layer_begin)
-            self.place.lane.run(partial(self._embed, work))
+            work = _Work(batch, torch.empty(0), self.model.layer_begin, shape)
+            if shape is None:
+                self.place.lane.run(partial(self._embed, work))
             return work
         hidden = self.links.receive(step.step_id, batch.num_tokens)
         if hidden is None:
             return None
-        work = _Work(batch, hidden, self.model.layer_begin)
+        work = _Work(batch, hidden, self.model.layer_begin, shape)
         self.place.lane.run(partial(self._take_over, work))
         return work
 
@@ -132,6 +141,18 @@ class StageRunner:
             layer = came
         return True
 
+    def _graph(self, step: Step, work: _Work) -> bool:
+        """Gives all layers of this stage to the lane as one graph; False when the step was aborted before."""
+        if self.gates.aborted(step.step_id):
+            return False
+        layers, memory = range(self.model.layer_begin, self.model.layer_end), self.place.memory
+        for layer in layers:
+            memory.need(layer)
+        self.place.lane.run(partial(self._replay, work))
+        for layer in layers:
+            memory.leave(layer, None)
+        return True
+
     def _tails(self, step: Step) -> list[int] | None:
         """Of each sequence, its last rows whose hidden states after the last layer are wanted; None = all rows."""
         if not self.model.is_last:
@@ -153,6 +174,11 @@ class StageRunner:
         work.layer, work.hidden = self.model.run(
             work.hidden, work.batch, memory.kv, first, last, scales=memory.scales, tails=wanted, watch=watch
         )
+
+    def _replay(self, work: _Work) -> None:
+        assert self.graphs is not None
+        assert work.shape is not None
+        work.hidden = self.graphs.run(work.shape, work.batch, work.hidden)
 
     def _choose(self, step: Step, work: _Work, masks: Future[dict[int, Mask]] | None) -> None:
         dropped = self.gates.dropped(step.step_id)

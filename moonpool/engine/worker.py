@@ -113,10 +113,12 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     from kernels.native import library
     from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
+    from moonpool.engine.captures import Captures
     from moonpool.engine.devices.opening import open_device, place_on
-    from moonpool.engine.footprint import resident_bytes, work_bytes
+    from moonpool.engine.footprint import longest_tokens, resident_bytes, work_bytes
+    from moonpool.engine.graphs import DecodeGraphs
     from moonpool.engine.masks import Masks
-    from moonpool.engine.pipeline import GlooLinks, Links, NoLinks
+    from moonpool.engine.pipeline import Links, NoLinks, StageLinks, wire_of
     from moonpool.engine.step import StageRunner
     from moonpool.kv.pool import PoolPart
     from moonpool.model.load import load_stage, torch_dtype
@@ -144,10 +146,11 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     place = place_on(device, part, lambda error: _end(channel, error))
     links: Links = NoLinks()
     if engine.stages > 1:
-        links = GlooLinks(
+        links = StageLinks(
             Path(spec.rendezvous),
             spec.stage,
             engine.stages,
+            wire_of(DeviceName.parse(engine.device).kind),
             hidden_size=config.hidden_size,
             dtype=dtype,
             timeout_s=engine.step_timeout_s,
@@ -162,6 +165,9 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
     if native is not None:
         runner.share = native.had
+    if device is not None and engine.graphs:
+        longest = longest_tokens(config, engine)
+        runner.graphs = DecodeGraphs(device, model, place.memory, Captures(longest), longest)
     work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
     return runner, Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,13 @@ class PackedBatch:
     query_start: Tensor  # [S + 1] int32: rows of sequence s are query_start[s] .. query_start[s + 1]
     context_lens: Tensor  # [S] int32: tokens with KV after this step
     block_tables: Tensor  # [S, max_blocks] int32, padded with 0
-    block_ids: Tensor  # [T] int64: the block that each row's KV goes to
+    block_ids: Tensor  # [T] int64: the block that each row's KV goes to; -1: it is there already
     offsets: Tensor  # [T] int64: and the token slot in it
     last_rows: Tensor  # [S] int64: the last row of each sequence, whose logits choose the next token
     block_tokens: int
+    most_context: int | None = None
+    """Set where the contents change between two uses, as in a captured graph: every sequence has one row, and a context
+    of so many tokens at most."""
     cache: dict[Any, Any] = field(default_factory=dict)  # what the layers of one stage compute once per batch
 
     @property
@@ -43,8 +46,12 @@ class PackedBatch:
         sequences: Sequence[tuple[bytes, int, Sequence[int]]],
         block_tokens: int,
         device: torch.device | str = "cpu",
+        *,
+        full_hits: Collection[int] = (),
     ) -> PackedBatch:
         """Pack `sequences`, each (token ids as little-endian int32, position of the first, block table).
+
+        Those at the indices `full_hits` have KV of all their tokens: it is read, and none is written.
 
         Raises:
             InvalidRequest: no sequence, one without tokens, or a block table too short for its tokens; names which.
@@ -67,6 +74,9 @@ class PackedBatch:
             counts.append(count)
             tables.append(table)
         batch = cls(**_packed(b"".join(item[0] for item in sequences), starts, counts, tables, block_tokens))
+        for index in full_hits:
+            begin, end = batch.query_start[index : index + 2].tolist()
+            batch.block_ids[begin:end] = -1
         return batch if torch.device(device).type == "cpu" else batch.to(device)
 
     def to(self, device: torch.device | str) -> PackedBatch:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import choice, ops
-from kernels.attention import AttentionPlan, make_plan, paged_attention, write_kv
+from kernels.attention import AttentionPlan, make_plan, paged_attention, plan_of_shapes, write_kv
 from kernels.panels import Panels
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.model.batch import PackedBatch
@@ -203,8 +203,13 @@ class StageModel:
         """Return the attention plan of the batch, made once per batch and shape of the pool."""
         key = ("plan", kv.shape, self.config.num_heads, kv.dtype, kv.device, self.deterministic)
         if key not in batch.cache:
-            batch.cache[key] = make_plan(
-                kv, batch.block_tables, batch.query_start, batch.context_lens, deterministic=self.deterministic
-            )
+            batch.cache[key] = self._planned(batch, kv)
         plan: AttentionPlan = batch.cache[key]
         return plan
+
+    def _planned(self, batch: PackedBatch, kv: Tensor) -> AttentionPlan:
+        # Triton's launches follow from shapes; what else there is looks at the contents, each time anew.
+        if batch.most_context is not None and choice.choose("attention", kv.device, self.dtype) == "triton":
+            return plan_of_shapes(kv, batch.num_tokens, batch.most_context, deterministic=self.deterministic)
+        tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
+        return make_plan(kv, tables, starts, lengths, deterministic=self.deterministic)

@@ -61,6 +61,8 @@ class SequenceStep:
     """Set when the token after the last one is to be sampled."""
     scored: Scored | None = None
     """Set when log probabilities of known tokens are wanted."""
+    full_hit: bool = False
+    """Their KV is there already, too: they are computed for the token that follows them, and write nothing."""
     end_token_ids: frozenset[int] = frozenset()
     """A run is over when one of them is sampled."""
     history: History | None = field(default=None, compare=False, repr=False)
@@ -69,8 +71,8 @@ class SequenceStep:
     def after(self, token: int) -> Self:
         """Its share of the run's next step, when this one has sampled `token`."""
         assert self.sample is not None, "each sequence of a run samples"
-        start = self.start + len(self.token_ids) // 4
-        return replace(self, token_ids=token.to_bytes(4, "little"), start=start, sample=self.sample.after(token))
+        start, token_ids = self.start + len(self.token_ids) // 4, token.to_bytes(4, "little")
+        return replace(self, token_ids=token_ids, start=start, sample=self.sample.after(token), full_hit=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
     """
     found: dict[int, int] = {}
     for sequence in step.sequences:
+        if sequence.full_hit:
+            continue
         end = sequence.start + len(sequence.token_ids) // 4
         first, last = sequence.start // block_tokens, end // block_tokens
         found.update((block, block_tokens) for block in sequence.block_table[first:last])

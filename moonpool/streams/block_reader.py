@@ -146,7 +146,7 @@ class BlockReader:
             on_layer: Called for each layer, in order, when all its slices have been handed out.
             timeout_s: Longest time for all of it.
             tenant: Whose KV it is.
-            into: Says where the slice of (layer, index into keys) may land, which saves a copy: `on_slice` gets that
+            into: Says where the slice of any (layer, index into keys) may land; saves a copy: `on_slice` gets that
                 memory then. None for a slice that may not. The memory is undefined where a read fails, or has fewer
                 blocks; nothing is written there after `read` has returned or raised.
 

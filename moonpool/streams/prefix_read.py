@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moonpool.errors import FrameError, TransferFailed
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, FrameOpener, Run, split_run, whole_runs
-from moonpool.kv.hashes import bind
+from moonpool.kv.hashes import bind, key_bindings, layer_binding
 from moonpool.kv.landing import land
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.shapes import FrameShape, bound, frame_shape, shape_of
@@ -61,7 +62,6 @@ class PrefixRead:
         self.blocks = len(keys)
         self.damaged_key = b""
         self._keys = keys
-        self._opener = FrameOpener(layout, heads, keys)
         self._layout = layout
         self._layers = layers
         self._heads = heads
@@ -185,6 +185,14 @@ class PrefixRead:
         if not blocks:
             self.finished.done()
 
+    @functools.cached_property
+    def _opener(self) -> FrameOpener:
+        return FrameOpener(self._layout, self._heads, self._keys)
+
+    @functools.cached_property
+    def _of_keys(self) -> list[int]:
+        return key_bindings(self._keys)
+
     def _expected(self) -> SliceLedger:
         if self._ledger is None:
             raise FrameError("a frame came before its session was opened")
@@ -197,12 +205,13 @@ class PrefixRead:
         hashes: list[int] = []
         for run, values in runs:
             ledger.check(run)
-            for index in range(run.first_block, run.first_block + run.block_count):
-                target = into(run.layer, index)
+            layer, of_layer = run.layer, layer_binding(run.layer)
+            for index, value in enumerate(values, run.first_block):
+                target = into(layer, index)
                 if target is None:
                     return None
                 targets.append(target)
-            hashes += self._opener.unbound(run, values)
+                hashes.append(value ^ of_layer ^ self._of_keys[index])
 
         def landed(intact: int) -> None:
             slices = iter(zip(targets, hashes, strict=True))

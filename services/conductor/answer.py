@@ -185,7 +185,7 @@ class Answer:
     def computed_at_decode(self, held_blocks: int) -> None:
         """Note that the prompt is computed where the answer is, behind what is held there."""
         if not self.tokens:
-            self.cached_tokens = held_blocks * self.request.block_tokens
+            self.cached_tokens = min(held_blocks * self.request.block_tokens, len(self.request.prompt) - 1)
 
     def extend(
         self, choice: int, token_ids: Sequence[int], now: float, logprobs: Logprobs | None = None

@@ -116,7 +116,9 @@ class LiveSequence:
         self.keys += new
         return new
 
-    def step(self, start: int, count: int, block_tokens: int, *, sample: bool, steps: int = 1) -> SequenceStep:
+    def step(
+        self, start: int, count: int, block_tokens: int, *, sample: bool, steps: int = 1, full_hit: bool = False
+    ) -> SequenceStep:
         """Its share of a step: `count` tokens from `start` on; the last ones of the sequence when it samples.
 
         With it may begin a run of `steps`.
@@ -126,6 +128,7 @@ class LiveSequence:
             start=start,
             block_table=self.table[: -(-(start + count + steps - 1) // block_tokens)],
             sample=self.sampling.at(self.tokens) if sample else None,
+            full_hit=full_hit,
             end_token_ids=self.sampling.end_token_ids if steps > 1 else frozenset(),
             history=self.history,
         )

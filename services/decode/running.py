@@ -83,7 +83,9 @@ class Running:
         parts = [it.step(len(it.tokens) - 1, 1, size, sample=True, steps=steps) for it in sequences]
         for chunk in run.chunks:
             sequences.append(self._live.sequences[chunk.id])
-            parts.append(sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample))
+            parts.append(
+                sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample, full_hit=chunk.full_hit)
+            )
         step = Step(run.step, tuple(parts), copies=run.copies, steps=steps)
         result = await self._engine.run(step, on_step=partial(self._goes_on, run, sequences))
         self._over(run, sequences, result)

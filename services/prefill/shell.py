@@ -302,15 +302,15 @@ class Shell:
         return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9, result.share)
 
     def _sequence(self, chunk: actions.ChunkOrder) -> SequenceStep:
-        request = self._requests[chunk.job]
-        incoming = request.incoming
+        incoming = self._requests[chunk.job].incoming
         return SequenceStep(
             token_ids=tokens_to_bytes(incoming.token_ids[chunk.start : chunk.end]),
             start=chunk.start,
             block_table=chunk.blocks,
             sample=incoming.sampling.at(incoming.token_ids) if chunk.last else None,
             scored=incoming.sampling.scored(incoming.token_ids, chunk.start, chunk.end),
-            history=request.history,
+            full_hit=chunk.full_hit,
+            history=self._requests[chunk.job].history,
         )
 
     def _layer_done(self, done: LayerDone) -> None:

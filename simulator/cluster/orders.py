@@ -288,7 +288,8 @@ class Orders:
         following = self._follow(order.io, sequence, stream, transfer)
         begin = sequence.continued + (not order.compute)
         if order.compute:
-            sequence.request.reused = order.target.held_blocks * self._block_tokens
+            held = order.target.held_blocks * self._block_tokens
+            sequence.request.reused = min(held, sequence.request.tokens - 1)
         stream.start(transfer, following.members(begin), compute=order.compute)
 
     def adopt(self, order: Adopt, sequence: Sequence) -> None:

@@ -181,13 +181,15 @@ def test_prompt_lengths(served: Served, tokens: int) -> None:
     served.check(served.prompt(tokens, seed=tokens))
 
 
-def test_same_prompt_twice(served: Served) -> None:
-    """The second time all full blocks but the last token's are cached."""
-    prompt = served.prompt(5 * BLOCK, seed=100)
+@pytest.mark.parametrize("tokens", [5 * BLOCK - 1, 5 * BLOCK, 5 * BLOCK + 1])
+def test_same_prompt_twice(served: Served, tokens: int) -> None:
+    """The second time all full blocks are cached; of a prompt of full blocks one token is computed."""
+    prompt = served.prompt(tokens, seed=100 + tokens)
     first = served.check(prompt)
     assert first.usage.cached_tokens == 0
     second = served.check(prompt)
-    assert second.usage.cached_tokens == 4 * BLOCK or not served.same_prefill(first, second)
+    cached = min(tokens // BLOCK * BLOCK, tokens - 1)
+    assert second.usage.cached_tokens == cached or not served.same_prefill(first, second)
     assert second.token_ids == first.token_ids or not served.topology.exact
 
 
@@ -195,14 +197,15 @@ def test_prefix_from_the_store(served: Served) -> None:
     """Prefill forgets what it computed, so that the prefix can only come from the kvstore."""
     if not served.topology.store or served.topology.each > 1:
         pytest.skip("no kvstore, or another prefill that has the prefix")
-    prompt = served.prompt(6 * BLOCK + 3, seed=150)
-    first = served.check(prompt)
+    prompts = [served.prompt(6 * BLOCK + more, seed=150 + more) for more in (0, 3)]
+    first = [served.check(prompt) for prompt in prompts]
     served.stack.check_at_rest()
     served.stack.restart("prefill-0")
-    second = served.check(prompt)
-    assert second.usage.cached_tokens == 6 * BLOCK
-    assert second.placement.kvstore == "kvstore-0"
-    assert second.token_ids == first.token_ids or not served.topology.exact
+    for prompt, before in zip(prompts, first, strict=True):
+        second = served.check(prompt)
+        assert second.usage.cached_tokens == min(6 * BLOCK, len(prompt) - 1)
+        assert second.placement.kvstore == "kvstore-0"
+        assert second.token_ids == before.token_ids or not served.topology.exact
 
 
 def test_shared_prefix(served: Served) -> None:

@@ -100,7 +100,7 @@ def test_greedy_at_every_length(
         stack.check_at_rest()
         again = client.generate(token_ids=prompt, sampling=GREEDY)
     print(f"TTFT cold {cold.timing.ttft_s:.2f} s, cached {again.timing.ttft_s:.2f} s; {cold.text!r}")
-    assert again.usage.cached_tokens == (length - 1) // BLOCK * BLOCK
+    assert again.usage.cached_tokens == min(length // BLOCK * BLOCK, length - 1)
     for answer in {tuple(cold.token_ids), tuple(again.token_ids)}:
         assert len(answer) == NEW
         reference.assert_greedy(prompt, answer, tolerance)

@@ -1,11 +1,12 @@
 """A GPU: lanes are streams, marks are events. It never ran; what it has in common with `staged` is proven there."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from moonpool.engine.devices.lanes import Mark
+from moonpool.engine.devices.lanes import Graph, Mark
 from moonpool.errors import ConfigError
 
 RESERVE_BYTES = 1 << 30
@@ -45,6 +46,31 @@ class CudaLane:
         self._stream.wait_event(mark.event)
 
 
+class _CudaGraph:
+    """See `Graph`.
+
+    Args:
+        graph: is empty so far.
+        capturing: fills it with what the body gives to the stream.
+        work: is captured.
+    """
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, capturing: AbstractContextManager[None], work: Callable[[], Tensor]
+    ) -> None:
+        self._graph = graph
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # as capturing does: what is reserved more afterwards is the graph's
+        before = torch.cuda.memory_reserved()
+        with capturing:
+            self.result = work()
+        self.nbytes = max(0, torch.cuda.memory_reserved() - before)
+
+    def replay(self) -> None:
+        """See `Graph.replay`."""
+        self._graph.replay()
+
+
 class CudaDevice:
     """See `Device`.
 
@@ -66,6 +92,7 @@ class CudaDevice:
         # Weights and batches, which this thread brings, come in the order of the steps.
         torch.cuda.set_stream(compute)
         self.compute, self.up, self.down = CudaLane(compute), CudaLane(up), CudaLane(down)
+        self._graphs = torch.cuda.graph_pool_handle()  # their memory, which they share
 
     @property
     def torch_device(self) -> torch.device:
@@ -84,6 +111,13 @@ class CudaDevice:
     def buffers(self, count: int, nbytes: int) -> Tensor:
         """See `Device.buffers`."""
         return torch.empty((count, nbytes), dtype=torch.uint8, pin_memory=True)
+
+    def capture(self, work: Callable[[], Tensor]) -> Graph:
+        """See `Device.capture`."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        # Other threads wait for events meanwhile, which must not end the capture.
+        mode = "thread_local"
+        return _CudaGraph(graph, torch.cuda.graph(graph, self._graphs, stream, mode), work)
 
     def close(self) -> None:
         """See `Device.close`."""

@@ -31,6 +31,18 @@ class Lane(Protocol):
         """What is given from now on is done after another lane has come to `mark`."""
 
 
+class Graph(Protocol):
+    """Work that was captured, and is done again with what the memory that it reads holds then."""
+
+    result: Tensor
+    """What the work gives; written anew by each replay of this graph or another one of the device."""
+    nbytes: int
+    """Of the device's memory that it holds, beside what those captured before it do."""
+
+    def replay(self) -> None:
+        """Does the work. In the lane's work in which it was captured."""
+
+
 class Device(Protocol):
     """Memory of its own, and three lanes: steps, KV on its way in, and KV on its way out."""
 
@@ -59,6 +71,16 @@ class Device(Protocol):
 
     def buffers(self, count: int, nbytes: int) -> Tensor:
         """Memory of the host that copies use, [count, nbytes] of uint8; pinned on a GPU."""
+
+    def capture(self, work: Callable[[], Tensor]) -> Graph:
+        """Captures what some work does, in the computing lane's work; it is not done before a replay.
+
+        The same work was done before, so that nothing is compiled in it, and it does not look at the contents of
+        tensors.
+
+        Raises:
+            RuntimeError: it cannot be captured, or there is no memory for it.
+        """
 
     def close(self) -> None:
         """Ends its threads; work that nobody has waited for may not be done."""

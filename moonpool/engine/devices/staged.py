@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moonpool.engine.devices.lanes import Mark
+from moonpool.engine.devices.lanes import Graph, Mark
 
 _POISON = 0xFF
 _TEMPERS = (0.0, 0.0, 0.5, 1.0)
@@ -74,6 +74,19 @@ class StagedLane:
         return first is not None and (not isinstance(first, _Behind) or first.reached)
 
 
+class _Again:
+    """See `Graph`. The work is done again; its result lies in the same memory, which holds no numbers before."""
+
+    def __init__(self, work: Callable[[], Tensor]) -> None:
+        self._work = work
+        self.result = torch.full_like(work(), torch.nan)
+        self.nbytes = self.result.nbytes
+
+    def replay(self) -> None:
+        """See `Graph.replay`."""
+        self.result.copy_(self._work())
+
+
 class StagedDevice:
     """See `Device`.
 
@@ -105,6 +118,10 @@ class StagedDevice:
     def buffers(self, count: int, nbytes: int) -> Tensor:
         """See `Device.buffers`."""
         return torch.full((count, nbytes), _POISON, dtype=torch.uint8)
+
+    def capture(self, work: Callable[[], Tensor]) -> Graph:
+        """See `Device.capture`. Unlike on a GPU, the work is done once, which the first replay does again."""
+        return _Again(work)
 
     def close(self) -> None:
         """See `Device.close`."""

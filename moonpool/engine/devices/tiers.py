@@ -100,6 +100,8 @@ class TwoTiers:
 
     def _written_by(self, sequence: SequenceStep, end: int) -> Sequence[int]:
         """Blocks that a sequence writes to."""
+        if sequence.full_hit:
+            return ()
         return sequence.block_table[sequence.start // self._size : -(-end // self._size)]
 
     # --- copies ----------------------------------------------------------------------------------------------------

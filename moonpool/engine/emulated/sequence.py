@@ -93,11 +93,12 @@ class EmulatedSequences:
             raise WrongKV(f"tokens {step.start} to {end} are not those of the sequence")
         known = self._known.setdefault(history, _Known())
         right = self._still_right(known, step)
-        check = [self._slots(history, known, step, *span) for span in self._spans(right, step.start)]
+        there = end if step.full_hit else step.start
+        check = [self._slots(history, known, step, *span) for span in self._spans(right, there)]
         for slots in check:
             self._check_key(history, slots.index)
         again = self._again(history, known, step, right) if not check else None
-        write = [self._slots(history, known, step, *span) for span in self._spans(step.start, end)]
+        write = [self._slots(history, known, step, *span) for span in self._spans(there, end)]
         return Share(check, again, write, self._tokens(history, known, step, end))
 
     def run(self, share: Share, layer: int) -> None:

@@ -92,6 +92,7 @@ class Inbound(Generic[M]):
         self._pulled = pulled
         self._tell = tell
         self._pulls = 0  # payloads that the peer has not been told of
+        self._pulled_bytes = 0  # out of regions, so far
         self._awaited = 0  # those among them for which it waits
         self._taker: Taker | None = None
         self._over: asyncio.Future[Exception] | None = None
@@ -145,18 +146,26 @@ class Inbound(Generic[M]):
 
     def _receive(self) -> None:
         """Takes all that is there, or as much as a turn of the event loop may take."""
-        end = self._sock.received_bytes + TURN_BYTES
+        end = self._taken_bytes + TURN_BYTES
         try:
             while self._next() if self._incoming is None else self._more(self._incoming):
                 if not self._goes_on:
                     return
-                if self._sock.received_bytes >= end:
-                    self._sock.unwatch()
-                    asyncio.get_running_loop().call_soon(self._go_on)
+                if self._taken_bytes >= end:
+                    if self._sock.has_more:  # what is still in the socket has the event loop call again
+                        asyncio.get_running_loop().call_soon(self._next_turn)
                     return
         except MoonpoolError as error:
             self._sock.unwatch()
             self.end(error)
+
+    @property
+    def _taken_bytes(self) -> int:
+        return self._sock.received_bytes + self._pulled_bytes
+
+    def _next_turn(self) -> None:
+        if self._goes_on:
+            self._receive()
 
     def _next(self) -> bool:
         """Takes the next message; False when not all of it is there."""
@@ -241,7 +250,9 @@ class Inbound(Generic[M]):
         """Copies a payload from where it lies, or lends it."""
         parts = self._parts(frame, follow)
         awaited = self._mailbox is None or any(extent.region != self._mailbox for extent in frame.extents)
-        landing = self._place(message, sum([part.nbytes for part in parts]))
+        nbytes = sum([part.nbytes for part in parts])
+        self._pulled_bytes += nbytes
+        landing = self._place(message, nbytes)
         if landing is not None:
             payload: Came = Landed(landing, land(landing.targets, Scattered(parts), landing.hashes))
         elif self._taker is not None and self._taker.lend:

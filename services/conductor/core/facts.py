@@ -30,9 +30,9 @@ class Shape:
     def reused_tokens(self, tokens: int, blocks: int) -> int:
         """Tokens of a prompt that need not be computed where its leading blocks are.
 
-        The last token always is, as its logits are wanted, and with it its block: a full block is not written again.
+        The last token always is, as its logits are wanted.
         """
-        return min(blocks, (tokens - 1) // self.block_tokens) * self.block_tokens
+        return min(blocks * self.block_tokens, tokens - 1)
 
     def blocks_for_choices(self, tokens: int, answer_tokens: int, choices: int) -> int:
         """Blocks of `choices` answers that share the full blocks of the `tokens` they begin with."""

@@ -75,8 +75,7 @@ class Rests:
     ) -> Rest | None:
         """The decode instance at which the rest is done soonest, what it costs others counted; None when none can.
 
-        Of those that hold most of the prompt, as others would compute more. The last token of a prompt is always
-        computed, and a full block is never written again; so one that holds the whole prompt in full blocks cannot.
+        Of those that hold most of the prompt, as others would compute more.
 
         Args:
             demand: of the request.
@@ -88,8 +87,8 @@ class Rests:
         pool, model = self._decodes, DecodeModel(demand, shape)
         allowed = pool.able(demand.total_blocks) & ~pool.mask_of(suspects)
         for blocks, mask in reversed(prefixes):
-            tokens = demand.prompt_tokens - blocks * shape.block_tokens
-            if not 0 < tokens <= self._most_tokens:
+            tokens = demand.prompt_tokens - shape.reused_tokens(demand.prompt_tokens, blocks)
+            if tokens > self._most_tokens:
                 continue
             slots = [slot for slot in members(mask & allowed) if _roomy(pool.by_slot[slot], model)][:SHORTLIST]
             rests = [_rest(pool.by_slot[slot], model, tokens, blocks, demand, other) for slot in slots]

@@ -53,6 +53,8 @@ class Chunk:
     count: int
     sample: bool
     """They are the last ones: the next token is sampled."""
+    full_hit: bool = False
+    """It is the last token of a prompt whose KV is all there: nothing is written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,13 +161,19 @@ def comes_with(request: Request, held: Collection[int], config: CoreConfig) -> N
 
 
 def begins_here(request: Request, held: int, config: CoreConfig) -> None:
-    """A request that holds so many blocks of its prompt computes the rest, as if it came back."""
+    """A request that holds so many blocks of its prompt computes the rest, as if it came back.
+
+    One that holds the whole prompt in full blocks, none of which may be written again, computes its last token as a
+    chunk.
+    """
     [member] = request.members
     # A last block that is full has its key when it is computed, as an answer's.
     del member.keys[(member.tokens - 1) // config.block_tokens :]
-    member.stored = [held] * request.stores
+    member.stored = [min(held, len(member.keys))] * request.stores
     request.prompt_here, request.shape = True, shape_of(request, config)
     comes_with(request, range(held), config)
+    if held * config.block_tokens >= member.tokens:
+        request.state = State.CATCHING_UP
 
 
 def tokens_to_compute(request: Request, config: CoreConfig) -> int:
@@ -193,8 +199,11 @@ def is_whole(request: Request) -> bool:
     return all(member.computed >= member.tokens - 1 for member in request.members)
 
 
-def chunks(catching: list[Request], tokens: int) -> tuple[Chunk, ...]:
-    """Chunks of up to so many tokens in all, first come first. No member computes before what it shares is there."""
+def chunks(catching: list[Request], tokens: int, config: CoreConfig, manager: BlockManager) -> tuple[Chunk, ...]:
+    """Chunks of up to so many tokens in all, first come first. No member computes before what it shares is there.
+
+    A chunk in a block that has its key is a full hit.
+    """
     found = []
     for request in catching:
         for member in request.members:
@@ -202,7 +211,8 @@ def chunks(catching: list[Request], tokens: int) -> tuple[Chunk, ...]:
             if count > 0 and _may_compute(request, member):
                 tokens -= count
                 sample = member.computed + count == member.tokens
-                found.append(Chunk(member.id, member.computed, count, sample))
+                full_hit = manager.key_of(member.table[member.computed // config.block_tokens]) is not None
+                found.append(Chunk(member.id, member.computed, count, sample, full_hit))
     return tuple(found)
 
 

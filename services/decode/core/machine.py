@@ -338,11 +338,7 @@ class DecodeCore:
         for number, key in event.filled:
             request, member = self._roster.of(number), self._roster.find(number)
             if request.state is not State.LEAVING and member is not None:
-                index = len(member.keys)
-                member.keys.append(key)
-                self.blocks.register(member.table[index], key, request.owner)
-                for store in range(request.stores):
-                    self.shelf.write(request, member, index, store, out)
+                self.shelf.filled(request, member, key, out)
 
     def _ended(self, event: Ended[IoEnd], out: list[Action]) -> None:
         holds = self._ios.end(event.io)

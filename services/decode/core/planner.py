@@ -328,13 +328,12 @@ class Planner:
         """Turns a promise into a sequence that computes what is not held of its prompt, as if it came back.
 
         Returns:
-            False when that is not possible: there is no place in a step, others wait for blocks, or the whole prompt is
-            held in full blocks, none of which may be written again.
+            False when that is not possible: there is no place in a step, or others wait for blocks.
         """
-        held, before_last = len(request.blocks), (request.members[0].tokens - 1) // self._config.block_tokens
+        held = len(request.blocks)
         kept = sum(self.seats_kept.values()) - self.seats_kept.get(request.id, 0)
         is_full = self.places_taken + kept >= self._config.max_batch
-        if request.is_group or self._parking.parked or held > before_last or is_full:
+        if request.is_group or self._parking.parked or is_full:
             return False
         self._room.bind(request)
         groups.begins_here(request, held, self._config)
@@ -351,7 +350,7 @@ class Planner:
         longest = max(member.computed for request in self.catching for member in request.members)
         while limit and tokens > 1 and step_s + prefill_seconds(self._tracker.speeds, tokens, longest) > limit:
             tokens //= 2
-        return groups.chunks(self.catching, tokens)
+        return groups.chunks(self.catching, tokens, self._config, self._room.blocks)
 
     def caught(self, chunk: Chunk, request: Request) -> None:
         """A chunk was computed.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Outstanding
 from moonpool.cost import SpeedTracker, load_seconds, prefill_seconds
+from moonpool.kv.keys import BlockKey
 from services.decode.core import groups
 from services.decode.core.actions import Action, Load, Store
 from services.decode.core.config import CoreConfig, Preemption
@@ -64,6 +65,21 @@ class Shelf:
             member.stored[store] = index + 1
         io = self._ios.begin(Writing(request, member, index, block, store))
         out.append(Store(io, member.id, index, block, store))
+
+    def filled(self, request: Request, member: Member, key: BlockKey, out: list[Action]) -> None:
+        """A member's next block is full: it gets its key, and is written to the kvstores.
+
+        One that has its key was held when its prompt came: the kvstores are presumed to have it, as what is before it.
+        """
+        index, blocks = len(member.keys), self._room.blocks
+        held = blocks.key_of(member.table[index]) is not None
+        member.keys.append(key)
+        blocks.register(member.table[index], key, request.owner)
+        if held:
+            member.stored = [there + (there == index) for there in member.stored]
+            return
+        for store in range(request.stores):
+            self.write(request, member, index, store, out)
 
     def write_missing(self, request: Request, out: list[Action]) -> None:
         """Writes what the fullest kvstore lacks of the first member's full blocks, if there is a kvstore."""

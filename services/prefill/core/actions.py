@@ -69,6 +69,8 @@ class ChunkOrder:
     """The job's blocks up to `end`."""
     last: bool
     """The prompt ends here: a token is sampled."""
+    full_hit: bool = False
+    """It is the last token of a prompt whose KV is all there: nothing is written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,8 +192,8 @@ class PrefillCore:
         assert len(event.keys) == event.num_tokens // state.settings.block_tokens, "one key per full block"
         state.do(Accept(event.job, self.drain_seconds()))
         job = Job.of(event, state.settings, state.now)
-        cached = len(state.manager.match(job.keys[: state.reusable_blocks(job)])) * state.settings.block_tokens
-        job.expected_tokens = max(job.expected_tokens, cached)
+        held = len(state.manager.match(job.keys[: state.reusable_blocks(job)]))
+        job.expected_tokens = max(job.expected_tokens, state.settings.reused_tokens(job.num_tokens, held))
         state.jobs[event.job] = job
         self.taken = event.job
         state.waiting.add(job.place)
@@ -335,8 +335,7 @@ class PrefillCore:
         """Full blocks go to the kvstores as soon as they are computed; what these lack of the prefix goes before."""
         if job.owner.transient:
             return
-        size = self.state.settings.block_tokens
-        prefix, full = (job.cached + job.loaded) // size, job.computed // size
+        prefix, full = job.prefix_blocks, job.computed // self.state.settings.block_tokens
         if not job.put_until:
             # Computed blocks are always offered: a store that could not provide them does not hold them.
             job.put_until = [prefix if copy.held is None else min(copy.held, prefix) for copy in job.copies]

@@ -71,7 +71,8 @@ def _check_job(state: State, job: Job) -> None:
     assert len(job.table.blocks) == state.settings.blocks_for(job.num_tokens)
     if job.load is not None:
         assert isinstance(state.ios.get(job.load.io), LoadFlight)
-        assert job.computed == job.cached < job.load.end * state.settings.block_tokens < job.num_tokens
+        assert job.computed == job.cached
+        assert job.prefix_blocks == job.load.first < job.load.end <= state.reusable_blocks(job)
     if job.outgoing is not None and job.outgoing.io is not None:
         assert job.outgoing.io in state.ios
         assert job.outgoing.open or not isinstance(state.ios.get(job.outgoing.io), SendFlight)

@@ -37,7 +37,7 @@ class Loads:
         while job.next_source < len(job.sources):
             blocks = self._worth(job)
             if blocks:
-                self._begin(job, job.cached // self._state.settings.block_tokens, blocks)
+                self._begin(job, job.prefix_blocks, blocks)
                 return
             job.next_source += 1
 
@@ -78,10 +78,10 @@ class Loads:
 
     def _settle(self, job: Job, end: int) -> None:
         """The load is over: blocks up to `end` are whole."""
-        size = self._state.settings.block_tokens
-        job.load = None
-        job.loaded = end * size - job.cached
-        self._state.advance(job, end * size)
+        tokens = self._state.settings.reused_tokens(job.num_tokens, end)
+        job.load, job.prefix_blocks = None, end
+        job.loaded = tokens - job.cached
+        self._state.advance(job, tokens)
         self._sends.leading(job, end)
         self._steps.open_gates(job)
 
@@ -108,14 +108,14 @@ class Loads:
     def _worth(self, job: Job) -> int:
         """Leading blocks that the prompt should have after loading from its next source; 0: computing is cheaper."""
         source, settings = job.sources[job.next_source], self._state.settings
-        if self.is_paused(source):
-            return 0
         blocks = min(source.blocks, self._state.reusable_blocks(job))
+        if self.is_paused(source) or blocks <= job.prefix_blocks:
+            return 0
         cheaper = load_is_cheaper(
             self._speeds(source),
             total_tokens=job.num_tokens,
             local_tokens=job.cached,
-            stored_tokens=blocks * settings.block_tokens,
+            stored_tokens=settings.reused_tokens(job.num_tokens, blocks),
             token_bytes=settings.token_bytes,
             layers=settings.layers,
         )

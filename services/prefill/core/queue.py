@@ -25,7 +25,7 @@ def start_next(state: State) -> Job | None:
         return None
     state.waiting.remove(job.number)
     job.table = Table(held + state.manager.allocate(missing))
-    job.cached = job.computed = job.scheduled = len(held) * state.settings.block_tokens
+    state.hold_prefix(job, len(held))
     state.started[job.number] = job
     return job
 

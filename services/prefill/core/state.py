@@ -44,6 +44,10 @@ class Settings:
         """Blocks that so many tokens need."""
         return -(-tokens // self.block_tokens)
 
+    def reused_tokens(self, tokens: int, blocks: int) -> int:
+        """Tokens of a prompt that need not be computed where its leading blocks are there: the last one always is."""
+        return min(blocks * self.block_tokens, tokens - 1)
+
 
 @dataclass(slots=True, eq=False)
 class Table:
@@ -93,12 +97,14 @@ class Job:
     token_at: float | None = None
     table: Table | None = None
     """Bound when the job starts, given up when nothing of it is to be computed or sent."""
+    prefix_blocks: int = 0
+    """Leading blocks that were found in the own pool, or loaded. May grow until the first step is planned."""
     cached: int = 0
-    """Leading tokens found in the own pool. May grow until the first step is planned."""
+    """Leading tokens that need not be computed as they were found in the own pool."""
     loaded: int = 0
-    """Tokens after these that were loaded."""
+    """Tokens after these that need not as they were loaded."""
     computed: int = 0
-    """Leading tokens whose KV is in the pool in all layers: cached, loaded or computed. Never shrinks."""
+    """Leading tokens that are cached, loaded or computed: their KV is in the pool in all layers. Never shrinks."""
     scheduled: int = 0
     """Leading tokens that are there, or in flight."""
     load: Load | None = None
@@ -121,8 +127,7 @@ class Job:
             outgoing = Outgoing.of(settings.layers, settings.blocks_for(event.num_tokens), event.held_blocks)
         sources = event.sources if event.reuse else ()
         believed = max((source.blocks for source in sources), default=0)
-        reusable = (event.num_tokens - 1) // settings.block_tokens
-        expected = min(believed, reusable) * settings.block_tokens
+        expected = settings.reused_tokens(event.num_tokens, believed)
         place = Place(event.tenant, rank(now, event.priority), event.job, event.weight)
         given = event.job, event.num_tokens, event.keys, sources, event.copies
         owner = Owner(event.tenant, event.transient)
@@ -146,6 +151,8 @@ class Share:
     last: bool
     loading: bool
     """Tokens before `start` come through the step's gates."""
+    full_hit: bool
+    """The KV of its tokens is there, or comes through the gates: it writes none."""
     live: bool = True
     """It counts."""
 
@@ -291,8 +298,13 @@ class State:
             job.table = None
 
     def reusable_blocks(self, job: Job) -> int:
-        """Leading blocks that may be cached or loaded: full ones, without the last token, whose logits are wanted."""
-        return (job.num_tokens - 1) // self.settings.block_tokens if job.reuse else 0
+        """Leading blocks that may be cached or loaded: full ones."""
+        return job.num_tokens // self.settings.block_tokens if job.reuse else 0
+
+    def hold_prefix(self, job: Job, blocks: int) -> None:
+        """So many leading blocks of a job that has not begun were found in the pool."""
+        job.prefix_blocks = blocks
+        job.cached = job.computed = job.scheduled = self.settings.reused_tokens(job.num_tokens, blocks)
 
     def advance(self, job: Job, end: int) -> None:
         """Tokens up to `end` are in the pool: the blocks they fill get their identity."""

@@ -106,7 +106,7 @@ class Steps:
     def _next_s(self, job: Job) -> float:
         """Predicted seconds of as much of a job as a step can have."""
         settings = self._state.settings
-        start = job.scheduled if job.load is None else job.load.end * settings.block_tokens
+        start = self._start(job)
         end = min(job.num_tokens, start + settings.step_tokens)
         speeds = self._state.tracker.speeds
         return prefill_seconds(speeds, end - start, start, steps=1, begins=job.first_step_at is None)
@@ -133,13 +133,14 @@ class Steps:
         return found
 
     def _keys(self, job: Job, share: Share) -> tuple[BlockKey, ...]:
+        """Of the blocks that a share fills."""
         size = self._state.settings.block_tokens
-        return job.keys[share.start // size : share.end // size]
+        return () if share.full_hit else job.keys[share.start // size : share.end // size]
 
     def _is_under_way(self, job: Job, share: Share, under_way: set[BlockKey]) -> bool:
         """Whether a job that has not begun would compute what another computes just now: soon it will be found."""
         at = share.start // self._state.settings.block_tokens
-        begins = job.first_step_at is None and job.load is None and not job.loaded
+        begins = job.first_step_at is None and job.load is None and not job.loaded and not share.full_hit
         return begins and at < self._state.reusable_blocks(job) and job.keys[at] in under_way
 
     def _ready(self, job: Job, step_s: float) -> bool:
@@ -158,39 +159,47 @@ class Steps:
         size = self._state.settings.block_tokens
         if job.first_step_at is None and job.load is None and not job.loaded:
             self._match_again(job)
-        start = job.scheduled if job.load is None else job.load.end * size
+        start = self._start(job)
         end = min(job.num_tokens, start + budget)
         if end < job.num_tokens:
             end -= end % size
         if end <= start:
             return None
-        begins = start == (job.cached + job.loaded if job.load is None else job.load.end * size)
-        return Share(job.number, start, end, begins, end == job.num_tokens, job.load is not None)
+        begins = job.load is not None or start == job.cached + job.loaded
+        prefix_blocks = job.prefix_blocks if job.load is None else job.load.end
+        loading, full_hit = job.load is not None, start < prefix_blocks * size
+        return Share(job.number, start, end, begins, end == job.num_tokens, loading, full_hit)
+
+    def _start(self, job: Job) -> int:
+        """The next token that is to be computed; with a load under way, the first one behind it."""
+        if job.load is None:
+            return job.scheduled
+        return self._state.settings.reused_tokens(job.num_tokens, job.load.end)
 
     def _match_again(self, job: Job) -> None:
         """Blocks that others computed since the job was started need not be computed again."""
-        state, size = self._state, self._state.settings.block_tokens
+        state = self._state
         assert job.table is not None
-        held = job.cached // size
+        held = job.prefix_blocks
         more = state.manager.match(job.keys[: state.reusable_blocks(job)])[held:]
         if not more:
             return
         state.manager.acquire(more)
         state.manager.release(job.table.blocks[held : held + len(more)])
         job.table.blocks[held : held + len(more)] = more
-        job.cached = job.computed = job.scheduled = (held + len(more)) * size
+        state.hold_prefix(job, held + len(more))
 
     def _schedule(self, job: Job, share: Share) -> None:
         if job.first_step_at is None:
             job.first_step_at = self._state.now
-            self._sends.leading(job, job.cached // self._state.settings.block_tokens)
+            self._sends.leading(job, job.prefix_blocks)
         job.scheduled = share.end
         job.flying += 1
         job.gated = share.loading
 
     def _order_of(self, share: Share, table: Table) -> ChunkOrder:
         blocks = tuple(table.blocks[: self._state.settings.blocks_for(share.end)])
-        return ChunkOrder(share.job, share.start, share.end, blocks, share.last)
+        return ChunkOrder(share.job, share.start, share.end, blocks, share.last, share.full_hit)
 
     def _seconds(self, share: Share) -> float:
         return prefill_seconds(
@@ -242,7 +251,7 @@ class Steps:
     def _count(self, job: Job, share: Share) -> None:
         if job.load is not None:  # every gate was open, so every layer is there
             assert job.load.layers == self._state.settings.layers
-            job.loaded = (job.load.end - job.load.first) * self._state.settings.block_tokens
+            job.loaded, job.prefix_blocks = share.start - job.cached, job.load.end
             self._state.advance(job, share.start)
             job.load = None
         assert job.computed == share.start

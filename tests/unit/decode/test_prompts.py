@@ -42,23 +42,35 @@ async def test_the_next_turn_is_computed_behind_the_first_one() -> None:
         await it.rest()
 
 
+@pytest.mark.parametrize("length", [2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1])
+async def test_the_same_prompt_again_computes_what_its_full_blocks_leave(length: int) -> None:
+    """Of one that ends with a full block its last token, which writes nothing."""
+    tokens = prompt(length)
+    async with decoding() as it, conducting(it) as conductor:
+        for name in "abc":
+            target = await reserve(it, spec(name, tokens, max_tokens=BLOCK))
+            assert target.held_blocks == (0 if name == "a" else length // BLOCK)
+            await conductor.compute(name, target)
+            await conductor.until(lambda name=name: name in conductor.reasons)  # type: ignore[misc]
+            assert conductor.tokens[name] == continuation(tokens, BLOCK)
+        assert it.service.core.planner.prompts == 3
+        await it.rest()
+
+
 async def test_what_cannot_be_computed_here_fails() -> None:
     tokens = prompt(2 * BLOCK)
     async with decoding() as it, conducting(it) as conductor:
         target = await reserve(it, spec("a", tokens, max_tokens=4))
         await conductor.compute("a", target)
         await conductor.until(lambda: "a" in conductor.reasons)
-        whole = await reserve(it, spec("b", tokens, max_tokens=4))
-        await conductor.compute("b", whole)
         several = await reserve(it, spec("c", tokens, max_tokens=4, n=2))
         await conductor.compute("c", several)
         asked = spec("d", tokens, max_tokens=4)
         asked.sampling.prompt_logprobs = 1
         scored = await reserve(it, asked)
         await conductor.compute("d", scored)
-        await conductor.until(lambda: len(conductor.failed) == 3)
+        await conductor.until(lambda: len(conductor.failed) == 2)
         assert conductor.failed == {
-            "b": "the prompt cannot be computed here now",
             "c": "a prompt is computed here for one answer only, without beams",
             "d": "a prompt whose log probabilities are wanted (sampling.prompt_logprobs) is not computed here",
         }

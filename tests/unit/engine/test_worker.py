@@ -87,10 +87,16 @@ async def generate(engine: Engine, first_step: int, tokens: list[int], table: tu
 
 
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+GPUS = (pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, for NCCL"))
 
 
 @pytest.mark.parametrize(
-    ("stages", "device"), [(1, "cpu"), (2, "cpu"), (2, "staged:3"), pytest.param(1, "cuda", marks=GPU)]
+    ("stages", "device"),
+    [
+        *((1, "cpu"), (2, "cpu"), (2, "staged:3")),
+        pytest.param(1, "cuda", marks=GPU),
+        pytest.param(2, "cuda", marks=GPUS),
+    ],
 )
 async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str) -> None:
     prompt = list(range(7, 47))

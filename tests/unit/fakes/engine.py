@@ -215,7 +215,7 @@ class FakeEngine:
         tokens.frombytes(sequence.token_ids)
         size = self.layout.block_tokens
         assert len(set(sequence.block_table)) == len(sequence.block_table) >= -(-(sequence.start + len(tokens)) // size)
-        for index, token in enumerate(tokens):
+        for index, token in enumerate(() if sequence.full_hit else tokens):
             position = sequence.start + index
             target = self.pool.slice(layer, sequence.block_table[position // size])
             write_tokens(target, [token], position, layer, self.layout)

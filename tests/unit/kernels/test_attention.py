@@ -141,9 +141,10 @@ def test_wrong_arguments_are_named(name: str, changed: dict[str, Any]) -> None:
 
 
 def test_write_kv_writes_its_slots_and_nothing_else() -> None:
+    """A token whose block is -1 has none."""
     kv = torch.zeros(3, 2, 2, 16, 4)
-    k, v = torch.ones(2, 2, 4), torch.full((2, 2, 4), 2.0)
-    write_kv(k, v, kv, torch.tensor([2, 0]), torch.tensor([15, 3]))
+    k, v = torch.ones(3, 2, 4), torch.full((3, 2, 4), 2.0)
+    write_kv(k, v, kv, torch.tensor([2, -1, 0]), torch.tensor([15, 7, 3]))
     expected = torch.zeros_like(kv)
     expected[2, :, 0, 15], expected[0, :, 0, 3] = 1.0, 1.0
     expected[2, :, 1, 15], expected[0, :, 1, 3] = 2.0, 2.0

@@ -208,7 +208,7 @@ def test_write_and_copy_in_every_layer() -> None:
     copy_blocks(pool, torch.tensor([1, 3]), torch.tensor([4, 0]))
     assert torch.equal(pool, expected)
     k, v = torch.randn(5, 9, 32)[:, :2], torch.randn(5, 2, 32)
-    blocks, offsets = torch.tensor([5, 0, 5, 1, 2]), torch.tensor([0, 3, 15, 2, 9])
+    blocks, offsets = torch.tensor([5, 0, -1, 1, 2]), torch.tensor([0, 3, 15, 2, 9])
     write_kv(k, v, pool[1], blocks, offsets)
     reference.write_kv(k, v, expected[1], None, blocks, offsets)
     assert torch.equal(pool, expected)
@@ -227,7 +227,7 @@ def test_indices_outside_the_pool_are_refused(name: str, mode: str, monkeypatch:
         else:
             write_kv(row, row, pool[0], index["block_ids"], index["offsets"])
 
-    for wrong in (-1, 16):
+    for wrong in (-2 if name == "block_ids" else -1, 16):
         index[name] = torch.tensor([wrong])
         with pytest.raises(IndexError, match=f"^{name}: "):
             call()

@@ -80,7 +80,9 @@ async def test_only_one_token_wanted() -> None:
         assert story.finished.sent_bytes == 0
 
 
-@pytest.mark.parametrize(("length", "local"), [(3 * BLOCK, 2 * BLOCK), (3 * BLOCK + 1, 3 * BLOCK)])
+@pytest.mark.parametrize(
+    ("length", "local"), [(3 * BLOCK - 1, 2 * BLOCK), (3 * BLOCK, 3 * BLOCK - 1), (3 * BLOCK + 1, 3 * BLOCK)]
+)
 async def test_local_prefix(length: int, local: int) -> None:
     """The second time only what is not cached is computed; the last token always is. Decode gets all of it."""
     tokens = prompt(length)

@@ -60,13 +60,44 @@ def test_what_a_step_says() -> None:
     ]
 
 
-def test_a_cached_prefix_is_not_computed_but_the_last_token_is() -> None:
+@pytest.mark.parametrize("tokens", [BT - 1, BT, BT + 1, 3 * BT - 1, 3 * BT, 3 * BT + 1])
+def test_a_cached_prefix_is_not_computed_but_the_last_token_is(tokens: int) -> None:
+    """Of a prompt of full blocks that are all there, a step computes one token and writes nothing."""
     it = world()
-    it.arrive(48)
+    it.arrive(tokens)
     run(it)
-    it.arrive(48)
-    it.arrive(60)
-    assert run(it) == [[(2, 32, 48)], [(3, 48, 60)]]
+    it.arrive(tokens, held=0)
+    full, rest = divmod(tokens, BT)
+    start = full * BT - (not rest)
+    chunk = actions.ChunkOrder(2, start, tokens, it.steps[max(it.steps)].order.chunks[0].blocks, True, not rest)
+    assert it.steps[max(it.steps)].order.chunks == (chunk,)
+    assert len(set(chunk.blocks)) == full + (rest > 0)
+    assert it.core.state.manager.num_used == len(chunk.blocks)
+    it.settle()
+    told = it.clients[2].token
+    assert told is not None
+    assert (told.cached_tokens, told.computed_tokens) == (start, tokens - start)
+    assert it.core.state.manager.num_cached == full
+
+
+def test_two_full_hits_share_a_step() -> None:
+    """Neither waits for the other's block: none is made."""
+    it = world()
+    it.arrive(2 * BT)
+    it.arrive(1, 1)
+    it.run_step(1)
+    for tokens in (2 * BT, 2 * BT, BT + 3):
+        it.arrive(tokens)
+    assert run(it) == [[(2, 0, 1)], [(3, 31, 32), (4, 31, 32), (5, 16, 19)]]
+
+
+def test_a_prompt_becomes_a_full_hit_while_it_waits() -> None:
+    """What computes its last block is one step ahead; that block is found when it is done."""
+    it = world(stages=2, step_tokens=BT)
+    it.arrive(2 * BT)
+    it.run_step(1)
+    it.arrive(2 * BT)
+    assert run(it) == [[(1, 16, 32)], [(2, 31, 32)]]
 
 
 def test_blocks_computed_meanwhile_are_matched_again() -> None:
@@ -218,6 +249,34 @@ def test_nothing_is_built_on_a_gated_chunk_before_it_is_done() -> None:
     assert run(it) == [[(1, 32, 64)], [(1, 64, 96)], [(1, 96, 100)]]
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_load_of_the_whole_prompt_leaves_its_last_token(busy: bool) -> None:
+    """Followed layer by layer, or there before the engine is free: nothing is written."""
+    it = world()
+    if busy:
+        it.arrive(1, 1)
+    client, load = loading(it, 3 * BT, 3)
+    it.load_all(load.io)
+    if busy:
+        it.run_step(1)
+    (order,) = [step.order for step in it.steps.values()]
+    assert [(chunk.start, chunk.end, chunk.full_hit) for chunk in order.chunks] == [(47, 48, True)]
+    assert order.gated != busy
+    assert run(it) == [[(1 + busy, 47, 48)]]
+    assert client.token is not None
+    assert (client.token.loaded_tokens, client.token.computed_tokens) == (47, 1)
+    assert it.core.state.manager.keys() == list(client.arrive.keys)
+
+
+def test_what_is_held_whole_is_not_loaded() -> None:
+    it = world()
+    it.arrive(2 * BT)
+    run(it)
+    it.arrive(2 * BT, sources=(events.Source("store", 2),))
+    assert not loads(it)
+    assert run(it) == [[(2, 31, 32)]]
+
+
 def test_a_complete_load_needs_no_gate() -> None:
     it = world(step_tokens=4 * BT)
     it.arrive(4 * BT, 9)
@@ -315,7 +374,8 @@ def test_stages_share_the_queue_and_cached_prompts_cost_little() -> None:
     assert it.core.drain_seconds() == pytest.approx(step_s)
     single.settle()
     single.arrive(2 * BT)
-    assert single.core.drain_seconds() == pytest.approx(prefill_seconds(single.core.state.tracker.speeds, BT, BT))
+    last = prefill_seconds(single.core.state.tracker.speeds, 1, 2 * BT - 1)
+    assert single.core.drain_seconds() == pytest.approx(last)
 
 
 def test_a_prompt_that_may_not_reuse_anything_is_computed_whole_and_cached_for_others() -> None:

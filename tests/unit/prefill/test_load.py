@@ -46,7 +46,7 @@ async def test_loads_beyond_the_local_prefix() -> None:
         target = await promised(decode, sequence)
         first = await (await begin(it, sequence, target=target, source=source(place, 5))).to_the_end()
         assert first.token_id == next_token(tokens)
-        assert (first.local_tokens, first.loaded_tokens, first.computed_tokens) == (2 * BLOCK, 2 * BLOCK, BLOCK)
+        assert (first.local_tokens, first.loaded_tokens, first.computed_tokens) == (2 * BLOCK, 3 * BLOCK - 1, 1)
         assert_arrived(decode, tokens)
         dismiss(decode)
 

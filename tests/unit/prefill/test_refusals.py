@@ -72,7 +72,7 @@ async def test_the_time_until_it_is_free_counts_each_prompt_for_itself_and_overl
         stories = [await begin(it, spec(name, prompt(2 * BLOCK, seed=n), max_tokens=1)) for n, name in enumerate("ab")]
         stories.append(await begin(it, spec("c", prompt(4 * BLOCK, seed=9), max_tokens=1)))
         await reached.wait()
-        cached = attention_pairs(BLOCK, 3 * BLOCK)  # the last block is always computed
+        cached = attention_pairs(1, 4 * BLOCK - 1)  # the last token is always computed
         alone = 2 * attention_pairs(2 * BLOCK, 0) + cached
         assert it.service.load().drain_s == pytest.approx(alone / stages, abs=1.0)  # less what has passed
         go.set()

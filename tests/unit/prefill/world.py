@@ -196,7 +196,7 @@ class World:
     def _compute(self, chunk: actions.ChunkOrder, layer: int, *, garbage: bool) -> None:
         client, first = self.clients[chunk.job], chunk.start // BT
         for index, block in enumerate(chunk.blocks):
-            if index < first:
+            if index < first or chunk.full_hit:
                 right = garbage or self.pool.get((layer, block)) == client.content(index)
                 assert right, f"block {index} of job {chunk.job} is not there in layer {layer}"
             else:

@@ -94,6 +94,35 @@ async def test_read_some_heads(frame_bytes: int, heads: range) -> None:
         taken.check(4, range(1, 3), heads)
 
 
+@pytest.mark.parametrize("frame_bytes", [SLICE // 2, SLICE, 1 << 20])
+@pytest.mark.parametrize("some", [False, True])
+async def test_slices_land_where_their_reader_wants_them(frame_bytes: int, some: bool) -> None:
+    store = FakeStore(frame_bytes=frame_bytes)
+    fill(store, 4)
+    memory = {(layer, index): memoryview(bytearray(SLICE)) for layer in range(3) for index in range(5)}
+    if some:
+        del memory[1, 2]
+    async with reading(store, window_bytes=4 * SLICE) as reader:
+        taken = Taken()
+
+        def on_slice(layer: int, index: int, data: memoryview, value: int) -> None:
+            taken.on_slice(layer, index, data, value)
+            if (layer, index) in memory and data is not memory[layer, index]:
+                memory[layer, index][:] = data  # it came in pieces, or beside one that must not land
+
+        blocks = await reader.read(
+            KEYS[:5],
+            layers=range(3),
+            on_slice=on_slice,
+            on_layer=taken.on_layer,
+            timeout_s=WAIT_S,
+            into=lambda layer, index: memory.get((layer, index)),
+        )
+        assert blocks == 4
+        taken.check(4)
+        assert all(bytes(memory[cell]) == data for cell, data in taken.slices.items() if cell in memory)
+
+
 @pytest.mark.parametrize("target_bytes", [1, 2 * WIDE.head_bytes, 1 << 20])
 def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int) -> None:
     data = memoryview(bytes(index % 251 for index in range(WIDE.slice_bytes)))

@@ -173,3 +173,34 @@ async def test_payloads_that_wait_fail_when_the_outbox_is_closed() -> None:
         await writer.put(2)
     assert (writer.items, writer.unsent) == ([], [2])
     await writer.task
+
+
+async def test_what_nothing_waits_before_is_sent_at_once_and_the_rest_in_its_turn() -> None:
+    sent: list[Any] = []
+    takes = True
+
+    def start(item: Any) -> Unsent | None:
+        sent.append(item)
+        if isinstance(item, Held) and takes:
+            item.finish()
+        return None if takes else Unsent([memoryview(b"rest")], item if isinstance(item, Held) else None)
+
+    writer = Writer()
+    await asyncio.sleep(0)
+    writer.outbox.hold(writer.stuck, start)
+    close = decode_pb2.ReceiveKVRequest(close=decode_pb2.TransferClose(transfer_id=3)).SerializeToString()
+    writer.outbox.post(decode_pb2.ReceiveKVRequest.FromString(close))
+    await writer.put(1)
+    assert ([getattr(item, "message", item) for item in sent], len(writer.outbox)) == ([close, frame(1)], 0)
+    takes = False
+    second, third = writer.put(2), writer.put(3)
+    held = await writer.item()
+    assert (held.message, bytes(writer.left[0]), len(sent)) == (frame(2), b"rest", 3), "the third waits for the second"
+    takes = True
+    held.finish()
+    await second
+    last = await writer.item()
+    assert last.message == frame(3)
+    last.finish()
+    await third
+    await writer.end()

@@ -75,9 +75,10 @@ def test_only_when_it_is_asked_for() -> None:
     assert [it.id for it in world().plan(64, keys=KEYS).candidates] == ["prefill-0"]
 
 
-def test_a_prompt_that_is_held_in_full_blocks_is_for_prefill() -> None:
-    assert not world(held=4).plan(64, keys=KEYS, at_decode=True).at_decode
-    assert world(held=4).plan(65, keys=KEYS, at_decode=True).prefill.prefill_s == 1.0
+@pytest.mark.parametrize("tokens", [64, 65])
+def test_of_a_prompt_that_is_held_in_full_blocks_one_token_is_left(tokens: int) -> None:
+    plan = world(rest_tokens=1, held=4).plan(tokens, keys=KEYS, at_decode=True)
+    assert (plan.at_decode, plan.prefill.prefill_s, plan.prefill.used_blocks) == (True, 1.0, 4)
 
 
 def test_one_without_room_or_a_suspect_is_passed_over() -> None:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from moonpool.sched.lending import LendBlocks, Lent, TakeBack
 from services.decode.core.actions import Run, Store
 from services.decode.core.config import Preemption
 from services.decode.core.events import Open, StreamOpened
@@ -39,6 +40,8 @@ def chunks(world: World) -> list[tuple[int, int, bool]]:
     ("held", "length", "computed"),
     [
         (3, 3 * BT + 5, [(48, 5, True)]),
+        (3, 3 * BT, [(47, 1, True)]),
+        (1, BT, [(15, 1, True)]),
         (0, 5, [(0, 5, True)]),
         (1, 4 * BT, [(16, 20, False), (36, 20, False), (56, 8, True)]),
         (2, 5 * BT + 1, [(32, 20, False), (52, 20, False), (72, 9, True)]),
@@ -97,16 +100,44 @@ def test_its_blocks_are_found_by_others_and_written_to_the_kvstores() -> None:
     assert len(world.core.requests[other].blocks) == 4
 
 
+def test_a_full_hit_writes_no_block_and_nothing_to_the_kvstores() -> None:
+    """Two at once, while another instance reads the same blocks: all refer to those that are there."""
+    world = holding(3)
+    numbers = [asked(world, 3 * BT, stores=1) for _ in range(2)]
+    reading = world.post(LendBlocks(1, world.asked[numbers[0]].keys))
+    [lent] = [action.blocks for action in reading if isinstance(action, Lent)]
+    for number in numbers:
+        world.compute(number)
+    world.step()
+    world.step()
+    for number in numbers:
+        [member] = world.core.requests[number].members
+        assert tuple(member.table[:3]) == lent
+        assert (member.keys, member.stored) == (list(world.asked[number].keys), [3])
+    world.post(TakeBack(1))
+    world.work()
+    assert not [action for action in world.actions if isinstance(action, Store)]
+    world.assert_at_rest()
+
+
+@pytest.mark.parametrize("way", Preemption)
+def test_a_full_hit_that_is_preempted_before_its_token_comes_back(way: Preemption) -> None:
+    world = holding(2, preemption=way, swap_blocks=10, preempt_every=1)
+    older = world.go(prompt(BT, 1), BT)
+    number = asked(world, 2 * BT, stores=1)
+    world.compute(number)
+    world.work()
+    assert [len(world.answers[it]) for it in (older, number)] == [BT, 4]
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
 class TestRefused:
     def refused(self, world: World, number: int) -> None:
         world.compute(number)
         assert world.failed == {number: REFUSED}
         world.work()
         world.assert_at_rest()
-
-    def test_a_prompt_that_is_held_in_full_blocks_as_none_of_them_may_be_written_again(self) -> None:
-        world = holding(3)
-        self.refused(world, asked(world, 3 * BT))
 
     def test_where_a_step_has_no_place_for_it(self) -> None:
         world = World(config(40, max_batch=1))
@@ -184,14 +215,14 @@ def test_its_next_conductor_gets_the_first_token() -> None:
 def test_random_walks(way: Preemption) -> None:
     """Prompts that come and prompts that are computed, of four kinds that share beginnings, in a crowded pool."""
     rng = random.Random(f"prompts {way}")
-    world = World(config(24, preemption=way, swap_blocks=40, step_tokens=24, assumed_answer_tokens=20))
+    world = World(config(18, preemption=way, swap_blocks=40, step_tokens=24, assumed_answer_tokens=20))
     left, computed = 40, 0
     while left or world.core.requests:
         promised = [n for n, request in world.core.requests.items() if request.state is State.PROMISED]
         draw = rng.random()
         if left and draw < 0.2:
-            start = prompt(rng.randint(1, 4 * BT), rng.randrange(4))
-            left -= world.reserve(start, rng.randint(2, 6 * BT), total=23 * BT, stores=1) is not None
+            start = prompt(rng.choice((rng.randint(1, 4 * BT), rng.randint(1, 4) * BT)), rng.randrange(4))
+            left -= world.reserve(start, rng.randint(2, 6 * BT), total=17 * BT, stores=1) is not None
         elif promised and draw < 0.4:
             number = rng.choice(promised)
             if rng.random() < 0.3:

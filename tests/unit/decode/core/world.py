@@ -210,17 +210,17 @@ class World:
         ended, filled, candidates = [], [], []
         for source, block in run.copies:
             self.pool[block] = dict(self.pool[source])
-        for number, start, count, sample in [
-            *((number, len(self.sequences[number].tokens) - 1, 1, True) for number in run.batch),
-            *((chunk.id, chunk.start, chunk.count, chunk.sample) for chunk in run.chunks),
+        for number, start, count, sample, full_hit in [
+            *((number, len(self.sequences[number].tokens) - 1, 1, True, False) for number in run.batch),
+            *((chunk.id, chunk.start, chunk.count, chunk.sample, chunk.full_hit) for chunk in run.chunks),
         ]:
-            it = self.sequences[number]
-            ahead = self.core.config.ahead_steps
+            it, ahead = self.sequences[number], self.core.config.ahead_steps
             assert 0 <= len(it.table) - -(-len(it.tokens) // BT) <= -(-ahead // BT), "blocks for the tokens"
-            for position in range(start):
+            for position in range(start + count * full_hit):
                 held = self.pool[it.table[position // BT]].get(position % BT)
                 assert held == it.content(position), f"wrong KV at {position} of sequence {number}"
-            for position in range(start, start + count):
+            for position in () if full_hit else range(start, start + count):
+                assert self.core.blocks.key_of(it.table[position // BT]) is None, "a full block is written again"
                 self._write(it, position)
             if not sample or self.core.requests[it.request].state.value == "leaving":
                 continue

@@ -67,6 +67,23 @@ async def test_a_wrong_byte_in_the_prefix_fails_the_engine(layer: int, byte: int
             await engine.run(Step(3, (part(history(PROMPT), 0, 1, (0,)),)))
 
 
+@pytest.mark.parametrize("right", [True, False])
+async def test_of_a_full_hit_the_last_token_is_looked_at_and_not_written(right: bool) -> None:
+    prompt = PROMPT[:32]
+    async with engine_of() as engine:
+        await engine.run(Step(1, (part(history(prompt), 0, 32, (0, 1)),)))
+        if not right:
+            engine.pool.slice(2, 1)[8 * 15] ^= 4
+        before = slices(engine, (0, 1))
+        last = replace(part(history(prompt), 31, 32, (0, 1), sample=True), full_hit=True)
+        if right:
+            assert (await engine.run(Step(2, (last,)))).sampled == tuple(continuation(prompt, 1, VOCAB, {1}))
+        else:
+            with pytest.raises(Unavailable, match=r"wrong KV in step 2.*layer 2, slot 15"):
+                await engine.run(Step(2, (last,)))
+        assert slices(engine, (0, 1)) == before
+
+
 async def test_kv_of_others_is_wrong() -> None:
     """Of another tenant, of another history, and of another block of the same sequence."""
     wrong = [

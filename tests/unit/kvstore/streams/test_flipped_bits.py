@@ -25,13 +25,22 @@ def flip(store: Rig, at: int = 5) -> None:
     block.data[at] ^= 1
 
 
-async def test_a_flip_in_dram_is_found_by_the_reader_and_the_block_is_dropped() -> None:
+@pytest.mark.parametrize("lands", [False, True])
+async def test_a_flip_in_dram_is_found_by_the_reader_and_the_block_is_dropped(lands: bool) -> None:
+    spare = memoryview(bytearray(LAYOUT.slice_bytes))
     async with rig() as store:
         await store.put(KEYS)
         flip(store)
         reader = store.reader()
         with pytest.raises(DamagedSliceError):
-            await reader.read(KEYS, layers=range(3), on_slice=print, on_layer=print, timeout_s=10)
+            await reader.read(
+                KEYS,
+                layers=range(3),
+                on_slice=print,
+                on_layer=print,
+                timeout_s=10,
+                into=(lambda layer, index: spare) if lands else None,
+            )
         await store.until("damaged_blocks_total", 1)
         await reader.aclose()
         await store.at_rest()

@@ -74,6 +74,22 @@ async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> No
             timeout_s=10,
         )
         assert (blocks, len(some), reader.lane) == (len(KEYS), len(KEYS), lane)
+        memory = [bytearray(BLOCK) for _ in (*KEYS, "none")]
+
+        def into(layer: int, index: int) -> memoryview:
+            return memoryview(memory[index])[layer * LAYOUT.slice_bytes :][: LAYOUT.slice_bytes]
+
+        layers: list[int] = []
+        blocks = await reader.read(
+            [*KEYS, keys_of(1, "none")[0]],
+            layers=range(LAYOUT.layers),
+            on_slice=lambda layer, index, data, value: some.append(bytes(data)),
+            on_layer=layers.append,
+            timeout_s=10,
+            into=into,
+        )
+        assert (blocks, layers, [bytes(each) for each in memory[:blocks]]) == (len(KEYS), [0, 1, 2], expected())
+        assert some[len(KEYS) :] == [slice_of(key, layer) for layer in range(LAYOUT.layers) for key in KEYS]
         await reader.aclose()
         assert (len(dialer.made), dialer.failures) == (0 if lane == "grpc" else 4, 0)
         assert writer.traffic.credits_out < store.service.config.window_bytes // 4

@@ -49,10 +49,10 @@ def test_a_prefix_is_reused_from_the_pool() -> None:
     assert second.first_at - second.arrived == ps(0.108)
 
 
-def test_a_prompt_that_is_all_cached_computes_its_last_block() -> None:
+def test_a_prompt_that_is_all_cached_computes_its_last_token() -> None:
     _, second = run(config(kvstore=0), [request(0.0, 128, 1, 0), request(1.0, 128, 1, 0)])[0]
-    assert second.reused == 64
-    assert second.first_at - second.arrived == ps(0.064)
+    assert second.reused == 127
+    assert second.first_at - second.arrived == ps(0.001)
 
 
 def test_a_prefix_is_loaded_from_a_store_ahead_of_the_computation() -> None:
