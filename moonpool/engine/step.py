@@ -51,6 +51,8 @@ class StageRunner:
     gate_timeout_s: float
     masks: Masks | None = None
     """Of the last stage; None = answers have no format."""
+    give_way: Callable[[], None] = lambda: None
+    """Called in the beginning of a patient step."""
     share: Callable[[], float] = lambda: 1.0
     """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
     graphs: DecodeGraphs | None = None
@@ -75,6 +77,9 @@ class StageRunner:
             The next one of its run, None when the run is over.
         """
         start_ns = time.monotonic_ns()
+        if step.patient:
+            self.give_way()
+        began = time.monotonic_ns(), time.thread_time_ns()
         memory = self.place.memory
         memory.begin(step)
         masks = self.masks.begin(step) if self.masks is not None else None
@@ -90,7 +95,8 @@ class StageRunner:
         if following is None:
             # Gates are done before the report: its receiver may open gates of the next step at once.
             self.gates.done(step.step_id)
-        report = partial(self._report, step, found, start_ns, aborted=not done, over=following is None)
+        share = self.share() * self._ran(step, *began)
+        report = partial(self._report, step, found, start_ns, share, aborted=not done, over=following is None)
         memory.over(report, aborted=not done)
         return following
 
@@ -188,7 +194,16 @@ class StageRunner:
     def _layer_done(self, step_id: int, layer: int, start_ns: int) -> None:
         self.emit(LayerDone(step_id, layer, start_ns, time.monotonic_ns()))
 
-    def _report(self, step: Step, found: Found, start_ns: int, *, aborted: bool, over: bool) -> None:
+    def _ran(self, step: Step, began_ns: int, ran_ns: int) -> float:
+        """Which share of the time since a step began to compute this thread ran: else something else had its core.
+
+        1 where it may have waited for something other than cores: other stages, a device, a gate.
+        """
+        alone = self.model.is_first and self.model.is_last and self.place.device is None and not step.gated
+        took_ns = time.monotonic_ns() - began_ns
+        return min(1.0, (time.thread_time_ns() - ran_ns) / took_ns) if alone and took_ns else 1.0
+
+    def _report(self, step: Step, found: Found, start_ns: int, share: float, *, aborted: bool, over: bool) -> None:
         self.emit(
             StepDone(
                 step.step_id,
@@ -202,6 +217,6 @@ class StageRunner:
                 scores=found.scores,
                 failed=found.failed,
                 over=over,
-                share=self.share(),
+                share=share,
             )
         )
