@@ -30,6 +30,7 @@ from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.step import StageRunner
 from moonpool.kv.pool import KVPool
+from moonpool.model.batch import PackedBatch
 from moonpool.model.load import load_stage
 from moonpool.model.stage import StageModel
 from moonpool.sampling import SampleSpec
@@ -315,7 +316,9 @@ def test_where_nothing_can_be_captured_steps_run_eagerly(model: StageModel) -> N
             answers.append(tokens)
             assert device is None or it.runner.graphs is not None
             if it.runner.graphs is not None:
-                assert it.runner.graphs.shape(Step(99, (part(tokens, len(tokens) - 1, (4, 1, 6)),))) is None
+                last = part(tokens, len(tokens) - 1, (4, 1, 6))
+                batch = PackedBatch.build([(last.token_ids, last.start, last.block_table)], SIZE)
+                assert it.runner.graphs.shape(Step(99, (last,)), batch) is None
     assert answers[0] == answers[1]
     assert len(answers[0]) == len(PROMPT) + 5
 
