@@ -16,6 +16,7 @@ ALL = (
     "failover",
     "fairness",
     "gateway",
+    "goodput",
     "hot",
     "kernels",
     "kv_stream",

@@ -15,7 +15,7 @@ import grpc.aio
 from benchmarks.kv_shape import SMALL, Shape
 from moonpool.kv.frames import Slice
 from moonpool.kv.keys import BlockKey
-from moonpool.kv.pool import KVPool
+from moonpool.kv.pool import KVPool, PoolTarget
 from moonpool.rpc.channels import Channels
 from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.lanes.dialing import LaneDialer
@@ -244,12 +244,14 @@ class GetPath(_Sessions):
 
     async def session(self) -> None:
         """One read."""
-
-        def take(layer: int, index: int, data: memoryview, value: int) -> None:
-            self._into.write(layer, index, data, value)
-
+        target = PoolTarget(self._into, range(SMALL.blocks))
         blocks = await self._reader.read(
-            self._keys, layers=range(SMALL.layout.layers), on_slice=take, on_layer=lambda _: None, timeout_s=TIMEOUT_S
+            self._keys,
+            layers=range(SMALL.layout.layers),
+            on_slice=target.take,
+            into=target.into,
+            on_layer=lambda _: None,
+            timeout_s=TIMEOUT_S,
         )
         if blocks != SMALL.blocks:
             raise RuntimeError(f"the store had {blocks} of {SMALL.blocks} blocks")

@@ -3,21 +3,27 @@
 One instance of each kind. A closed loop first teaches the conductor how fast the instances are, and says how many
 requests a second they can do at most; then requests come in an open loop at a share of that rate. `--engine
 emulated:PROFILE` disturbs the emulated speed, so that predicting is not reading the pacer's own numbers. The error of
-one request is |predicted / measured - 1|; TTFT is predicted at its placement, the time between tokens when decode
-promises room, TPOT is its mean over the answer. `--picture FILE.svg` has one dot per request.
+one request is |predicted / measured - 1|. TTFT and TPOT, the mean over an answer, are predicted at its placement.
+`--picture FILE.svg` has one dot per request.
+
+What nothing can foresee is measured beside: each round is sent twice, the second time with other tokens of the same
+lengths at the same times. What the two differ by is the *noise*: no prediction has a smaller error but by luck. The
+same is told of equal requests that are sent one after the other to an idle stack.
 """
 
 import argparse
 import asyncio
 import itertools
-import random
+import math
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.frame import Progress, Row, bounded, run
+from benchmarks.predictions_load import EMULATED, REAL, Asked, Load, Requests, again
 from benchmarks.predictions_picture import Dots, picture
 from moonpool.bundled import model_dir
 from moonpool.cli.stack import LocalStack, StackPlan
@@ -30,75 +36,12 @@ LEAST_REQUESTS = 4
 LESSONS = 24
 AT_ONCE = 6
 """Clients of the closed loop."""
-CONTINUES = 0.3
-"""Share of requests that begin with an earlier prompt."""
-SPREAD = 0.6
-"""Of the logarithm of a prompt's length."""
-ORDINARY_TOKENS = (300, 4000)
+ALONE = 9
+"""Requests of one length, one after the other."""
 FIGURES = ("TTFT", "TPOT")
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What is sent.
-
-    Attributes:
-        prompt_tokens: median of new tokens of a prompt; `most_tokens` it has at most.
-        answer_tokens: least and most tokens of an answer.
-        block_tokens: of the stack.
-        wanted: median error wanted at most.
-    """
-
-    prompt_tokens: int
-    most_tokens: int
-    answer_tokens: tuple[int, int]
-    block_tokens: int
-    wanted: float
-
-
-REAL = Load(300, 1400, (8, 40), 64, 0.15)
-EMULATED = Load(1000, 6000, (4, 16), 512, 0.10)
-
-
-@dataclass(slots=True)
-class Asked:
-    """A request: seconds since its round began, its prompt and the length of its answer."""
-
-    at: float
-    prompt: Sequence[int]
-    answer: int
-
-
-@dataclass(slots=True)
-class Requests:
-    """Requests without an end; equal seeds give equal ones."""
-
-    load: Load
-    seed: int
-    _random: random.Random = field(init=False)
-    _prompts: list[list[int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._random = random.Random(f"moonpool predictions {self.seed}")
-
-    def take(self, count: int, rate: float) -> Iterator[Asked]:
-        """The next ones, so many per second on the average."""
-        at = 0.0
-        for _ in range(count):
-            yield Asked(at, self._prompt(), self._random.randint(*self.load.answer_tokens))
-            at += self._random.expovariate(rate)
-
-    def _prompt(self) -> list[int]:
-        drawn = self._random
-        earlier = drawn.choice(self._prompts) if self._prompts and drawn.random() < CONTINUES else []
-        count = max(16, round(self.load.prompt_tokens * drawn.lognormvariate(0.0, SPREAD)))
-        prompt = [*earlier, *(drawn.randrange(*ORDINARY_TOKENS) for _ in range(count))][: self.load.most_tokens]
-        self._prompts.append(prompt)
-        return prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """A predicted and a measured time, seconds."""
 
     predicted_s: float
@@ -114,7 +57,7 @@ def pairs(results: Sequence[GenerateResult]) -> dict[str, list[Pair]]:
     """Predicted and measured times by figure."""
     return {
         "TTFT": [Pair(it.placement.predicted_ttft_s, it.timing.ttft_s) for it in results],
-        "TPOT": [Pair(it.placement.predicted_tbt_s, it.timing.tpot_s) for it in results if it.timing.tpot_s > 0],
+        "TPOT": [Pair(it.placement.predicted_tpot_s, it.timing.tpot_s) for it in results if it.timing.tpot_s > 0],
     }
 
 
@@ -151,23 +94,68 @@ async def _generate(client: AsyncClient, it: Asked) -> GenerateResult:
     return await client.generate(token_ids=it.prompt, sampling=sampling)
 
 
-Measured = dict[str, list[dict[str, list[Pair]]]]
-"""By level, then one round after the other: pairs by figure."""
+Figures = dict[str, list[Pair]]
+
+
+class Round(NamedTuple):
+    """A round that was sent twice: the pairs of both by figure, and by how much times differ that should be equal."""
+
+    pairs: Figures
+    noise: dict[str, float]
+
+
+Measured = dict[str, list[Round]]
+"""By level, then one round after the other."""
 
 
 def rounds(address: str, load: Load, options: argparse.Namespace, progress: Progress) -> Measured:
     """Rounds of all levels in turn, so that what else the machine does falls on all of them."""
-    requests = Requests(load, options.seed)
-    capacity = asyncio.run(closed_loop(address, list(requests.take(LESSONS, 1.0))))
+    lessons, requests = Requests(load, options.seed), Requests(load, options.seed + 1)
+    capacity = asyncio.run(closed_loop(address, list(lessons.take(LESSONS, 1.0))))
     progress(f"seed {options.seed}; {capacity:.2f} requests/s in a closed loop of {AT_ONCE}")
     found: Measured = {level: [] for level in LEVELS}
     for number, (level, share) in itertools.product(range(options.runs), LEVELS.items()):
         rate = share * capacity
         asked = list(requests.take(max(LEAST_REQUESTS, round(rate * options.seconds)), rate))
-        found[level].append(pairs(asyncio.run(open_loop(address, asked))))
-        errors = ", ".join(f"{name} {median_error(it):.1%}" for name, it in found[level][-1].items())
-        progress(f"round {number + 1} of {options.runs}, {level}: {errors}")
+        one, other = (pairs(asyncio.run(open_loop(address, it))) for it in (asked, again(asked)))
+        found[level].append(twice(one, other))
+        progress(f"round {number + 1} of {options.runs}, {level}: {told(found[level][-1])}")
     return found
+
+
+def alone(address: str, load: Load, options: argparse.Namespace) -> dict[str, float]:
+    """The noise of equal requests on an idle stack."""
+    asked = Requests(load, options.seed + 2).alone(ALONE)
+    found = pairs([asyncio.run(open_loop(address, [it]))[0] for it in asked])
+    return {figure: distance([pair.measured_s for pair in found[figure]]) for figure in FIGURES}
+
+
+def twice(one: Figures, other: Figures) -> Round:
+    """What a round has told that was sent twice.
+
+    The logarithm of the ratio of two equally noisy times spreads by sqrt(2) more than that of each.
+    """
+    noise = {
+        figure: math.expm1(
+            statistics.median(
+                abs(math.log(a.measured_s / b.measured_s)) for a, b in zip(one[figure], other[figure], strict=True)
+            )
+            / math.sqrt(2)
+        )
+        for figure in FIGURES
+    }
+    return Round({figure: one[figure] + other[figure] for figure in FIGURES}, noise)
+
+
+def distance(values: Sequence[float]) -> float:
+    """Median distance of some times from their median, as a share of it."""
+    median = statistics.median(values)
+    return statistics.median(abs(value / median - 1.0) for value in values)
+
+
+def told(found: Round) -> str:
+    """A round in words."""
+    return ", ".join(f"{it} {median_error(found.pairs[it]):.1%} (noise {found.noise[it]:.1%})" for it in FIGURES)
 
 
 def median_error(found: Sequence[Pair]) -> float:
@@ -175,25 +163,27 @@ def median_error(found: Sequence[Pair]) -> float:
     return statistics.median(pair.error for pair in found)
 
 
-def rows(found: Measured, wanted: float) -> list[Row]:
-    """A row per figure and level: the median over the rounds of their median errors, in percent."""
-    return [
-        bounded(
-            f"{figure}, {level}: median error of the prediction",
-            "%",
-            [100 * median_error(it[figure]) for it in each],
-            "wanted at most",
-            100 * wanted,
-        )
-        for figure in FIGURES
-        for level, each in found.items()
-    ]
+def rows(found: Measured, idle: Mapping[str, float], wanted: float) -> list[Row]:
+    """Rows per figure and level: the median over the rounds of their median errors, in percent, and of the noise."""
+    found_rows: list[Row] = []
+    for figure in FIGURES:
+        for level, each in found.items():
+            errors = [100 * median_error(it.pairs[figure]) for it in each]
+            noise = [100 * it.noise[figure] for it in each]
+            found_rows.append(_row(f"{figure}, {level}: median error of the prediction", errors, wanted))
+            found_rows.append(replace(_row(f"{figure}, {level}: noise", noise, wanted), target=None))
+        found_rows.append(replace(_row(f"{figure}, idle: noise", [100 * idle[figure]], wanted), target=None))
+    return found_rows
+
+
+def _row(name: str, percents: Sequence[float], wanted: float) -> Row:
+    return bounded(name, "%", percents, "wanted at most", 100 * wanted)
 
 
 def dots(found: Measured, figure: str) -> Dots:
     """All requests of all rounds, by level."""
     return {
-        level: [(pair.predicted_s, pair.measured_s) for it in each for pair in it[figure]]
+        level: [(pair.predicted_s, pair.measured_s) for it in each for pair in it.pairs[figure]]
         for level, each in found.items()
     }
 
@@ -228,12 +218,13 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     load = REAL if options.engine == "real" else EMULATED
     with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(options, load, Path(folder))) as stack:
         found = rounds(stack.address, load, options, progress)
+        idle = alone(stack.address, load, options)
     path = picture_path(options)
     if path is not None:
         panels = {figure: dots(found, figure) for figure in FIGURES}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(picture(f"Predicted and measured, {options.engine}", panels, load.wanted), encoding="utf-8")
-    return rows(found, load.wanted)
+    return rows(found, idle, load.wanted)
 
 
 def flags(parser: argparse.ArgumentParser) -> None:

@@ -126,7 +126,7 @@ def _outcome(found: Explanation) -> str:
         (
             _where(placement) + waited + (f", KV over the lane {found.lane}" if found.lane else ""),
             f"TTFT: predicted {placement.predicted_ttft_s:.4f} s, measured {_measured(found.measured_ttft_s)}",
-            f"TPOT: predicted {_measured(placement.predicted_tbt_s)}, measured {_measured(found.measured_tpot_s)}",
+            f"TPOT: predicted {_measured(placement.predicted_tpot_s)}, measured {_measured(found.measured_tpot_s)}",
         )
     )
 

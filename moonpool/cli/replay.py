@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moonpool.checkpoint import load_config, resolve
 from moonpool.client import AsyncClient, SamplingParams
+from moonpool.client import Slo as Limits
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
 from simulator.cluster.config import ClusterConfig, Slo
@@ -32,6 +33,7 @@ class Replay:
         time_scale: seconds of the trace, and of the report, that pass in one second.
         vocab_size: of the model that is served.
         slo: for goodput.
+        limits: what requests tell the stack to expect, seconds of the trace; None = nothing.
     """
 
     requests: Sequence[TraceRequest]
@@ -39,6 +41,14 @@ class Replay:
     time_scale: float
     vocab_size: int
     slo: Slo
+    limits: Limits | None = None
+
+    def told(self) -> Limits | None:
+        """The limits in seconds of the stack's clock."""
+        if self.limits is None:
+            return None
+        ttft_s, tbt_s = (it and it / self.time_scale for it in (self.limits.ttft_s, self.limits.tbt_s))
+        return Limits(ttft_s=ttft_s, tbt_s=tbt_s)
 
 
 def cut(request: TraceRequest, prompt_tokens: int, output_tokens: int, block_tokens: int) -> TraceRequest:
@@ -80,7 +90,7 @@ class Foreseen:
 async def drive(address: str | Sequence[str], replay: Replay) -> list[Request]:
     """Sends each request when it is due, whatever the others do; returns them in order of their coming."""
     loop = asyncio.get_running_loop()
-    begin = loop.time()
+    begin, slo = loop.time(), replay.told()
 
     def now() -> int:
         return round((loop.time() - begin) * replay.time_scale * PS)
@@ -92,7 +102,7 @@ async def drive(address: str | Sequence[str], replay: Replay) -> list[Request]:
         request = Request(number, round(due_s * PS), *lengths, (), choices=wanted.choices, tenant=wanted.tenant)
         prompt = wanted.tokens(replay.vocab_size, replay.block_tokens).tolist()
         sampling = SamplingParams(max_tokens=wanted.output_length, temperature=0.0, ignore_eos=True, n=wanted.choices)
-        stream = client.stream(token_ids=prompt, sampling=sampling, tenant=wanted.tenant)
+        stream = client.stream(token_ids=prompt, sampling=sampling, tenant=wanted.tenant, slo=slo)
         try:
             async for event in stream:
                 note_tokens(request.answers[event.choice], len(event.token_ids), now())

@@ -197,16 +197,20 @@ def overload(
     requests: Requests = 0,
     seed: Seed = 1,
     profile: Profile = DEFAULT_PROFILE,
-    prefill: Prefill = 6,
-    decode: Decode = 2,
+    prefill: Prefill = 8,
+    decode: Decode = 8,
     kvstore: Kvstore = 8,
     rate: Rate = 3.0,
     store_gb: StoreGb = 1000.0,
     ttft_slo_s: TtftSlo = 30.0,
-    tbt_slo_s: TbtSlo = 0.06,
+    tbt_slo_s: TbtSlo = 0.033,
     by_pool: Annotated[
-        bool, typer.Option("--by-pool", help="Decide by the load of the whole decode pool, as the paper has it.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--by-pool/--by-request",
+            help="The paper's ways decide by the load of the whole decode pool, or by what a request would add.",
+        ),
+    ] = True,
     as_json: Json = False,
     picture: Picture = None,
 ) -> None:

@@ -127,7 +127,9 @@ class Placement:
     emulated: bool = False
     """Compute was emulated: times are a profile's, tokens mean nothing."""
     predicted_tbt_s: float = 0.0
-    """As decode predicted with its promise; 0 = it was not needed."""
+    """Of a step, as decode predicted with its promise; 0 = it was not needed."""
+    predicted_tpot_s: float = 0.0
+    """Mean from one token of the answer to the next, as `Timing.tpot_s`; 0 = not predicted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,23 @@ import mmap
 import os
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.errors import ConfigError
+from moonpool.sched.steps import PATIENCE
 
 SLOTS = 64
 SLOT = struct.Struct("qqqq")
 """Process (`life_of`, 0 = free), share, number of its cores, when it last computed: ns of the monotonic clock."""
+_PAGE = struct.Struct(SLOTS * SLOT.format)
 _BEAT = 24
+BUSY_NS = 100_000_000
+"""For so long after it last computed a process counts as computing; the same in `lending.cpp`."""
+LOOK_S = 0.0005
+"""Between two looks at whether others compute."""
 _PROCESS_BITS = 22  # Linux has no larger process numbers
 _LONGEST_NUMBER = (1 << 63) - 1
 
@@ -96,12 +103,61 @@ class Cores:
         finally:
             struct.pack_into("q", self.page, self.own * SLOT.size + _BEAT, 0)
 
+    def others_compute(self) -> bool:
+        """Whether another process computes on our cores."""
+        page, since = _PAGE.unpack_from(self.page), time.monotonic_ns() - BUSY_NS
+        cores, beats = page[2::4], page[3::4]
+        if max(beats) <= since:  # mostly: this is asked in each step
+            return False
+        others = (index for index in range(SLOTS) if index != self.own and beats[index] > since)
+        return any(cores[index] == cores[self.own] for index in others)
+
     def fixed_split(self) -> int:
         """Cores of this process when all that are alive compute: for kernels that do not look into the page."""
         _, share, cores, _ = _slot(self.page, self.own)
         others = [_slot(self.page, index) for index in range(SLOTS) if index != self.own]
         shares = share + sum(slot[1] for slot in others if slot[2] == cores and _alive(slot[0]))
         return max(1, len(os.sched_getaffinity(0)) * share // shares)
+
+
+@dataclass(slots=True)
+class Turns:
+    """Steps of an engine that others may go before, while they compute.
+
+    A step of a small batch takes almost as long as one of a large one. So where nobody waits for single tokens, prompts
+    of the same host are computed first: the batch grows sooner, and each token is had for less.
+
+    Attributes:
+        others_compute: see `Cores`.
+        had: which share of the cores that it wanted this process had since it was asked before.
+        clock: seconds.
+        nap: lets time pass, so many seconds.
+    """
+
+    others_compute: Callable[[], bool]
+    had: Callable[[], float]
+    clock: Callable[[], float] = time.monotonic
+    nap: Callable[[float], None] = time.sleep
+    _took_s: float = 0.0
+    _waited_s: float = 0.0
+    _began: float = 0.0
+
+    def give_way(self) -> None:
+        """Returns when nobody else computes, at the latest after `PATIENCE` times what the last such step took."""
+        arrived = self.clock()
+        while self.others_compute() and self.clock() < arrived + PATIENCE * self._took_s:
+            self.nap(LOOK_S)
+        self._began = self.clock()
+        self._waited_s = self._began - arrived
+
+    def share(self) -> float:
+        """Which share of the cores that it wanted a step had, which ends now: none while it waited."""
+        had = self.had()
+        if not self._began:
+            return had
+        self._took_s = self.clock() - self._began
+        waited_s, self._began = self._waited_s, 0.0
+        return had * self._took_s / (self._took_s + waited_s)
 
 
 def _slot(page: mmap.mmap, index: int) -> tuple[int, int, int, int]:

@@ -38,6 +38,8 @@ class StageRunner:
     gate_timeout_s: float
     masks: Masks | None = None
     """Of the last stage; None = answers have no format."""
+    give_way: Callable[[], None] = lambda: None
+    """Called in the beginning of a patient step."""
     share: Callable[[], float] = lambda: 1.0
     """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
     graphs: DecodeGraphs | None = None
@@ -63,26 +65,32 @@ class StageRunner:
         Returns:
             Whether its run goes on: `go_on` runs the next step of it, `run` another one.
         """
-        start_ns = time.monotonic_ns()
+        began = self._began(step)
         self.place.memory.begin(step)
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
         full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
         packed = PackedBatch.build(parts, self.place.memory.kv.shape[4], full_hits=full_hits)
         masks = Wanted.of(step) if self.masks is not None else []
         run = Run(step, packed, masks, self._tails(step), self.model.layer_begin, step.steps - 1)
-        return self._step(run, start_ns)
+        return self._step(run, *began)
 
     @inference
     def go_on(self) -> bool:
         """As `run`, for the next step of the run."""
-        start_ns = time.monotonic_ns()
         assert self._following is not None
         run, tokens = self._following
+        began = self._began(run.step)
         run.go_on(tokens, self.model.layer_begin)
         self.place.memory.go_on(run.packed.block_ids.tolist(), run.packed.filled())
-        return self._step(run, start_ns)
+        return self._step(run, *began)
 
-    def _step(self, run: Run, start_ns: int) -> bool:
+    def _began(self, step: Step) -> tuple[int, int]:
+        """When a step begins to compute: the time, and how long this thread has run."""
+        if step.patient:
+            self.give_way()
+        return time.monotonic_ns(), time.thread_time_ns()
+
+    def _step(self, run: Run, start_ns: int, ran_ns: int) -> bool:
         step_id, memory = run.step.step_id, self.place.memory
         masks = self.masks.begin(run.masks) if self.masks is not None else None
         done = self._received(run) and (self._layers(run) if run.shape is None else self._graph(run))
@@ -97,7 +105,8 @@ class StageRunner:
         if following is None:
             # Gates are done before the report: its receiver may open gates of the next step at once.
             self.gates.done(step_id)
-        report = partial(self._report, step_id, found, start_ns, aborted=not done, over=following is None)
+        share = self.share() * self._ran(run.step, start_ns, ran_ns)
+        report = partial(self._report, step_id, found, start_ns, share, aborted=not done, over=following is None)
         memory.over(report, aborted=not done)
         return following is not None
 
@@ -193,7 +202,16 @@ class StageRunner:
     def _layer_done(self, step_id: int, layer: int, start_ns: int) -> None:
         self.emit(LayerDone(step_id, layer, start_ns, time.monotonic_ns()))
 
-    def _report(self, step_id: int, found: Found, start_ns: int, *, aborted: bool, over: bool) -> None:
+    def _ran(self, step: Step, began_ns: int, ran_ns: int) -> float:
+        """Which share of the time since a step began to compute this thread ran: else something else had its core.
+
+        1 where it may have waited for something other than cores: other stages, a device, a gate.
+        """
+        alone = self.model.is_first and self.model.is_last and self.place.device is None and not step.gated
+        took_ns = time.monotonic_ns() - began_ns
+        return min(1.0, (time.thread_time_ns() - ran_ns) / took_ns) if alone and took_ns else 1.0
+
+    def _report(self, step_id: int, found: Found, start_ns: int, share: float, *, aborted: bool, over: bool) -> None:
         self.emit(
             StepDone(
                 step_id,
@@ -207,6 +225,6 @@ class StageRunner:
                 scores=found.scores,
                 failed=found.failed,
                 over=over,
-                share=self.share(),
+                share=share,
             )
         )

@@ -175,11 +175,11 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     return runner, footprint
 
 
-def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextManager[None]]:
+def turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractContextManager[None]]:
     """What each step runs in: as many cores as are ours while it does (`moonpool.engine.cores`).
 
-    Native kernels look at that themselves, before each of their regions. Torch's threads are set per step, unless
-    results are to be the same whatever else runs.
+    Native kernels look at that themselves, before each of their regions, and the `runner`'s patient steps give way to
+    others. Torch's threads are set per step, unless results are to be the same whatever else runs.
 
     Raises:
         ConfigError: the page cannot be used.
@@ -187,7 +187,7 @@ def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextMa
     import torch
 
     from kernels.native import library
-    from moonpool.engine.cores import SLOTS, Cores, default_page
+    from moonpool.engine.cores import SLOTS, Cores, Turns, default_page
 
     if not engine.core_page:
         return contextlib.nullcontext
@@ -199,9 +199,11 @@ def turns(engine: EngineSpec, *, native: bool) -> Callable[[], AbstractContextMa
         sys.stderr.write(f"cores are not lent: {error}\n")
         torch.set_num_threads(min(engine.threads, max(1, len(os.sched_getaffinity(0)) // engine.stages)))
         return contextlib.nullcontext
-    kernels = library.get() if native else None
+    kernels = library.get() if runner.model.native else None
     if kernels is not None:
         kernels.lend(cores.address, SLOTS, cores.own)
+        its = Turns(cores.others_compute, kernels.had)
+        runner.give_way, runner.share = its.give_way, its.share
         return cores.computing
 
     def split() -> AbstractContextManager[None]:
@@ -220,7 +222,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     receiver.start()
     begin = time.monotonic()
     runner, footprint = load(spec, pool_fd, gates, channel)
-    turn = turns(spec.engine, native=runner.model.native)
+    turn = turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     channel.send(Ready(time.monotonic() - begin, peak_bytes, footprint))
 

@@ -74,6 +74,11 @@ class DramBlock:
         self.holds = 0
         self.pinned = False
 
+    def is_of(self, block_format: BlockFormat) -> bool:
+        """Whether it is of such KV."""
+        own = self.info.format
+        return own is block_format or own == block_format
+
     def slice(self, layer: int) -> memoryview:
         """The bytes of one layer, `[kv_heads, 2, block_tokens, head_dim]` and scales; all heads."""
         size = self.info.format.layout.slice_bytes

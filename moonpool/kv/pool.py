@@ -206,6 +206,28 @@ class KVPool:
             part.close()
 
 
+class PoolTarget:
+    """Blocks of a pool that take what is read from elsewhere (`BlockReader.read`)."""
+
+    def __init__(self, pool: KVPool, blocks: Sequence[int]) -> None:
+        """Takes the blocks' numbers in the pool, in the order of the read's keys."""
+        self._pool = pool
+        self._blocks = blocks
+        self._given: dict[tuple[int, int], memoryview] = {}
+
+    def into(self, layer: int, index: int) -> memoryview:
+        """Where a slice may land; what lies there counts for nothing until `take`."""
+        memory = self._given[layer, index] = self._pool.slice(layer, self._blocks[index])
+        return memory
+
+    def take(self, layer: int, index: int, data: memoryview, value: int) -> None:
+        """A slice has come, verified, with its hash: where it was to land, or in other memory."""
+        if self._given.pop((layer, index), None) is data:
+            self._pool.set_hash(layer, self._blocks[index], value)
+        else:
+            self._pool.write(layer, self._blocks[index], data, value)
+
+
 def _mapped_bytes(layout: KVLayout, slices: int) -> int:
     """Memory of so many slices, their hashes and their counts, which are aligned to their size."""
     return -(-slices * layout.slice_bytes // _NUMBER_BYTES) * _NUMBER_BYTES + 2 * slices * _NUMBER_BYTES

@@ -13,6 +13,9 @@ from moonpool.kv.keys import BlockKey
 from moonpool.logprobs import Logprobs
 from moonpool.sampling import SampleSpec
 
+PATIENCE = 3.0
+"""Times what it takes that a patient step waits at most."""
+
 
 def _nothing() -> None:
     """The value of a `History` at the other end of a channel: None."""
@@ -93,6 +96,8 @@ class Step:
     copies: tuple[tuple[int, int], ...] = ()
     """Blocks (from, to) that are copied in all layers before anything else: a sequence is about to write to a block
     that others refer to. No block is a target twice, or a target and a source."""
+    patient: bool = False
+    """Nobody waits for its tokens one by one: what else this host computes may go first, see `PATIENCE`."""
     steps: int = 1
     """Of the run that begins with it, at most. It ends before with a step that samples an end token, or nothing for a
     sequence, and with the one in which it is cut. All its sequences sample, and have blocks for all of it."""

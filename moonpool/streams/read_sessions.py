@@ -90,6 +90,17 @@ class ReadSessions(ServerStream[Req]):
         opened = kv_pb2.ReadOpened(session=number, blocks=blocks, forgotten=forgotten)
         self.post(self._response(opened=opened))
 
+    def opened_with(
+        self, number: int, blocks: int, forgotten: Sequence[str]
+    ) -> Callable[[kv_pb2.FrameHeader], Message]:
+        """As `opened`, around the header of a frame that brings all of it."""
+
+        def wrap(frame: kv_pb2.FrameHeader) -> Message:
+            opened = kv_pb2.ReadOpened(session=number, blocks=blocks, forgotten=forgotten, frame=frame)
+            return self._response(opened=opened)
+
+        return wrap
+
     def done(self, number: int) -> None:
         """Tells the reader that nothing follows."""
         self.post(self._response(done=kv_pb2.ReadDone(session=number)))
@@ -117,7 +128,7 @@ class ReadSessions(ServerStream[Req]):
                 self._close(number)
                 raise InvalidRequest("session", f"{number} was open already")
             keys = unpack_keys(message.keys, max_keys=self._max_keys)
-            if any(name not in self._carried_out for name in message.forgotten):
+            if message.forgotten and any(name not in self._carried_out for name in message.forgotten):
                 raise Unavailable("a deletion of such blocks was not carried out yet")
             self.begin(message, keys)
         except MoonpoolError as error:

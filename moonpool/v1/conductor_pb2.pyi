@@ -413,6 +413,7 @@ class Placement(_message.Message):
     PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
     EMULATED_FIELD_NUMBER: _builtins.int
     PREDICTED_TBT_S_FIELD_NUMBER: _builtins.int
+    PREDICTED_TPOT_S_FIELD_NUMBER: _builtins.int
     prefill: _builtins.str
     """Id of the prefill instance."""
     decode: _builtins.str
@@ -428,7 +429,11 @@ class Placement(_message.Message):
     emulated: _builtins.bool
     """Compute is emulated there: times are a profile's, tokens mean nothing."""
     predicted_tbt_s: _builtins.float
-    """Predicted time between tokens, seconds, as the decode instance gave it with its promise; 0 = not predicted."""
+    """Predicted time of a decode step, seconds, as the decode instance gave it with its promise; 0 = not predicted."""
+    predicted_tpot_s: _builtins.float
+    """Predicted mean time from one token of the answer to the next, seconds, as Timing.tpot_s: with what lies between
+    prefill's token and decode's first one; 0 = not predicted.
+    """
     def __init__(
         self,
         *,
@@ -439,10 +444,11 @@ class Placement(_message.Message):
         predicted_ttft_s: _builtins.float = ...,
         emulated: _builtins.bool = ...,
         predicted_tbt_s: _builtins.float = ...,
+        predicted_tpot_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "emulated", b"emulated", "kvstore", b"kvstore", "predicted_cached_blocks", b"predicted_cached_blocks", "predicted_tbt_s", b"predicted_tbt_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "emulated", b"emulated", "kvstore", b"kvstore", "predicted_cached_blocks", b"predicted_cached_blocks", "predicted_tbt_s", b"predicted_tbt_s", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -117,7 +117,6 @@ class Calls:
             return Failure(Kind.UNAVAILABLE, f"{order.decode} has left")
         stub = DecodeServiceStub(self._channels.get(decode.address))
         response = await stub.Reserve(request, timeout=self._reserve_limit_s)
-        serving.promised_tbt_s[order.decode] = response.predicted_tbt_s
         return promised_of(response)
 
     def prefill(self, order: Prefill, serving: Serving) -> None:

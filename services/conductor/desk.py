@@ -99,6 +99,7 @@ class Desk:
             resumed=resume.resumed if resume is not None else None,
             priority=request.priority,
             weight=request.weight,
+            least_tokens=request.least_tokens,
         )
         serving = Serving(
             ask, answer, self._first_token, self._delivered, list(request.prompt_keys), secret_for(request, resume)
@@ -156,10 +157,9 @@ class Desk:
 
     def _tell(self, action: Announce | Rehash | Complete | Fail | Drop, serving: Serving) -> None:
         match action:
-            case Announce(_, plan, sequence, target, waited_s, queued_s):
-                decode = target.decode if target is not None else ""
-                placed = placement(plan, decode, waited_s, serving.promised_tbt_s.get(decode, 0.0))
-                self._decisions.placed(serving.ask.id, placed, plan.candidates, queued_s)
+            case Announce(_, plan, sequence, target):
+                placed = placement(action)
+                self._decisions.placed(serving.ask.id, placed, plan.candidates, action.queued_s)
                 serving.placed(placed, sequence, target)
                 return
             case Rehash():

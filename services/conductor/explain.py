@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from moonpool.errors import NotFound
 from moonpool.v1 import conductor_pb2
 from services.conductor.core.cost import PrefillChoice
-from services.conductor.core.plan import Plan
+from services.conductor.core.messages import Announce
 
 
 class Decisions:
@@ -86,19 +86,18 @@ class Decisions:
             self._records.popitem(last=False)
 
 
-def placement(plan: Plan, decode: str, waited_s: float, tbt_s: float) -> conductor_pb2.Placement:
-    """The contract's form of a plan that was made so many seconds after the request arrived.
-
-    `decode` is the instance that gave its promise, `tbt_s` the time between tokens that it predicts.
-    """
+def placement(told: Announce) -> conductor_pb2.Placement:
+    """The contract's form of where a request is placed."""
+    plan = told.plan
     return conductor_pb2.Placement(
         prefill=plan.prefill.id,
-        decode=decode,
+        decode=told.target.decode if told.target is not None else "",
         kvstore=plan.prefill.source,
         predicted_cached_blocks=plan.prefill.used_blocks,
-        predicted_ttft_s=waited_s + plan.prefill.ttft_s,
+        predicted_ttft_s=told.waited_s + plan.prefill.ttft_s,
         emulated=plan.emulated,
-        predicted_tbt_s=tbt_s,
+        predicted_tbt_s=told.pace.tbt_s,
+        predicted_tpot_s=told.pace.tpot_s,
     )
 
 

@@ -24,6 +24,6 @@ class Predictions:
 
     def complete(self, serving: Serving) -> None:
         """The answer is complete; one of a single token has no time between tokens."""
-        predicted_s, measured_s = serving.placement.predicted_tbt_s, serving.answer.tpot_s
+        predicted_s, measured_s = serving.placement.predicted_tpot_s, serving.answer.tpot_s
         if serving.placements == 1 and predicted_s > 0 and measured_s > 0:
             self._tpot.observe(measured_s / predicted_s)

@@ -79,6 +79,11 @@ class Request:
         return self.sampling.max_tokens
 
     @property
+    def least_tokens(self) -> int:
+        """Tokens that an answer has at least."""
+        return self.sampling.min_tokens if self.end_token_ids or self.stops else self.max_tokens
+
+    @property
     def choices(self) -> int:
         """Answers that are wanted."""
         return self.sampling.n

@@ -35,7 +35,6 @@ class Serving:
         keys: of all full blocks of the prompt and the tokens at the last placement.
         secret: who knows it may resume the request; b"" = nobody.
         placement: the last one; `placements` how many there were, `sequence` under which engines have it.
-        promised_tbt_s: predicted seconds between tokens, by the decode instance that has promised room.
         started: decode was told to start there.
         opening_logprobs: of the token with which decode begins, where one answer wants them.
         prompt_unscored: the client wants the prompt's log probabilities, and was not told them.
@@ -53,7 +52,6 @@ class Serving:
     placement: conductor_pb2.Placement = field(default_factory=conductor_pb2.Placement)
     placements: int = 0
     sequence: str = ""
-    promised_tbt_s: dict[str, float] = field(default_factory=dict)
     started: bool = False
     opening_logprobs: Logprobs | None = None
     transient: bool = False

@@ -63,7 +63,7 @@ def promised_of(response: decode_pb2.ReserveResponse) -> Promised:
     plain = Target(
         decode.id, decode.incarnation, decode.address, target.transfer_id, target.generation, target.held_blocks
     )
-    return Promised(plain, response.lease_s, response.number)
+    return Promised(plain, response.lease_s, response.number, response.predicted_tbt_s)
 
 
 def decode_proto(target: Target) -> kv_pb2.Instance:

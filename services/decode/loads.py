@@ -7,7 +7,7 @@ from moonpool.core.kernel import Ended
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.keys import BlockKey
-from moonpool.kv.pool import KVPool
+from moonpool.kv.pool import KVPool, PoolTarget
 from moonpool.streams.block_reader import BlockReader, PrefixLost
 from moonpool.streams.credits import Traffic
 from moonpool.streams.peers import Peers
@@ -101,10 +101,12 @@ class Loads:
     async def _read(self, action: Load, store: kv_pb2.Instance, keys: Sequence[BlockKey], tenant: str) -> int:
         """Reads a tenant's blocks; returns how many leading ones the store had. Raises as `BlockReader.read`."""
         reader = await self._stores.get(store)
+        target = PoolTarget(self._pool, action.blocks)
         return await reader.read(
             keys,
             layers=range(self._pool.layout.layers),
-            on_slice=lambda layer, index, data, value: self._pool.write(layer, action.blocks[index], data, value),
+            on_slice=target.take,
+            into=target.into,
             on_layer=lambda layer: None,
             timeout_s=action.timeout_s,
             tenant=tenant,

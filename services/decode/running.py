@@ -86,7 +86,7 @@ class Running:
             parts.append(
                 sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample, full_hit=chunk.full_hit)
             )
-        step = Step(run.step, tuple(parts), copies=run.copies, steps=steps)
+        step = Step(run.step, tuple(parts), copies=run.copies, patient=run.patient, steps=steps)
         result = await self._engine.run(step, on_step=partial(self._goes_on, run, sequences))
         self._over(run, sequences, result)
 

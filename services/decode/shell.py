@@ -244,7 +244,7 @@ class DecodeShell:
                 self._post(Compute(live.id, stream))
                 return
             finishes, candidates = live.begin(message, self._max_tokens)
-            self._post(Start(live.id, stream, finishes[0], finishes[1:], candidates, *live.known))
+            self._post(Start(live.id, stream, finishes[0], finishes[1:], candidates, *live.known, patient=live.gather))
 
     def stop(self, message: decode_pb2.CancelSequence) -> None:
         """One answer of a request is complete for its conductor; the others go on."""

@@ -11,6 +11,7 @@ from moonpool.engine.handle import Engine
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.pool import PoolTarget
 from moonpool.streams.block_reader import FROM_DECODE, FROM_PREFILL, FROM_STORE, BlockReader, PrefixLost, ReadMethod
 from moonpool.streams.credits import Traffic
 from moonpool.streams.peers import Peers
@@ -182,9 +183,10 @@ class Loading:
         """Reads from one source; returns how many leading blocks it had. Raises as `BlockReader.read`."""
         wanted, layers = len(read.blocks), range(self._layout.layers)
         counts, last_ns = [0] * len(layers), time.monotonic_ns()
+        target = PoolTarget(self._pool, read.blocks)
 
         def take(layer: int, index: int, data: memoryview, value: int) -> None:
-            self._pool.write(layer, read.blocks[index], data, value)
+            target.take(layer, index, data, value)
             counts[layer] += 1
 
         def layer_done(layer: int) -> None:
@@ -200,6 +202,7 @@ class Loading:
             read.keys,
             layers=layers,
             on_slice=take,
+            into=target.into,
             on_layer=layer_done,
             timeout_s=read.timeout_s,
             tenant=read.tenant,

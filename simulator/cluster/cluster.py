@@ -6,6 +6,7 @@ from functools import partial
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.messages import Target
 from simulator.cluster.clients import Clients
+from simulator.cluster.company import Company
 from simulator.cluster.conductor import Conductor, owner_of
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance, Ears
@@ -46,6 +47,7 @@ class Cluster:
         self.world = World()
         self.network = Network(self.world)
         self.calls = Calls(self.world, config.delays, config.seed)
+        self._company = Company(config.company)
         self.stores = [self._store(number) for number in range(config.kvstore)]
         self.prefills = [self._prefill(number) for number in config.prefill_numbers]
         self.decodes = [self._decode(number, longest_run) for number in config.decode_numbers]
@@ -76,7 +78,9 @@ class Cluster:
             partial(self._keys, name), partial(self._changed, name), self._open, self._heard, self._whole, self._give_up
         )
         stores = self.stores, self._readable
-        return PrefillInstance(self.world, self.network, self.config, name, *stores, self.calls, peers, up=up)
+        return PrefillInstance(
+            self.world, self.network, self.config, name, *stores, self.calls, peers, self._company, up=up
+        )
 
     def _readable(self, name: str) -> Readable:
         return self.stores[int(name[1:])] if name[0] == "s" else self._engines[name].pool
@@ -88,7 +92,9 @@ class Cluster:
             partial(self._tokens, name), partial(self._failed, name), partial(self._keys, name),
             partial(self._changed, name),
         )  # fmt: skip
-        return DecodeInstance(self.world, self.network, self.config, name, self.stores, ears, longest_run, up=up)
+        return DecodeInstance(
+            self.world, self.network, self.config, name, self.stores, ears, longest_run, self._company, up=up
+        )
 
     # Requests
 

@@ -54,6 +54,8 @@ class ClusterConfig:
         widths: stages of each prefill instance's pipeline, each on a machine of its own; empty = one each.
         roles: when engines change between prefill and decode; as the conductor's flags.
         role_change_s: from an engine's leaving to its being there again in the other role.
+        company: times as long as alone that steps take while another instance computes, as all are on one machine and
+            share its cores; 1 = each has its own.
         policy: how prefill instances are chosen, as the conductor's flag.
         decode_prompt_tokens: rests of prompts so long at most may be computed at decode; 0 = none.
         threshold: Algorithm 1's balancing threshold.
@@ -90,6 +92,7 @@ class ClusterConfig:
     widths: tuple[int, ...] = ()
     roles: RoleLimits = field(default_factory=RoleLimits)
     role_change_s: float = 15.0
+    company: float = 1.0
     policy: str = DEFAULT
     decode_prompt_tokens: int = 0
     threshold: float = 1.0
@@ -128,6 +131,8 @@ class ClusterConfig:
             raise ConfigError("widths", "machines of a pipeline do not change their roles")
         if self.widths and (len(self.widths) != self.prefill or min(self.widths) < 1):
             raise ConfigError("widths", f"must be {self.prefill} positive numbers, are {self.widths}")
+        if not self.company >= 1.0:
+            raise ConfigError("company", f"must be at least 1, is {self.company}")
         for name in ("rate", "disk_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, f"must be positive, is {getattr(self, name)}")

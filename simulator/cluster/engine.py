@@ -10,6 +10,7 @@ from moonpool.cost import prefill_seconds
 from services.decode.core.actions import Run
 from services.decode.core.events import StepDone, Stepped
 from services.decode.core.machine import DecodeCore
+from simulator.cluster.company import Company
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.seats import DecodeUse, Seat
 from simulator.cluster.steps import Leap, StepTimes
@@ -30,6 +31,7 @@ class Engine:
         ended: called when a run is over, with the sequences that ended or made their first tokens in it, and whether
             the instance's load or keys have changed.
         begun: called when sequences have made their first tokens in a run that goes on.
+        company: of the machine's engines.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Engine:
         post: Callable[[Stepped | StepDone], None],
         ended: Callable[[list[Seat], bool], None],
         begun: Callable[[list[Seat]], None],
+        company: Company,
     ) -> None:
         self._world, self._config, self._core, self._seats, self._use = world, config, core, seats, use
         self._post, self._ended, self._begun = post, ended, begun
@@ -49,6 +52,7 @@ class Engine:
         self._run: Run | None = None
         self._leap = Leap(0, 0, 0, 0)
         self._told = 0
+        self._member = company.joins(self._look_again)
 
     @property
     def idle(self) -> bool:
@@ -58,6 +62,7 @@ class Engine:
     def close(self) -> None:
         """The instance is lost."""
         self._run = None
+        self._member.computes(False)
 
     def settle(self) -> None:
         """Counts the steps that are over by now, and tells the core."""
@@ -70,11 +75,15 @@ class Engine:
 
     def begin(self, run: Run) -> None:
         """Begins a run."""
-        first = self._first_step(run)
+        self._member.computes(True)
+        pace = self._member.pace
         batch = [self._seats[number] for number in run.batch]
         steps = min([run.steps, *(seat.left for seat in batch)])
         self._run, self._told = run, 0
-        self._leap = Leap(self._world.now, steps, max(1, first), self._times.per_context_token * len(batch))
+        first, more = self._first_step(run), self._times.per_context_token * len(batch)
+        if pace != 1.0:
+            first, more = round(pace * first), round(pace * more)
+        self._leap = Leap(self._world.now, steps, max(1, first), more)
         self._world.at(self._leap.end, self._over, self._leap, first=True)
         if steps > 1 and (new := [seat for seat in batch if not seat.told]):
             self._world.at(self._leap.time_of(1), self._first, (run, new))
@@ -84,6 +93,12 @@ class Engine:
         if self._leap.steps > self._told + 1:
             self._leap = replace(self._leap, steps=self._told + 1)
             self._world.at(self._leap.end, self._over, self._leap, first=True)
+
+    def _look_again(self) -> None:
+        """Steps take another time from now on: a run ends with the one that is being computed."""
+        self.settle()
+        if self._run is not None:
+            self.cut()
 
     def _first_step(self, run: Run) -> int:
         """Picoseconds of the run's first step; as emulated engines count, one token of a chunk is as any other."""
@@ -115,6 +130,8 @@ class Engine:
             seat.advance(self._world.now, (), self._world.now)
         self._run = None
         self._tell(run, [*batch, *again], steps, seconds)
+        if self._run is None:
+            self._member.computes(False)
 
     def _tell(self, run: Run, sampled: list[Seat], steps: int, seconds: float) -> None:
         over = [seat for seat in sampled if not seat.left]

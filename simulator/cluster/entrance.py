@@ -14,15 +14,23 @@ ADMISSIONS = {
     "baseline": "each stage refuses for itself when its work begins: prefill by its queue, decode when the KV comes",
     "early": "refused before prefill by the load of both stages as it is now, and by decode when the KV comes",
     "predictive": "the same by the load that decode is expected to have when the prompt is computed",
-    "promised": "as the services do: predictive, and decode looks when it is asked for room, not when the KV comes",
+    "promised_none": "as the services do with --admission none: decode alone looks, when it is asked for room",
+    "promised_early": "as the services do with --admission early: both stages as they are now, and decode likewise",
+    "promised": "as the services do by default: predictive, and decode looks when it is asked for room",
 }
 """Who is let in; `baseline`, `early` and `predictive` as the Mooncake paper has them."""
+SERVICES = {
+    Admission.NONE: "promised_none",
+    Admission.EARLY: "promised_early",
+    Admission.PREDICTIVE: "promised",
+}
+"""What the services do, by their flag `--admission`."""
 PAPER = ("baseline", "early", "predictive")
 HEADROOM = 0.9
 """Share of the TBT limit up to which requests are let in: contexts grow, and a request is judged by its longest tenth
 of intervals, not by the mean."""
 FOREVER_S = 1e7
-_GATES = {"all": Admission.NONE, "baseline": Admission.EARLY, "promised": Admission.PREDICTIVE}
+_GATES = {"all": Admission.NONE, "baseline": Admission.EARLY, **{name: gate for gate, name in SERVICES.items()}}
 
 
 def limits_of(config: ClusterConfig) -> Limits:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moonpool.sched.stages import stage_ranges
+from simulator.cluster.company import Company
 from simulator.kernel.clock import PS, World
 
 
@@ -22,6 +23,8 @@ class Step:
     """Layers up to this one may be computed."""
     done: int = 0
     """Layers that are computed."""
+    late: int = 0
+    """So much longer it has taken in company."""
     computing: bool = False
     aborted: bool = False
 
@@ -33,7 +36,8 @@ class Pipeline:
         layers: of the KV.
         stages: that these are divided among.
         layer_done: told of a step's io and a layer that is computed.
-        over: told of a step's io, whether it was given up, and the seconds that its computing takes in all stages.
+        over: told of a step's io, whether it was given up, and the seconds that its computing took in all stages.
+        company: of the machine's engines.
     """
 
     def __init__(
@@ -43,14 +47,17 @@ class Pipeline:
         stages: int,
         layer_done: Callable[[int, int], None],
         over: Callable[[int, bool, float], None],
+        company: Company,
     ) -> None:
         self._world, self._layers = world, layers
         self._ends = [end for _, end in stage_ranges(layers, stages)]
         self._layer_done, self._over = layer_done, over
         self._steps: list[Step] = []
+        self._member = company.joins(lambda: None)  # its pace is looked at with each layer
 
     def begin(self, io: int, duration: int, *, gated: bool) -> None:
         """The next step; the gates of a gated one are opened afterwards."""
+        self._member.computes(True)
         self._steps.append(Step(io, duration, -1 if gated else self._layers))
         self._go_on()
 
@@ -73,16 +80,19 @@ class Pipeline:
     def close(self) -> None:
         """The instance is lost."""
         self._steps.clear()
+        self._member.computes(False)
 
     def _go_on(self) -> None:
         while self._steps and self._has_ended(self._steps[0]):
             step = self._steps.pop(0)
-            self._over(step.io, step.done < self._layers, step.duration / PS)
+            self._over(step.io, step.done < self._layers, (step.duration + step.late) / PS)
         left = self._layers  # layers that all steps ahead have left behind
         for step in self._steps:
             if self._may_compute(step, left):
                 self._compute(step)
             left = min(left, step.done if step.computing or not step.aborted else self._layers)
+        if not self._steps:
+            self._member.computes(False)
 
     def _has_ended(self, step: Step) -> bool:
         return not step.computing and (step.aborted or step.done == self._layers)
@@ -95,7 +105,11 @@ class Pipeline:
     def _compute(self, step: Step) -> None:
         step.computing = True
         begin, end = (step.duration * layer // self._layers for layer in (step.done, step.done + 1))
-        self._world.after(end - begin, self._computed, step)
+        took = end - begin
+        if (pace := self._member.pace) != 1.0:
+            took = round(pace * took)
+            step.late += took - (end - begin)
+        self._world.after(took, self._computed, step)
 
     def _computed(self, step: Step) -> None:
         if step not in self._steps:

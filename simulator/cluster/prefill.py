@@ -17,6 +17,7 @@ from services.conductor.core.failures import Failure, Kind, Stale
 from services.conductor.core.messages import Target
 from services.prefill.core import actions, events
 from services.prefill.core.core import PrefillCore
+from simulator.cluster.company import Company
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.host import Host
 from simulator.cluster.loading import Loading
@@ -51,6 +52,7 @@ class PrefillInstance:
         find: gives a store or another instance by name, to load from.
         calls: to decode.
         peers: are told what happens.
+        company: of the machine's engines; None = it has cores of its own.
         up: it is there at the beginning.
     """
 
@@ -64,6 +66,7 @@ class PrefillInstance:
         find: Callable[[str], Readable],
         calls: Calls,
         peers: Peers,
+        company: Company | None = None,
         *,
         up: bool = True,
     ) -> None:
@@ -76,6 +79,7 @@ class PrefillInstance:
         self.pool = PoolReads(self.sends, self._hear)
         self._settings = core_settings(config, self.stages)
         self._receives = Link(f"{name} in", self.stages * config.load_bytes_per_s)
+        self._company = company or Company()
         self._came = self._copies_came = 0
         self.incarnation = 0
         self.up = up
@@ -93,7 +97,7 @@ class PrefillInstance:
         self._moving: dict[int, Flow | None] = {}
         self._write_back_room = max(1, self._settings.blocks // WRITE_BACK_SHARE)
         self._pipeline = Pipeline(
-            self._world, self._settings.layers, self._settings.stages, self._layer_done, self._over
+            self._world, self._settings.layers, self._settings.stages, self._layer_done, self._over, self._company
         )
         self._loading = Loading(
             self._world, self._network, self._find, self._receives, self._settings.slice_bytes,
@@ -310,9 +314,20 @@ class PrefillInstance:
             case actions.SendSlices():
                 self._send(action, prompt, prompt.target)
             case actions.AwaitVerdict():
-                del self._opened[action.job]
-                result = events.Done() if self._peers.whole(prompt.target) else events.Failed()
-                self._calls.send(lambda: self._moved(moving, io, result), reliable=True)
+                tail = ps(self._config.delays.tail_s)
+                if tail:
+                    self._world.after(tail, lambda _: self._whole(action, prompt.target, moving))
+                else:
+                    self._whole(action, prompt.target, moving)
+
+    def _whole(self, order: actions.AwaitVerdict, target: Target | None, moving: dict[int, Flow | None]) -> None:
+        """Decode has all of a transfer, unless that was given up before, or the instance was lost."""
+        if moving is not self._moving or order.io not in moving:
+            return
+        assert target is not None
+        self._opened.pop(order.job, None)
+        result = events.Done() if self._peers.whole(target) else events.Failed()
+        self._calls.send(lambda: self._moved(moving, order.io, result), reliable=True)
 
     def _moved(self, moving: dict[int, Flow | None], io: int, result: events.Result) -> None:
         """I/O of a transfer is over, unless it was given up before, or the instance was lost."""

@@ -23,29 +23,34 @@ FIRST_STEP, LEAST_STEP = 1.2, 0.03
 """Steps of the search, in natural logarithms."""
 WORTH = 0.999
 """A try must be better by a thousandth: what hardly matters stays where it is."""
-FACTORS = {"prefill", "decode", "links"}
+FACTORS = {"prefill", "decode", "company", "links"}
 """Extras that multiply: their steps are a quarter of those of seconds, which can be of any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a stack adds to its profile; seconds and factors, the profile alone is (1, 0, 1, 0, 1, 0, ...).
+    """What a stack adds to its profile; seconds and factors, the profile alone is (1, 0, 1, 0, 1, 1, 0, ...).
 
     Attributes:
         prefill, decode: times as long as the profile says steps of prefill and decode take.
         prefill_step_s, decode_step_s: what each step takes on top.
+        company: times as long as alone that steps take while another engine of the machine computes; it is found where
+            the cluster says that engines share one (`ClusterConfig.company` above 1), else it is 1.
         links: times as slow as the profile says KV is loaded and sent.
         prompt_s: until a prompt is at its prefill instance: tokenising, hashing, planning, a promise of room.
         call_s: mean of what chance adds to each message.
+        tail_s: from the last of a prompt's KV until decode has it, beside the link; the second token waits for it.
     """
 
     prefill: float = 1.0
     prefill_step_s: float = 0.002
     decode: float = 1.0
     decode_step_s: float = 0.002
+    company: float = 1.0
     links: float = 1.0
     prompt_s: float = 0.005
     call_s: float = 0.001
+    tail_s: float = 0.002
 
     def applied(self, config: ClusterConfig) -> ClusterConfig:
         """The cluster with these extras."""
@@ -57,8 +62,9 @@ class Extras:
             load_bytes_per_s=config.load_bytes_per_s / self.links,
             transfer_bytes_per_s=config.transfer_bytes_per_s / self.links,
         )
-        delays = replace(config.delays, prompt_s=self.prompt_s, more_s=self.call_s)
-        return replace(config, profile=replace(config.profile, speeds=speeds), delays=delays)
+        delays = replace(config.delays, prompt_s=self.prompt_s, more_s=self.call_s, tail_s=self.tail_s)
+        company = max(1.0, self.company)
+        return replace(config, profile=replace(config.profile, speeds=speeds), delays=delays, company=company)
 
     def to_json(self) -> dict[str, float]:
         """By name."""
@@ -150,16 +156,17 @@ def fit(
         simulations: at most.
     """
     search = _Search(lambda extras: distance(Times.of(serve(extras.applied(config), requests)), measured), simulations)
+    names = [name for name in _NAMES if name != "company" or config.company > 1.0]
     for start in STARTS:
-        search.better(start)
+        search.better(replace(start, company=config.company))
     step = FIRST_STEP
     while search.left > 0 and step > LEAST_STEP:
         before, least = search.best, search.least
-        for name in _NAMES:
+        for name in names:
             for factor in _factors(name, step):
                 while search.better(_moved(search.best, {name: factor})):
                     pass
-        on = {name: getattr(search.best, name) / getattr(before, name) for name in _NAMES}
+        on = {name: getattr(search.best, name) / getattr(before, name) for name in names}
         while search.best != before and search.better(_moved(search.best, on)):
             pass
         if search.least > 0.95 * least:

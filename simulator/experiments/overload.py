@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 
+from services.conductor.core.admission import Admission
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.entrance import ADMISSIONS, PAPER
+from simulator.cluster.entrance import PAPER, SERVICES
 from simulator.cluster.requests import REFUSED
 from simulator.experiments.frame import Progress, Result, Row, Source, assumptions
 from simulator.kernel.clock import ps
@@ -18,7 +19,7 @@ from simulator.traces.mooncake import TraceRequest
 SAMPLE_S = 10.0
 SMOOTH = 30
 """Samples over which the slow course of the load is averaged: what is left is its swinging."""
-COMPARED = tuple(name for name in ADMISSIONS if name != "all")
+COMPARED = (*PAPER, SERVICES[Admission.PREDICTIVE])
 PICTURED = ("early", "predictive")
 
 
@@ -47,16 +48,17 @@ class Loads:
 
 
 def overload(config: ClusterConfig, source: Source, progress: Progress) -> Result:
-    """A row per way of letting requests in: where the whole pool's load decides, those of the paper."""
+    """A row per way of letting requests in: the paper's, by the whole pool's load or by request, and the services'."""
     rows, series = [], {}
-    for name in PAPER if config.by_pool else COMPARED:
-        loads, row = _run(replace(config, admission=name), source.read())
+    for name in COMPARED:
+        by_pool = config.by_pool and name in PAPER
+        loads, row = _run(replace(config, admission=name, by_pool=by_pool), source.read())
         rows.append(row)
         for pool, values in (("prefill", loads.prefill), ("decode", loads.decode)) if name in PICTURED else ():
             series[f"{name}: {pool}"] = [(place * SAMPLE_S, digits(value)) for place, value in enumerate(values)]
         progress(f"{name}: {row['refused']} of {row['requests']} refused")
     chart = Chart("Load of the pools, of what the limits allow", "seconds", "share", series)
-    decided = "by the load of the whole decode pool" if config.by_pool else "request by request"
+    decided = "by the load of the whole decode pool, but promised" if config.by_pool else "request by request"
     return Result("overload", {**assumptions(config, source), "decided": decided}, rows, chart)
 
 

@@ -19,6 +19,7 @@ class CallDelays:
         least_s: seconds that each takes.
         more_s: mean of what comes on top; exponential.
         prompt_s: seconds until the conductor plans a request that has come: tokenising and hashing.
+        tail_s: seconds from the last of a prompt's KV until decode has it, beside what its link takes.
         drop_share: messages that are lost.
         late_share: messages that take `late_s` longer.
     """
@@ -26,6 +27,7 @@ class CallDelays:
     least_s: float = 0.0003
     more_s: float = 0.0002
     prompt_s: float = 0.0
+    tail_s: float = 0.0
     drop_share: float = 0.0
     late_share: float = 0.0
     late_s: float = 5.0

@@ -175,7 +175,7 @@ def test_the_selection_covers_every_pair_of_values() -> None:
         assert missing([other for other in SELECTED if other != topology]), f"{topology} adds nothing"
 
 
-@pytest.mark.parametrize("tokens", [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 203])
+@pytest.mark.parametrize("tokens", [1, 5, BLOCK, BLOCK + 1, 203])
 def test_prompt_lengths(served: Served, tokens: int) -> None:
     """Shorter than a block, exactly one, one over, and many chunks (a step takes 64 tokens)."""
     served.check(served.prompt(tokens, seed=tokens))

@@ -42,16 +42,3 @@ def test_later_turns_are_computed_at_decode_and_greedy_output_is_the_same(
             assert {it.instance for it in explained.candidates} == {"prefill-0", *(["decode-0"] if turn else [])}
             history += result.token_ids
     assert served.gauge("decode-", "prompts_computed") == 2
-
-
-def test_a_prompt_that_decode_holds_wholly_takes_it_one_token(served: CheckedStack, reference: Reference) -> None:
-    """Around the border of a block. A block that is written again would make the next answer a wrong one."""
-    with Client(served.address) as client:
-        prompt = tokens(9, "wholly")
-        sampling = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-        history = prompt + client.generate(token_ids=prompt, sampling=sampling).token_ids
-        for length in (20 * BLOCK, 20 * BLOCK - 1, 20 * BLOCK, 20 * BLOCK + 1):
-            again = client.generate(token_ids=history[:length], sampling=SamplingParams(max_tokens=9, temperature=0.0))
-            reference.assert_greedy(history[:length], again.token_ids)
-            assert again.placement.prefill == "decode-0"
-            assert again.usage.cached_tokens == min(length // BLOCK * BLOCK, length - 1)

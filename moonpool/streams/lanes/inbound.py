@@ -103,7 +103,7 @@ class Inbound(Generic[M]):
         """Hands over what comes, in order, until the lane ends; returns why it has.
 
         Raises:
-            Exception: What `take` raised.
+            Exception: What `take` raised, or what `place` did that is no MoonpoolError.
         """
         self._taker = taker
         self._over = asyncio.get_running_loop().create_future()
@@ -146,6 +146,8 @@ class Inbound(Generic[M]):
 
     def _receive(self) -> None:
         """Takes all that is there, or as much as a turn of the event loop may take."""
+        if not self._goes_on:
+            return
         end = self._taken_bytes + TURN_BYTES
         try:
             while self._next() if self._incoming is None else self._more(self._incoming):
@@ -153,19 +155,23 @@ class Inbound(Generic[M]):
                     return
                 if self._taken_bytes >= end:
                     if self._sock.has_more:  # what is still in the socket has the event loop call again
-                        asyncio.get_running_loop().call_soon(self._next_turn)
+                        asyncio.get_running_loop().call_soon(self._receive)
                     return
         except MoonpoolError as error:
             self._sock.unwatch()
             self.end(error)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Whoever runs this gets an error that is not the lane's."""
+        self._sock.unwatch()
+        if self._over is not None and not self._over.done():
+            self._over.set_exception(error)
 
     @property
     def _taken_bytes(self) -> int:
         return self._sock.received_bytes + self._pulled_bytes
-
-    def _next_turn(self) -> None:
-        if self._goes_on:
-            self._receive()
 
     def _next(self) -> bool:
         """Takes the next message; False when not all of it is there."""
@@ -276,10 +282,8 @@ class Inbound(Generic[M]):
         assert self._taker is not None, "nothing is read for nobody"
         try:
             self._taker.take(message, payload)
-        except Exception as error:  # whoever runs this gets it
-            self._sock.unwatch()
-            if self._over is not None and not self._over.done():
-                self._over.set_exception(error)
+        except Exception as error:
+            self._fail(error)
             return
         # Several at once while more is there: each word may wake the peer.
         if self._awaited and (self._awaited >= PULLS_AT_ONCE or not self._sock.has_more):

@@ -95,7 +95,7 @@ class Lane(Generic[M]):
             lend: Payloads that lie in regions and land nowhere are lent.
 
         Raises:
-            Exception: What `take` raised.
+            Exception: What `take` raised, or what `place` did that is no MoonpoolError.
         """
         if self._error is not None:
             return self._error

@@ -159,10 +159,13 @@ class Outbound:
         found = [self._own.find(part) for part in item.parts]
         if not any(region for region, _ in found):
             return None
-        last = kv_pb2.Extent()
+        extents: list[tuple[int, int, int]] = []
         for (region, offset), part in zip(found, item.parts, strict=True):
-            if last.length and last.region == region and (not region or last.offset + last.length == offset):
-                last.length += part.nbytes
+            if extents and extents[-1][0] == region and (not region or extents[-1][1] + extents[-1][2] == offset):
+                offset, nbytes = extents[-1][1], extents[-1][2] + part.nbytes
+                extents[-1] = region, offset, nbytes
             else:
-                last = frame.extents.add(region=region, offset=offset, length=part.nbytes)
+                extents.append((region, offset, part.nbytes))
+        for region, offset, nbytes in extents:
+            frame.extents.add(region=region, offset=offset, length=nbytes)
         return [part for (region, _), part in zip(found, item.parts, strict=True) if not region]

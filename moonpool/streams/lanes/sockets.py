@@ -82,7 +82,7 @@ class LaneSocket:
             Exception: The error given to `close`.
         """
         while self._end - self._begin < nbytes:
-            if self._drained or not self._more():
+            if (self._drained and self.error is None) or not self._more():
                 return None
         return self._buffer[self._begin : self._begin + nbytes]
 
@@ -188,7 +188,9 @@ class LaneSocket:
         if self.error is not None:
             return
         self.error = error
-        self._watcher = None
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            self._loop.call_soon(watcher)  # it meets the error
         with contextlib.suppress(OSError, ValueError):
             self._loop.remove_reader(self._fd)
             self._loop.remove_writer(self._fd)

@@ -28,8 +28,8 @@ class PrefillChoice(NamedTuple):
     `load_s` is what computing does not hide of loading. `source` is whom it would load from, whose link is busy with it
     for `read_s`. `busy_s` is how much later the next prompt begins for this one: less than its own time where stages
     overlap. `overhead_s` is what calls take; `factors` are those by which queue, load and prefill are corrected.
-    `shared_s`: of its time there, in which other engines of its host compute; None = there are none. `others`: requests
-    that its host has as it is placed.
+    `shared`: share of its work there beside which other engines of its host compute; None = there are none. `others`:
+    requests that its host has as it is placed.
     """
 
     id: str
@@ -43,7 +43,7 @@ class PrefillChoice(NamedTuple):
     excluded: str = ""
     overhead_s: float = 0.0
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    shared_s: float | None = None
+    shared: float | None = None
     others: int = 0
     read_s: float = 0.0
 

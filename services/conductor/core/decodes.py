@@ -10,6 +10,7 @@ from services.conductor.core.company import FOREVER, Span
 from services.conductor.core.cost import DecodeChoice, DecodeModel, step_load_s
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
 from services.conductor.core.lengths import Stratum
+from services.conductor.core.pace import Pace
 from services.conductor.core.pool import Pool, blocks_at
 from services.conductor.core.ranks import SHORTLIST, RankClass, Ranks
 from services.conductor.core.reads import Link
@@ -57,7 +58,7 @@ class Decode:
     `sequences` are what the last report says and what it did not include, at least our own; `context_tokens` the
     context of all of them, where what our own generated since they were placed shows in reports only; `room_blocks`
     the blocks that could be promised; `others` sequences
-    that were not ours by the last report.
+    that were not ours by the last report; `pace` what answers took here.
     """
 
     facts: InstanceFacts
@@ -67,6 +68,7 @@ class Decode:
     turn: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
     vigil: Vigil = field(default_factory=Vigil)
+    pace: Pace = field(default_factory=Pace)
     link: Link = field(default_factory=Link)
     own_sequences: int = 0
     unreported: int = 0  # of these, those that no report includes
@@ -150,7 +152,7 @@ class Decode:
     def digest(self) -> bytes:
         """Hash of the state."""
         told = self.facts, self.slot, self.speeds, self.load
-        return digest_of(*told, self.turn, self.answers, self.vigil, self.link)
+        return digest_of(*told, self.turn, self.answers, self.vigil, self.pace.state, self.link)
 
     def check_invariants(self) -> None:
         """Asserts that the sums are those of the answers."""

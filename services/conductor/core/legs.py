@@ -207,6 +207,7 @@ class Legs:
             return False
         attempt.target, attempt.lease_s, attempt.promise = promised.target, promised.lease_s, hold.claim
         attempt.decode, attempt.asked, attempt.late = DecodeLeg.PROMISED, 0, []  # other promises are not waited for
+        attempt.pace = attempt.pace._replace(tbt_s=promised.tbt_s)
         self._picture.known(attempt.promise, promised.taken)
         self.renew(hold.request, attempt, now, out)
         return True
@@ -228,8 +229,30 @@ class Legs:
 
     def token(self, attempt: Attempt, now: float) -> None:
         """Prefill has given its token."""
-        attempt.prefill = PrefillLeg.TOKEN
+        attempt.prefill, attempt.token_at = PrefillLeg.TOKEN, now
         self._release_claim(attempt, now)
+
+    def expected_tokens(self, request: Request, longest: int) -> float:
+        """How long what is still to come of an answer is expected to become."""
+        ask, lengths = request.ask, self._picture.forecasts.lengths
+        return lengths.expected(ask.stratum, longest, max(ask.least_tokens - request.tokens, 0))
+
+    def foresee(self, request: Request, attempt: Attempt) -> None:
+        """Notes what is foreseen of the times between an answer's tokens where room is promised for it."""
+        target, plan = attempt.target, attempt.plan
+        decode = self._picture.decodes.get(target.decode) if target is not None else None
+        if decode is not None and attempt.pace.tbt_s:
+            steps = self.expected_tokens(request, plan.demand.decode_tokens + 1) - 1.0
+            attempt.pace = decode.pace.foresee(attempt.pace.tbt_s, steps, plan.prefill.others, joins=not plan.at_decode)
+
+    def answered(self, request: Request, now: float) -> None:
+        """The last token of an answer is here: what it took is learnt, if it was placed once."""
+        attempt = request.attempt
+        if attempt is None or attempt.target is None or attempt.token_at is None or request.attempts > 1:
+            return
+        decode = self._picture.decodes.get(attempt.target.decode)
+        if decode is not None and request.ask.choices == 1 and request.tokens > 1:
+            decode.pace.observe(attempt.pace, request.tokens - 1, now - attempt.token_at)
 
     def compute(self, request: Request, attempt: Attempt, now: float, out: list[Action]) -> None:
         """Starts the sequence at decode, which computes the rest of the prompt: there is nothing for prefill to do."""
@@ -342,7 +365,7 @@ class Legs:
         plan = attempt.plan
         demand, begins_at = plan.demand, now + plan.prefill.ttft_s
         context = demand.prompt_tokens * demand.choices
-        expected = self._picture.forecasts.lengths.expected(request.ask.stratum, demand.decode_tokens)
+        expected = self.expected_tokens(request, demand.decode_tokens + 1)
         answer = Answer(context, option.blocks, demand.choices, request.ask.stratum, begins_at, tokens=expected)
         claim = self._picture.claim_decode(option.id, answer)
         hold = Hold(Call.RESERVE, number, attempt.sequence, option.id, incarnation, claim)

@@ -136,14 +136,15 @@ class Lengths:
         curve = self._curve(stratum)
         return exp(min(_at(curve, tokens) - _at(curve, so_far), 0.0))
 
-    def expected(self, stratum: Stratum, longest: int) -> float:
-        """Mean length of an answer that is cut off at `longest` tokens."""
-        curve, mean, before = self._curve(stratum), 0.0, 0
-        for border in BORDERS:
+    def expected(self, stratum: Stratum, longest: int, least: int = 0) -> float:
+        """Mean length of an answer that has at least `least` tokens and is cut off at `longest`."""
+        curve, before = self._curve(stratum), min(least, longest)
+        mean, known = float(before), _at(curve, before)
+        for border in BORDERS[bisect_left(BORDERS, before + 1) :]:
             if before >= longest:
                 break
             end = min(border, longest)
-            mean += (end - before) * (exp(_at(curve, before)) + exp(_at(curve, end))) / 2
+            mean += (end - before) * (exp(_at(curve, before) - known) + exp(_at(curve, end) - known)) / 2
             before = end
         return mean
 

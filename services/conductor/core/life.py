@@ -6,6 +6,7 @@ from enum import Enum
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import Failure, Series
 from services.conductor.core.messages import ATTEMPT_MARK, Ask, Target
+from services.conductor.core.pace import NOTHING, Foreseen
 from services.conductor.core.plan import Plan
 
 
@@ -48,6 +49,8 @@ class Attempt:
         delivered: decode has everything.
         places: instances that have, or had, a part in it.
         begun: when it was planned; `queued_s` before that the request had looked for a place in vain.
+        token_at: when prefill gave its token; None before.
+        pace: what of the times between its tokens is foreseen.
         stale: so many prefill instances in a row have not taken the prompt, as their queues were longer than thought.
         max_queue_s: the one that is called need not take it where its queue is longer; None = it must, or has taken it.
     """
@@ -71,6 +74,8 @@ class Attempt:
     delivered: bool = False
     places: list[str] = field(default_factory=list)
     begun: float = 0.0
+    token_at: float | None = None
+    pace: Foreseen = NOTHING
     queued_s: float = 0.0
     stale: int = 0
     max_queue_s: float | None = None

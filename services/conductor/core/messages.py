@@ -12,6 +12,7 @@ from services.conductor.core.facts import InstanceFacts, LoadFacts
 from services.conductor.core.failures import Failure, Stale
 from services.conductor.core.hot import Replicate
 from services.conductor.core.lengths import Stratum, stratum_of
+from services.conductor.core.pace import Foreseen
 from services.conductor.core.plan import Plan
 
 ATTEMPT_MARK = "~"
@@ -73,6 +74,7 @@ class Ask:
         scored: the prompt's log probabilities are wanted: prefill computes all of it.
         resumed: it is not new; only requests of one answer are resumed.
         priority: among the tenant's own; lower ones go first.
+        least_tokens: the answer has at least; `max_tokens` where nothing ends it before.
     """
 
     number: int
@@ -90,6 +92,7 @@ class Ask:
     resumed: Resumed | None = None
     priority: int = 0
     weight: float = 1.0
+    least_tokens: int = 0
 
     @property
     def place(self) -> Place:
@@ -232,32 +235,24 @@ class KeysChanged:
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """Result of `Reserve`: room is kept for `lease_s` seconds without news. It is decode's `taken`-th promise."""
+    """Result of `Reserve`: room is kept for `lease_s` seconds without news. It is decode's `taken`-th promise.
+
+    `tbt_s`: the time between tokens that decode predicts.
+    """
 
     target: Target
     lease_s: float
     taken: int = 0
+    tbt_s: float = 0.0
 
 
 Result = Promised | Stale | Failure | None
 """Of any I/O; None = it ended as it should."""
 
-Event = (
-    Arrived
-    | Rehashed
-    | Stopped
-    | ClientGone
-    | Accepted
-    | FirstToken
-    | Delivered
-    | Tokens
-    | Joined
-    | Left
-    | Reported
-    | KeysChanged
-    | RoleAsked
-    | Ended[Result]
-)
+FromClient = Arrived | Rehashed | Stopped | ClientGone
+FromCall = Accepted | FirstToken | Delivered | Tokens
+FromCluster = Joined | Left | Reported | KeysChanged | RoleAsked
+Event = FromClient | FromCall | FromCluster | Ended[Result]
 
 # --- actions --------------------------------------------------------------------------------------------------------
 
@@ -344,7 +339,7 @@ class Announce:
     """The request is placed, `waited_s` after it arrived: tell the client, and keep it for `Explain`.
 
     For `queued_s` it had looked for a place in vain. `sequence` is the id that engines see. Without a target only its
-    first token is wanted.
+    first token is wanted. `pace` is what of the times between its tokens is foreseen.
     """
 
     request: int
@@ -352,7 +347,8 @@ class Announce:
     sequence: str
     target: Target | None
     waited_s: float
-    queued_s: float = 0.0
+    queued_s: float
+    pace: Foreseen
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,13 +155,14 @@ class Placing:
         for kind in ("wait", "pause"):
             self._timers.clear((kind, number))
         self._count(now, request, plan, out)
+        self._legs.foresee(request, attempt)
         waited_s = attempt.begun - request.ask.arrived
         if request.waits_since is not None:
             attempt.queued_s = attempt.begun - request.waits_since
             request.queued_s += attempt.queued_s if request.ask.slo.queue_s else 0.0
         request.waits_since = request.refusal = None
         request.unasked = 0
-        out.append(Announce(number, plan, attempt.sequence, attempt.target, waited_s, attempt.queued_s))
+        out.append(Announce(number, plan, attempt.sequence, attempt.target, waited_s, attempt.queued_s, attempt.pace))
         if plan.at_decode:
             self._legs.compute(request, attempt, now, out)
         else:

@@ -9,7 +9,7 @@ from moonpool.core.draws import draw_below
 from moonpool.core.fair import Place
 from moonpool.cost import Speeds, prefill_seconds
 from services.conductor.core.candidates import Candidates, Policy
-from services.conductor.core.company import stretched
+from services.conductor.core.company import Span, stretched
 from services.conductor.core.corrections import Corrections
 from services.conductor.core.cost import PrefillChoice, PrefillModel
 from services.conductor.core.decodes import Decodes
@@ -133,7 +133,7 @@ class Prefill:
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
         """Learns from what a prompt took here that was predicted so."""
         parts = choice.queue_s, choice.load_s, choice.prefill_s
-        self.learnt.observe(parts, choice.factors, there_s, choice.shared_s)
+        self.learnt.observe(parts, choice.factors, there_s, choice.shared, choice.others)
 
     def computed(self, now: float) -> None:
         """A prompt of ours has its token and is not counted any more: what is left of the others begins now."""
@@ -180,7 +180,8 @@ class Prefills(Pool[Prefill]):
         company = self._decodes.company(instance.facts.host, now) if self._decodes is not None else None
         if not company or instance.load.drain_s is None:
             return 0.0
-        return instance.learnt.lost * min(now - instance.told_at, instance.load.drain_s)
+        slow = instance.learnt.slowness.of(_others(instance, company))
+        return (1.0 - 1.0 / slow) * min(now - instance.told_at, instance.load.drain_s)
 
     def rank(self, instance: Prefill) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""
@@ -245,10 +246,10 @@ class Prefills(Pool[Prefill]):
         factors = learnt.factors
         queue_s = (free_at - now) * factors[0] if free_at > now else 0.0
         company = self._decodes.company(facts.host, now) if self._decodes is not None else None
-        shared_s = None
+        others, shared = _others(instance, company), None
         if company is not None:
             alone_s = queue_s + load_s + prefill_s
-            whole_s, shared_s = stretched(alone_s, company, learnt.lost)
+            whole_s, shared = stretched(alone_s, company, learnt.slowness.of(others))
             by = whole_s / alone_s if alone_s else 1.0
             queue_s, load_s, prefill_s = queue_s * by, load_s * by, prefill_s * by
             factors = factors[0] * by, factors[1] * by, factors[2] * by
@@ -257,9 +258,8 @@ class Prefills(Pool[Prefill]):
             load_s, prefill_s, busy_s = load_s * belief, prefill_s * belief, busy_s * belief
             factors = factors[0], factors[1] * belief, factors[2] * belief
         predicted = queue_s, load_s, prefill_s, busy_s
-        others = max(len(company or ()), len(instance.prompts))
         overhead_s = learnt.overheads.seconds(others)
-        beside = shared_s, others, read_s
+        beside = shared, others, read_s
         return PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, overhead_s, factors, *beside)
 
     def _excluded(
@@ -273,6 +273,11 @@ class Prefills(Pool[Prefill]):
     def digest(self) -> bytes:
         """Hash of the state."""
         return digest_of(super().digest(), self._decisions)
+
+
+def _others(instance: Prefill, company: Sequence[Span] | None) -> int:
+    """Requests that an instance's host has."""
+    return max(len(company or ()), len(instance.prompts))
 
 
 @dataclass(frozen=True, slots=True)

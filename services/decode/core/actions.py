@@ -72,6 +72,8 @@ class Run:
     copies: tuple[tuple[int, int], ...] = ()
     """Blocks that are copied before the step writes anything: from, to."""
     steps: int = 1
+    patient: bool = False
+    """Nobody waits for a single token of these, and none was promised: other work of the host may go before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ class Batch:
         self._members: dict[int, tuple[Member, Request]] = {}
         self._needs: list[tuple[int, int]] = []
         self._forked: dict[int, Request] = {}
+        self._hurried = 0
         self._ids: tuple[int, ...] | None = ()
         self._tbt_s: list[float] | None = []
 
@@ -49,6 +50,11 @@ class Batch:
             self._tbt_s = sorted(request.tbt_slo_s for request in self._requests.values() if request.tbt_slo_s)
         return self._tbt_s[0] if self._tbt_s else 0.0
 
+    @property
+    def patient(self) -> bool:
+        """Whether nobody waits for single tokens."""
+        return not self._hurried
+
     def tokens_of(self, member: Member) -> int:
         """Tokens of a sequence, in the batch or not."""
         return member.tokens + self.ticks if member.id in self._members else member.tokens
@@ -63,6 +69,7 @@ class Batch:
     def join(self, request: Request) -> None:
         """Takes a request in."""
         self._requests[request.id] = request
+        self._hurried += not request.patient
         for member in request.members:
             self.context += member.tokens
             member.tokens -= self.ticks
@@ -75,6 +82,7 @@ class Batch:
         for member in request.members:
             self._let_go(member)
         del self._requests[request.id]
+        self._hurried -= not request.patient
         self._forked.pop(request.id, None)
         self._tbt_s = None
 

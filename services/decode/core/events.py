@@ -103,6 +103,8 @@ class Start:
     """Tokens behind the first one that are known too; of one sequence."""
     known_keys: tuple[BlockKey, ...] = ()
     """Of the blocks that these fill, the last token left out."""
+    patient: bool = False
+    """Nobody waits for its single tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,7 @@ class DecodeCore:
         request.stream, request.finishes = event.stream, (event.finish, *event.others)
         request.opening, request.known, request.known_keys = event.candidates, event.known, event.known_keys
         assert request.search or len(request.finishes) == request.width, "a first token for each sequence"
+        request.patient = event.patient and not request.tbt_slo_s
         request.members[0].tokens += 1
         self._join(request, out)
 

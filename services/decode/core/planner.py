@@ -118,7 +118,8 @@ class Planner:
             return
         self.steps += 1
         steps = 1 if chunks or self._unquiet else self._quiet_steps(out)
-        run = Run(self.steps, self.batch.ids, chunks, tuple((it.source, it.block) for it in self.copies), steps)
+        patient, copies = self.batch.patient and not chunks, tuple((it.source, it.block) for it in self.copies)
+        run = Run(self.steps, self.batch.ids, chunks, copies, steps, patient)
         self.flight, self.copies = Flight(run, self.batch.context, now, self.copies, steps), []
         out.append(run)
 

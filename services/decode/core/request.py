@@ -126,6 +126,8 @@ class Request:
     known: int = 0
     """Tokens behind the first one that are known, until it begins; `known_keys` are those of the blocks they fill."""
     known_keys: tuple[BlockKey, ...] = ()
+    patient: bool = False
+    """Nobody waits for its single tokens, and the time between them was not promised."""
     preemptions: int = 0
     logprob_bytes: int = 0
     """Bytes of the log probabilities that are kept with each token of its answer."""

@@ -52,7 +52,7 @@ function story(found) {
     el("p", {}, `Came at ${came}, placed ${where}${source}. ${count(usage.prompt_tokens)} prompt tokens, ` +
       `${count(usage.cached_tokens)} of them from the cache; ${count(usage.completion_tokens)} tokens of answer. ` +
       `TTFT ${seconds(timing.ttft_s)} (predicted ${seconds(placement.predicted_ttft_s)}), ` +
-      `TPOT ${seconds(timing.tpot_s)} (predicted ${seconds(placement.predicted_tbt_s)}), ` +
+      `TPOT ${seconds(timing.tpot_s)} (predicted ${seconds(placement.predicted_tpot_s)}), ` +
       `end ${seconds(timing.e2e_s)}.${sent}`),
     timing.e2e_s ? null : el("p", { class: "hint" }, "It still runs."),
     phases.length ? chart(found) : null,

@@ -127,7 +127,7 @@ class Reads:
         if lease.blocks == end < len(lease.keys):
             return True
         first = self.tiers.dram.get(lease.keys[0]) if lease.keys and not lease.sources else None
-        if first is not None and _is_wanted(first, lease.format):
+        if first is not None and first.is_of(lease.format):
             self.close(lease)
             message = f"leases keep {self.leased_bytes} bytes of DRAM"
             raise Overloaded(message, reason="kvstore_leases", retry_after_s=RETRY_AFTER_S)
@@ -143,7 +143,7 @@ class Reads:
             block = self.tiers.dram.get(key)
             if block is None:
                 return [] if self.tiers.durable(key) else blocks
-            if not _is_wanted(block, block_format):
+            if not block.is_of(block_format):
                 break
             if len(blocks) == most:
                 return []
@@ -167,7 +167,7 @@ class Reads:
         block = dram.get(key)
         if block is not None:
             leases = self.leased.get(block, 0)
-            if not (leases or fits) or not _is_wanted(block, lease.format):
+            if not (leases or fits) or not block.is_of(lease.format):
                 return None
             dram.hold(block)
             self.leased_bytes += 0 if leases else size
@@ -240,7 +240,3 @@ class Reads:
         self.tiers.release(held)
         self.tiers.listener.room()
         self.tiers.listener.sessions_changed()
-
-
-def _is_wanted(block: DramBlock, block_format: BlockFormat) -> bool:
-    return block.info.format is block_format or block.info.format == block_format

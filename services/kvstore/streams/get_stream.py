@@ -45,7 +45,10 @@ class GetResources:
     together_bytes: int = FRAME_BYTES  # largest read that is answered in one message
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+_Parts = tuple[list[memoryview], list[int]]
+
+
+@dataclasses.dataclass(slots=True)
 class _Wanted:
     """What a session wants of each block: layers, and heads (None for all of them).
 
@@ -62,9 +65,7 @@ class _Wanted:
             return (Slice(layer, block, data, full, value) for layer, block, data, value in cells)
         return (self._cut(cell, keys[cell.block], layout) for cell in cells)
 
-    def parts(
-        self, cells: Sequence[tuple[int, int]], blocks: Sequence[DramBlock], layout: KVLayout
-    ) -> tuple[list[memoryview], list[int]]:
+    def parts(self, cells: Sequence[tuple[int, int]], blocks: Sequence[DramBlock], layout: KVLayout) -> _Parts:
         """The bytes and hashes of what is wanted of some (layer, block)."""
         if self.heads is None:
             return [blocks[at].slice(layer) for layer, at in cells], [blocks[at].hashes[layer] for layer, at in cells]
@@ -146,10 +147,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
             resources.reads.suspect(keys[error.block])
             raise
 
-        def wrap(frame: kv_pb2.FrameHeader) -> Message:
-            opened = kv_pb2.ReadOpened(session=number, blocks=len(blocks), forgotten=wanted.forgotten, frame=frame)
-            return kvstore_pb2.GetResponse(opened=opened)
-
+        wrap = self.opened_with(number, len(blocks), wanted.forgotten)
         if not self.frames.offer(shape.header(number, 0, hashes), pieces, wrap):
             return False
         resources.reads.used(keys, blocks)

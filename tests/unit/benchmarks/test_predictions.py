@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.predictions import EMULATED, REAL, Load, Pair, Requests, median_error, rows
+from benchmarks.predictions import Pair, Round, distance, median_error, rows, twice
+from benchmarks.predictions_load import EMULATED, REAL, Load, Requests, again
 from benchmarks.predictions_picture import picture
 
 
@@ -28,14 +29,43 @@ def test_a_row_is_the_median_of_the_rounds_medians() -> None:
     def of(*errors: float) -> list[Pair]:
         return [Pair(1.0 + error, 1.0) for error in errors]
 
-    rounds = [{"TTFT": of(0.1, -0.3, 0.2), "TPOT": of(0.5)}, {"TTFT": of(0.4), "TPOT": of(-0.1)}]
-    assert median_error(rounds[0]["TTFT"]) == pytest.approx(0.2)
-    ttft, tpot = rows({"light": rounds}, 0.31)
+    noise, idle = {"TTFT": 0.05, "TPOT": 0.5}, {"TTFT": 0.01, "TPOT": 0.02}
+    rounds = [
+        Round({"TTFT": of(0.1, -0.3, 0.2), "TPOT": of(0.5)}, noise),
+        Round({"TTFT": of(0.4), "TPOT": of(-0.1)}, noise),
+    ]
+    assert median_error(rounds[0].pairs["TTFT"]) == pytest.approx(0.2)
+    ttft, noise_of_ttft, alone, tpot, _, _ = rows({"light": rounds}, idle, 0.31)
     assert ttft.value == pytest.approx(30.0)
     assert (ttft.unit, ttft.limit_value) == ("%", 31.0)
     assert tpot.value == pytest.approx(30.0)
     assert ttft.spread == pytest.approx(20 / 30)
-    assert [row.met for row in (ttft, tpot, *rows({"light": rounds}, 0.2))] == [True, True, False, False]
+    assert (noise_of_ttft.value, alone.value) == pytest.approx((5.0, 1.0))
+    assert [row.met for row in rows({"light": rounds}, idle, 0.31)] == [True, None, None, True, None, None]
+    assert [row.met for row in rows({"light": rounds}, idle, 0.2)] == [False, None, None, False, None, None]
+
+
+def test_a_load_that_is_sent_again_has_other_tokens_that_begin_alike_where_they_did() -> None:
+    asked = list(Requests(REAL, 1).take(40, 2.0))
+    same = again(asked)
+    assert [(it.at, len(it.prompt), it.answer) for it in same] == [(it.at, len(it.prompt), it.answer) for it in asked]
+    assert not {tuple(it.prompt[:16]) for it in asked} & {tuple(it.prompt[:16]) for it in same}
+    for one, other in itertools.combinations(range(40), 2):
+        alike = asked[one].prompt[:16] == asked[other].prompt[:16]
+        assert alike == (same[one].prompt[:16] == same[other].prompt[:16])
+    alone = Requests(REAL, 1).alone(3)
+    assert len({tuple(it.prompt) for it in alone}) == 3
+    assert {(it.at, len(it.prompt), it.answer) for it in alone} == {(0.0, REAL.prompt_tokens, REAL.answer_tokens[1])}
+
+
+def test_noise_is_what_equal_rounds_differ_by() -> None:
+    def of(*measured: float) -> dict[str, list[Pair]]:
+        return {"TTFT": [Pair(1.0, it) for it in measured], "TPOT": [Pair(1.0, 1.0)] * 3}
+
+    found = twice(of(1.0, 2.0, 3.0), of(1.0, 2.0 * math.exp(math.sqrt(2) * 0.1), 1.0))
+    assert found.noise == {"TTFT": pytest.approx(math.expm1(0.1)), "TPOT": 0.0}
+    assert len(found.pairs["TTFT"]) == 6
+    assert distance([1.0, 1.1, 0.7, 1.0, 1.2]) == pytest.approx(0.1)
 
 
 def test_the_picture_has_a_dot_per_request_with_equal_times_on_the_diagonal() -> None:

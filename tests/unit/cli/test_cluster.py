@@ -32,7 +32,7 @@ def cluster() -> FakeConductor:
 
 def explained() -> FakeConductor:
     fake = FakeConductor()
-    placement = pb.Placement(prefill="prefill-1", decode="decode-0", predicted_ttft_s=0.25, predicted_tbt_s=0.01)
+    placement = pb.Placement(prefill="prefill-1", decode="decode-0", predicted_ttft_s=0.25, predicted_tpot_s=0.01)
     fake.explanations["r1"] = pb.ExplainResponse(
         placement=placement,
         candidates=[
@@ -46,7 +46,7 @@ def explained() -> FakeConductor:
         policy="cache_aware",
         lane="local",
     )
-    alone = pb.Placement(prefill="decode-0", decode="decode-0", predicted_ttft_s=0.25, predicted_tbt_s=0.01)
+    alone = pb.Placement(prefill="decode-0", decode="decode-0", predicted_ttft_s=0.25, predicted_tpot_s=0.01)
     fake.explanations["r3"] = pb.ExplainResponse(placement=alone)
     fake.explanations["r2"] = pb.ExplainResponse(refused="predicted time to first token 9 s exceeds the limit")
     return fake

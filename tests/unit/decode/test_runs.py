@@ -43,6 +43,19 @@ async def test_tokens_for_which_nobody_waits_are_told_together(run_steps: int) -
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == answer[1:]
         assert conductor.messages <= 3
+        assert all(step.patient for step in it.engine.steps)
+
+
+@pytest.mark.parametrize(("slo", "gather"), [({}, False), ({"tbt_slo_s": 1e3}, True)])
+async def test_steps_are_not_patient_where_somebody_waits(slo: dict[str, float], gather: bool) -> None:
+    tokens = prompt(20)
+    async with decoding(run_steps=MANY) as it, conducting(it) as conductor:
+        for name, fields, gathers in (("a", {}, True), ("b", slo, gather)):
+            target = await reserve(it, spec(name, tokens, max_tokens=4), **fields)
+            await transfer(it, target, tokens)
+            await conductor.start(name, target, continuation(tokens, 1)[0], gather=gathers)
+        await conductor.until(lambda: {"a", "b"} <= conductor.reasons.keys())
+        assert any(not step.patient for step in it.engine.steps)
 
 
 async def test_gathered_tokens_are_told_before_the_failure() -> None:

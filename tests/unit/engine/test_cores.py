@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from kernels.native import library
-from moonpool.engine.cores import SLOT, SLOTS, Cores, life_of, number_of
+from moonpool.engine.cores import LOOK_S, SLOT, SLOTS, Cores, Turns, life_of, number_of
 from moonpool.errors import ConfigError
+from moonpool.sched.steps import PATIENCE
 
 MOST = len(os.sched_getaffinity(0))
 SAME = number_of([*os.sched_getaffinity(0)])
@@ -101,3 +102,37 @@ def test_kernels_have_their_share_among_those_that_compute(
         assert SLOT.unpack_from(ours.page, 0)[3] == 0
     finally:
         native.lend(0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("slot", "cores", "later_s", "computes"),
+    [(1, SAME, 3600.0, True), (0, SAME, 3600.0, False), (1, OTHERS, 3600.0, False), (1, SAME, -3600.0, False)],
+)
+def test_who_else_computes(tmp_path: Path, slot: int, cores: int, later_s: float, computes: bool) -> None:
+    ours = Cores.claim(tmp_path / "page", 1)
+    assert not ours.others_compute()
+    put(ours.page, slot, PARENT, 1, cores, time.monotonic_ns() + int(later_s * 1e9))
+    assert ours.others_compute() == computes
+
+
+def test_patient_steps_give_way_to_others_but_not_for_long() -> None:
+    now, busy_until = 100.0, 1000.0
+
+    def nap(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    turns = Turns(lambda: now < busy_until, lambda: 0.5, lambda: now, nap)
+    turns.give_way()  # it is not known yet how long a step takes
+    assert now == 100.0
+    now += 0.01
+    assert turns.share() == 0.5
+    turns.give_way()
+    waited_s = now - 100.01
+    assert PATIENCE * 0.01 <= waited_s < PATIENCE * 0.01 + 2 * LOOK_S
+    now += 0.01
+    assert turns.share() == pytest.approx(0.5 * 0.01 / (0.01 + waited_s))
+    assert turns.share() == 0.5  # of a step that is not patient
+    busy_until = now + 2 * LOOK_S
+    turns.give_way()
+    assert now == pytest.approx(busy_until, abs=LOOK_S)

@@ -318,3 +318,13 @@ def test_an_answer_whose_format_cannot_be_followed_gets_nothing_and_others_get_t
         assert list(done.failed) == [0]
         assert "no tokenizer" in done.failed[0]
         assert done.logprobs == {}
+
+
+def test_patient_steps_give_way(checkpoint: Path) -> None:
+    with stages(checkpoint, 1) as one:
+        called: list[int] = []
+        one.runners[0].give_way = lambda: called.append(len(one.events))
+        one.run(replace(whole(1), patient=True, steps=2))
+        assert called == [0, 1]
+        one.run(whole(2))
+        assert called == [0, 1]

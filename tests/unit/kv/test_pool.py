@@ -10,7 +10,7 @@ import pytest
 from moonpool.errors import ConfigError
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool, PoolPart, available_bytes
+from moonpool.kv.pool import KVPool, PoolPart, PoolTarget, available_bytes
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 
@@ -44,6 +44,22 @@ def test_attached_part_shares_the_memory() -> None:
     part.slice(1, 0)[:2] = b"xy"
     assert bytes(pool.slice(1, 0)[:2]) == b"xy"
     part.close()
+    pool.close()
+
+
+def test_slices_are_taken_where_they_landed_or_from_other_memory() -> None:
+    pool = KVPool.create(LAYOUT, 4, [(0, 3)])
+    target = PoolTarget(pool, [3, 1])
+    landed = target.into(2, 0)
+    landed[:] = b"l" * LAYOUT.slice_bytes
+    target.into(0, 1)
+    other = memoryview(b"o" * LAYOUT.slice_bytes)
+    target.take(2, 0, landed, 7)
+    target.take(0, 1, other, 8)
+    target.take(1, 1, other, 9)
+    found = [pool.read(*cell) for cell in ((2, 3), (0, 1), (1, 1))]
+    assert [(bytes(data[:1]), value) for data, value in found] == [(b"l", 7), (b"o", 8), (b"o", 9)]
+    del found, landed
     pool.close()
 
 

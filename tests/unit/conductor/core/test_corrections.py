@@ -5,6 +5,7 @@ import pytest
 from moonpool.cost import Speeds
 from services.conductor.core.company import FOREVER, Span, stretched
 from services.conductor.core.corrections import Corrections
+from services.conductor.core.crowds import SLOW, Slowness
 from services.conductor.core.decodes import Answer, Decodes
 from services.conductor.core.facts import LoadFacts
 from tests.unit.conductor.core.worlds import World, decode_at, facts
@@ -118,22 +119,22 @@ def test_the_overhead_depends_on_how_many_others_there_are() -> None:
     assert [overheads.seconds(others) for others in range(6)] == [0.02] * 6
     overheads.observe(0, 0.005)
     overheads.observe(7, 0.03)
-    assert [overheads.seconds(others) for others in range(6)] == [0.005, 0.005, 0.02, 0.03, 0.03, 0.03]
+    assert [overheads.seconds(others) for others in range(6)] == [0.005, 0.005, 0.02, 0.02, 0.03, 0.03]
 
 
 @pytest.mark.parametrize(
-    ("company", "whole_s", "shared_s"),
+    ("company", "whole_s", "shared"),
     [
         ([], 0.1, 0.0),
-        ([FOREVER], 0.2, 0.2),
-        ([Span(0.0, 0.1)], 0.15, 0.1),  # half of the first 100 ms counts
-        ([Span(0.04, 0.1)], 0.13, 0.06),
-        ([Span(0.0, 0.06), Span(0.02, 0.1), Span(0.3, 0.4)], 0.15, 0.1),
+        ([FOREVER], 0.2, 1.0),
+        ([Span(0.0, 0.1)], 0.15, 0.5),  # half of the first 100 ms counts
+        ([Span(0.04, 0.1)], 0.13, 0.3),
+        ([Span(0.0, 0.06), Span(0.02, 0.1), Span(0.3, 0.4)], 0.15, 0.5),
         ([Span(0.1, 0.2)], 0.1, 0.0),
     ],
 )
-def test_work_takes_longer_in_company(company: list[Span], whole_s: float, shared_s: float) -> None:
-    assert stretched(0.1, company, 0.5) == pytest.approx((whole_s, shared_s))
+def test_work_takes_longer_in_company(company: list[Span], whole_s: float, shared: float) -> None:
+    assert stretched(0.1, company, 2.0) == pytest.approx((whole_s, shared))
 
 
 def test_what_company_costs_is_learnt_beside_the_speed() -> None:
@@ -142,45 +143,67 @@ def test_what_company_costs_is_learnt_beside_the_speed() -> None:
     for number in range(400):
         company = [[], [FOREVER], [Span(0.0, 0.03)]][number % 3]
         alone_s = 0.05 + 0.01 * (number % 5)
-        _, shared_s = stretched(alone_s * learnt.factors[2], company, learnt.lost)
-        there_s, _ = stretched(1.2 * alone_s, company, 0.5)
-        learnt.observe((0.0, 0.0, alone_s), (1.0, 1.0, 1.0), there_s, shared_s)
+        _, shared = stretched(alone_s * learnt.factors[2], company, learnt.slowness.of(1))
+        there_s, _ = stretched(1.2 * alone_s, company, 2.0)
+        learnt.observe((0.0, 0.0, alone_s), (1.0, 1.0, 1.0), there_s, shared, 1)
     assert learnt.factors[2] == pytest.approx(1.2, rel=0.1)
-    assert learnt.lost == pytest.approx(0.5, rel=0.1)
+    assert learnt.slowness.of(1) == pytest.approx(2.0, rel=0.1)
+
+
+def test_what_was_placed_before_company_was_known_to_be_slow_does_not_teach_too_much() -> None:
+    """Many prompts are under way that were predicted by the first belief; work takes four times as long."""
+    learnt = Corrections(TOLD)
+    for _ in range(40):
+        learnt.observe((0.0, 0.0, 0.1), (1.0, 1.0, 1.0), 0.4, 1.0, 8)
+    assert learnt.slowness.of(8) * learnt.factors[2] == pytest.approx(4.0, rel=0.1)
+
+
+def test_company_of_more_requests_is_learnt_apart() -> None:
+    slowness = Slowness()
+    assert [slowness.of(others) for others in (0, 1, 20)] == [SLOW] * 3
+    for _ in range(40):
+        slowness.observe(1, 0.1, 0.0, 0.2)
+    assert slowness.of(1) == pytest.approx(2.0, rel=0.05)
+    assert slowness.of(20) == slowness.of(1), "the nearest crowd's"
+    for _ in range(40):
+        slowness.observe(9, 0.1, 0.0, 0.35)
+        slowness.observe(2, 0.1, 0.0, 0.05)
+    assert [slowness.of(others) for others in (8, 20)] == pytest.approx([3.5, 3.5], rel=0.05)
+    assert slowness.of(3) == 1.0, "company makes nothing quicker"
 
 
 def test_company_costs_an_emulated_engine_nothing() -> None:
-    learnt = Corrections(TOLD, lost=0.0)
+    learnt = Corrections(TOLD, slow=1.0)
     for _ in range(20):
-        learnt.observe((0.0, 0.0, 0.05), (1.0, 1.0, 1.0), 0.06, shared_s=0.05)
-    assert learnt.lost == 0.0
+        learnt.observe((0.0, 0.0, 0.05), (1.0, 1.0, 1.0), 0.06, shared=1.0, others=1)
+    assert learnt.slowness.of(1) == 1.0
     assert learnt.factors[2] == pytest.approx(1.2, rel=0.05)
 
 
 def test_an_engine_alone_on_its_host_has_no_company() -> None:
     here = World(facts("decode-0", host="b"), facts("prefill-0", speeds=TOLD, host="a"))
-    assert here.plan().prefill.shared_s is None
+    assert here.plan().prefill.shared is None
     nowhere = World(DECODE, facts("prefill-0", speeds=TOLD))
-    assert nowhere.plan().prefill.shared_s is None
+    assert nowhere.plan().prefill.shared is None
 
 
 def test_a_prompt_is_predicted_by_what_decode_will_compute_beside_it() -> None:
-    """At first company is believed to take three tenths of the speed."""
+    """At first company is believed to make it half as slow again."""
     here = World(
         facts("decode-0", host="a", speeds=Speeds(decode_base_s=0.002)), facts("prefill-0", speeds=TOLD, host="a")
     )
     idle = here.plan().prefill
-    assert (idle.shared_s, idle.others) == (0.0, 0)
+    assert (idle.shared, idle.others) == (0.0, 0)
     assert idle.prefill_s == pytest.approx(0.064)
     here.picture.claim_decode("decode-0", Answer(64, 2, told_at=0.0, made=1, tokens=11))
     busy = here.plan().prefill
     assert busy.others == 1
-    assert busy.shared_s == pytest.approx(0.020)
-    assert busy.prefill_s == pytest.approx(0.064 + 0.3 * 0.020)
+    assert busy.shared == pytest.approx(0.020 / 1.5 / 0.064)
+    assert busy.prefill_s == pytest.approx(0.064 + 0.020 - 0.020 / 1.5)
     later = here.plan(now=0.015).prefill
-    assert later.shared_s == pytest.approx(0.005)
+    assert later.shared == pytest.approx(0.005 / 1.5 / 0.064)
     here.report("decode-0", running=2, free_blocks=90)  # another conductor's
-    assert here.plan(now=0.015).prefill.prefill_s == pytest.approx(0.064 / 0.7)
+    assert here.plan(now=0.015).prefill.prefill_s == pytest.approx(0.064 * 1.5)
 
 
 def spans(decodes: Decodes, now: float) -> list[float]:

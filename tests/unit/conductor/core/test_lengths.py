@@ -81,6 +81,10 @@ def test_a_mean_is_cut_at_the_longest_answer_allowed() -> None:
         seen(lengths, number, 64)
     assert lengths.expected(ONE, 4096) == pytest.approx(64, rel=0.15)
     assert lengths.expected(ONE, 16) == pytest.approx(16, rel=0.02)
+    assert lengths.expected(ONE, 4096, 4096) == 4096
+    assert lengths.expected(ONE, 40, 100) == 40
+    assert 200 < lengths.expected(ONE, 4096, 200) < 4096
+    assert lengths.expected(ONE, 4096, 1) == pytest.approx(lengths.expected(ONE, 4096), rel=1e-2)
 
 
 def test_old_answers_fade() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from services.conductor.core.admission import Slo
-from services.conductor.core.corrections import LOST
+from services.conductor.core.crowds import SLOW
 from services.conductor.core.failures import Stale
 from services.conductor.core.messages import Accepted, Announce, Prefill, Reserve, Undo
 from services.conductor.core.staleness import LEAST_S, MOST, SLACK
@@ -160,7 +160,7 @@ def test_what_an_instance_makes_up_counts_no_longer_than_one_report() -> None:
     world.finish_all()
 
 
-@pytest.mark.parametrize(("host", "lost"), [("", 0.0), ("here", LOST)])
+@pytest.mark.parametrize(("host", "lost"), [("", 0.0), ("here", 1.0 - 1.0 / SLOW)])
 def test_while_decode_has_cores_an_instance_has_done_less_than_time_has_gone_by(host: str, lost: float) -> None:
     world = World(prefills=0, decodes=0)
     world.join_decode("decode-0", host=host)

@@ -153,13 +153,19 @@ class World:
         return number
 
     def promise(
-        self, call: Reserve, *, incarnation: int | None = None, lease_s: float = LEASE_S, held: int = 0
+        self,
+        call: Reserve,
+        *,
+        incarnation: int | None = None,
+        lease_s: float = LEASE_S,
+        held: int = 0,
+        tbt_s: float = 0.0,
     ) -> list[Action]:
         self._transfers += 1
         actual = call.incarnation if incarnation is None else incarnation
         target = Target(call.decode, actual, "localhost:1", self._transfers, 1, held)
         self.promises[target.transfer_id] = target
-        return self.end(call, Promised(target, lease_s))
+        return self.end(call, Promised(target, lease_s, tbt_s=tbt_s))
 
     def end(self, call: Reserve | Prefill | Start | Adopt, result: Result = None) -> list[Action]:
         del self.calls[call.io]

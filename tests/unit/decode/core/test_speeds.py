@@ -1,7 +1,12 @@
 """What a decode core learns from its steps."""
 
+from dataclasses import replace
+
 import pytest
 
+from moonpool.cost import Speeds
+from services.decode.core.actions import Run
+from services.decode.core.runs import Flight
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import World, config
 
@@ -61,3 +66,11 @@ def test_a_step_that_is_overdue_tells_before_it_is_over() -> None:
     assert told.decode_base_s == pytest.approx(100 * learnt.decode_base_s, rel=0.1)
     assert told.prefill_base_s == learnt.prefill_base_s
     assert world.core.tracker.speeds == learnt, "nothing was learnt from it yet"
+
+
+def test_a_patient_step_may_wait_before_it_is_overdue() -> None:
+    run, speeds = Run(1, (1, 2), patient=True), Speeds(decode_base_s=0.01)
+    patient, other = Flight(run, 9, 5.0), Flight(replace(run, patient=False), 9, 5.0)
+    assert patient.overdue(5.07, speeds) == speeds
+    assert other.overdue(5.07, speeds).decode_base_s == pytest.approx(0.07)
+    assert patient.overdue(5.2, speeds).decode_base_s == pytest.approx(0.05)

@@ -29,6 +29,14 @@ def test_the_times_of_one_request() -> None:
     assert cluster.decodes[0].use.steps == 3
 
 
+def test_decode_may_have_a_prompts_kv_later_than_its_link() -> None:
+    alike = config(kvstore=0)
+    later = replace(alike, delays=replace(alike.delays, tail_s=0.03))
+    (plain,), (one,) = (run(it, [request(1.0, 100, 4, 0)])[0] for it in (alike, later))
+    assert one.first_at == plain.first_at
+    assert one.intervals == [plain.intervals[0] + ps(0.03), *plain.intervals[1:]]
+
+
 def test_an_answer_of_one_token_needs_no_decode() -> None:
     (one,), cluster = run(config(kvstore=0), [request(0.0, 100, 1, 0)])
     assert (one.outcome, one.ended_at, one.intervals) == (DONE, ps(0.1), [])

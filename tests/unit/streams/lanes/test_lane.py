@@ -34,6 +34,10 @@ async def test_messages_and_payloads_in_order_both_ways() -> None:
         writing = asyncio.ensure_future(lane.client.write(Held(REQUEST, large)))
         assert await came(lane.server) == (REQUEST, bytes(large))
         await writing
+        many = kvstore_pb2.PutRequest(open=kvstore_pb2.PutOpen(keys=bytes(large[:200_000])))
+        writing = asyncio.ensure_future(lane.client.write(many))  # larger than what is received at once
+        assert await came(lane.server) == (many, b"")
+        await writing
         await lane.client.write(REQUEST.SerializeToString())
         await lane.server.write(Held(RESPONSE, [large[:5], large[7:9]]))
         await lane.server.write(RESPONSE)
@@ -181,3 +185,39 @@ async def test_a_message_for_another_stream_s_class_is_read_as_protobuf_reads_it
     async with pair() as lane:
         await lane.client.write(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=8, aborted=True)))
         assert (await read(lane.server))[0].close.aborted
+
+
+async def test_what_a_taker_raises_is_raised_and_nothing_more_is_taken() -> None:
+    taken: list[Any] = []
+
+    def refuse(message: Any, payload: Any) -> None:
+        taken.append(message)
+        raise KeyError("refused")
+
+    def nowhere(message: Any, nbytes: int) -> None:
+        raise LookupError("no place")
+
+    async with pair() as lane:
+        for _ in range(2):
+            await lane.client.write(REQUEST)
+        with pytest.raises(KeyError, match="refused"):
+            await lane.server.run(refuse)
+        assert taken == [REQUEST]
+        assert await came(lane.server) == (REQUEST, b"")
+        lane.held([memoryview(b"x")])
+        lane.server.resume()  # after `came`
+        with pytest.raises(LookupError, match="no place"):
+            await lane.server.run(refuse, nowhere)
+        assert taken == [REQUEST]
+
+
+async def test_a_socket_that_is_closed_ends_the_reading() -> None:
+    async with pair() as lane:
+        reading = asyncio.ensure_future(came(lane.server))
+        await lane.client.write(REQUEST)
+        assert await reading == (REQUEST, b"")
+        reading = asyncio.ensure_future(came(lane.server))
+        await asyncio.sleep(0)
+        lane.socks[1].close(StreamBroken("cut"))
+        with pytest.raises(StreamBroken, match="cut"):
+            await reading

@@ -1,0 +1,83 @@
+"""What is learnt apart by how many other requests a host has: seconds beside, and how much slower company makes."""
+
+from moonpool.cost import Regression
+
+CROWDS = 5
+"""Learnt apart for requests that find no other one on their host, one, two or three, four to seven, and more."""
+OVERHEADS = 15
+"""The overhead is the median of so many: a few that took long do not count, and it follows how busy the machine is."""
+SLOW, SLOW_SPREAD = 1.5, 0.5
+"""Times as long as alone that work is believed to take while other engines of the host compute, and how uncertain."""
+MOST_SLOW = 6.0
+CHANGE = 16
+DRIFT = 2e-3
+LEAST_S = 0.005
+"""Errors of predictions shorter than this count as those of one so long."""
+
+
+def crowd_of(others: int) -> int:
+    """The crowd that so many others are."""
+    return min(others.bit_length(), CROWDS - 1)
+
+
+def nearest(crowd: int, known: list[bool]) -> int | None:
+    """The crowd next to this one of which something is known; None = there is none."""
+    return min((it for it in range(CROWDS) if known[it]), key=lambda it: (abs(it - crowd), it), default=None)
+
+
+class Overheads:
+    """Seconds that requests take beside what is foreseen of them by their sizes: medians of the last ones."""
+
+    __slots__ = ("_latest",)
+
+    def __init__(self) -> None:
+        self._latest: list[tuple[float, ...]] = [()] * CROWDS
+
+    def seconds(self, others: int) -> float:
+        """The median of the last ones; where there are none, of those of the nearest crowd."""
+        near = nearest(crowd_of(others), [bool(latest) for latest in self._latest])
+        return sorted(self._latest[near])[len(self._latest[near]) // 2] if near is not None else 0.0
+
+    def observe(self, others: int, seconds: float) -> None:
+        """Learns what a request took beside."""
+        crowd = crowd_of(others)
+        self._latest[crowd] = (*self._latest[crowd][-OVERHEADS + 1 :], max(seconds, 0.0))
+
+    @property
+    def state(self) -> tuple[tuple[float, ...], ...]:
+        """Everything that later predictions depend on."""
+        return tuple(self._latest)
+
+
+class Slowness:
+    """How many times as long as alone work takes in company. The more requests a host has, the more its services take.
+
+    Args:
+        first: what is believed at first; 1 = company costs nothing, as of emulated engines, and that stays so.
+    """
+
+    __slots__ = ("_by_crowd", "_first", "_known")
+
+    def __init__(self, first: float = SLOW) -> None:
+        self._first = first
+        spread = SLOW_SPREAD if first > 1.0 else 0.0
+        self._by_crowd = [
+            Regression((first,), (spread,), change=CHANGE, drift=DRIFT, least_s=LEAST_S) for _ in range(CROWDS)
+        ]
+        self._known = [False] * CROWDS
+
+    def of(self, others: int) -> float:
+        """With so many other requests; where nothing was measured, as of the nearest crowd."""
+        near = nearest(crowd_of(others), self._known)
+        return self._first if near is None else min(max(self._by_crowd[near].coefficients[0], 1.0), MOST_SLOW)
+
+    def observe(self, others: int, beside_s: float, alone_s: float, seconds: float) -> None:
+        """Learns what work took of which `beside_s` was done in company and `alone_s` was not, as it takes alone."""
+        crowd = crowd_of(others)
+        self._by_crowd[crowd].observe((beside_s,), seconds, known_s=alone_s)
+        self._known[crowd] = True
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Everything that later predictions depend on."""
+        return tuple(one.state for one in self._by_crowd), tuple(self._known)

@@ -1,0 +1,50 @@
+"""How quickly an answer's tokens follow each other, as its client counts it.
+
+That is the mean over the answer: its steps at decode, and once what lies between prefill's token and decode's first
+step (the rest of the KV on its way, the call, the end of the step that runs) and what telling the last token takes. Of
+a short answer this is most of the time.
+"""
+
+from typing import NamedTuple
+
+from services.conductor.core.crowds import Overheads
+
+
+class Foreseen(NamedTuple):
+    """What is foreseen of the times between an answer's tokens, seconds.
+
+    Attributes:
+        tbt_s: of a step, as decode has promised it; 0 = it has not.
+        tpot_s: the mean over the answer; 0 = not foreseen.
+        others: requests that its host has as it is placed.
+    """
+
+    tbt_s: float = 0.0
+    tpot_s: float = 0.0
+    others: int = 0
+
+
+NOTHING = Foreseen()
+
+
+class Pace:
+    """Learns of a decode instance what answers take there beside their steps."""
+
+    __slots__ = ("_beside",)
+
+    def __init__(self) -> None:
+        self._beside = Overheads()
+
+    def foresee(self, tbt_s: float, steps: float, others: int, *, joins: bool) -> Foreseen:
+        """Of an answer of so many tokens after its first one; `joins`: prefill computes that one, not decode."""
+        beside_s = self._beside.seconds(others) if joins else 0.0
+        return Foreseen(tbt_s, tbt_s + beside_s / max(steps, 1.0), others)
+
+    def observe(self, foreseen: Foreseen, steps: int, seconds: float) -> None:
+        """Learns what an answer took from its first token to its last one, so many later."""
+        self._beside.observe(foreseen.others, seconds - steps * foreseen.tbt_s)
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Everything that later predictions depend on."""
+        return self._beside.state

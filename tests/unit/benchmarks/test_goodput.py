@@ -1,0 +1,58 @@
+"""The benchmark that holds the simulator's goodput against a stack's: its modes, requests and rows."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.frame import Skipped
+from benchmarks.goodput import MODES, MOST_TOKENS, Figures, arrivals, flags, plan_of, rows
+from moonpool.cli.replay import Replay
+from moonpool.client import Slo as Limits
+from moonpool.engine.emulated.profile import load_profile
+from services.conductor.core.admission import Admission
+from simulator.cluster.config import ClusterConfig
+from simulator.cluster.entrance import keeps_tbt, limits_of, slo_of
+from simulator.traces.mooncake import TraceRequest
+
+CONFIG = ClusterConfig(profile=load_profile("llama-70b-a800"))
+
+
+def test_the_simulated_cluster_lets_in_whom_the_stack_lets_in() -> None:
+    parser = argparse.ArgumentParser()
+    flags(parser)
+    options = parser.parse_args([])
+    for mode in MODES.values():
+        config = mode.simulated(CONFIG)
+        assert (config.policy, limits_of(config).admission) == (mode.policy, mode.admission)
+        told = slo_of(config)
+        assert (told.ttft_s, told.tbt_s) == ((30.0, pytest.approx(0.09)) if mode.limited else (None, None))
+        assert keeps_tbt(config), "decode looks when it is asked for room, not later"
+        conductor = plan_of(mode, options, Path("/nowhere")).extra["conductor"]
+        assert conductor == ["--policy", mode.policy, "--admission", mode.admission.value]
+    assert {mode.admission for mode in MODES.values() if mode.limited} == set(Admission)
+
+
+def test_limits_are_told_in_seconds_of_the_stack() -> None:
+    replay = Replay([], 512, 0.5, 4096, CONFIG.slo, Limits(ttft_s=6.0, tbt_s=0.05))
+    assert replay.told() == Limits(ttft_s=12.0, tbt_s=0.1)
+    assert replace(replay, limits=Limits(ttft_s=6.0)).told() == Limits(ttft_s=12.0)
+    assert replace(replay, limits=None).told() is None
+
+
+def test_requests_come_at_the_wanted_rate() -> None:
+    trace = [TraceRequest(1000.0 * at * at, 100_000, 5, tuple(range(200))) for at in range(5)]
+    found = arrivals(trace, 3, rate=4.0)
+    assert [one.timestamp for one in found] == [0.0, pytest.approx(125.0), pytest.approx(500.0)]
+    assert {(one.input_length, len(one.hash_ids)) for one in found} == {(MOST_TOKENS, 63)}
+    with pytest.raises(Skipped, match="has 5 requests, 6 are wanted"):
+        arrivals(trace, 6, rate=4.0)
+
+
+def test_rows_say_how_far_the_simulator_is_off() -> None:
+    goodput, off = rows("policy random", [Figures(50.0, 60.0), Figures(80.0, 80.0), Figures(100.0, 90.0)])
+    assert (goodput.value, goodput.limit_value, goodput.target) == (80.0, 80.0, None)
+    assert (off.value, off.limit_value, off.met) == (10.0, 15.0, True)
+    assert Figures(0.0, 3.0).off == 100.0
+    assert Figures(0.0, 0.0).off == 0.0
