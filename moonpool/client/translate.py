@@ -134,23 +134,26 @@ class Collector:
         return self._point is not None
 
     def resume(self, request: conductor_pb2.GenerateRequest) -> conductor_pb2.GenerateRequest:
-        """The request with which the stream goes on behind what has come; at first the request itself.
-
-        Streams of one answer only: with several, conductors tell no way to resume.
-        """
+        """The request with which the stream goes on behind what has come; at first the request itself."""
         if self._point is None:
             return request
         self.resumes += 1
         again = conductor_pb2.GenerateRequest()
         again.CopyFrom(request)
         again.request_id, again.from_position = self.request_id, len(self._tokens[0])
-        again.sampling.seed = self._seed
+        if not request.sampling.beam_width:
+            again.sampling.seed = self._seed
+        first, *further = [
+            conductor_pb2.AnswerSoFar(token_ids=self._tokens[it], text_chars=sum(map(len, self._text[it])))
+            for it in range(max(1, request.sampling.n))
+        ]
         again.resume.CopyFrom(
             conductor_pb2.Resume(
                 point=self._point,
-                token_ids=self._tokens[0],
-                text_chars=sum(map(len, self._text[0])),
+                token_ids=first.token_ids,
+                text_chars=first.text_chars,
                 count=self.resumes,
+                further=further,
             )
         )
         return again

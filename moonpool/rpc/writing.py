@@ -45,8 +45,14 @@ def _seen(writing: asyncio.Future[None]) -> None:
         writing.exception()
 
 
+def bare_write(context: Any) -> Callable[[Any], Awaitable[None]]:
+    """GRPC's own write of a stream's context, which takes less time: for `write_each`, which never cancels it early."""
+    write: Callable[[Any], Awaitable[None]] = context.bare_write
+    return write
+
+
 async def write_each(
-    write: Callable[[T], Awaitable[None]], take: Callable[[], Awaitable[T | None]], stall_s: float
+    write: Callable[[T], Awaitable[None]], take: Callable[[], Awaitable[T | None]], stall_s: float | None = None
 ) -> None:
     """Writes what `take` gives until it gives None; as `write_whole` for each message, but one task for all of them.
 
@@ -85,7 +91,7 @@ async def _write_each(
 class _Watch:
     """Notices a write that takes too long. One timer for many writes: it looks when the first of them would be due."""
 
-    def __init__(self, stall_s: float) -> None:
+    def __init__(self, stall_s: float | None) -> None:
         self.stalled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.writing = False
         self.leaving = False
@@ -97,7 +103,7 @@ class _Watch:
     def begin(self) -> None:
         self.writing = True
         self._began = self._loop.time()
-        if self._timer is None:
+        if self._timer is None and self._stall_s is not None:
             self._timer = self._loop.call_later(self._stall_s, self._look)
 
     def close(self) -> None:
@@ -107,7 +113,7 @@ class _Watch:
 
     def _look(self) -> None:
         self._timer = None
-        if not self.writing or self.stalled.done():
+        if not self.writing or self.stalled.done() or self._stall_s is None:
             return
         left = self._began + self._stall_s - self._loop.time()
         if left <= 0:

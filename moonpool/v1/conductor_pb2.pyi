@@ -234,7 +234,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Unique in the cluster; drawn by the conductor when empty."""
     from_position: _builtins.int
-    """Position of the first token that is wanted: how many tokens `resume` has; 0 without it."""
+    """Position of the first token that is wanted of the first answer: how many tokens `resume` has of it; 0 without it."""
     text: _builtins.str
     """Plain text, tokenised with the model's tokenizer and its special tokens."""
     tenant: _builtins.str
@@ -264,7 +264,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def resume(self) -> Global___Resume:
         """Takes a lost stream up again, at this conductor or another one. The rest of the request must be what it was, with
-        the id and the seed that `Placed` has told. Only for one answer (`Sampling.n`).
+        the id and the seed that `Placed` has told.
         """
 
     @_builtins.property
@@ -372,6 +372,7 @@ class Resume(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_CHARS_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    FURTHER_FIELD_NUMBER: _builtins.int
     text_chars: _builtins.int
     """Characters (code points) of the answer's text so far."""
     count: _builtins.int
@@ -382,7 +383,11 @@ class Resume(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The answer's tokens so far."""
+        """The answer's tokens so far; of several answers (`Sampling.n`) the first one's."""
+
+    @_builtins.property
+    def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___AnswerSoFar]:
+        """What there is of the further answers, each."""
 
     def __init__(
         self,
@@ -391,14 +396,43 @@ class Resume(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text_chars: _builtins.int = ...,
         count: _builtins.int = ...,
+        further: _abc.Iterable[Global___AnswerSoFar] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["point", b"point"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "point", b"point", "text_chars", b"text_chars", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "further", b"further", "point", b"point", "text_chars", b"text_chars", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class AnswerSoFar(_message.Message):
+    """What a client has of one of a request's answers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_CHARS_FIELD_NUMBER: _builtins.int
+    text_chars: _builtins.int
+    """Characters (code points) of its text."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text_chars: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text_chars", b"text_chars", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerSoFar: _TypeAlias = AnswerSoFar  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):
@@ -554,9 +588,7 @@ class Placed(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___ResumePoint:
-        """For `GenerateRequest.resume`; unset when the request cannot be resumed: several answers are wanted
-        (`Sampling.n`), or log probabilities of the prompt.
-        """
+        """For `GenerateRequest.resume`; unset when the request cannot be resumed: log probabilities of the prompt are wanted."""
 
     def __init__(
         self,

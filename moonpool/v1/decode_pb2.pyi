@@ -60,7 +60,7 @@ class ReserveRequest(_message.Message):
     """Mean time between tokens the request expects, seconds; unset = no limit."""
     resume_secret: _builtins.bytes
     """Whoever knows it may take the started sequence over (`ResumeSequence`): 16 to 64 random bytes. Empty: nobody may, and
-    the sequence ends with its conductor. Must be empty when several answers are wanted (`Sampling.n`).
+    the sequence ends with its conductor.
     """
     fence: _builtins.int
     """How often the request's client has resumed its stream."""
@@ -396,6 +396,7 @@ class StartSequence(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     KNOWN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     GATHER_FIELD_NUMBER: _builtins.int
+    FURTHER_KNOWN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     transfer_id: _builtins.int
@@ -422,13 +423,19 @@ class StartSequence(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _kv_pb2.Logprobs:
-        """Of `first_token_id`, where `Sampling.logprobs` wants them and one answer: for who resumes it."""
+        """Of `first_token_id` and of each of `further_token_ids`, where `Sampling.logprobs` wants them: for who resumes the
+        request. Unset where more tokens are known.
+        """
 
     @_builtins.property
     def known_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens behind `first_token_id` that are known too, as the sequence has gone on elsewhere meanwhile: their KV is
-        computed in one go, and what is told begins behind them. For one answer without beams and log probabilities.
+        """Tokens behind `first_token_id` that are known too, as the sequence has gone on elsewhere: their KV is computed in one
+        go, and what is told begins behind them. Not for beams.
         """
+
+    @_builtins.property
+    def further_known(self) -> _containers.RepeatedCompositeFieldContainer[Global___KnownTokens]:
+        """As `known_token_ids`, of the further answers: none, or one for each."""
 
     def __init__(
         self,
@@ -443,14 +450,39 @@ class StartSequence(_message.Message):
         logprobs: _kv_pb2.Logprobs | None = ...,
         known_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         gather: _builtins.bool = ...,
+        further_known: _abc.Iterable[Global___KnownTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_token_ids", b"further_token_ids", "gather", b"gather", "generation", b"generation", "known_token_ids", b"known_token_ids", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_prompt", b"compute_prompt", "first_token_id", b"first_token_id", "further_known", b"further_known", "further_token_ids", b"further_token_ids", "gather", b"gather", "generation", b"generation", "known_token_ids", b"known_token_ids", "log_probabilities", b"log_probabilities", "logprobs", b"logprobs", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartSequence: _TypeAlias = StartSequence  # noqa: Y015
+
+@_typing.final
+class KnownTokens(_message.Message):
+    """Tokens of an answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In their order."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KnownTokens: _TypeAlias = KnownTokens  # noqa: Y015
 
 @_typing.final
 class CancelSequence(_message.Message):
@@ -492,9 +524,9 @@ Global___CancelSequence: _TypeAlias = CancelSequence  # noqa: Y015
 
 @_typing.final
 class ResumeSequence(_message.Message):
-    """Take a started sequence over, or read what is kept of one that has ended. Its tokens come from the position on, then
-    go on as they are generated. `SequenceFailed` where it is not known (any more), `SequenceFenced` where it may not be
-    taken.
+    """Take a started request over, or read what is kept of one that has ended. The tokens of each answer come from its
+    position on, then go on as they are generated. `SequenceFailed` where it is not known (any more), `SequenceFenced` where
+    it may not be taken.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -506,10 +538,11 @@ class ResumeSequence(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    FURTHER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     from_position: _builtins.int
-    """First output position wanted."""
+    """First output position wanted, of the first answer."""
     transfer_id: _builtins.int
     """The transfer's id."""
     generation: _builtins.int
@@ -520,6 +553,10 @@ class ResumeSequence(_message.Message):
     """What `ReserveRequest.resume_secret` said."""
     digest: _builtins.bytes
     """Hash of the answer's tokens before the position (`moonpool.kv.keys.tokens_digest`): both sides mean the same answer."""
+    @_builtins.property
+    def further(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedAnswer]:
+        """The same of the further answers, each."""
+
     def __init__(
         self,
         *,
@@ -530,14 +567,41 @@ class ResumeSequence(_message.Message):
         fence: _builtins.int = ...,
         secret: _builtins.bytes = ...,
         digest: _builtins.bytes = ...,
+        further: _abc.Iterable[Global___ResumedAnswer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fence", b"fence", "from_position", b"from_position", "generation", b"generation", "request_id", b"request_id", "secret", b"secret", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "fence", b"fence", "from_position", b"from_position", "further", b"further", "generation", b"generation", "request_id", b"request_id", "secret", b"secret", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeSequence: _TypeAlias = ResumeSequence  # noqa: Y015
+
+@_typing.final
+class ResumedAnswer(_message.Message):
+    """How far one of a request's answers is known to who resumes it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_POSITION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    from_position: _builtins.int
+    """First output position wanted."""
+    digest: _builtins.bytes
+    """Hash of its tokens before the position."""
+    def __init__(
+        self,
+        *,
+        from_position: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "from_position", b"from_position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedAnswer: _TypeAlias = ResumedAnswer  # noqa: Y015
 
 @_typing.final
 class SequenceTokens(_message.Message):

@@ -11,6 +11,7 @@ from moonpool.errors import StreamBroken
 from moonpool.logprobs import Logprobs
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.request import Request, Served
+from services.conductor.resume import Had
 from services.conductor.text import AnswerText
 
 STOP = kv_pb2.FINISH_REASON_STOP
@@ -22,7 +23,8 @@ class Choice:
     """One of the answers to a request. `finish` is set with its last token.
 
     Of a client that has resumed: `resumed_at` counts the tokens that it had, `owed` is text that it lacks, and `ahead`
-    counts the characters that it has beyond the text of its tokens.
+    counts the characters that it has beyond the text of its tokens. `scores` are the log probabilities of the tokens
+    since then, where they are wanted, and `pieces` all of the text.
     """
 
     request: Request
@@ -34,16 +36,38 @@ class Choice:
     owed: str = ""
     ahead: int = 0
     score: float | None = None  # of a hypothesis of a beam search
+    scores: Logprobs = field(default_factory=Logprobs)
+    pieces: list[str] = field(default_factory=list)
 
-    def resume(self, token_ids: Sequence[int], text_chars: int) -> None:
+    def resume(self, had: Had) -> None:
         """Go on from what a client has; it has all text that was certain with its tokens, and maybe the answer's rest.
 
         `finish` is set when its tokens complete the answer.
         """
-        known = self.extend(token_ids)
-        text = known.text if known is not None else ""
-        self.owed, self.ahead = text[text_chars:], max(0, text_chars - len(text))
+        self.extend(had.tokens)
+        self._goes_to(had.text_chars)
         self.resumed_at = len(self.tokens)
+
+    def has(self, had: Had) -> bool:
+        """Whether a client's tokens are these, and what follows them can be told again."""
+        count = len(had.tokens)
+        return count >= self.resumed_at and self.tokens[:count] == had.tokens
+
+    def again(self, had: Had) -> conductor_pb2.TokenDelta | None:
+        """What the answer has beyond what a client has that hears it from now on; None for nothing."""
+        position = len(had.tokens)
+        self._goes_to(had.text_chars)
+        text, self.owed, lacking = self.owed, "", self.tokens[position:]
+        delta = conductor_pb2.TokenDelta(position=position, token_ids=lacking, text=text, choice=self.index)
+        if lacking and self.request.sampling.logprobs is not None:
+            delta.logprobs.CopyFrom(logprobs_to_proto(self.scores.part(position - self.resumed_at)))
+        return delta if lacking or text else None
+
+    def _goes_to(self, text_chars: int) -> None:
+        """The client has so many characters of the text."""
+        text = "".join(self.pieces)
+        self.pieces = [text]
+        self.owed, self.ahead = text[text_chars:], max(0, text_chars - len(text))
 
     @property
     def remaining(self) -> int:
@@ -92,7 +116,9 @@ class Choice:
             return None
         delta = conductor_pb2.TokenDelta(position=position, token_ids=taken, text=self._untold(text), choice=self.index)
         if logprobs is not None:
-            delta.logprobs.CopyFrom(logprobs_to_proto(logprobs.part(0, len(taken))))
+            its = logprobs.part(0, len(taken))
+            self.scores.extend(its)
+            delta.logprobs.CopyFrom(logprobs_to_proto(its))
         return delta
 
     def end(self, reason: kv_pb2.FinishReason.ValueType) -> conductor_pb2.TokenDelta | None:
@@ -109,6 +135,7 @@ class Choice:
 
     def _untold(self, text: str) -> str:
         """New text, less what a client that resumed has already, after what it lacks."""
+        self.pieces.append(text)
         new, self.owed, self.ahead = self.owed + text[self.ahead :], "", max(0, self.ahead - len(text))
         return new
 
@@ -149,6 +176,11 @@ class Answer:
         """Those of them that a client that has resumed did not have."""
         return sum(choice.new for choice in self.choices)
 
+    def resume(self, answers: Sequence[Had]) -> None:
+        """Goes on from what a client has of each; see `Choice.resume`."""
+        for choice, had in zip(self.choices, answers, strict=True):
+            choice.resume(had)
+
     @property
     def finish(self) -> kv_pb2.FinishReason.ValueType:
         """Set when all answers are complete: the first one's."""
@@ -168,10 +200,9 @@ class Answer:
 
     @property
     def continued(self) -> array[int]:
-        """Tokens that need not be generated again where the request is placed anew.
+        """Tokens that are part of what prefill computes where the request is placed anew: of one answer.
 
-        Several answers begin again, and what is known of them is dropped: sampling is a function of the position. So do
-        beams.
+        Several answers begin there with their prompt, and decode is told what is known of each. Beams begin again.
         """
         alone = len(self.choices) == 1 and not self.request.has_beams
         return self.choices[0].tokens if alone else array("i")

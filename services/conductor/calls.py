@@ -204,8 +204,8 @@ class Calls:
             return
         opening = serving.answer.opening
         scores = opening.log_probabilities if opening is not None else ()
-        tokens, logprobs = serving.opening_tokens, serving.opening_logprobs
-        known = serving.known_tokens
+        tokens, known = serving.opening_tokens, serving.known_tokens
+        logprobs = None if known else serving.opening_logprobs
         steps.start(order.sequence, target_proto(order.target), tokens, scores, logprobs, known, gather=gather)
         following.stop_complete()
 
@@ -215,19 +215,25 @@ class Calls:
         if decode is None or decode.incarnation != order.target.incarnation:
             self._post(Ended(order.io, Failure(Kind.UNAVAILABLE, f"{order.target.decode} has left")))
             return
-        steps, _ = self._follow(replace(order, target=replace(order.target, address=decode.address)), serving)
-        answer = serving.answer
+        steps, following = self._follow(replace(order, target=replace(order.target, address=decode.address)), serving)
+        root = serving.answer.request.chain_root
+        first, *further = [
+            decode_pb2.ResumedAnswer(from_position=len(it.tokens), digest=tokens_digest(root, it.tokens))
+            for it in serving.answer.choices
+        ]
         steps.resume(
             decode_pb2.ResumeSequence(
                 request_id=order.sequence,
-                from_position=order.position,
+                from_position=first.from_position,
                 transfer_id=order.target.transfer_id,
                 generation=order.target.generation,
                 fence=order.fence,
                 secret=serving.secret,
-                digest=tokens_digest(answer.request.chain_root, answer.continued[: order.position]),
+                digest=first.digest,
+                further=further,
             )
         )
+        following.stop_complete()
 
     def _follow(self, order: Start | Adopt, serving: Serving) -> tuple[StepsStream, "_Following"]:
         steps = self._steps.get(decode_proto(order.target))

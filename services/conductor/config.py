@@ -47,8 +47,10 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         description=f"how the prefill instance of a request is chosen: one of {', '.join(POLICIES)}, the name of an "
         "installed policy, or MODULE:OBJECT; docs/policies.md",
     )
-    policy_seed: int = Field(
-        0, ge=0, description="seed of the policy's draws; conductors side by side need different ones"
+    policy_seed: int | None = Field(
+        None,
+        ge=0,
+        description="seed of the policy's draws; default: made of the conductor's name, so those side by side differ",
     )
     decode_prompt_tokens: int = Field(
         0,

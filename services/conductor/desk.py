@@ -33,6 +33,7 @@ from services.conductor.core.messages import (
     Undo,
 )
 from services.conductor.explain import Decisions, placement
+from services.conductor.outgoing import Outgoing
 from services.conductor.predictions import Predictions
 from services.conductor.recent import Recent
 from services.conductor.recording import Opened, Recording
@@ -106,17 +107,30 @@ class Desk:
         )
         self._serving[ask.number] = serving
         if resume is not None:
-            serving.placement.CopyFrom(resume.placement)
-            serving.rehash()
+            serving.resumed(resume)
         elif self._recording is not None:
             self._recording.opened(opened(ask, request))
         self._post(Arrived(ask, serving.reusable_keys))
         return serving
 
-    def gone(self, serving: Serving) -> None:
-        """The client has left, or has everything."""
-        if serving.ask.number in self._serving:
+    def gone(self, serving: Serving, outgoing: Outgoing) -> None:
+        """Who reads these messages has left, or has everything. Another call may have the request by now."""
+        if serving.ask.number in self._serving and serving.outgoing is outgoing:
             self._post(ClientGone(serving.ask.number))
+
+    def rejoin(self, serving: Serving, resume: Resume) -> bool:
+        """Lets a client whose connection was lost hear its request again, behind what it has; the earlier call ends.
+
+        Returns:
+            False when it has ended.
+
+        Raises:
+            InvalidRequest: what the client says that it has is not what it was told.
+        """
+        if serving.ask.number not in self._serving:
+            return False
+        serving.rejoin(resume)
+        return True
 
     def forget(self, selection: Selection, namespace: bytes) -> None:
         """KV was deleted: of the requests that concern it, nothing that comes from now on is kept."""

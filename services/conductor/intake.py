@@ -86,7 +86,7 @@ class Intake:
             Answer.begin(request, self.served(), arrived), arrived + self._config.request_timeout_s
         )
         try:
-            async for _ in serving.outgoing:
+            while await serving.outgoing.next() is not None:
                 pass
         finally:
-            self._desk.gone(serving)
+            self._desk.gone(serving, serving.outgoing)

@@ -6,14 +6,13 @@ answer whole.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
 
 from moonpool.errors import MoonpoolError
 from moonpool.v1 import conductor_pb2
 
 
 class Outgoing:
-    """One client's messages; iterate to get them. The end, or a failure, comes after the last message.
+    """One client's messages. The end, or a failure, comes after the last message.
 
     With `whole` nobody is woken for tokens.
     """
@@ -61,24 +60,25 @@ class Outgoing:
         self._ended, self._failure = True, failure
         self._changed.set()
 
-    async def __aiter__(self) -> AsyncIterator[conductor_pb2.GenerateResponse]:
-        """The messages, until the end.
+    async def next(self) -> conductor_pb2.GenerateResponse | None:
+        """The next message, None after the last.
 
         Raises:
             MoonpoolError: the failure.
         """
-        while True:
-            while self._messages:
-                message = self._messages.popleft()
-                if self._waiting.get(message.delta.choice) is message:
-                    del self._waiting[message.delta.choice]
-                yield message
+        while not self._messages:
             if self._ended:
                 break
             self._changed.clear()
             await self._changed.wait()
+        else:
+            message = self._messages.popleft()
+            if self._waiting.get(message.delta.choice) is message:
+                del self._waiting[message.delta.choice]
+            return message
         if self._failure is not None:
             raise self._failure
+        return None
 
     def _put(self, message: conductor_pb2.GenerateResponse, *, at_once: bool = True) -> None:
         self._messages.append(message)

@@ -4,12 +4,19 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
+from blake3 import blake3
+
 from moonpool.errors import ConfigError
 from services.conductor.core.candidates import Policy
 from services.conductor.core.policies import POLICIES
 
 GROUP = "moonpool.policies"
 """Entry points of this group are policies that other packages bring along."""
+
+
+def seed_of(conductor: str) -> int:
+    """Seed of the draws of a conductor of this name: the same after a restart, and another one's is another."""
+    return int.from_bytes(blake3(conductor.encode()).digest(8), "little")
 
 
 def load_policy(name: str) -> Policy:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -23,34 +24,38 @@ _ATTEMPT = re.compile(r"(?:(\d{1,10})\.)?\d{1,10}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
-    """What a client has of its answer, and where that came from.
-
-    Attributes:
-        tokens: of the answer.
-        text_chars: characters of its text.
-        secret: proves that it is the same client.
-        placement: the last one.
-        resumed: the same for the core.
-    """
+class Had:
+    """What a client has of one answer: its tokens, and so many characters of its text."""
 
     tokens: array[int]
     text_chars: int
-    secret: bytes
-    placement: conductor_pb2.Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What a client has of its answers, and where that came from.
+
+    Attributes:
+        answers: each of them.
+        point: what the client was told last. It proves that it is the same client.
+        resumed: the same for the core.
+    """
+
+    answers: tuple[Had, ...]
+    point: conductor_pb2.ResumePoint
     resumed: Resumed
 
 
 def secret_for(request: Request, resume: Resume | None) -> bytes:
     """The client's own; for a new request one that nobody can guess, b"" where there is no resuming."""
     if resume is not None:
-        return resume.secret
+        return resume.point.secret
     return secrets.token_bytes(SECRET_BYTES) if _resumable(request) else b""
 
 
 def _resumable(request: Request) -> bool:
     """The prompt's log probabilities are at the first conductor alone."""
-    return request.choices == 1 and not request.has_beams and request.sampling.prompt_logprobs is None
+    return request.sampling.prompt_logprobs is None
 
 
 def read_resume(message: conductor_pb2.GenerateRequest, request: Request, served: Served) -> Resume | None:
@@ -62,24 +67,28 @@ def read_resume(message: conductor_pb2.GenerateRequest, request: Request, served
     if not message.HasField("resume"):
         _require("from_position", message.from_position == 0, "must be 0 unless a stream is resumed")
         return None
-    which = "of several answers (sampling.n), of beams, or with sampling.prompt_logprobs"
-    _require("resume", _resumable(request), f"a request {which} cannot be resumed")
+    _require("resume", _resumable(request), "a request with sampling.prompt_logprobs cannot be resumed")
     resume, point = message.resume, message.resume.point
     for field, part in (("resume", resume), ("resume.point", point)):
         unknown = UnknownFieldSet(part)
         if len(unknown):
             raise InvalidRequest(field, f"has field number {unknown[0].field_number}, which is not known here")
     _require("request_id", message.request_id != "", "a stream is resumed by its request's id")
-    _require("sampling.seed", message.sampling.HasField("seed"), "must be the seed that was told when it was placed")
+    seeded = message.sampling.HasField("seed") or request.has_beams
+    _require("sampling.seed", seeded, "must be the seed that was told when it was placed")
     _require("resume.count", resume.count >= 1, "must be at least 1")
-    count = len(resume.token_ids)
+    count, further = len(resume.token_ids), request.choices - 1
     _require("from_position", message.from_position == count, f"must be {count}, as resume.token_ids has so many")
-    tokens = _read_tokens(resume, request, served)
+    _require("resume.further", len(resume.further) == further, f"must have {further}: one for each further answer")
+    parts = [("resume.token_ids", resume.token_ids, resume.text_chars)]
+    parts += [("resume.further.token_ids", it.token_ids, it.text_chars) for it in resume.further]
+    answers = tuple([_read_had(*part, request, served.config.vocab_size) for part in parts])
     least, most = SECRET_LENGTHS[0], SECRET_LENGTHS[-1]
     _require("resume.point.secret", len(point.secret) in SECRET_LENGTHS, f"must have {least} to {most} bytes")
     _check_sequence(point.sequence, request.id, resume.count)
-    resumed = Resumed(count, resume.count, point.sequence, _read_target(point))
-    return Resume(tokens, resume.text_chars, point.secret, point.placement, resumed)
+    alone = request.choices == 1 and not request.has_beams
+    resumed = Resumed(count if alone else 0, resume.count, point.sequence, _read_target(point))
+    return Resume(answers, point, resumed)
 
 
 def resume_point(
@@ -92,13 +101,11 @@ def resume_point(
     return point
 
 
-def _read_tokens(resume: conductor_pb2.Resume, request: Request, served: Served) -> array[int]:
-    field, vocabulary = "resume.token_ids", served.config.vocab_size
-    _require(field, len(resume.token_ids) <= request.max_tokens, f"the answer has at most {request.max_tokens} tokens")
-    tokens = array("i", resume.token_ids)
-    known = not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary)
+def _read_had(field: str, token_ids: Sequence[int], text_chars: int, request: Request, vocabulary: int) -> Had:
+    _require(field, len(token_ids) <= request.max_tokens, f"the answer has at most {request.max_tokens} tokens")
+    known = not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocabulary)
     _require(field, known, f"token ids must be in [0, {vocabulary})")
-    return tokens
+    return Had(array("i", token_ids), text_chars)
 
 
 def _check_sequence(sequence: str, request_id: str, count: int) -> None:

@@ -33,7 +33,7 @@ from services.conductor.forgetting import Forgetting
 from services.conductor.intake import Intake
 from services.conductor.keeping import ContextKeeper
 from services.conductor.ledger import Ledger
-from services.conductor.policy import load_policy
+from services.conductor.policy import load_policy, seed_of
 from services.conductor.predictions import Predictions
 from services.conductor.recent import Recent
 from services.conductor.recording import Recording
@@ -134,7 +134,7 @@ def _core(config: ConductorConfig) -> ConductorCore:
         config.balancing_threshold,
         config.kvstore_replicas,
         load_policy(config.policy),
-        config.policy_seed,
+        seed_of(config.id) if config.policy_seed is None else config.policy_seed,
         config.decode_prompt_tokens,
         config.slow_factor,
         config.peers,

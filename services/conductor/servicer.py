@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -18,6 +18,7 @@ from moonpool.cluster.selections import selection_from_proto
 from moonpool.core.fair import may_enter
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, PermissionDenied, Unavailable
 from moonpool.rpc.roles import is_client, tenant_of
+from moonpool.rpc.writing import bare_write, write_each
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -42,17 +43,14 @@ _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, condu
 
 QUEUE_FULL_RETRY_S = 1.0
 TRACEPARENT = "traceparent"
-TAKE_OVER_S = 5.0
-"""How long the call of a request that is resumed here may take to end."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     """A request whose call has not ended; `serving` once it was read."""
 
     tenant: str
     serving: Serving | None = None
-    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ConductorServicer:
@@ -116,38 +114,35 @@ class ConductorServicer:
         request_id = request.request_id or secrets.token_hex(8)
         if self._draining:
             raise Unavailable("this conductor is draining")
-        running = await self._enter(request, request_id)
+        deadline = arrived + min(self._config.request_timeout_s, context.time_remaining() or float("inf"))
+        running = self._enter(request, request_id)
         try:
             with self._spans.span("generate", request=request_id, **_trace(context)):
-                await self._generate(request, request_id, running, arrived, context)
+                if running.serving is not None:
+                    await self._tell(running.serving, deadline, context)
+                else:
+                    await self._generate(request, request_id, running, arrived, deadline, context)
             self._served += 1
         finally:
             self._leave(request_id, running)
 
-    async def _enter(self, message: conductor_pb2.GenerateRequest, request_id: str) -> _Running:
+    def _enter(self, message: conductor_pb2.GenerateRequest, request_id: str) -> _Running:
         """Gives a call its place among those that run. A request that its own client resumes keeps the one it has."""
         earlier, running = self._running.get(request_id), _Running(message.tenant)
         if earlier is None:
             self._check_queue(message.tenant)
         elif not self._resumes(message, earlier):
             raise InvalidRequest("request_id", f"{request_id!r} is running already")
+        elif earlier.serving is not None:
+            running.serving = self._rejoined(message, earlier.serving)
         self._running[request_id] = running
         self._idle.clear()
-        if earlier is not None and earlier.serving is not None:
-            try:
-                await self._take_over(earlier, earlier.serving)
-            except BaseException:
-                self._leave(request_id, running, earlier)
-                raise
         return running
 
-    def _leave(self, request_id: str, running: _Running, earlier: _Running | None = None) -> None:
-        """A call has ended, or gives its place back to an earlier one that has not."""
-        running.over.set()
+    def _leave(self, request_id: str, running: _Running) -> None:
+        """A call has ended; one that has taken its place goes on."""
         if self._running.get(request_id) is running:
             del self._running[request_id]
-            if earlier is not None and not earlier.over.is_set():
-                self._running[request_id] = earlier
         if not self._running:
             self._idle.set()
 
@@ -157,32 +152,34 @@ class ConductorServicer:
         request_id: str,
         running: _Running,
         arrived: float,
+        deadline: float,
         context: _GenerateContext,
     ) -> None:
-        deadline = arrived + min(self._config.request_timeout_s, context.time_remaining() or float("inf"))
         served, use = self._intake.served(), await self._keeper.use(message, deadline - time.monotonic())
         message = use.request if use is not None else message
         request = await self._intake.read(message, request_id)
         resume, answer = read_resume(message, request, served), Answer.begin(request, served, arrived)
         if resume is not None:
             self._resumed += 1
-            known, loop = (resume.tokens, resume.text_chars), asyncio.get_running_loop()
-            await loop.run_in_executor(self._tokenizing, answer.choices[0].resume, *known)
-            if answer.finish:
+            await asyncio.get_running_loop().run_in_executor(self._tokenizing, answer.resume, resume.answers)
+            if answer.finish and not request.has_beams:  # their scores are not known here
                 await _tell_end(answer, resume, context)
                 return
-        serving = self._desk.open(answer, deadline, resume)
-        running.serving = serving
+        running.serving = self._desk.open(answer, deadline, resume)
+        await self._tell(running.serving, deadline, context)
+        if use is not None:
+            self._keeper.used(use, answer.cached_tokens)
+
+    async def _tell(self, serving: Serving, deadline: float, context: _GenerateContext) -> None:
+        """Tells a client everything of its request, or as long as no other call takes its place."""
+        outgoing = serving.outgoing
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                async for response in serving.outgoing:
-                    await context.write(response)
-            if use is not None:
-                self._keeper.used(use, answer.cached_tokens)
+                await write_each(bare_write(context), outgoing.next)
         except TimeoutError:
             raise DeadlineExceeded("the request took longer than it may") from None
         finally:
-            self._desk.gone(serving)
+            self._desk.gone(serving, outgoing)
 
     @staticmethod
     def _resumes(message: conductor_pb2.GenerateRequest, earlier: _Running) -> bool:
@@ -190,18 +187,16 @@ class ConductorServicer:
         serving = earlier.serving
         if serving is None or not message.HasField("resume"):
             return False
-        resume, before = message.resume, serving.ask.resumed
-        same = secrets.compare_digest(resume.point.secret, serving.secret)
-        return same and resume.count > (before.fence if before is not None else 0)
+        same = secrets.compare_digest(message.resume.point.secret, serving.secret)
+        return same and message.resume.count > serving.resumes
 
-    async def _take_over(self, earlier: _Running, serving: Serving) -> None:
-        """Ends the earlier call of a request that is resumed."""
-        self._desk.gone(serving)
-        try:
-            async with asyncio.timeout(TAKE_OVER_S):
-                await earlier.over.wait()
-        except TimeoutError:
-            raise Unavailable("the request's earlier call has not ended yet") from None
+    def _rejoined(self, message: conductor_pb2.GenerateRequest, serving: Serving) -> Serving | None:
+        """Lets a call take the place of an earlier one, of which the request is there still; None when it is not."""
+        resume = read_resume(message, serving.answer.request, self._intake.served())
+        if resume is None or not self._desk.rejoin(serving, resume):
+            return None
+        self._resumed += 1
+        return serving
 
     def _tenants(self) -> Counter[str]:
         return Counter([running.tenant for running in self._running.values()])
@@ -335,10 +330,10 @@ class ConductorServicer:
 async def _tell_end(answer: Answer, resume: Resume, context: _GenerateContext) -> None:
     """A client has all tokens, and lacks only the end."""
     outgoing = Outgoing()
-    outgoing.delta(answer.choices[0].rest())
-    outgoing.finished(answer.finished(resume.placement, answer.arrived))
-    async for response in outgoing:
-        await context.write(response)
+    for choice in answer.choices:
+        outgoing.delta(choice.rest())
+    outgoing.finished(answer.finished(resume.point.placement, answer.arrived))
+    await write_each(bare_write(context), outgoing.next)
 
 
 def _trace(context: _GenerateContext) -> dict[str, object]:

@@ -5,19 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.contracts import logprobs_from_proto
-from moonpool.errors import StreamBroken
+from moonpool.errors import InvalidRequest, StreamBroken
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
 from moonpool.logprobs import Logprobs
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.answer import Answer
+from services.conductor.core.legs import LEAST_KNOWN
 from services.conductor.core.messages import Ask, Finish, Target
 from services.conductor.outgoing import Outgoing
-from services.conductor.resume import resume_point
+from services.conductor.resume import Resume, resume_point
 from services.conductor.translate import FINISHES
 
-LEAST_KNOWN = 4
-"""Fewer tokens are generated again about as soon as they are computed in one go."""
 MAX_TIMES = 512
 """Times of tokens that are kept for `Explain`."""
 
@@ -34,9 +33,10 @@ class Serving:
         outgoing: what its client is to be told.
         keys: of all full blocks of the prompt and the tokens at the last placement.
         secret: who knows it may resume the request; b"" = nobody.
+        resumes: how often its client has resumed it.
         placement: the last one; `placements` how many there were, `sequence` under which engines have it.
         started: decode was told to start there.
-        opening_logprobs: of the token with which decode begins, where one answer wants them.
+        opening_logprobs: of the tokens with which decode begins, where they are wanted.
         prompt_unscored: the client wants the prompt's log probabilities, and was not told them.
         transient: its KV was deleted meanwhile: engines keep nothing of it.
     story: what it has gone through; usage and times are the answer's.
@@ -49,6 +49,7 @@ class Serving:
     keys: list[BlockKey]
     secret: bytes
     outgoing: Outgoing = field(init=False)
+    resumes: int = 0
     placement: conductor_pb2.Placement = field(default_factory=conductor_pb2.Placement)
     placements: int = 0
     sequence: str = ""
@@ -60,6 +61,7 @@ class Serving:
     _hashed: int = 0
     _spec: kv_pb2.SequenceSpec | None = None
     _finished: conductor_pb2.Finished | None = None
+    _placed: conductor_pb2.Placed | None = None
 
     def __post_init__(self) -> None:
         self.prompt_unscored = self.answer.request.sampling.prompt_logprobs is not None
@@ -105,16 +107,45 @@ class Serving:
         request, corrected = self.answer.request, sequence == self.sequence
         self.placement, self.sequence, self.started = placement, sequence, False
         self.placements += not corrected
-        self.outgoing.placed(
-            conductor_pb2.Placed(
-                request_id=request.id,
-                placement=placement,
-                prompt_tokens=len(request.prompt),
-                seed=request.sampling.seed or 0,
-                resume=resume_point(self.secret, placement, sequence, target) if self.secret else None,
-                corrected=corrected,
-            )
+        self._placed = conductor_pb2.Placed(
+            request_id=request.id,
+            placement=placement,
+            prompt_tokens=len(request.prompt),
+            seed=request.sampling.seed or 0,
+            resume=resume_point(self.secret, placement, sequence, target) if self.secret else None,
+            corrected=corrected,
         )
+        self.outgoing.placed(self._placed)
+
+    # --- clients that resume ----------------------------------------------------------------------------------------
+
+    def resumed(self, resume: Resume) -> None:
+        """The request was another conductor's, or another call's: text that its client lacks follows."""
+        self.resumes = resume.resumed.fence
+        self.placement.CopyFrom(resume.point.placement)
+        self.rehash()
+        for choice in self.answer.choices:
+            self.outgoing.delta(choice.rest() if choice.finish else None)
+
+    def rejoin(self, resume: Resume) -> None:
+        """Another call of the same client takes the place of the one so far, which ends.
+
+        Raises:
+            InvalidRequest: what the client says that it has is not what it was told.
+        """
+        pairs = list(zip(self.answer.choices, resume.answers, strict=True))
+        if not all(choice.has(had) for choice, had in pairs):
+            raise InvalidRequest("resume.token_ids", "are not those that were told")
+        self.outgoing.end()
+        self.outgoing, self.resumes = Outgoing(whole=self.answer.request.whole), resume.resumed.fence
+        placed = self._placed
+        if placed is not None and placed.resume != resume.point:
+            placed.corrected = placed.resume.sequence == resume.point.sequence
+            self.outgoing.placed(placed)
+        for choice, had in pairs:
+            self.outgoing.delta(choice.again(had))
+
+    # --- what comes from the instances ------------------------------------------------------------------------------
 
     def first_token(self, first: prefill_pb2.FirstToken) -> kv_pb2.FinishReason.ValueType:
         """Takes a prefill's token of each answer; returns the reason when they end the request.
@@ -142,7 +173,7 @@ class Serving:
         for choice, token_id in enumerate(token_ids):
             its = found.part(choice, choice + 1) if found is not None else None
             self.tokens(choice, self._hashed, [token_id], kv_pb2.FINISH_REASON_UNSPECIFIED, logprobs=its)
-        self.opening_logprobs = found if len(token_ids) == 1 else None
+        self.opening_logprobs = found
         return answer.finish
 
     def _computed(self, first: prefill_pb2.FirstToken) -> None:
@@ -172,7 +203,7 @@ class Serving:
     def opening_tokens(self) -> list[int]:
         """With which decode begins: the token after those that were placed of one answer, the first ones of several.
 
-        An answer that is being moved has more tokens by then (`known_tokens`).
+        An answer may have more tokens by then (`known_tokens`).
         """
         answer = self.answer
         if answer.opening is not None:
@@ -180,12 +211,15 @@ class Serving:
         return [choice.tokens[self._hashed] for choice in answer.choices]
 
     @property
-    def known_tokens(self) -> Sequence[int]:
-        """Tokens behind the opening one that an answer has which is being moved; those that can be told to decode."""
-        answer = self.answer
-        known = answer.continued[self._hashed + 1 :]
-        scored = answer.request.sampling.logprobs is not None
-        return known if len(known) >= LEAST_KNOWN and not scored else ()
+    def known_tokens(self) -> Sequence[Sequence[int]]:
+        """Of each answer, the tokens behind its opening one that it has already; empty where they are few, or beams'.
+
+        One answer has some when it is being moved, several also when they are placed anew.
+        """
+        if self.answer.request.has_beams:
+            return ()
+        known = [choice.tokens[self._hashed + 1 :] for choice in self.answer.choices]
+        return known if max(map(len, known)) >= LEAST_KNOWN else ()
 
     def _prompt_scored(self, first: prefill_pb2.FirstToken) -> None:
         """Tells the client the prompt's log probabilities, where it wants them: once, whatever is placed anew.

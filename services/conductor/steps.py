@@ -145,14 +145,14 @@ class StepsStream:
         first_tokens: Sequence[int],
         log_probabilities: Sequence[float] = (),
         logprobs: Logprobs | None = None,
-        known: Sequence[int] = (),
+        known: Sequence[Sequence[int]] = (),
         *,
         compute: bool = False,
         gather: bool = False,
     ) -> None:
         """Tell decode each answer's first token, or for beams the candidates: with them they may join the batch.
 
-        Of one answer, tokens behind the first one may be `known` too.
+        Of each answer, tokens behind the first one may be `known` too.
 
         With `compute` there is none: decode computes the prompt. With `gather` nobody waits for single tokens.
         """
@@ -165,7 +165,8 @@ class StepsStream:
             log_probabilities=log_probabilities,
             logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
             compute_prompt=compute,
-            known_token_ids=known,
+            known_token_ids=known[0] if known else (),
+            further_known=[decode_pb2.KnownTokens(token_ids=it) for it in known[1:]],
             gather=gather,
         )
         self._send(decode_pb2.StepsRequest(start=start))

@@ -15,6 +15,7 @@ from moonpool.streams.transfer import InboundTransfer, TransferState
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core.actions import Ranked, Select
 from services.decode.core.events import Beams, Candidates
+from services.decode.said import Said, known_tokens
 from services.decode.subscriber import Subscriber, identity
 
 GATHERED_TOKENS = 16
@@ -62,9 +63,15 @@ class LiveSequence:
         """Tokens generated so far."""
         return len(self.tokens) - self.sampling.prompt_tokens
 
-    def begin(self, *first_token: int) -> None:
-        """Takes the first token; a beam begins with the prompt alone."""
-        self.tokens = array("i", [*self.request.incoming.token_ids, *first_token])
+    @property
+    def said(self) -> Said:
+        """What it has said so far."""
+        answer = self.tokens[self.sampling.prompt_tokens :]
+        return Said(answer, self.finish, None, self.logprobs, self.scored_from)
+
+    def begin(self, *first_tokens: int) -> None:
+        """Takes the first token, and those that are known behind it; a beam begins with the prompt alone."""
+        self.tokens = array("i", [*self.request.incoming.token_ids, *first_tokens])
         self.history = self.request.incoming.history(self.tokens)
         self.scored_from = self.told = self.output_tokens
         self.logprobs = Logprobs() if self.sampling.params.logprobs is not None else None
@@ -155,10 +162,12 @@ class LiveBeams:
     Attributes:
         sequences: the beams, the best first.
         hypotheses: prompt and answer of those that the core keeps, by number.
+        answers: those that are wanted, the best first, when the search is over.
     """
 
     sequences: list[LiveSequence]
     hypotheses: "dict[int, array[int]]" = field(default_factory=dict)
+    answers: list[Said] = field(default_factory=list)
     _following: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -195,13 +204,13 @@ class LiveRequest:
         stores: kvstores for the answer's full blocks.
         transfer: the KV that comes.
         heard_at: when the core was last told that its transfer lives.
-        secret: who knows it may resume the request; b"" = nobody. One with several answers has none.
+        secret: who knows it may resume the request; b"" = nobody.
         promised_to: the conductor that has asked for room; "" = it did not say.
         sequences: its answers.
         ending: the core lets it go: nothing is taken for it and nothing told any more.
         why: it ends early.
         subscriber: gets its tokens; set when it is started.
-        known: tokens behind the first one that it began with, and keys of the blocks that they fill.
+        known: of each answer, tokens behind the first one that it began with, and keys of the blocks that they fill.
         send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
         gather: nobody waits for single tokens.
     """
@@ -218,7 +227,7 @@ class LiveRequest:
     why: str = ""
     subscriber: Subscriber | None = None
     send_verdict: Callable[[InboundTransfer], None] | None = None
-    known: tuple[int, tuple[BlockKey, ...]] = (0, ())
+    known: tuple[tuple[int, ...], tuple[tuple[BlockKey, ...], ...]] = ((), ())
     gather: bool = False
 
     def __post_init__(self) -> None:
@@ -229,24 +238,24 @@ class LiveRequest:
             self.beams = LiveBeams(self.sequences)
 
     def begin(self, message: decode_pb2.StartSequence, max_tokens: int) -> tuple[tuple[int, ...], Candidates]:
-        """Takes the first tokens.
+        """Takes the first tokens, and those that are known behind them.
 
         Returns:
-            Why each answer ends with its first token, 0 when it goes on; for beams, what may follow the prompt.
+            Why each answer ends with them, 0 when it goes on; for beams, what may follow the prompt.
         """
         tokens = [message.first_token_id, *message.further_token_ids]
-        if message.known_token_ids:
-            self.sequences[0].begin(message.first_token_id, *message.known_token_ids)
-            self.known = len(message.known_token_ids), self.sequences[0].fill(self.transfer.layout.block_tokens)
-            return (self.sequences[0].sampling.finish(self.sequences[0].tokens, max_tokens),), ()
         if self.beams is not None:
             for sequence in self.sequences:
                 sequence.begin()
             return (0,), self.beams.propose(0, Several(tuple(tokens), tuple(message.log_probabilities)), max_tokens)
-        for sequence, token in zip(self.sequences, tokens, strict=True):
-            sequence.begin(token)
-        if message.HasField("logprobs"):
-            self.sequences[0].take_first(logprobs_from_proto(message.logprobs))
+        known, first = known_tokens(message, len(tokens)), logprobs_from_proto(message.logprobs)
+        for sequence, token, behind in zip(self.sequences, tokens, known, strict=True):
+            sequence.begin(token, *behind)
+            if len(first):
+                sequence.take_first(first.part(sequence.choice, sequence.choice + 1))
+        if any(known):
+            size = self.transfer.layout.block_tokens
+            self.known = tuple(map(len, known)), tuple([sequence.fill(size) for sequence in self.sequences])
         return tuple(it.sampling.finish(it.tokens, max_tokens) for it in self.sequences), ()
 
     def compute(self) -> None:
@@ -262,15 +271,14 @@ class LiveRequest:
         if isinstance(action, Select):
             self.beams.select(action)
             return
-        for choice, (number, score) in enumerate(action.hypotheses[: self.incoming.sampling.params.n]):
+        sampling = self.incoming.sampling
+        for number, score in action.hypotheses[: sampling.params.n]:
             tokens = self.beams.hypotheses[number]
-            reason, answer = (
-                self.incoming.sampling.finish(tokens, max_tokens),
-                tokens[self.incoming.sampling.prompt_tokens :],
-            )
-            if self.subscriber is not None:
-                self.subscriber.tokens(self.request_id, 0, answer.tolist(), reason, choice, score)
+            answer = tokens[sampling.prompt_tokens :]
+            self.beams.answers.append(Said(answer, sampling.finish(tokens, max_tokens), score))
         if self.subscriber is not None:
+            for choice, said in enumerate(self.beams.answers):
+                said.tell(self.subscriber, self.request_id, choice, 0)
             self.subscriber.flush()
 
     @property
@@ -297,6 +305,13 @@ class LiveRequest:
     def started(self) -> bool:
         """Whether its first tokens are known."""
         return bool(self.sequences[0].tokens)
+
+    @property
+    def said(self) -> list[Said]:
+        """What each answer has said so far; beams say nothing before their search is over."""
+        if self.beams is None:
+            return [sequence.said for sequence in self.sequences]
+        return self.beams.answers or [Said(array("i"))] * self.incoming.sampling.params.n
 
     def end(self, why: str) -> None:
         """Ends early, and tells whoever waits for it."""
@@ -362,13 +377,16 @@ def _first_misfit(live: LiveRequest, message: decode_pb2.StartSequence) -> str |
             return "a prompt whose log probabilities are wanted (sampling.prompt_logprobs) is not computed here"
         alone = len(live.sequences) == 1 and live.beams is None
         return None if alone else "a prompt is computed here for one answer only, without beams"
-    if message.known_token_ids and (live.beams or message.HasField("logprobs") or len(live.sequences) > 1):
-        return "tokens behind the first one may be known of one answer without beams and log probabilities"
     tokens, scores, wanted = 1 + len(message.further_token_ids), len(message.log_probabilities), len(live.sequences)
+    known = message.known_token_ids or message.further_known
+    if known and (live.beams or message.HasField("logprobs")):
+        return "tokens behind the first ones may be known without beams and log probabilities"
+    if message.further_known and len(message.further_known) != wanted - 1:
+        return f"{wanted} answers are wanted, of each tokens may be known"
     if live.beams is None:
         first = logprobs_from_proto(message.logprobs)
-        if not first.consistent or len(first) != message.HasField("logprobs"):
-            return "the log probabilities are not those of one token"
+        if not first.consistent or len(first) != tokens * message.HasField("logprobs"):
+            return f"the log probabilities are not those of {tokens} tokens"
         return None if tokens == wanted else f"{wanted} answers are wanted, each has a first token"
     enough = wanted <= tokens == scores
     return None if enough else f"{wanted} beams are wanted, of at least as many tokens with their log probabilities"

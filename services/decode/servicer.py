@@ -7,7 +7,6 @@ from typing import Any
 import grpc.aio
 
 from moonpool.cluster.instances import check_instance
-from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.rpc.writing import write_each
@@ -20,6 +19,7 @@ from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.instance import DecodeInstance
 from services.decode.live import LiveRequest
 from services.decode.receiver import Receiver
+from services.decode.said import known_tokens
 from services.decode.subscriber import Subscriber
 
 MAX_STORES = 16
@@ -50,7 +50,7 @@ class DecodeServicer:
         if not 0 <= request.starts_in_s < math.inf:
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
         incoming = instance.setup.incoming(request.sequence)
-        _check_secret(request, incoming)
+        _check_secret(request)
         conductor = request.conductor if request.HasField("conductor") else None
         promised, predicted = instance.reserve(
             incoming,
@@ -119,10 +119,8 @@ def _stores(request: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
     return [*stores, *request.replicas]
 
 
-def _check_secret(request: decode_pb2.ReserveRequest, incoming: IncomingRequest) -> None:
+def _check_secret(request: decode_pb2.ReserveRequest) -> None:
     least, most = SECRET_BYTES
-    if request.resume_secret and (incoming.width > 1 or incoming.sampling.params.beam_width):
-        raise InvalidRequest("resume_secret", "must be empty: several answers (sampling.n) and beams cannot be resumed")
     if request.resume_secret and not least <= len(request.resume_secret) <= most:
         raise InvalidRequest("resume_secret", f"must have {least} to {most} bytes, or none")
 
@@ -216,14 +214,11 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
 
 
 def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: DecodeInstance) -> None:
-    vocab = instance.setup.vocab_size
+    vocab, further = instance.setup.vocab_size, message.further_token_ids
+    tokens = [(message.first_token_id,), further, *known_tokens(message, 1 + len(further))]
     if instance.shell.dead:
         subscriber.failed(message.request_id, instance.shell.dead)
-    elif bad := [
-        token
-        for token in (message.first_token_id, *message.further_token_ids, *message.known_token_ids)
-        if not 0 <= token < vocab
-    ]:
+    elif bad := [token for told in tokens for token in told if not 0 <= token < vocab]:
         subscriber.failed(message.request_id, f"there is no token {bad[0]}")  # an engine must never meet one
     else:
         instance.shell.start(subscriber, message)

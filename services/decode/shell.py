@@ -258,8 +258,8 @@ class DecodeShell:
         """Lets a conductor have a sequence that was another's, or read what is kept of one."""
         self._driver.settle()  # so that the core knows what is known here
         if self.log.knows(message):
-            stream = self._streams[subscriber]
-            self._post(Adopt(message.transfer_id, stream, message.fence, message.from_position))
+            positions = message.from_position, *(it.from_position for it in message.further)
+            self._post(Adopt(message.transfer_id, self._streams[subscriber], message.fence, positions))
         else:
             subscriber.failed(message.request_id, "there is no such sequence here (any more)")
 

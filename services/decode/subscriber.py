@@ -50,6 +50,8 @@ class Subscriber:
             self._tokens[request_id, choice] = waiting
         assert waiting.position + len(waiting.token_ids) == position, "tokens of a sequence come in order"
         waiting.token_ids.extend(token_ids)
+        if score is not None:
+            waiting.score = score
         if logprobs is not None:
             waiting.logprobs.MergeFrom(logprobs_to_proto(logprobs))
         waiting.finish_reason = reason

@@ -1,69 +1,65 @@
-"""What sequences have said, for conductors that resume them: the tokens behind the decode core's logs."""
+"""What requests have said, for conductors that resume them: the tokens behind the decode core's logs."""
 
-from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Self
 
 from moonpool.kv.keys import BlockKey, tokens_digest
-from moonpool.logprobs import Logprobs
-from moonpool.v1 import decode_pb2, kv_pb2
+from moonpool.v1 import decode_pb2
 from services.decode.core.actions import Adopted, Fenced, Forget, Parked
 from services.decode.live import LiveRequest, LiveRequests
+from services.decode.said import Said
 from services.decode.subscriber import Subscriber
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """What a sequence has said.
+    """What a request has said.
 
     Attributes:
         request_id: the conductor's name for it.
         generation: of its transfer.
         secret: who knows it may read on; b"" = nobody.
         chain_root: of its tenant's keys.
-        tokens: the answer's.
-        finish: why it has ended by itself; unspecified as long as it has not.
+        answers: each of them.
         why: it has ended early.
-        logprobs: of the tokens from `scored_from` on; None where they are not wanted.
     """
 
     request_id: str
     generation: int
     secret: bytes
     chain_root: BlockKey
-    tokens: "array[int]"
-    finish: kv_pb2.FinishReason.ValueType
+    answers: Sequence[Said]
     why: str
-    logprobs: Logprobs | None = None
-    scored_from: int = 0
 
     @classmethod
     def of(cls, live: LiveRequest) -> Self:
         """What a request has said so far."""
-        [sequence] = live.sequences
-        answer = sequence.tokens[sequence.sampling.prompt_tokens :]
         generation, root = live.transfer.generation, live.incoming.chain_root
-        names = live.request_id, generation, live.secret, root
-        scores = sequence.logprobs, sequence.scored_from
-        return cls(*names, answer, sequence.finish, live.why, *scores)
+        return cls(live.request_id, generation, live.secret, root, live.said, live.why)
 
     def matches(self, asked: decode_pb2.ResumeSequence) -> bool:
-        """Whether whoever asks knows the sequence, its secret, and the answer up to the position."""
+        """Whether whoever asks knows the request, its secret, and each answer up to its position."""
         named = (asked.request_id, asked.generation) == (self.request_id, self.generation)
         if not named or not self.secret or not compare_digest(asked.secret, self.secret):
             return False
-        if self.logprobs is not None and asked.from_position < self.scored_from:
-            return False  # what is not known here is computed anew
-        known = self.tokens[: asked.from_position]
-        same = compare_digest(asked.digest, tokens_digest(self.chain_root, known))
-        return same and len(known) == asked.from_position
+        if len(asked.further) != len(self.answers) - 1:
+            return False
+        had = [(asked.from_position, asked.digest), *((it.from_position, it.digest) for it in asked.further)]
+        return all(self._knows(said, *its) for said, its in zip(self.answers, had, strict=True))
 
-    def tell(self, subscriber: Subscriber, position: int) -> None:
-        """Sends everything from a position on."""
+    def _knows(self, said: Said, position: int, digest: bytes) -> bool:
+        if said.logprobs is not None and position < said.scored_from:
+            return False  # what is not known here is computed anew
+        known = said.tokens[:position]
+        return compare_digest(digest, tokens_digest(self.chain_root, known)) and len(known) == position
+
+    def tell(self, subscriber: Subscriber, positions: Sequence[int]) -> None:
+        """Sends everything of each answer from its position on."""
         subscriber.forget(self.request_id)
-        its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
-        subscriber.tokens(self.request_id, position, list(self.tokens[position:]), self.finish, logprobs=its)
+        for choice, (said, position) in enumerate(zip(self.answers, positions, strict=True)):
+            said.tell(subscriber, self.request_id, choice, position)
         if self.why:
             subscriber.failed(self.request_id, self.why)
         subscriber.flush()
@@ -99,25 +95,27 @@ class TokenLog:
         match action:
             case Parked(number):
                 live = self._parked[number] = self._live.take(number)
-                live.sequences[0].table = ()
+                for sequence in live.sequences:
+                    sequence.table = ()
             case Forget(number):
                 self._parked.pop(number, None)
                 self._ended.pop(number, None)
-            case Adopted(number, stream, position):
-                self._adopt(number, self._subscriber(stream), position)
+            case Adopted(number, stream, positions):
+                self._adopt(number, self._subscriber(stream), positions)
             case Fenced(number, stream):
                 self._fence(number, self._subscriber(stream))
 
-    def _adopt(self, number: int, subscriber: Subscriber | None, position: int) -> None:
+    def _adopt(self, number: int, subscriber: Subscriber | None, positions: Sequence[int]) -> None:
         self.adopted += 1
         if number in self._parked:
             self._live.add(self._parked.pop(number))
         if (live := self._live.requests.get(number)) is not None:
-            live.subscriber, [sequence] = subscriber, live.sequences
-            sequence.told = sequence.output_tokens
+            live.subscriber = subscriber
+            for sequence in live.sequences:
+                sequence.told = sequence.output_tokens
         transcript = self._transcript(number)
         if subscriber is not None and transcript is not None:
-            transcript.tell(subscriber, position)
+            transcript.tell(subscriber, positions)
 
     def _fence(self, number: int, subscriber: Subscriber | None) -> None:
         transcript = self._transcript(number)

@@ -10,7 +10,7 @@ from typing import Protocol
 from services.conductor.core.messages import Ask, Target
 from services.conductor.core.plan import Plan
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.requests import DONE, LOST, Request
+from simulator.cluster.requests import DONE, Request
 from simulator.cluster.requests import Sequence as Placed
 from simulator.kernel.clock import World, ps
 
@@ -117,8 +117,6 @@ class Clients:
             self._world.after(ps(RETRY_S), self._resume, request)
         elif request.whole:
             self.end(request, DONE)
-        elif request.choices > 1:
-            self.end(request, LOST)  # conductors tell no way to resume several answers
         else:
             conductor.resume(before)
 

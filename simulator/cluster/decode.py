@@ -115,7 +115,7 @@ class DecodeInstance:
         links = self.pool.sends, self.receives
         self._copies = Copies(self._world, self._network, self._config, self.name, *links, self._tell)
         self._seats: dict[int, Seat] = {}
-        self._logged: dict[int, Seat] = {}
+        self._logged: dict[int, list[Seat]] = {}
         self._answers: dict[int, Promised | Failure] = {}
         self._taken = 0
         self.draining = False
@@ -155,7 +155,7 @@ class DecodeInstance:
         for choice in range(sequence.width):
             self._seats[number + choice] = Seat(sequence, number + choice, stores, *counts, choice)
         asked = keys, sequence.tokens, request.tokens, request.longest, tbt_slo_s, conductor, len(stores)
-        how = sequence.width, starts_in_s, None, sequence.width == 1, sequence.fence
+        how = sequence.width, starts_in_s, None, True, sequence.fence
         self._tell(Reserve(number, *asked, *how, tenant=request.tenant))
         return self._answers.pop(number)
 
@@ -195,8 +195,8 @@ class DecodeInstance:
             seat.stream = 0 if seat.stream == stream else seat.stream
         self._tell(StreamClosed(stream))
 
-    def start(self, stream: int, transfer: int, *, compute: bool = False) -> None:
-        """The first token is known; or with `compute` it is computed here, with the rest of the prompt."""
+    def start(self, stream: int, transfer: int, known: tuple[int, ...] = (), *, compute: bool = False) -> None:
+        """First tokens are known, and so many behind each; or with `compute` the prompt's rest is computed here."""
         seat = self._wanted(transfer)
         if seat is None:
             self._ears.failed(stream, transfer, "there is no such transfer here (any more)")
@@ -208,14 +208,16 @@ class DecodeInstance:
             seat.begin_with_prompt(self._config.block_tokens)
             self._tell(Compute(transfer, stream))
         else:
+            size = self._config.block_tokens
+            keys = tuple([members[choice].begin_behind(count, size) for choice, count in enumerate(known)])
             first, *others = [0 if member.left else STOPPED for member in members]
-            self._tell(Start(transfer, stream, first, tuple(others)))
+            self._tell(Start(transfer, stream, first, tuple(others), (), known, keys))
 
     def resume(self, stream: int, order: Resume) -> None:
-        """A conductor wants a sequence that was another's, or what is kept of one."""
-        seat = self._wanted(order.transfer) or self._logged.get(order.transfer)
+        """A conductor wants a request that was another's, or what is kept of one."""
+        seat = self._wanted(order.transfer) or self._logged.get(order.transfer, (None,))[0]
         if seat is not None and seat.started and seat.sequence.id == order.sequence:
-            self._tell(Adopt(order.transfer, stream, order.fence, order.position))
+            self._tell(Adopt(order.transfer, stream, order.fence, order.positions))
         else:
             self._ears.failed(stream, order.transfer, "there is no such sequence here (any more)")
 
@@ -354,21 +356,20 @@ class DecodeInstance:
         match action:
             case actions.Gone(number, logged):
                 if logged:
-                    self._logged[number] = self._seats[number]
+                    self._logged[number] = self._members(number)
                 self._leave(number)
             case actions.Forget(number):
-                self._logged.pop(number, None)
-                self._seats.pop(number, None)
+                if self._logged.pop(number, None) is None:
+                    self._leave(number)
             case actions.Fenced(number, stream):
                 self._ears.failed(stream, number, "another conductor has the sequence")
-            case actions.Adopted(number, stream, position):
-                seat = self._seats.get(number) or self._logged[number]
-                seat.stream = stream
-                made = seat.again(position, self._world.now)
-                if made is not None or not seat.left:
-                    self._ears.tokens(stream, [Told(number, made, not seat.left)])
-                if seat.why:
-                    self._ears.failed(stream, number, seat.why)
+            case actions.Adopted(number, stream, positions):
+                seats = self._members(number) if number in self._seats else self._logged[number]
+                now, pairs = self._world.now, zip(seats, positions, strict=True)
+                news = [Told(it.number, it.again(at, stream, now), not it.left) for it, at in pairs]
+                self._ears.tokens(stream, [it for it in news if it.made is not None or it.over])
+                if seats[0].why:
+                    self._ears.failed(stream, number, seats[0].why)
 
     def _leave(self, transfer: int) -> None:
         for member in self._members(transfer):

@@ -3,7 +3,7 @@
 Each call that is started posts exactly one `Ended`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from moonpool.core.kernel import Ended
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.failures import Failure, Kind, Stale
 from services.conductor.core.hot import Replicate
+from services.conductor.core.legs import LEAST_KNOWN
 from services.conductor.core.messages import (
     Accepted,
     Adopt,
@@ -101,9 +102,9 @@ class Following:
     going: int
     """Answers that decode has not ended."""
 
-    def members(self, position: int) -> list["Member"]:
+    def members(self, positions: Iterable[int]) -> list["Member"]:
         """One for each answer, whose next tokens come from a position on."""
-        return [Member(self, choice, position) for choice in range(self.going)]
+        return [Member(self, choice, position) for choice, position in enumerate(positions)]
 
     def tokens(self, count: int, *, over: bool) -> None:
         """One of the answers has so many more tokens; with `over` decode has ended it."""
@@ -256,7 +257,7 @@ class Orders:
 
     def _token(self, call: PrefillCall, told: TellToken) -> None:
         request = call.sequence.request
-        known = request.kept > call.sequence.continued  # it is being moved, and went on meanwhile
+        known = all(answer.made > call.sequence.continued for answer in request.answers)
         if call.io not in self._cancels or not (known or self._token_came(call.order.request, told)):
             return
         misses = tuple(
@@ -287,10 +288,12 @@ class Orders:
 
         following = self._follow(order.io, sequence, stream, transfer)
         begin = sequence.continued + (not order.compute)
+        known = () if order.compute else _known(sequence, begin)
         if order.compute:
             held = order.target.held_blocks * self._block_tokens
             sequence.request.reused = min(held, sequence.request.tokens - 1)
-        stream.start(transfer, following.members(begin), compute=order.compute)
+        positions = [begin + its for its in known or (0,) * sequence.width]
+        stream.start(transfer, following.members(positions), known, compute=order.compute)
 
     def adopt(self, order: Adopt, sequence: Sequence) -> None:
         """Takes a sequence over where it runs, and follows it."""
@@ -299,8 +302,9 @@ class Orders:
             self._post(Ended(order.io, Failure(Kind.UNAVAILABLE, f"{target.decode} has left")))
             return
         stream, transfer = self.streams.get(target.decode), target.transfer_id
-        (member,) = self._follow(order.io, sequence, stream, transfer).members(order.position)
-        stream.resume(Resume(transfer, order.sequence, order.position, order.fence), member)
+        positions = tuple([answer.made for answer in sequence.request.answers])
+        members = self._follow(order.io, sequence, stream, transfer).members(positions)
+        stream.resume(Resume(transfer, order.sequence, positions, order.fence), members)
 
     def _follow(self, io: int, sequence: Sequence, stream: DecodeStream, transfer: int) -> Following:
         def unfollow() -> None:
@@ -326,6 +330,12 @@ class Orders:
 
     def _is_there(self, name: str, incarnation: int) -> bool:
         return self._members.incarnation(name) == incarnation
+
+
+def _known(sequence: Sequence, begin: int) -> tuple[int, ...]:
+    """Of each answer, tokens that there are from a position on; empty where they are few, as in the service."""
+    known = tuple([max(0, answer.made - begin) for answer in sequence.request.answers])
+    return known if max(known) >= LEAST_KNOWN else ()
 
 
 def _never() -> None:

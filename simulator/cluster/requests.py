@@ -14,8 +14,6 @@ REFUSED = "refused"
 TOO_LARGE = "too_large"
 GIVEN_UP = "given_up"
 """After too many failures, or after its deadline."""
-LOST = "lost"
-"""With its conductor: who wanted several answers cannot resume them."""
 
 
 @dataclass(slots=True)
@@ -116,7 +114,7 @@ class Request:
 
     @property
     def kept(self) -> int:
-        """Tokens that are not made again where it is placed anew; several answers begin again."""
+        """Tokens that prefill computes where it is placed anew: of several answers decode does that."""
         return self.made if self.choices == 1 else 0
 
     @property

@@ -78,10 +78,16 @@ class Seat:
         self.left += 1
         self.keys = min(self.keys, (self.tokens - 1) // block_tokens)
 
-    def again(self, position: int, now: int) -> Made | None:
-        """The tokens of the answer from a position on, for who has not heard of them: all of them come now."""
+    def begin_behind(self, known: int, block_tokens: int) -> tuple[BlockKey, ...]:
+        """So many tokens behind the first one are known; returns the keys of the blocks that they fill."""
+        before, self.tokens, self.left = self.keys, self.tokens + known, self.left - known
+        self.keys = max(before, (self.tokens - 1) // block_tokens)
+        return self.chain(self.keys)[before:]
+
+    def again(self, position: int, stream: int, now: int) -> Made | None:
+        """The tokens of the answer from a position on, for a stream that has not heard of them: all come now."""
         lacking = self.tokens - self.sequence.request.tokens - position
-        self.made, self.told = None, True
+        self.made, self.told, self.stream = None, True, stream
         return Made(now, [0] * (lacking - 1), now) if lacking > 0 else None
 
     def filled(self, block_tokens: int) -> BlockKey | None:
@@ -99,11 +105,11 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A conductor wants a sequence from a position of its answer on; the higher fence has it."""
+    """A conductor wants a request, each answer from a position on; the higher fence has it."""
 
     transfer: int
     sequence: str
-    position: int
+    positions: tuple[int, ...]
     fence: int
 
 

@@ -18,6 +18,11 @@ from simulator.kernel.clock import ps
 class Follower(Protocol):
     """Follows one sequence."""
 
+    @property
+    def choice(self) -> int:
+        """Which of those that run together it is."""
+        ...
+
     def tokens(self, made: Made | None, *, over: bool) -> None:
         """Tokens have come; with `over` the sequence has ended with them."""
 
@@ -54,16 +59,16 @@ class DecodeStream:
             self._wire.send(partial(self._there, lambda: self._decode.stream_opened(number, self._conductor)))
         return self._wire
 
-    def start(self, transfer: int, followers: Sequence[Follower], *, compute: bool) -> None:
+    def start(self, transfer: int, followers: Sequence[Follower], known: tuple[int, ...], *, compute: bool) -> None:
         """Starts a sequence, or several together, and follows each; see `DecodeInstance.start`."""
         wire, number = self.open(), self._number
         self._followers.update(enumerate(followers, transfer))
-        wire.send(partial(self._there, lambda: self._decode.start(number, transfer, compute=compute)))
+        wire.send(partial(self._there, lambda: self._decode.start(number, transfer, known, compute=compute)))
 
-    def resume(self, order: Resume, follower: Follower) -> None:
-        """Asks for a sequence that was another conductor's, and follows it."""
+    def resume(self, order: Resume, followers: Sequence[Follower]) -> None:
+        """Asks for what was another conductor's, and follows it."""
         wire, number = self.open(), self._number
-        self._followers[order.transfer] = follower
+        self._followers.update(enumerate(followers, order.transfer))
         wire.send(partial(self._there, lambda: self._decode.resume(number, order)))
 
     def unfollow(self, transfer: int, width: int = 1) -> None:
@@ -110,9 +115,9 @@ class DecodeStream:
                 follower.tokens(told.made, over=told.over)
 
     def _failed(self, transfer: int, why: str) -> None:
-        follower = self._followers.pop(transfer, None)
-        if follower is not None:
-            follower.fail(why)
+        mine = [follower for number, follower in self._followers.items() if number - follower.choice == transfer]
+        if mine:
+            mine[0].fail(why)
 
     def _there(self, deliver: Callable[[], None]) -> None:
         """At the instance, if it is there still."""

@@ -3,13 +3,14 @@
 import asyncio
 import dataclasses
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moonpool.cli.check import wait_at_rest
-from moonpool.client import AsyncClient, Client, Overloaded, SamplingParams, Slo
+from moonpool.client import AsyncClient, Client, GenerateResult, Overloaded, SamplingParams, Slo
 from tests.integration.conftest import BLOCK, small_plan, tokens, wait_busy, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
@@ -118,6 +119,59 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("pair")), "decode", "--grace-s", "0.01")
     with CheckedStack(dataclasses.replace(plan, prefill=2, decode=2, kvstore=0)) as running:
         yield running
+
+
+def test_decode_killed_under_four_answers(pair: CheckedStack) -> None:
+    """Another one goes on behind what there is of each; all are those of the undisturbed request."""
+    prompt, stack = tokens(70, "four answers"), pair
+    sampling = SamplingParams(max_tokens=400, temperature=1.0, seed=5, n=4, ignore_eos=True)
+    with Client(stack.address) as client:
+        undisturbed = client.generate(token_ids=prompt, sampling=sampling)
+        stream, heard, killed = client.stream(token_ids=prompt, sampling=sampling), 0, ""
+        for event in stream:
+            heard += len(event.token_ids)
+            if heard >= 10 and not killed and stream.placement is not None:
+                killed = stream.placement.decode
+                stack.services[killed].signal(signal.SIGKILL)
+        assert stream.result is not None
+        assert [it.token_ids for it in stream.result.choices] == [it.token_ids for it in undisturbed.choices]
+        assert len({tuple(it.token_ids) for it in undisturbed.choices}) == 4
+        assert len(stream.result.placements) == 2
+        stack.restart(killed)
+        wait_at_rest(stack.address, timeout_s=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [0, 3])
+@pytest.mark.parametrize("grace", ["runs on", "parks"])
+def test_conductor_killed_under_several_answers(request: pytest.FixtureRequest, grace: str, beams: int) -> None:
+    stack: CheckedStack = request.getfixturevalue("stack" if grace == "runs on" else "pair")
+    drawn = SamplingParams(max_tokens=400, temperature=1.0, seed=5, n=3, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=60, beam_width=beams, n=3) if beams else drawn
+    prompt = tokens(90, f"several {grace} {beams}")
+    before = stack.gauge("decode", "sequences_adopted")
+
+    async def disturbed_one() -> GenerateResult:
+        async with AsyncClient(stack.address) as client:
+            running = asyncio.create_task(client.generate(token_ids=prompt, sampling=sampling))
+            await asyncio.to_thread(wait_gauge, stack, "decode", "sequences_running")
+            await asyncio.to_thread(stack.restart, "conductor", kill=True)
+            return await running
+
+    with Client(stack.address) as client:
+        undisturbed = client.generate(token_ids=prompt, sampling=sampling)
+    result = asyncio.run(disturbed_one())
+    assert [it.token_ids for it in result.choices] == [it.token_ids for it in undisturbed.choices]
+    assert [it.score for it in result.choices] == [it.score for it in undisturbed.choices]
+    assert (result.resumes >= 1, len(result.placements)) == (True, 1)
+    assert stack.gauge("decode", "sequences_adopted") > before, "nothing was computed again"
+
+
+def wait_gauge(stack: CheckedStack, instance: str, name: str) -> None:
+    """Waits until a gauge is above 0."""
+    pause = threading.Event()
+    while not stack.gauge(instance, name):
+        pause.wait(0.01)
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])

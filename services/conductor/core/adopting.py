@@ -78,13 +78,14 @@ class Adopting:
         claim = self._picture.claim_decode(target.decode, self._running(now, request))
         hold = Hold(Call.ADOPT, number, sequence, target.decode, target.incarnation, claim)
         request.phase, request.adopted = Phase.ADOPTED, self._legs.calls.begin(hold)
-        out.append(Adopt(request.adopted, number, sequence, target, request.tokens, resumed.fence))
+        out.append(Adopt(request.adopted, number, sequence, target, resumed.fence))
 
     def _running(self, now: float, request: Request) -> Answer:
         """What is there already: its blocks are in what the instance tells, as soon as it reports."""
-        ask, tokens = request.ask, request.tokens
+        ask, tokens, choices = request.ask, request.tokens, request.ask.choices
         expected = self._picture.forecasts.lengths.expected(ask.stratum, min(ask.max_tokens, EXPECTED_ANSWER_TOKENS))
-        return Answer(ask.prompt_tokens + tokens, 0, 1, ask.stratum, now, tokens, number=0, tokens=expected)
+        context = (ask.prompt_tokens + tokens) * choices
+        return Answer(context, 0, choices, ask.stratum, now, tokens, number=0, tokens=expected)
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
         """Asserts that who waits for an instance does not wait for ever, and who has a sequence follows it."""

@@ -37,6 +37,9 @@ class Call(Enum):
     ADOPT = 4
 
 
+LEAST_KNOWN = 4
+"""Fewer tokens that a sequence has elsewhere are generated again about as soon as they are computed in one go."""
+
 FOLLOWING = (Call.SEQUENCE, Call.ADOPT)
 """By which a sequence is followed."""
 

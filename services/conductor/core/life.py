@@ -116,7 +116,8 @@ class Request:
         ask: what was asked for.
         keys: of all full blocks of the prompt and the tokens at the last placement.
         phase: what is waited for.
-        tokens: length of the answer so far; 0 when there are several, which begin again at each placement.
+        tokens: length of the answer so far; 0 when there are several, of which prefill computes none.
+        made: tokens that have come of all answers.
         attempts: placements so far; the next one's number.
         failures: the latest attempts, as far as they failed.
         suspects: instances that failed it.
@@ -137,6 +138,7 @@ class Request:
     keys: tuple[bytes, ...]
     phase: Phase = Phase.PLACED
     tokens: int = 0
+    made: int = 0
     attempts: int = 0
     failures: Series = field(default_factory=Series)
     suspects: list[str] = field(default_factory=list)
@@ -175,6 +177,7 @@ class Request:
 
     def grow(self, tokens: int) -> None:
         """The answer, or one of them, has so many more tokens."""
+        self.made += tokens
         if self.ask.choices == 1 and not self.ask.beams:
             self.tokens += tokens
 

@@ -44,7 +44,7 @@ class Resumed:
     """How far a request is whose client has lost its conductor.
 
     Attributes:
-        tokens: of the answer, that the client has.
+        tokens: of the answer, that the client has; 0 when there are several.
         fence: how often it has resumed, this time included.
         sequence: the id under which decode knew it last.
         target: decode's promise then; its address is not known here. None = there was none.
@@ -68,11 +68,11 @@ class Ask:
         prompt_key: hash of the prompt.
         slo: what is expected.
         arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
-        choices: sequences that run together, answers or beams; several begin again when the request is placed anew.
+        choices: sequences that run together, answers or beams; prefill computes the prompt alone for several.
         beams: they are beams: tokens come when all are known, and what is placed anew begins again.
         tenant: whose it is; `weight` is its share, relative to others'.
         scored: the prompt's log probabilities are wanted: prefill computes all of it.
-        resumed: it is not new; only requests of one answer are resumed.
+        resumed: it is not new.
         priority: among the tenant's own; lower ones go first.
         least_tokens: the answer has at least; `max_tokens` where nothing ends it before.
     """
@@ -306,13 +306,12 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Take a sequence over at decode, and follow it from a position on. `Cancel` ends it there and here."""
+    """Take a request over at decode, and follow it from what its client has. `Cancel` ends it there and here."""
 
     io: int
     request: int
     sequence: str
     target: Target
-    position: int
     fence: int
 
 

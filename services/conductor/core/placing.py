@@ -242,7 +242,7 @@ class Placing:
         `retries` more follow the first that failed. Where what was sent was damaged, as many as there are pauses for
         within `recovery_s` of the first.
         """
-        request.failures.add(now, failure, request.tokens, self._limits.recovery_s)
+        request.failures.add(now, failure, request.made, self._limits.recovery_s)
         return request.failures.is_over(self._limits.retries, self._limits.recovery_s)
 
     def anew(self, now: float, request: Request, failure: Failure, out: list[Action]) -> None:

@@ -29,10 +29,10 @@ class Relief:
         self._legs = legs
 
     def leaving(self, now: float, instance: str, requests: Mapping[int, Request]) -> list[Request]:
-        """Those that are to be moved away from an instance now; several answers stay together at decode."""
+        """Those that are to be moved away from an instance now."""
         if not self._picture.relieved(instance):
             return []
-        here = [request for request in self._running(instance, requests) if _alone(request)]
+        here = list(self._running(instance, requests))
         free = AT_ONCE - sum(request.moving for request in here)
         next_ones = [request for request in here if not request.moving and request.stays_until <= now]
         return [*self._prompts(instance, requests), *next_ones[: max(0, free)]]
@@ -54,7 +54,3 @@ class Relief:
             mine = attempt is not None and attempt.sequence == hold.sequence and attempt.decode is DecodeLeg.STREAMING
             if (mine and not request.adopted) or self._legs.calls.get(request.adopted) is hold:
                 yield request
-
-
-def _alone(request: Request) -> bool:
-    return request.ask.choices == 1 and not request.ask.beams

@@ -132,7 +132,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """The sequence has lost its conductor and gives its blocks up. It is kept until it is `Adopted`, or `Forget`."""
+    """The request has lost its conductor and gives its blocks up. It is kept until it is `Adopted`, or `Forget`."""
 
     id: int
 
@@ -146,11 +146,11 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The stream has the sequence now: send it the tokens from `position` on, and the end if it has ended."""
+    """The stream has the request now: send it each answer's tokens from a position on, and the end if it has ended."""
 
     id: int
     stream: int
-    position: int
+    positions: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

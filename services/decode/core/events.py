@@ -49,8 +49,7 @@ class Reserve:
     beams: Beams | None = None
     """The sequences are beams; None = each goes its own way."""
     resumable: bool = False
-    """Another conductor may `Adopt` it: it outlives its own, and what it has said is kept for a while after its end.
-    Only one that runs alone."""
+    """Another conductor may `Adopt` it: it outlives its own, and what it has said is kept for a while after its end."""
     fence: int = 0
     """How often its client has resumed it."""
     priority: int = 0
@@ -99,9 +98,9 @@ class Start:
     """The same for the further sequences of a group."""
     candidates: Candidates = ()
     """What may follow the prompt, where beams are wanted: there is no first token then."""
-    known: int = 0
-    """Tokens behind the first one that are known too; of one sequence."""
-    known_keys: tuple[BlockKey, ...] = ()
+    known: tuple[int, ...] = ()
+    """Of each sequence, tokens behind the first one that are known too; empty where there are none. Not of beams."""
+    known_keys: tuple[tuple[BlockKey, ...], ...] = ()
     """Of the blocks that these fill, the last token left out."""
     patient: bool = False
     """Nobody waits for its single tokens."""
@@ -132,8 +131,8 @@ class Adopt:
     stream: int
     fence: int
     """The higher one wins."""
-    position: int
-    """Of the first output token that is wanted."""
+    positions: tuple[int, ...]
+    """Of the first output token that is wanted of each answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,15 @@ def fork(request: Request, manager: BlockManager) -> None:
         request.members.append(copy)
 
 
+def take_known(request: Request) -> bool:
+    """Gives the members the tokens that are known behind their first ones; returns whether there are any."""
+    for member, tokens, keys in zip(request.members, request.known, request.known_keys, strict=False):
+        member.tokens += tokens
+        member.keys += keys
+    there, request.known, request.known_keys = any(request.known), (), ()
+    return there
+
+
 def longest_blocks(config: CoreConfig, prompt: int, total: int, width: int) -> int:
     """Blocks that `width` sequences of up to `total` tokens need which share the full blocks of their prompt."""
     shared = prompt // config.block_tokens
@@ -86,6 +95,17 @@ def shape_of(request: Request, config: CoreConfig) -> Shape:
         written = member.table[: config.blocks_for(member.tokens - 1)]
         tables.append(tuple(numbers.setdefault(block, len(numbers)) for block in written))
     return Shape(len(numbers), tuple(tables))
+
+
+def shape_behind_prompt(request: Request, config: CoreConfig) -> Shape:
+    """How members share blocks whose known tokens have no KV yet: the prompt's full ones are shared, no others."""
+    shared = count = request.prompt_tokens // config.block_tokens
+    tables = []
+    for member in request.members:
+        own = config.blocks_for(member.tokens - 1) - shared
+        tables.append((*range(shared), *range(count, count + own)))
+        count += own
+    return Shape(count, tuple(tables))
 
 
 def find(request: Request, manager: BlockManager) -> dict[int, int]:

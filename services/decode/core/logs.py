@@ -1,4 +1,4 @@
-"""What is kept of sequences that nobody follows: for so long, and so many bytes in all. The tokens are the shell's."""
+"""What is kept of requests that nobody follows: for so long, and so many bytes in all. The tokens are the shell's."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,13 +15,13 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """One sequence.
+    """One request.
 
     Attributes:
         until: when it is forgotten.
         bytes: that it counts for.
         fence: of who had it last.
-        request: the sequence, if it could go on; None when it has ended.
+        request: itself, if it could go on; None when it has ended.
     """
 
     until: float
@@ -60,8 +60,8 @@ class Logs:
         return next((log.until for log in self._logs.values()), None)
 
     def ended(self, now: float, request: Request, out: list[Action]) -> None:
-        """Keeps the answer of a sequence that has ended."""
-        size = LOG_BYTES + TOKEN_BYTES * _answer(request) + _scores_bytes(request)
+        """Keeps the answers of a request that has ended."""
+        size = LOG_BYTES + TOKEN_BYTES * request.answer_tokens + _scores_bytes(request)
         self._keep(request.id, Log(now + self._ttl_s, size, request.fence), out)
 
     @property
@@ -70,9 +70,9 @@ class Logs:
         return [log.request for log in self._logs.values() if log.request is not None]
 
     def parked(self, now: float, request: Request, out: list[Action]) -> None:
-        """Keeps a sequence that could go on: its tokens (as they came, and as they are), its scores and its keys."""
-        [member] = request.members
-        size = LOG_BYTES + 2 * TOKEN_BYTES * member.tokens + KEY_BYTES * len(member.keys) + _scores_bytes(request)
+        """Keeps a request that could go on: its tokens (as they came, and as they are), its scores and its keys."""
+        size = LOG_BYTES + TOKEN_BYTES * _tokens(request) + _scores_bytes(request)
+        size += KEY_BYTES * sum(len(member.keys) for member in request.members)
         self._keep(request.id, Log(now + self._ttl_s, size, request.fence, request), out)
 
     def read(self, number: int, fence: int) -> None:
@@ -116,12 +116,15 @@ class Logs:
         return digest_of(self._logs)
 
 
-def _answer(request: Request) -> int:
-    """Tokens of its answer."""
-    [member] = request.members
-    return max(0, member.tokens - request.prompt_tokens)
+def _tokens(request: Request) -> int:
+    """Those that are kept of one that could go on: of each sequence, and of each that has ended, the prompt's too."""
+    tokens = sum(2 * member.tokens for member in request.members)
+    if request.search is not None:
+        search = request.search
+        return tokens + len(search.kept) * (request.prompt_tokens + search.length)
+    return tokens + (request.width - len(request.members)) * request.prompt_tokens + request.ended_tokens
 
 
 def _scores_bytes(request: Request) -> int:
-    """Of the log probabilities of its answer."""
-    return request.logprob_bytes * _answer(request)
+    """Of the log probabilities of its answers."""
+    return request.logprob_bytes * request.answer_tokens

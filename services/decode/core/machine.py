@@ -42,7 +42,7 @@ from services.decode.core.roster import Roster
 from services.decode.core.runs import observe
 from services.decode.core.shelf import Shelf
 
-_OfOne = Open | Arrived | Start | Compute | Stop
+_OfOne = Open | Heard | Arrived | Start | Compute | Stop
 _IN_USE = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 
 
@@ -110,8 +110,6 @@ class DecodeCore:
         match event:
             case StepDone() | Stepped():
                 self._took_steps(now, event, out)
-            case Heard(number):
-                self._heard(now, number)
             case Reserve():
                 self._reserve(now, event, out)
             case Ended():
@@ -158,6 +156,8 @@ class DecodeCore:
                 request.state = State.RECEIVING
                 self._leases.set(request.id, now + self.config.lease_s)
                 out.append(Table(request.id, tuple(request.blocks)))
+            case Heard() if request.state is State.RECEIVING:
+                self._leases.set(request.id, now + self.config.lease_s)
             case Arrived() if request.state is State.RECEIVING:
                 self._arrived(now, request, out)
             case Start() if not request.is_started:
@@ -202,6 +202,7 @@ class DecodeCore:
             return
         self._leases.clear(request.id)
         groups.fork(request, self.blocks)
+        goes_on = groups.take_known(request)
         out += [Table(member.id, tuple(member.table)) for member in request.members[1:]]
         ended = [(member, why) for member, why in zip(request.members, request.finishes, strict=False) if why]
         out += [Finish(member.id, why) for member, why in ended]
@@ -209,16 +210,14 @@ class DecodeCore:
         if over or len(ended) == request.width:
             self._leave(request, out)
             return
-        (self.parking.go_on if request.known else self.planner.add)(request)
+        self.planner.add(request)
         for member, _ in ended:
             self.planner.end(request, member)
+        if goes_on:
+            self.planner.take_out(request)
+            self.parking.go_on(request)
 
     # --- leases and conductors -------------------------------------------------------------------------------------
-
-    def _heard(self, now: float, number: int) -> None:
-        request = self.requests.get(number)
-        if request is not None and request.state is State.RECEIVING:
-            self._leases.set(number, now + self.config.lease_s)
 
     def _expire(self, now: float, out: list[Action]) -> None:
         """Ends requests whose lease is over, but for those that only wait and whose conductor is there."""

@@ -23,7 +23,7 @@ _COPYING = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 class Orphans:
     """The sequences whose conductor is lost, and what is kept of those that have ended.
 
-    Each is a request of one sequence: several answers to one prompt end with their conductor.
+    The sequences of a group stay together.
 
     Args:
         config: of the core.
@@ -133,7 +133,7 @@ class Orphans:
             out.append(Fenced(event.id, event.stream))
         elif log is not None and log.request is None:
             self.logs.read(event.id, event.fence)
-            out.append(Adopted(event.id, event.stream, event.position))
+            out.append(Adopted(event.id, event.stream, event.positions))
         else:
             self._hand_over(request or self.logs.take(event.id), event, conductor, out)
 
@@ -146,7 +146,7 @@ class Orphans:
         if request.state is State.LOGGED:
             self._roster.add(request)
             self._parking.park(request)
-        out.append(Adopted(request.id, event.stream, event.position))
+        out.append(Adopted(request.id, event.stream, event.positions))
 
     def _forget(self, request: Request) -> None:
         self._graces.clear(request.id)

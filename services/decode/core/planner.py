@@ -238,6 +238,7 @@ class Planner:
         if request in self.batch:
             self.batch.end(member)
         request.members.remove(member)
+        request.ended_tokens += member.tokens - request.prompt_tokens
         self._room.blocks.release(member.table)
         if request.id in self.seats_kept:
             self.keep_seat(request)

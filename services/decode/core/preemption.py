@@ -8,7 +8,7 @@ from services.decode.core.actions import Action, SwapDrop, SwapIn, SwapOut, Tabl
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.events import SwapEnd
 from services.decode.core.holds import Copy, Holds
-from services.decode.core.request import ACTIVE, Request, Shape, State
+from services.decode.core.request import ACTIVE, Request, State
 from services.decode.core.room import Room, most_needed
 from services.decode.core.shelf import Shelf
 
@@ -129,12 +129,7 @@ class Parking:
 
     def go_on(self, request: Request) -> None:
         """Lets a request begin behind known tokens, whose KV is computed as that of one that comes back."""
-        [member] = request.members
-        member.tokens += request.known
-        member.keys += request.known_keys
-        request.known, request.known_keys, request.prompt_here = 0, (), True
-        blocks = self._config.blocks_for(member.tokens - 1)
-        request.shape = Shape(blocks, (tuple(range(blocks)),))
+        request.prompt_here, request.shape = True, groups.shape_behind_prompt(request, self._config)
         self._room.give_back(request)  # full blocks stay in the pool as cache as long as they are not needed
         self.park(request)
 

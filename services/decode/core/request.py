@@ -123,9 +123,12 @@ class Request:
     """Set when its sequences are beams."""
     opening: Candidates = ()
     """What may follow the prompt, where beams are wanted."""
-    known: int = 0
-    """Tokens behind the first one that are known, until it begins; `known_keys` are those of the blocks they fill."""
-    known_keys: tuple[BlockKey, ...] = ()
+    known: tuple[int, ...] = ()
+    """Of each sequence, tokens behind the first one that are known, until it begins."""
+    known_keys: tuple[tuple[BlockKey, ...], ...] = ()
+    """Of the blocks that these fill."""
+    ended_tokens: int = 0
+    """Of the answers that have ended while others go on."""
     patient: bool = False
     """Nobody waits for its single tokens, and the time between them was not promised."""
     preemptions: int = 0
@@ -208,6 +211,13 @@ class Request:
     def refs(self) -> Iterator[int]:
         """Its references to blocks: a block is named by each member that has it."""
         return (block for member in self.members for block in member.table)
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of all its answers; of beams no fewer than their hypotheses have. Not for one in the batch."""
+        if self.search is not None:
+            return self.search.width * self.search.length
+        return self.ended_tokens + sum(max(0, member.tokens - self.prompt_tokens) for member in self.members)
 
     def keep_nothing(self) -> None:
         """No block of it gets a key from now on, nor is looked for in kvstores."""

@@ -93,11 +93,11 @@ class Shelf:
         """Writes the full blocks of a prompt that were computed here; of other prompts it is prefill's business."""
         if not request.prompt_here:
             return
-        [member] = request.members
-        full = min(member.computed // self._config.block_tokens, len(member.keys))
-        for store, there in enumerate(member.stored):
-            for index in range(there, full):
-                self.write(request, member, index, store, out)
+        for member in request.members:
+            full = min(member.computed // self._config.block_tokens, len(member.keys))
+            for store, there in enumerate(member.stored):
+                for index in range(there, full):
+                    self.write(request, member, index, store, out)
 
     def written(self, holds: Writing, result: object) -> None:
         """A write is over."""

@@ -15,7 +15,7 @@ from moonpool.kv.keys import tokens_from_bytes
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 
-from .scores import made_up, prompt_scores, scores
+from .scores import made_up, prompt_scores, scores, told
 
 BLOCK_TOKENS = 16
 WAIT_S = 10.0
@@ -159,7 +159,8 @@ class ScriptedDecode(FakeMember):
     predicted_tbt_s: float = 0.0
     held_blocks: int = 0  # of every prompt
     computed: list[str] = field(default_factory=list)  # sequences whose prompts it has computed itself
-    known: list[list[int]] = field(default_factory=list)  # behind the first token, of each start
+    known: list[list[list[int]]] = field(default_factory=list)  # of each start, behind the first token of each answer
+    said: dict[tuple[str, int], int] = field(default_factory=dict)  # tokens of the answers after the first
     gathered: list[str] = field(default_factory=list)  # sequences whose single tokens nobody waits for
     fail_at: list[int] = field(default_factory=list)  # output positions at which a sequence fails, once each
     hold_at: int = -1  # position at which sequences wait for `go`
@@ -239,12 +240,15 @@ class ScriptedDecode(FakeMember):
                 for choice, token in enumerate(start.further_token_ids, 1):
                     assert token == choice_token(len(tokens), choice)
                 spec = self.reserved[start.request_id].sequence
-                if spec.sampling.HasField("logprobs") and not start.further_token_ids:
-                    assert start.logprobs == made_up([start.first_token_id])
+                known = [list(it) for it in (start.known_token_ids, *(it.token_ids for it in start.further_known))]
+                if spec.sampling.HasField("logprobs") and not any(known):
+                    assert start.logprobs == made_up([start.first_token_id, *start.further_token_ids])
                 if spec.sampling.beam_width:
                     outgoing.put_nowait(self._hypotheses(spec, start))
                 else:
-                    self.known.append(list(start.known_token_ids))
+                    self.known.append(known)
+                    for choice, behind in enumerate(known[1:], 1):
+                        self.said[start.request_id, choice] = 1 + len(behind)
                     begun = [*tokens, start.first_token_id, *start.known_token_ids]
                     tasks[start.request_id] = self._run(start.request_id, begun, outgoing)
             elif request.HasField("resume"):
@@ -285,6 +289,8 @@ class ScriptedDecode(FakeMember):
         tokens = list(tokens_from_bytes(reserved.sequence.token_ids))
         while len(tokens) < reserved.sequence.prompt_tokens + asked.from_position:
             tokens.append(next_token(len(tokens)))
+        for choice, it in enumerate(asked.further, 1):
+            self.said[asked.request_id, choice] = it.from_position
         tasks[asked.request_id] = self._run(asked.request_id, tokens, outgoing)
         self.note()
 
@@ -292,8 +298,13 @@ class ScriptedDecode(FakeMember):
         self, sequence_id: str, tokens: list[int], outgoing: asyncio.Queue[decode_pb2.StepsResponse | None]
     ) -> None:
         spec = self.reserved[sequence_id].sequence
+        most = sampling_from_proto(spec.sampling).max_tokens
         while True:
             position = len(tokens) - spec.prompt_tokens
+            if position == most:  # it was known to be whole
+                self._further(spec, most - 1, outgoing)
+                outgoing.put_nowait(told(spec, 0, most, [], kv_pb2.FINISH_REASON_LENGTH))
+                return
             if position in self.fail_at:
                 self.fail_at.remove(position)
                 del self.reserved[sequence_id]
@@ -307,21 +318,16 @@ class ScriptedDecode(FakeMember):
                 return
             if 0 <= self.hold_at <= position:
                 await self.go.wait()
-            self._further(spec, sequence_id, position, outgoing)
+            self._further(spec, position, outgoing)
             tokens.append(next_token(len(tokens)))
             reason = kv_pb2.FINISH_REASON_UNSPECIFIED
             if tokens[-1] in spec.end_token_ids:
                 reason = kv_pb2.FINISH_REASON_STOP
-            elif position + 1 == sampling_from_proto(spec.sampling).max_tokens:
+            elif position + 1 == most:
                 reason = kv_pb2.FINISH_REASON_LENGTH
-            message = decode_pb2.SequenceTokens(
-                request_id=sequence_id, position=position, token_ids=[tokens[-1]], finish_reason=reason
-            )
-            if spec.sampling.HasField("logprobs"):
-                message.logprobs.CopyFrom(made_up(tokens[-1:]))
             if reason:
                 del self.reserved[sequence_id]
-            outgoing.put_nowait(decode_pb2.StepsResponse(tokens=[message]))
+            outgoing.put_nowait(told(spec, 0, position, tokens[-1:], reason))
             self.note()
             self.progress()
             if reason:
@@ -351,27 +357,19 @@ class ScriptedDecode(FakeMember):
         return decode_pb2.StepsResponse(tokens=found)
 
     def _further(
-        self,
-        spec: kv_pb2.SequenceSpec,
-        sequence_id: str,
-        position: int,
-        outgoing: asyncio.Queue[decode_pb2.StepsResponse | None],
+        self, spec: kv_pb2.SequenceSpec, position: int, outgoing: asyncio.Queue[decode_pb2.StepsResponse | None]
     ) -> None:
-        """The next token of the answers after the first, which all end with max_tokens, before that of the first."""
+        """The answers after the first, which all end with max_tokens, get as far as it before it is told."""
         sampling = sampling_from_proto(spec.sampling)
         last = position + 1 == sampling.max_tokens
         for choice in range(1, sampling.n):
-            if (sequence_id, choice) not in self.stopped:
-                new = decode_pb2.SequenceTokens(
-                    request_id=sequence_id,
-                    choice=choice,
-                    position=position,
-                    token_ids=[choice_token(spec.prompt_tokens + position, choice)],
-                    finish_reason=kv_pb2.FINISH_REASON_LENGTH if last else kv_pb2.FINISH_REASON_UNSPECIFIED,
-                )
-                if spec.sampling.HasField("logprobs"):
-                    new.logprobs.CopyFrom(made_up(new.token_ids))
-                outgoing.put_nowait(decode_pb2.StepsResponse(tokens=[new]))
+            whose = spec.request_id, choice
+            begin = self.said.get(whose, position)
+            if whose not in self.stopped and (begin <= position or last):
+                new = [choice_token(spec.prompt_tokens + at, choice) for at in range(begin, position + 1)]
+                reason = kv_pb2.FINISH_REASON_LENGTH if last else kv_pb2.FINISH_REASON_UNSPECIFIED
+                outgoing.put_nowait(told(spec, choice, begin, new, reason))
+                self.said[whose] = max(begin, position + 1)
 
 
 async def _meet(steps: list[MoonpoolError | asyncio.Event]) -> None:

@@ -84,7 +84,7 @@ async def test_what_was_made_meanwhile_is_told_to_the_new_place_which_goes_on_be
         async for event in events:
             tokens += event.token_ids
         assert tokens == expected(20, 12)
-        assert (old.known, new.known) == ([[]], [expected(20, 12)[4:9]])
+        assert (old.known, new.known) == ([[[]]], [[expected(20, 12)[4:9]]])
         await s.rest()
         assert old.cancelled == old.history
 

@@ -12,7 +12,10 @@ def delta(position: int, *tokens: int, text: str = "") -> conductor_pb2.TokenDel
 
 
 async def read(outgoing: Outgoing) -> list[conductor_pb2.GenerateResponse]:
-    return [message async for message in outgoing]
+    messages = []
+    while (message := await outgoing.next()) is not None:
+        messages.append(message)
+    return messages
 
 
 async def test_tokens_for_a_client_that_does_not_read_are_merged_and_nothing_is_reordered() -> None:
@@ -47,18 +50,21 @@ async def test_answers_that_come_mixed_are_merged_each() -> None:
 
 async def test_a_client_that_wants_the_answer_whole_is_woken_at_its_end() -> None:
     outgoing = Outgoing(whole=True)
-    messages = aiter(outgoing)
     outgoing.placed(conductor_pb2.Placed(request_id="r"))
-    assert (await anext(messages)).placed.request_id == "r"
-    reading = asyncio.ensure_future(anext(messages))
+    message = await outgoing.next()
+    assert message is not None
+    assert message.placed.request_id == "r"
+    reading = asyncio.ensure_future(outgoing.next())
     await asyncio.sleep(0)
     for position in range(3):
         outgoing.delta(delta(position, position, text="abc"[position]))
         await asyncio.sleep(0)
     assert not reading.done()
     outgoing.finished(conductor_pb2.Finished())
-    assert (await reading).delta == delta(0, 0, 1, 2, text="abc")
-    assert [message.WhichOneof("event") async for message in messages] == ["finished"]
+    message = await reading
+    assert message is not None
+    assert message.delta == delta(0, 0, 1, 2, text="abc")
+    assert [message.WhichOneof("event") for message in await read(outgoing)] == ["finished"]
 
 
 async def test_what_was_said_before_a_failure_is_read_before_it() -> None:
@@ -73,6 +79,7 @@ async def test_what_was_said_before_a_failure_is_read_before_it() -> None:
 async def test_a_message_that_is_being_written_does_not_change() -> None:
     outgoing = Outgoing()
     outgoing.delta(delta(0, 1))
-    first = await anext(aiter(outgoing))
+    first = await outgoing.next()
+    assert first is not None
     outgoing.delta(delta(1, 2))
     assert list(first.delta.token_ids) == [1]

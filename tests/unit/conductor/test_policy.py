@@ -12,7 +12,7 @@ from moonpool.client import SamplingParams
 from moonpool.drive.journal import JournalError
 from moonpool.errors import ConfigError
 from services.conductor.core.policies import DEFAULT, POLICIES
-from services.conductor.policy import load_policy
+from services.conductor.policy import load_policy, seed_of
 
 from .core.worlds import SECOND_PER_TOKEN, World, facts
 from .fakes import decode, prefill
@@ -100,3 +100,22 @@ async def test_round_robin_sends_requests_in_turn() -> None:
             for _ in range(4)
         ]
     assert used == ["prefill-0", "prefill-1"] * 2
+
+
+async def chosen_by(name: str, journal: Path) -> list[str]:
+    """Where a conductor of this name sends requests at random; its journal reruns to the same choices."""
+    engines = [prefill(number) for number in range(4)]
+    async with stack(*engines, decode(0), id=name, policy="random", journal_dir=journal) as s:
+        found = [
+            (await s.client.generate(token_ids=list(range(30, 70)), sampling=GREEDY)).placements[0].prefill
+            for _ in range(8)
+        ]
+        await s.rest()
+    assert CliRunner().invoke(app, ["rerun", str(journal)]).output.endswith("all actions equal\n")
+    return found
+
+
+async def test_conductors_side_by_side_draw_differently(tmp_path: Path) -> None:
+    assert seed_of("conductor-0") == seed_of("conductor-0")
+    first, second = [await chosen_by(name, tmp_path / name) for name in ("conductor-0", "conductor-1")]
+    assert first != second

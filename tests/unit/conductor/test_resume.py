@@ -1,76 +1,18 @@
-"""Requests that are resumed at another conductor, or at the same one: adopted, placed anew, or only ended."""
+"""Requests that are resumed at another conductor: adopted, placed anew, or only ended."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from moonpool.client import SamplingParams
-from moonpool.client.transport import GrpcTransport
-from moonpool.contracts import sampling_to_proto
-from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable
+from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
-from .fakes import ScriptedDecode, ScriptedPrefill, decode, expected, prefill
+from .fakes import decode, expected, prefill
+from .resuming import GREEDY, PROMPT, Call, request, two
 from .stack import WAIT_S, Stack, stack
-
-PROMPT = list(range(30, 70))
-GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
-
-
-@asynccontextmanager
-async def two(p: ScriptedPrefill, d: ScriptedDecode) -> AsyncIterator[tuple[Stack, Stack]]:
-    """Two conductors that both instances have joined."""
-    async with stack(p, d) as first, stack() as second:
-        for member in (p, d):
-            hello = pb.JoinHello(instance=member.instance, total_blocks=member.total_blocks, model=second.model())
-            await second.follow(member, hello)
-            await second.joined(member)
-        yield first, second
-
-
-def request(sampling: SamplingParams = GREEDY, request_id: str = "r") -> pb.GenerateRequest:
-    tokens = pb.TokenPrompt(token_ids=PROMPT)
-    return pb.GenerateRequest(request_id=request_id, tokens=tokens, sampling=sampling_to_proto(sampling), tenant="t")
-
-
-class Call:
-    """A Generate call, and what came."""
-
-    def __init__(self, at: Stack, message: pb.GenerateRequest) -> None:
-        self.transport = GrpcTransport(at.address)
-        self.call = self.transport.generate(message, WAIT_S)
-        self.placed: list[pb.Placed] = []
-        self.tokens: list[int] = []
-        self.text = ""
-        self.finished: pb.Finished | None = None
-
-    async def read(self, tokens: int = 1 << 30) -> None:
-        """Until there are so many tokens, or to the end."""
-        while len(self.tokens) < tokens:
-            try:
-                message = await anext(aiter(self.call))
-            except StopAsyncIteration:
-                return
-            if message.HasField("placed"):
-                self.placed.append(message.placed)
-            elif message.HasField("delta"):
-                self.tokens += message.delta.token_ids
-                self.text += message.delta.text
-            else:
-                self.finished = message.finished
-
-    def resume(self, message: pb.GenerateRequest, count: int = 1) -> pb.GenerateRequest:
-        """The request with which a client goes on behind what it has."""
-        again = pb.GenerateRequest()
-        again.CopyFrom(message)
-        again.sampling.seed, again.from_position = self.placed[-1].seed, len(self.tokens)
-        point, text = self.placed[-1].resume, len(self.text)
-        again.resume.CopyFrom(pb.Resume(point=point, token_ids=self.tokens, text_chars=text, count=count))
-        return again
 
 
 async def undisturbed(at: Stack) -> tuple[list[int], str]:
@@ -147,46 +89,6 @@ async def test_a_conductor_that_has_just_started_waits_for_the_instance() -> Non
         assert [asked.fence for asked in d.resumed] == [2]
 
 
-async def test_at_the_same_conductor_the_earlier_call_ends() -> None:
-    """Its connection was lost, and the conductor has not seen it."""
-    p, d = prefill(), decode(hold_at=3)
-    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
-        lost = Call(s, request())
-        await lost.read(3)
-        for wrong in (pb.Resume(point=pb.ResumePoint(secret=bytes(16))), pb.Resume(count=0)):
-            message = lost.resume(request())
-            message.resume.MergeFrom(wrong)
-            if not wrong.HasField("point"):
-                message.resume.count = 0
-            with pytest.raises(InvalidRequest, match="running already"):
-                await Call(s, message).read()
-        d.hold_at = -1
-        again = Call(s, lost.resume(request()))
-        await again.read()
-        assert lost.tokens + again.tokens == expected(len(PROMPT), 8)
-        await lost.read()
-        assert lost.finished is None
-        await s.rest()
-
-
-async def test_a_request_that_is_resumed_keeps_its_place_among_those_that_run() -> None:
-    """A full conductor neither refuses it nor lets another one have its place meanwhile."""
-    d = decode(hold_at=5)
-    async with stack(prefill(), d, max_queue=1) as s, asyncio.timeout(WAIT_S):
-        first = Call(s, request())
-        await first.read(3)
-        again = Call(s, first.resume(request()))
-        await again.read(1)
-        with pytest.raises(MoonpoolError, match="as many as this conductor takes"):
-            await Call(s, request(request_id="other")).read()
-        with pytest.raises(InvalidRequest, match="running already"):  # it has resumed so often already
-            await Call(s, first.resume(request())).read()
-        d.go.set()
-        await again.read()
-        assert first.tokens + again.tokens == expected(len(PROMPT), 8)
-        await s.rest()
-
-
 async def test_a_client_that_lacks_only_the_end_gets_it_from_any_conductor() -> None:
     """Nothing is asked of decode, also where a stop text or an end token came, and no text comes twice."""
     p, d = prefill(), decode()
@@ -238,7 +140,12 @@ async def test_no_text_is_lost_or_doubled_wherever_it_is_taken_up() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"request_id": ""}, "request_id"),
-    ({"sampling": kv_pb2.Sampling(max_tokens=8, n=2, seed=4)}, r"resume: a request of several answers"),
+    (
+        {"sampling": kv_pb2.Sampling(max_tokens=8, prompt_logprobs=1, seed=4)},
+        r"resume: a request with sampling\.prompt",
+    ),
+    ({"sampling": kv_pb2.Sampling(max_tokens=8, n=3, seed=4)}, r"resume\.further: must have 2"),
+    ({"resume": pb.Resume(further=[pb.AnswerSoFar()])}, r"resume\.further: must have 0"),
     ({"from_position": 5}, "from_position"),
     ({"sampling": kv_pb2.Sampling(max_tokens=8)}, r"sampling\.seed"),
     ({"resume": pb.Resume(count=0)}, r"resume\.count"),
@@ -297,12 +204,101 @@ async def test_every_request_has_a_secret_of_its_own() -> None:
     assert {len(secret) for secret in secrets} == {16}
 
 
-async def test_several_answers_have_none_and_their_client_no_way_to_resume() -> None:
-    d = decode()
-    async with stack(prefill(), d) as s, asyncio.timeout(WAIT_S):
-        call = Call(s, request(SamplingParams(max_tokens=3, n=2)))
-        await call.read()
-        assert call.finished is not None
-        assert [placed.HasField("resume") for placed in call.placed] == [False]
-        assert [reserve.resume_secret for reserve in d.requests] == [b""]
+SEVERAL = SamplingParams(max_tokens=8, n=3, logprobs=0, ignore_eos=True)
+
+
+async def test_several_answers_are_taken_over_each_from_what_its_client_has() -> None:
+    p, d = prefill(), decode(hold_at=4)
+    async with two(p, d) as (first, second), asyncio.timeout(WAIT_S):
+        asked = request(SEVERAL)
+        lost = Call(first, asked)
+        await lost.read(2, 3)
+        message, had = lost.resume(asked), {choice: list(lost.answers[choice]) for choice in range(3)}
+        again = Call(second, message)
+        with pytest.raises(InvalidRequest, match=r"resume\.count: another conductor has the request"):
+            await lost.read()
+        d.go.set()
+        await again.read()
+        for choice in range(3):
+            assert had[choice] + again.answers[choice] == expected(40, 8, choice)
+        assert again.finished is not None
+        assert again.finished.usage == pb.Usage(prompt_tokens=40, completion_tokens=24)
+        [resumed] = d.resumed
+        positions = [resumed.from_position, *(it.from_position for it in resumed.further)]
+        assert positions == [len(had[choice]) for choice in range(3)]
+        assert len(p.requests) == 1
+        for each in (first, second):
+            await each.rest()
+
+
+async def test_several_answers_are_placed_anew_behind_what_is_known_of_each() -> None:
+    p, d = prefill(), decode(hold_at=6)
+    async with two(p, d) as (first, second), asyncio.timeout(WAIT_S):
+        asked = request(SEVERAL)
+        lost = Call(first, asked)
+        await lost.read(6, 3)
+        message = lost.resume(asked)
+        lost.call.cancel()
+        await d.until(lambda: d.cancelled == ["r"])
+        d.hold_at = -1
+        again = Call(second, message)
+        await again.read()
+        for choice in range(3):
+            assert lost.answers[choice] + again.answers[choice] == expected(40, 8, choice)
+        assert d.history == ["r", "r~1.0"]
+        assert len(d.requests[1].sequence.token_ids) // 4 == 40, "prefill computes the prompt alone"
+        assert d.known[1] == [expected(40, 8, choice)[1 : len(lost.answers[choice])] for choice in range(3)]
+        for each in (first, second):
+            await each.rest()
+
+
+async def test_answers_that_are_whole_stay_so_where_others_are_not() -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        asked = request(SEVERAL)
+        whole = Call(s, asked)
+        await whole.read()
+        for choice in range(3):
+            message = whole.resume(asked, count=choice + 1)
+            part = message.resume if not choice else message.resume.further[choice - 1]
+            del part.token_ids[3:]
+            part.text_chars = 0
+            message.from_position = len(message.resume.token_ids)
+            other = message.resume if choice else message.resume.further[0]
+            other.text_chars -= 2
+            again = Call(s, message)
+            await again.read()
+            assert again.answers[choice] == expected(40, 8, choice)[3:]
+            assert again.texts[choice] == whole.texts[choice]
+            lacking = 1 if not choice else 0
+            assert again.texts[lacking] == whole.texts[lacking][-2:]
+            assert {index for index, tokens in again.answers.items() if tokens} == {choice}
+            assert again.finished is not None
+            assert [end.completion_tokens for end in again.finished.choices] == [8, 8, 8]
+        await s.rest()
+
+
+async def test_beams_are_searched_for_again_and_what_is_known_does_not_come_twice() -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        asked = request(SamplingParams(max_tokens=5, beam_width=3, n=2))
+        whole = Call(s, asked)
+        await whole.read()
+        assert whole.finished is not None
+        for known in (0, 1, 2):
+            message = whole.resume(asked)
+            message.sampling.ClearField("seed")
+            if not known:
+                del message.resume.token_ids[:]
+                message.resume.text_chars = 0
+            if known < 2:
+                message.resume.further[0].Clear()
+            message.from_position = len(message.resume.token_ids)
+            again = Call(s, message)
+            await again.read()
+            assert [again.answers[it] for it in range(2)] == [
+                whole.answers[it] if it >= known else [] for it in range(2)
+            ]
+            assert again.finished is not None
+            assert again.finished.choices == whole.finished.choices
         await s.rest()

@@ -68,9 +68,10 @@ class Conductor:
         self._first: dict[str, int] = {}
         self.messages = 0
 
-    def expect(self, request_id: str, position: int) -> None:
-        """The first token that comes is to be at this position."""
-        self._first[request_id] = position
+    def expect(self, request_id: str, *positions: int) -> None:
+        """The first token of each answer that comes is to be at this position."""
+        for choice, position in enumerate(positions):
+            self._first[f"{request_id}/{choice}" if choice else request_id] = position
 
     async def start(
         self,
@@ -79,11 +80,12 @@ class Conductor:
         token: int,
         *further: int,
         scores: Sequence[float] = (),
-        known: Sequence[int] = (),
+        known: Sequence[Sequence[int]] = (),
         gather: bool = False,
     ) -> None:
-        """Starts a request with its first tokens; of one answer perhaps with those behind, too."""
-        self.expect(request_id, 1 + len(known))
+        """Starts a request with its first tokens; perhaps with those behind, too."""
+        if not scores:
+            self.expect(request_id, *(1 + len(it) for it in known or ((),)))
         started = decode_pb2.StartSequence(
             request_id=request_id,
             transfer_id=target.transfer_id,
@@ -91,7 +93,8 @@ class Conductor:
             first_token_id=token,
             further_token_ids=further,
             log_probabilities=scores,
-            known_token_ids=known,
+            known_token_ids=known[0] if known else (),
+            further_known=[decode_pb2.KnownTokens(token_ids=it) for it in known[1:]],
             gather=gather,
         )
         await self.call.write(decode_pb2.StepsRequest(start=started))
@@ -123,7 +126,7 @@ class Conductor:
                     name = f"{new.request_id}/{new.choice}" if new.choice else new.request_id
                     have = self.tokens.setdefault(name, [])
                     # the first token comes from prefill, a hypothesis whole
-                    told = 0 if new.HasField("score") else self._first.get(name, 1)
+                    told = self._first.get(name, 0 if new.HasField("score") else 1)
                     assert new.position == len(have) + told, "tokens come in order, none twice"
                     have.extend(new.token_ids)
                     if new.finish_reason:

@@ -48,21 +48,13 @@ async def test_goes_on_behind_tokens_that_are_known(length: int, known: int, tmp
     async with decoding(spans=tmp_path / "spans") as it, conducting(it) as conductor:
         target = await reserve(it, spec("a", tokens, max_tokens=known + 4))
         await transfer(it, target, tokens)
-        await conductor.start("a", target, answer[0], known=answer[1 : 1 + known])
+        await conductor.start("a", target, answer[0], known=[answer[1 : 1 + known]])
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == answer[1 + known :]
         await it.rest()
         full = block_keys(ROOT, [*tokens, *answer[:-1]], BLOCK)
         assert set(it.service.manager.keys()) == set(full)
     assert len(read_spans(tmp_path / "spans", "decode.step")) == 3
-
-
-async def test_what_is_known_of_several_answers_is_refused() -> None:
-    async with decoding() as it, conducting(it) as conductor:
-        target = await reserve(it, spec("a", prompt(20), max_tokens=8, n=2))
-        await conductor.start("a", target, 9, 9, known=[1, 2])
-        await conductor.until(lambda: "one answer without beams" in conductor.failed.get("a", ""))
-        await conductor.cancel("a", target)
 
 
 async def test_start_before_the_last_slice() -> None:

@@ -10,6 +10,7 @@ from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, tokens_digest
 from moonpool.logprobs import Logprobs
 from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.said import Said
 from services.decode.subscriber import Subscriber
 from services.decode.token_log import Transcript
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
@@ -193,8 +194,8 @@ async def test_what_waits_for_a_conductor_is_sent_once_when_it_resumes_on_the_sa
     subscriber = Subscriber(kv_pb2.Instance(id="conductor"))
     subscriber.tokens("a", 3, [13, 14])
     said = array("i", [10, 11, 12, 13, 14])
-    transcript = Transcript("a", 1, SECRET, BlockKey(ROOT), said, kv_pb2.FINISH_REASON_UNSPECIFIED, "")
-    transcript.tell(subscriber, 2)
+    transcript = Transcript("a", 1, SECRET, BlockKey(ROOT), [Said(said)], "")
+    transcript.tell(subscriber, [2])
     subscriber.tokens("a", 5, [15])
     message = await subscriber.next()
     assert message is not None
@@ -206,33 +207,13 @@ async def test_what_waits_for_a_conductor_is_sent_once_when_it_resumes_on_the_sa
     assert (list(message.tokens), [it.request_id for it in message.fenced]) == ([], ["a"])
 
 
-async def test_several_answers_end_with_their_conductor_and_take_no_secret() -> None:
-    first = continuation(TOKENS, 1)[0]
-    async with decoding() as it, conducting(it, "another") as another:
-        with pytest.raises(InvalidRequest, match=r"resume_secret: must be empty: several answers \(sampling.n\)"):
-            await reserve(it, spec("a", TOKENS, n=2), resume_secret=SECRET)
-        async with conducting(it) as conductor:
-            _, go = it.engine.hold(after=3)
-            target = await reserve(it, spec("a", TOKENS, max_tokens=12, n=2))
-            await transfer(it, target, TOKENS)
-            await conductor.start("a", target, first, first)
-            await conductor.until(lambda: [len(said) for said in conductor.tokens.values()] == [3, 3])
-        await it.until(lambda: all(live.ending for live in it.service.shell))
-        go.set()
-        await it.rest()
-        await resume(another, target, [])
-        await another.until(lambda: "a" in another.failed)
-        assert "no such sequence" in another.failed["a"]
-        assert (len(it.service.core.orphans), len(it.service.core.orphans.logs)) == (0, 0)
-
-
 async def test_log_probabilities_come_from_the_position_on_as_far_as_they_are_known() -> None:
     """Those of an earlier placement were told by another instance: here the sequence is not known then."""
     root, running = BlockKey(ROOT), kv_pb2.FINISH_REASON_UNSPECIFIED
     said, found = array("i", [10, 11, 12, 13]), Logprobs(array("f", [-1.0, -2.0, -4.0]), array("I", [1, 2, 3]))
-    transcript = Transcript("a", 1, SECRET, root, said, running, "", found, 1)
+    transcript = Transcript("a", 1, SECRET, root, [Said(said, running, None, found, 1)], "")
     subscriber = Subscriber(kv_pb2.Instance(id="conductor"))
-    transcript.tell(subscriber, 2)
+    transcript.tell(subscriber, [2])
     message = await subscriber.next()
     assert message is not None
     assert [(list(it.token_ids), list(it.logprobs.logprobs)) for it in message.tokens] == [([12, 13], [-2.0, -4.0])]

@@ -28,7 +28,7 @@ def test_a_sequence_is_taken_over_where_it_is() -> None:
     world = World()
     number = world.resume(tokens=3)
     adopt = world.one(Adopt)
-    assert adopt == Adopt(adopt.io, number, "r1", Target("decode-0", 1, "", 77, 1, 0), 3, 1)
+    assert adopt == Adopt(adopt.io, number, "r1", Target("decode-0", 1, "", 77, 1, 0), 1)
     world.more(adopt, 2)
     world.more(adopt, 3, Finish.LENGTH, known=True)
     assert world.ends == {number: Complete(number, Finish.LENGTH)}
@@ -172,4 +172,44 @@ def test_a_request_without_a_promise_then_is_placed_like_any_other() -> None:
     world = World()
     world.resume("")
     assert world.one(Reserve).sequence == "r1~1.0"
+    world.finish_all()
+
+
+def test_several_answers_are_taken_over_together_and_placed_anew_from_their_prompt() -> None:
+    world = World()
+    number = world.resume(tokens=5, choices=3)
+    adopt = world.one(Adopt)
+    assert adopt == Adopt(adopt.io, number, "r1", Target("decode-0", 1, "", 77, 1, 0), 1)
+    decode = world.picture.decodes.get("decode-0")
+    assert decode is not None
+    assert (decode.sequences, decode.context_tokens) == (3, 3 * 40)
+    world.more(adopt, 4)
+    world.end(adopt, UNKNOWN)
+    world.rehash(number)
+    world.promise(world.one(Reserve))
+    prefill = world.one(Prefill)
+    assert prefill.plan.demand.prompt_tokens == 40
+    assert prefill.plan.demand.choices == 3
+    world.first_token(prefill)
+    world.more(world.one(Start), 3, Finish.LENGTH, known=True)
+    assert world.ends[number] == Complete(number, Finish.LENGTH)
+    world.end(world.one(Start))
+    world.finish_all()
+
+
+def test_answers_that_have_grown_begin_a_new_series_of_failures() -> None:
+    """Several too: they lose an instance now and then in a long life."""
+    world = World(decodes=6)
+    number = world.resume(tokens=0, choices=2, answer=400)
+    world.end(world.one(Adopt), UNKNOWN)
+    for _ in range(6):
+        world.sleep(20.0)
+        world.rehash(number)
+        world.promise(world.one(Reserve))
+        world.first_token(world.one(Prefill))
+        start = world.one(Start)
+        world.more(start, 2)
+        world.sleep(20.0)
+        world.end(start, Failure(Kind.STREAM, "lost"))
+    assert number not in world.ends
     world.finish_all()

@@ -1,5 +1,7 @@
 """Instances that drain or are slow are rid of what they have, and no sequence is lost or computed from too far back."""
 
+import pytest
+
 from moonpool.cost import Speeds
 from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
@@ -24,9 +26,10 @@ def moved(world: World, number: int) -> tuple[Start, Start]:
     return old, new
 
 
-def test_a_sequence_goes_on_at_a_draining_instance_until_another_has_it() -> None:
+@pytest.mark.parametrize("what", [{}, {"choices": 3}, {"choices": 2, "beams": True}], ids=["one", "three", "beams"])
+def test_a_sequence_goes_on_at_a_draining_instance_until_another_has_it(what: dict[str, int]) -> None:
     world = World()
-    number, old = world.streaming()
+    number, old = world.streaming(**what)
     assert (old.target.decode, world.tokens[number]) == ("decode-0", 3)
     world.drain("decode-0")
     assert world.rehashes == [number]

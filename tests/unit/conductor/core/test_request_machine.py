@@ -16,6 +16,8 @@ FAILURES = [Failure(kind, "a test says so") for kind in Kind if kind is not Kind
 REFUSALS = [NO_ROOM, Failure(Kind.OVERLOADED, "slow", reason="tbt_slo", predicted_tbt_s=1.0)]
 FINISH = st.none() | st.none() | st.sampled_from([Finish.STOP, Finish.LENGTH])
 KEYS = tuple(bytes([number]) * 32 for number in range(7))
+SEVERAL = [(1, False), (1, False), (1, False), (2, False), (1, True), (2, True)]
+"""Answers that run together, and whether they are beams."""
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
 
 
@@ -40,15 +42,24 @@ class RequestMachine(RuleBasedStateMachine):
         queue_s=st.sampled_from([0.0, 0.0, 1.0, 30.0]),
         tenant=st.sampled_from("ab"),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
+        several=st.sampled_from(SEVERAL),
     )
     def arrive(
-        self, prompt: int, answer: int, limit_s: float, ttft_s: float | None, queue_s: float, tenant: str, priority: int
+        self,
+        prompt: int,
+        answer: int,
+        limit_s: float,
+        ttft_s: float | None,
+        queue_s: float,
+        tenant: str,
+        priority: int,
+        several: tuple[int, bool],
     ) -> None:
         if len(self.world.core.requests) < 6:
             keys = KEYS[: prompt // BLOCK]
-            slo = Slo(ttft_s=ttft_s, queue_s=queue_s)
-            asked = {"prompt": prompt, "answer": answer, "limit_s": limit_s, "keys": keys}
-            number = self.world.arrive(**asked, slo=slo, tenant=tenant, priority=priority)  # type: ignore[arg-type]
+            slo, (choices, beams) = Slo(ttft_s=ttft_s, queue_s=queue_s), several
+            asked = {"prompt": prompt, "answer": answer, "limit_s": limit_s, "keys": keys, "choices": choices}
+            number = self.world.arrive(**asked, beams=beams, slo=slo, tenant=tenant, priority=priority)  # type: ignore[arg-type]
             self.blocks[number] = len(keys)
 
     @rule(name=st.sampled_from(NAMES), blocks=st.integers(0, len(KEYS)))
@@ -61,10 +72,12 @@ class RequestMachine(RuleBasedStateMachine):
         restarted=st.sampled_from([False, False, True]),
         tokens=st.integers(0, 5),
         answer=st.integers(6, 40),
+        several=st.sampled_from(SEVERAL),
     )
-    def resume(self, name: str, restarted: bool, tokens: int, answer: int) -> None:
+    def resume(self, name: str, restarted: bool, tokens: int, answer: int, several: tuple[int, bool]) -> None:
         if len(self.world.core.requests) < 6:
-            self.world.resume(name, incarnation=self.incarnations[name] - restarted, tokens=tokens, answer=answer)
+            incarnation, (choices, beams) = self.incarnations[name] - restarted, several
+            self.world.resume(name, incarnation=incarnation, tokens=tokens, answer=answer, choices=choices, beams=beams)
 
     @precondition(lambda self: self.world.calls)
     @rule(data=st.data(), steps=st.integers(1, 8))

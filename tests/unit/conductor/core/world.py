@@ -88,6 +88,7 @@ class World:
         self.calls: dict[int, Reserve | Prefill | Start | Adopt] = {}
         self.cancelled: set[int] = set()
         self.tokens: Counter[int] = Counter()
+        self.several: set[int] = set()  # of several answers, or beams: they begin again at prefill
         self.ends: dict[int, Complete | Fail | Drop] = {}
         self.arrived: set[int] = set()
         self.promises: dict[int, Target] = {}
@@ -126,13 +127,13 @@ class World:
         slo: Slo = Slo(),  # noqa: B008
         keys: tuple[bytes, ...] = (),
         choices: int = 1,
+        beams: bool = False,
         tenant: str = "",
         priority: int = 0,
         weight: float = 1.0,
     ) -> int:
-        number = len(self.arrived) + 1
-        self.arrived.add(number)
-        whose = {"tenant": tenant, "priority": priority, "weight": weight, "choices": choices}
+        number = self._new(choices, beams=beams)
+        whose = {"tenant": tenant, "priority": priority, "weight": weight, "choices": choices, "beams": beams}
         ask = Ask(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, **whose)  # type: ignore[arg-type]
         self.post(Arrived(ask, keys))
         return number
@@ -141,16 +142,36 @@ class World:
         """An instance tells that these blocks are all that it holds."""
         self.post(KeysChanged(name, 1, keys, (), snapshot_begin=True, snapshot_end=True))
 
-    def resume(self, decode: str = "decode-0", *, incarnation: int = 1, tokens: int = 3, answer: int = 8) -> int:
+    def resume(
+        self,
+        decode: str = "decode-0",
+        *,
+        incarnation: int = 1,
+        tokens: int = 3,
+        answer: int = 8,
+        choices: int = 1,
+        beams: bool = False,
+    ) -> int:
         """A request comes whose client has some tokens, of a sequence at this instance."""
+        number = self._new(choices, beams=beams)
+        self.tokens[number] = tokens
+        self.placed_with[number] = self._kept(number)
+        target = Target(decode, incarnation, "", 77, 1, 0) if decode else None
+        resumed, until = Resumed(self._kept(number), 1, f"r{number}", target), self.now + 600.0
+        how = {"resumed": resumed, "choices": choices, "beams": beams}
+        self.post(Arrived(Ask(number, f"r{number}", 40, answer, b"key", Slo(), self.now, until, **how), ()))  # type: ignore[arg-type]
+        return number
+
+    def _new(self, choices: int, *, beams: bool) -> int:
         number = len(self.arrived) + 1
         self.arrived.add(number)
-        self.tokens[number] = self.placed_with[number] = tokens
-        target = Target(decode, incarnation, "", 77, 1, 0) if decode else None
-        resumed = Resumed(tokens, 1, f"r{number}", target)
-        ask = Ask(number, f"r{number}", 40, answer, b"key", Slo(), self.now, self.now + 600.0, resumed=resumed)
-        self.post(Arrived(ask, ()))
+        if choices > 1 or beams:
+            self.several.add(number)
         return number
+
+    def _kept(self, request: int) -> int:
+        """Tokens that are part of what prefill computes."""
+        return 0 if request in self.several else self.tokens[request]
 
     def promise(
         self,
@@ -188,8 +209,8 @@ class World:
 
     def rehash(self, request: int) -> list[Action]:
         self.rehashes.remove(request)
-        self.placed_with[request] = self.tokens[request]
-        return self.post(Rehashed(request, self.tokens[request], ()))
+        self.placed_with[request] = self._kept(request)
+        return self.post(Rehashed(request, self._kept(request), ()))
 
     def join_prefill(self, name: str, incarnation: int = 1, host: str = "") -> None:
         self._join(InstanceFacts(name, incarnation, EngineKind.PREFILL, 64, SHAPE, SPEEDS, host=host))
@@ -238,16 +259,16 @@ class World:
         """All actions of a kind so far."""
         return [action for action in self.actions if isinstance(action, kind)]
 
-    def streaming(self, count: int = 2) -> tuple[int, Start]:
+    def streaming(self, count: int = 2, **what: Any) -> tuple[int, Start]:
         """A new request whose sequence runs at decode."""
-        number, prefill, start = self.decoding()
+        number, prefill, start = self.decoding(**what)
         self.more(start, count)
         self.end(prefill)
         return number, start
 
-    def decoding(self, *, prompt: int = 40, answer: int = 8, limit_s: float = 600.0) -> tuple[int, Prefill, Start]:
+    def decoding(self, **what: Any) -> tuple[int, Prefill, Start]:
         """A new request whose first token has come."""
-        number = self.arrive(prompt=prompt, answer=answer, limit_s=limit_s)
+        number = self.arrive(**what)
         self.promise(self._last(Reserve, number))
         prefill = self._last(Prefill, number)
         self.first_token(prefill)

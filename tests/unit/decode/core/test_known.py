@@ -76,3 +76,40 @@ def test_others_go_on_meanwhile_and_without_room_it_waits() -> None:
     assert len(world.answers[number]) == 4 * BT
     world.assert_at_rest()
     world.assert_reruns()
+
+
+@pytest.mark.parametrize("length", [1, BT, 2 * BT + 5])
+def test_answers_begin_together_behind_what_is_known_of_each(length: int) -> None:
+    """They share the full blocks of their prompt; one that is whole has ended, one of which nothing is known begins."""
+    world = World(config(64))
+    number = world.reserve(prompt(length), (ANSWER, 2 * BT, 1, 2))
+    assert number is not None
+    world.arrive(number)
+    world.start(number, known=2 * BT - 1)
+    assert [len(world.answers[number + it]) for it in range(4)] == [2 * BT, 2 * BT, 1, 2]
+    request = world.core.requests[number]
+    assert [member.id for member in request.members] == [number]
+    assert request.ended_tokens == 2 * BT + 1 + 2
+    world.work()
+    assert len(world.answers[number]) == ANSWER
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
+def test_what_members_share_is_there_once() -> None:
+    world = World(config(64))
+    number = world.reserve(prompt(3 * BT + 2), (ANSWER, ANSWER, ANSWER))
+    assert number is not None
+    world.arrive(number)
+    world.start(number, known=BT)
+    tables = [it.table for _, it in world.group(number)]
+    assert [len(table) for table in tables] == [5, 5, 5]
+    assert len({block for table in tables for block in table}) == 3 + 3 * 2
+    assert world.run is not None
+    assert [(chunk.id, chunk.start, chunk.count, chunk.sample) for chunk in world.run.chunks] == [
+        (number + it, 3 * BT, BT + 2, False) for it in range(3)
+    ]
+    world.work()
+    assert [len(world.answers[number + it]) for it in range(3)] == [ANSWER] * 3
+    world.assert_at_rest()
+    world.assert_reruns()

@@ -45,6 +45,11 @@ class DecodeMachine(RuleBasedStateMachine):
         """The one that is there now."""
         return "conductor" if self.streams == 1 else f"conductor {self.streams}"
 
+    @property
+    def begun(self) -> list[int]:
+        """Requests that were started, also such as have ended."""
+        return sorted(self.world.started)
+
     def states(self, *states: State) -> list[int]:
         return [number for number, request in self.world.core.requests.items() if request.state in states]
 
@@ -81,10 +86,26 @@ class DecodeMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2),
         answers=st.lists(st.integers(1, 2 * BT), min_size=2, max_size=3),
         slo=st.sampled_from([0.0, 0.0, 1.0]),
+        resumable=st.sampled_from([True, True, False]),
     )
-    def reserve_group(self, length: int, seed: int, answers: list[int], slo: float) -> None:
+    def reserve_group(self, length: int, seed: int, answers: list[int], slo: float, resumable: bool) -> None:
         what, who = prompt(length, seed), self.conductor
-        self.world.reserve(what, tuple(answers), slo=slo, conductor=who, stores=1, total=4 * BT)
+        self.world.reserve(what, tuple(answers), slo=slo, conductor=who, stores=1, total=4 * BT, resumable=resumable)
+
+    @rule(
+        length=st.integers(1, 2 * BT),
+        seed=st.integers(0, 2),
+        answers=st.lists(st.integers(1, 2 * BT), min_size=2, max_size=3),
+        known=st.sampled_from([0, 0, 1, BT, 2 * BT + 1]),
+    )
+    def group_goes(self, length: int, seed: int, answers: list[int], known: int) -> None:
+        """As `go`, of several answers, some of which may have ended elsewhere."""
+        number = self.world.reserve(
+            prompt(length, seed), tuple(answers), conductor=self.conductor, stores=1, total=4 * BT, resumable=True
+        )
+        if number is not None:
+            self.world.arrive(number)
+            self.world.start(number, self.streams, known)
 
     @rule(
         length=st.integers(1, 2 * BT),
@@ -93,11 +114,16 @@ class DecodeMachine(RuleBasedStateMachine):
         width=st.integers(1, 3),
         penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0]),
         early=st.sampled_from([False, True, "never"]),
+        begins=st.booleans(),
     )
-    def reserve_beams(self, length: int, seed: int, answer: int, width: int, penalty: float, early: bool | str) -> None:
-        self.world.reserve(
-            prompt(length, seed), (answer,) * width, conductor=self.conductor, stores=1, beams=Beams(penalty, early)
-        )
+    def beams(
+        self, length: int, seed: int, answer: int, width: int, penalty: float, early: bool | str, begins: bool
+    ) -> None:
+        how = {"conductor": self.conductor, "stores": 1, "beams": Beams(penalty, early), "resumable": True}
+        number = self.world.reserve(prompt(length, seed), (answer,) * width, **how)  # type: ignore[arg-type]
+        if number is not None and begins:
+            self.world.arrive(number)
+            self.world.start(number, self.streams)
 
     @precondition(lambda self: self.states(State.PROMISED))
     @rule()
@@ -172,12 +198,12 @@ class DecodeMachine(RuleBasedStateMachine):
         orphans = [it for it in self.world.core.requests.values() if it.stream == NOBODY]
         assert all(it.state in COPYING or it.state is State.LEAVING for it in orphans)
 
-    @precondition(lambda self: self.world.heard)
+    @precondition(lambda self: self.begun)
     @rule(pick=st.integers(0, 20), higher=st.sampled_from([0, 1, 1, 2]))
     def adopt(self, pick: int, higher: int) -> None:
-        """What there is of a sequence is had by whoever has the highest fence, and by nobody else."""
+        """What there is of a request is had by whoever has the highest fence, and by nobody else."""
         world = self.world
-        number = sorted(world.heard)[pick % len(world.heard)]
+        number = self.begun[pick % len(self.begun)]
         live, before = world.core.requests.get(number), world.followers.get(number)
         there = live is not None and live.resumable and live.state is not State.LEAVING
         there = there or number in world.logged
@@ -189,7 +215,9 @@ class DecodeMachine(RuleBasedStateMachine):
         assert [action.stream for action in out if isinstance(action, Fenced)] == [loser] * (loser is not None)
         if taken:
             self.fences[number] = fence
-            assert world.heard[number] == world.answers[number], "not a token lost or doubled"
+            numbers = range(number, number + world.asked[number].width)
+            told = [(world.heard.get(other), world.answers.get(other, [])) for other in numbers]
+            assert all(heard == answer for heard, answer in told), "not a token lost or doubled"
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):

@@ -4,7 +4,8 @@ import pytest
 
 from moonpool.logprobs import bytes_per_token
 from services.decode.core.actions import Adopted, Cut, Fenced, Forget, Gone, Parked
-from services.decode.core.events import Stop, StreamOpened
+from services.decode.core.config import Preemption
+from services.decode.core.events import Beams, Stop, StreamOpened
 from services.decode.core.logs import KEY_BYTES, LOG_BYTES, TOKEN_BYTES
 from services.decode.core.request import NOBODY, State
 from tests.unit.decode.core.sequence import BT, prompt
@@ -31,7 +32,7 @@ def test_an_orphan_runs_on_and_is_adopted_without_a_gap() -> None:
     for _ in range(5):
         world.step()
     assert (len(world.answers[number]), len(world.heard[number])) == (6, 1)
-    assert world.adopt(number, newcomer(world), 1) == [Adopted(number, 2, 1)]
+    assert world.adopt(number, newcomer(world), 1) == [Adopted(number, 2, (1,))]
     world.tick(100.0)  # its grace does not end any more
     world.work()
     assert world.heard[number] == world.answers[number]
@@ -75,7 +76,7 @@ def test_a_parked_one_comes_back_as_preempted_ones_do(way: object, cache: bool) 
     if not cache:  # others have taken its blocks meanwhile
         world.go(prompt(80, 1), 2, stream)
         world.work()
-    assert Adopted(number, stream, 1) in world.adopt(number, stream, 1)
+    assert Adopted(number, stream, (1,)) in world.adopt(number, stream, 1)
     assert not world.logged
     world.work()
     assert world.heard[number] == world.answers[number]
@@ -110,8 +111,8 @@ def test_the_answer_of_one_that_has_ended_is_kept_for_a_while() -> None:
     world.work()
     assert Gone(number, logged=True) in world.actions
     assert world.logged == {number: None}
-    assert world.adopt(number, newcomer(world), 1) == [Adopted(number, 2, 1)]
-    assert world.adopt(number, 2, 2) == [Adopted(number, 2, 3)], "it can be read again"
+    assert world.adopt(number, newcomer(world), 1) == [Adopted(number, 2, (1,))]
+    assert world.adopt(number, 2, 2) == [Adopted(number, 2, (3,))], "it can be read again"
     world.tick(31.0)
     assert not world.logged
 
@@ -133,7 +134,7 @@ def test_the_higher_fence_wins_and_the_loser_hears_of_it() -> None:
     world.adopt(number, second, 2)
     assert world.adopt(number, third, 2) == [Fenced(number, third)]
     assert world.core.requests[number].stream == second
-    assert world.adopt(number, third, 3) == [Fenced(number, second), Adopted(number, third, 1)]
+    assert world.adopt(number, third, 3) == [Fenced(number, second), Adopted(number, third, (1,))]
     world.close(second)
     assert world.core.requests[number].stream == third, "its stream says nothing about it any more"
     world.work()
@@ -184,7 +185,68 @@ def test_a_stream_that_closes_while_its_conductor_has_another_ends_its_sequences
     assert number in world.failed
 
 
-def test_several_answers_end_with_their_conductor() -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_group_parks_and_comes_back_whole_and_who_has_ended_stays_so(way: Preemption, cache: bool) -> None:
+    world = World(config(14, grace_s=2.0, log_ttl_s=30.0, preemption=way, swap_blocks=50))
+    number = world.go(prompt(2 * BT + 3), (2 * BT, 2, BT), conductor="conductor", resumable=True)
+    world.step()
+    world.step()
+    world.close(1)
+    world.tick(2.0)
+    world.step()
+    assert (world.run, list(world.core.requests), list(world.logged)) == (None, [], [number])
+    [parked] = world.core.orphans.logs.waiting
+    assert [member.id for member in parked.members] == [number, number + 2]
+    assert parked.ended_tokens == 2
+    log = world.core.orphans.logs.get(number)
+    assert log is not None
+    there = 2 * (2 * BT + 3 + 4)  # of each of two, prompt and answer
+    assert log.bytes == LOG_BYTES + TOKEN_BYTES * (2 * there + 2 * BT + 3 + 2) + KEY_BYTES * 2 * 2
+    stream = newcomer(world)
+    if not cache:  # others have taken its blocks meanwhile
+        world.go(prompt(10 * BT, 1), 2, stream)
+        world.work()
+    assert Adopted(number, stream, (3, 2, 3)) in world.adopt(number, stream, 1)
+    world.work()
+    assert [len(world.answers[other]) for other in range(number, number + 3)] == [2 * BT, 2, BT]
+    assert world.heard == world.answers
+    newcomer(world, 3)
+    assert world.adopt(number, 3, 2) == [Adopted(number, 3, (2 * BT, 2, BT))]
+    world.tick(31.0)
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
+@pytest.mark.parametrize("parks", [True, False])
+def test_a_search_goes_on_as_if_nothing_had_been(parks: bool) -> None:
+    """Its hypotheses are compared with those of a plain one by the world."""
+    world = World(config(24, grace_s=2.0, log_ttl_s=30.0))
+    number = world.go(prompt(BT + 3), (9, 9), beams=Beams(1.0, "never"), conductor="conductor", resumable=True)
+    for _ in range(3):
+        world.step()
+    world.close(1)
+    if parks:
+        world.tick(2.0)
+        world.step()
+        assert world.core.blocks.num_used == 0
+        [parked] = world.core.orphans.logs.waiting
+        log, search = world.core.orphans.logs.get(number), parked.search
+        assert log is not None
+        assert search is not None
+        tokens = 2 * 2 * (BT + 3 + search.length) + len(search.kept) * (BT + 3 + search.length)
+        assert log.bytes == LOG_BYTES + TOKEN_BYTES * tokens + KEY_BYTES * 2
+    assert Adopted(number, 2, (0, 0)) in world.adopt(number, newcomer(world), 1)
+    world.work()
+    assert list(world.searched) == [number]
+    log = world.core.orphans.logs.get(number)
+    assert log is not None
+    world.tick(31.0)
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
+def test_several_answers_without_a_secret_end_with_their_conductor() -> None:
     world = World(config(48))
     number = world.go(prompt(20), (LONG, 2 * LONG), conductor="conductor")
     alone = world.go(prompt(20, 1), LONG, conductor="conductor", resumable=True)

@@ -54,8 +54,8 @@ from services.decode.core.events import (
     SwapEnd,
 )  # fmt: skip
 from services.decode.core.machine import DecodeCore
-from tests.unit.decode.core.plain_beams import candidates, following, plain_search
-from tests.unit.decode.core.sequence import BT, Sequence
+from tests.unit.decode.core.plain_beams import candidates, plain_search
+from tests.unit.decode.core.sequence import BT, Sequence, follow_beams
 
 STOP = 1
 SPEEDS = Speeds(prefill_per_token_s=1e-4, decode_base_s=1e-3, decode_per_sequence_s=1e-3)
@@ -89,12 +89,13 @@ class World:
         """Answers and scores of the searches that are over."""
         self.refused: list[Refused] = []
         self.failed: dict[int, str] = {}
+        self.started: set[int] = set()
         self.followers: dict[int, int] = {}
         """The stream that gets a started sequence's tokens."""
         self.heard: dict[int, list[int]] = {}
         """What each client has got, by whatever stream."""
-        self.logged: dict[int, Sequence | None] = {}
-        """What is kept; the sequence when it could go on."""
+        self.logged: dict[int, dict[int, Sequence] | None] = {}
+        """What is kept; the request's sequences when they could go on."""
         self.lost: list[int] = []
         """Sequences that could have gone on, and nobody came."""
         self.fenced: list[Fenced] = []
@@ -164,23 +165,22 @@ class World:
         self.post(Arrived(number))
 
     def start(self, number: int, stream: int = 1, known: int = 0) -> None:
-        """Tells the first tokens; of one sequence perhaps so many more, which it would have generated."""
+        """Tells the first tokens; perhaps so many more of each sequence, which it would have generated."""
+        self.started.add(number)
         if self.core.requests[number].search is not None:
+            self.followers[number] = stream
             self.post(Start(number, stream, 0, candidates=self._candidates(self.sequences[number])))
             return
-        finishes = []
+        finishes, more, keys = [], [], []
         for other, it in self.group(number):
-            it.tokens.append(it.token_after(len(it.tokens)))
-            self.answers[other] = [it.tokens[-1]]
+            self.answers[other] = it.go_on(1 + min(known, it.answer - 1))
             self.followers[other], self.heard[other] = stream, list(self.answers[other])
-            finishes.append(STOP if it.answer == 1 else 0)
-        it = self.sequences[number]
-        more = it.go_on(min(known, it.answer - 2))
-        self.answers[number] += more
-        self.heard[number] += more
-        keys = it.keys()[len(self.asked[number].keys) : (len(it.tokens) - 1) // BT] if more else []
+            finishes.append(STOP if len(self.answers[other]) == it.answer else 0)
+            more.append(len(self.answers[other]) - 1)
+            keys.append(tuple(it.keys()[len(self.asked[number].keys) : (len(it.tokens) - 1) // BT]))
         finish, *others = finishes
-        self.post(Start(number, stream, finish, tuple(others), known=len(more), known_keys=tuple(keys)))
+        behind = (tuple(more), tuple(keys)) if known else ((), ())
+        self.post(Start(number, stream, finish, tuple(others), (), *behind))
 
     def compute(self, number: int, stream: int = 1) -> list[Action]:
         self.answers[number], self.heard[number], self.followers[number] = [], [], stream
@@ -188,7 +188,12 @@ class World:
 
     def adopt(self, number: int, stream: int, fence: int) -> list[Action]:
         """A conductor resumes for a client that has what it has heard."""
-        return self.post(Adopt(number, stream, fence, len(self.heard[number])))
+        return self.post(Adopt(number, stream, fence, self.positions(number)))
+
+    def positions(self, number: int) -> tuple[int, ...]:
+        """Behind what a client has heard of each answer; of beams nothing comes before their end."""
+        asked = self.asked[number]
+        return tuple([0 if asked.beams else len(self.heard[other]) for other in range(number, number + asked.width)])
 
     def close(self, stream: int) -> None:
         """A conductor's stream ends: nobody hears its sequences any more."""
@@ -308,14 +313,15 @@ class World:
             assert digest_of(*out) == digest
         assert core.digest() == self.core.digest()
 
-    def _adopted(self, number: int, stream: int, position: int) -> None:
+    def _adopted(self, number: int, stream: int, positions: tuple[int, ...]) -> None:
         kept = self.logged.get(number)
         if kept is not None:
-            self.sequences[number] = kept
+            self.sequences |= kept
             del self.logged[number]
-        self.followers[number] = stream
-        assert position == len(self.heard[number])
-        self.heard[number] += self.answers[number][position:]
+        assert positions == self.positions(number)
+        for other, position in enumerate(positions, number):
+            self.followers[other] = stream
+            self.heard.setdefault(other, []).extend(self.answers.get(other, [])[position:])
 
     def _candidates(self, it: Sequence) -> Candidates:
         """What may follow a beam."""
@@ -324,17 +330,8 @@ class World:
         return candidates(it.tokens, search.width, last=len(it.tokens) + 1 - it.prompt == search.longest)
 
     def _select(self, chosen: Select) -> None:
-        beams = [it for _, it in self.group(chosen.id)]
-
-        def follow(parent: int, candidate: int) -> "array[int]":
-            return beams[parent].tokens + array("i", [following(beams[parent].tokens)[candidate][0]])
-
-        kept = self.hypotheses.setdefault(chosen.id, {})
-        kept |= {number: follow(parent, candidate) for number, parent, candidate in chosen.ended}
-        self.hypotheses[chosen.id] = {number: kept[number] for number in chosen.kept}
-        taken = [(follow(*beam), list(beams[beam[0]].contents[: len(beams[0].tokens)])) for beam in chosen.beams]
-        for it, (tokens, contents) in zip(beams, taken, strict=False):
-            it.tokens, it.contents = tokens, contents
+        beams, kept = [it for _, it in self.group(chosen.id)], self.hypotheses.get(chosen.id, {})
+        self.hypotheses[chosen.id] = follow_beams(beams, chosen, kept)
 
     def _ranked(self, ranked: Ranked) -> None:
         """A search is over: its hypotheses are those of the plain one, which knows no blocks."""
@@ -383,14 +380,15 @@ class World:
                 if logged:
                     self.logged[number] = None
             case Parked(number):
-                it = self.logged[number] = self.sequences.pop(number)
-                assert not it.saved, "swapped out and forgotten"
-                it.table = []
+                kept = self.logged[number] = {other: self.sequences.pop(other) for other, _ in self.group(number)}
+                assert not any(it.saved for it in kept.values()), "swapped out and forgotten"
+                for it in kept.values():
+                    it.table = []
             case Forget(number):
                 if self.logged.pop(number) is not None:
                     self.lost.append(number)
-            case Adopted(number, stream, position):
-                self._adopted(number, stream, position)
+            case Adopted(number, stream, positions):
+                self._adopted(number, stream, positions)
             case Fenced():
                 self.fenced.append(action)
             case Finish() | Promised():

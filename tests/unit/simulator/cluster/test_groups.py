@@ -8,7 +8,7 @@ from moonpool.kv.keys import BlockKey
 from services.conductor.core.messages import Event, Reported
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.members import Members
-from simulator.cluster.requests import DONE, LOST, Request
+from simulator.cluster.requests import DONE, Request
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
 from simulator.kernel.clock import World, ps
@@ -42,7 +42,7 @@ def storm(name: str, at_s: float, trace: list[TraceRequest]) -> list[Request]:
 
 
 @pytest.mark.parametrize("decode", ["d0", "d1"])
-def test_several_answers_begin_again_without_their_decode(decode: str) -> None:
+def test_several_answers_go_on_without_their_decode(decode: str) -> None:
     """What the client has of each answer does not come again."""
     (one,) = storm(decode, 0.5, [of_three(answer=60)])
     assert (one.outcome, [answer.made for answer in one.answers]) == (DONE, [60] * 3)
@@ -55,12 +55,12 @@ def test_the_crash_of_one_of_them_places_it_again() -> None:
     assert sorted(one.attempts for one in ended) == [1, 2]
 
 
-def test_several_answers_are_lost_with_their_conductor() -> None:
-    """One that was not placed is asked for anew, one of one answer is resumed."""
-    (begun,) = storm("c0", 0.5, [of_three(answer=60)])
-    assert (begun.outcome, begun.whole) == (LOST, False)
-    (alone,) = storm("c0", 0.5, [replace(of_three(answer=60), choices=1)])
-    assert (alone.outcome, alone.resumed) == (DONE, 1)
+@pytest.mark.parametrize("choices", [1, 3])
+def test_answers_are_resumed_after_the_loss_of_their_conductor(choices: int) -> None:
+    """They run on meanwhile. One that was not placed is asked for anew."""
+    (begun,) = storm("c0", 0.5, [replace(of_three(answer=60), choices=choices)])
+    assert (begun.outcome, begun.resumed, begun.attempts) == (DONE, 1, 1)
+    assert [(answer.made, len(answer.intervals)) for answer in begun.answers] == [(60, 59)] * choices
     (later,) = storm("c0", 0.5, [of_three(at_s=1.0)])
     assert (later.outcome, later.attempts) == (DONE, 1)
 

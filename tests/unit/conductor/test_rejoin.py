@@ -1,0 +1,131 @@
+"""A client that lost its connection finds its request still running at the same conductor, and hears it on."""
+
+import asyncio
+
+import pytest
+
+from moonpool.client import SamplingParams
+from moonpool.errors import InvalidRequest, MoonpoolError
+
+from .fakes import decode, expected, prefill
+from .resuming import GREEDY, Call, request
+from .stack import WAIT_S, stack
+
+SEVERAL = SamplingParams(max_tokens=8, n=3, logprobs=0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEVERAL], ids=["one answer", "several"])
+async def test_it_goes_on_and_is_neither_cancelled_nor_placed_again(sampling: SamplingParams) -> None:
+    """The conductor has not seen that the connection is lost; the earlier call ends later, and that ends nothing."""
+    p, d = prefill(), decode(hold_at=5)
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        whole = Call(s, request(sampling, "whole"))
+        await whole.read(3, sampling.n)
+        asked = request(sampling)
+        lost = Call(s, asked)
+        await lost.read(3, sampling.n)
+        had = {choice: (len(lost.answers[choice]), len(lost.texts[choice])) for choice in range(sampling.n)}
+        again = Call(s, lost.resume(asked))
+        await lost.read()
+        assert lost.finished is None
+        d.go.set()
+        await again.read()
+        await whole.read()
+        for choice, (tokens, chars) in had.items():
+            assert lost.answers[choice][:tokens] + again.answers[choice] == expected(40, 8, choice)
+            assert lost.texts[choice][:chars] + again.texts[choice] == whole.texts[choice]
+        scored = [-token / 10 for tokens in again.answers.values() for token in tokens]
+        assert sorted(again.logprobs) == pytest.approx(sorted(scored) if sampling is SEVERAL else [])
+        assert again.finished is not None
+        assert again.finished.usage.completion_tokens == 8 * sampling.n
+        assert (again.placed, d.history, d.cancelled) == ([], ["whole", "r"], [])
+        assert d.resumed == [], "decode hears nothing of it"
+        await s.rest()
+
+
+async def test_a_client_that_comes_again_is_told_where_its_request_is_now() -> None:
+    p, d, other = prefill(), decode(hold_at=3, fail_at=[4]), decode(1, hold_at=6)
+    async with stack(p, d, other) as s, asyncio.timeout(WAIT_S):
+        lost = Call(s, request())
+        await lost.read(3)
+        message, had = lost.resume(request()), list(lost.tokens)
+        d.go.set()
+        await other.until(lambda: other.history == ["r~1"])
+        again = Call(s, message)
+        await lost.read()
+        other.go.set()
+        await again.read()
+        assert had + again.tokens == expected(40, 8)
+        assert [placed.resume.sequence for placed in again.placed] == ["r~1"]
+        assert again.finished is not None
+        assert again.finished.placement.decode == "decode-1"
+        await s.rest()
+
+
+async def test_whoever_is_not_its_client_may_not_have_it() -> None:
+    p, d = prefill(), decode(hold_at=3)
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        first = Call(s, request())
+        await first.read(3)
+        stranger, late, liar = (first.resume(request()) for _ in range(3))
+        stranger.resume.point.secret = bytes(16)
+        late.resume.count = 0
+        liar.resume.token_ids[1] += 1
+        for message, why in ((stranger, "running already"), (late, "running already"), (liar, "not those that were")):
+            with pytest.raises(InvalidRequest, match=why):
+                await Call(s, message).read()
+        d.go.set()
+        await first.read()
+        assert first.tokens == expected(40, 8)
+        await s.rest()
+
+
+async def test_it_keeps_its_place_among_those_that_run_and_a_lower_count_loses() -> None:
+    """A full conductor neither refuses it nor lets another one have its place meanwhile."""
+    d = decode(hold_at=5)
+    async with stack(prefill(), d, max_queue=1) as s, asyncio.timeout(WAIT_S):
+        first = Call(s, request())
+        await first.read(3)
+        had = list(first.tokens)
+        again = Call(s, first.resume(request(), count=2))
+        await first.read()
+        with pytest.raises(MoonpoolError, match="as many as this conductor takes"):
+            await Call(s, request(request_id="other")).read()
+        with pytest.raises(InvalidRequest, match="running already"):
+            await Call(s, first.resume(request(), count=2)).read()
+        d.go.set()
+        await again.read()
+        assert had + again.tokens == expected(40, 8)
+        await s.rest()
+
+
+async def test_a_client_that_leaves_then_ends_it() -> None:
+    d = decode(hold_at=5)
+    async with stack(prefill(), d) as s, asyncio.timeout(WAIT_S):
+        first = Call(s, request())
+        await first.read(3)
+        again = Call(s, first.resume(request()))
+        await first.read()
+        assert d.cancelled == []
+        again.call.cancel()
+        await d.until(lambda: d.cancelled == ["r"])
+        await s.rest()
+
+
+async def test_a_request_that_has_ended_meanwhile_is_read_from_decode() -> None:
+    """Its call has ended with it: it is resumed as after the loss of a conductor."""
+    d = decode(hold_at=5)
+    async with stack(prefill(), d) as s, asyncio.timeout(WAIT_S):
+        call = Call(s, request())
+        await call.read(3)
+        message, had = call.resume(request()), list(call.tokens)
+        d.go.set()
+        await call.read()
+        assert call.finished is not None
+        again = Call(s, message)
+        await again.read()
+        assert had + again.tokens == expected(40, 8)
+        assert [asked.request_id for asked in d.resumed] == ["r"]
+        assert again.finished is not None
+        assert again.finished.reason == call.finished.reason
+        await s.rest()
