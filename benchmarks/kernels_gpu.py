@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.device import COPY_BYTES, MATRIX, device_seconds
 from benchmarks.frame import Progress, Row, paired
 from benchmarks.kernels_errors import error_rows
 from kernels.attention import make_plan, paged_attention, selected
@@ -20,30 +21,7 @@ DECODE = ((32, 4096), (32, 32768), (128, 8192), (256, 4096))
 PREFILL = ((8192, 8192), (16384, 16384), (4096, 32768))
 """(rows, context)"""
 DECODE_TARGET, PREFILL_TARGET, FLASH_TARGET = 0.85, 0.4, 0.9
-_COPY_BYTES = 4 << 30
-_MATRIX = 8192
 _DTYPE = torch.bfloat16
-_WARM, _TIMES = 3, 10
-
-
-def device_seconds(call: Callable[[], object]) -> float:
-    """Seconds of one call on the device."""
-    for _ in range(_WARM):
-        call()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(_TIMES):
-        call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / _TIMES
-
-
-def device_limits(dtype: torch.dtype) -> tuple[float, float]:
-    """Floating point operations per second of a large matrix product, and bytes per second read from memory."""
-    a, b = (torch.randn(_MATRIX, _MATRIX, device="cuda").to(dtype) for _ in range(2))
-    memory = torch.ones(_COPY_BYTES // 4, device="cuda")
-    return 2 * _MATRIX**3 / device_seconds(lambda: a @ b), memory.nbytes / device_seconds(memory.sum)
 
 
 def _case(batch: int, rows: int, context: int) -> tuple[Callable[[], object], Tensor, Tensor, Tensor]:
@@ -66,7 +44,7 @@ def _case(batch: int, rows: int, context: int) -> tuple[Callable[[], object], Te
 def decode_row(batch: int, context: int, runs: int) -> Row:
     """Bytes of KV per second beside a copy's bytes read and written."""
     call, kv, _, _ = _case(batch, 1, context)
-    source = torch.ones(_COPY_BYTES // 2, device="cuda", dtype=_DTYPE)
+    source = torch.ones(COPY_BYTES // 2, device="cuda", dtype=_DTYPE)
     target = torch.empty_like(source)
     pairs = []
     for _ in range(runs):
@@ -81,11 +59,11 @@ def prefill_rows(rows: int, context: int, runs: int) -> list[Row]:
     call, kv, tables, q = _case(1, rows, context)
     before = context - rows
     flops = 4 * HEAD_DIM * HEADS * (rows * before + rows * (rows + 1) / 2)
-    a, b = (torch.randn(_MATRIX, _MATRIX, device="cuda", dtype=_DTYPE) for _ in range(2))
+    a, b = (torch.randn(MATRIX, MATRIX, device="cuda", dtype=_DTYPE) for _ in range(2))
     products, flash = [], []
     for _ in range(runs):
         own = flops / device_seconds(call) / 1e12
-        products.append((own, 2 * _MATRIX**3 / device_seconds(lambda: a @ b) / 1e12))
+        products.append((own, 2 * MATRIX**3 / device_seconds(lambda: a @ b) / 1e12))
         if not before:
             flash.append((own, flops / device_seconds(_flash(kv, tables, q)) / 1e12))
     name = f"GPU prefill, bfloat16, {HEADS}/{KV_HEADS} heads of {HEAD_DIM}, {rows} of {context}"

@@ -17,6 +17,7 @@ import uvloop
 from benchmarks import kvstore_churn, kvstore_dram, kvstore_match, kvstore_peers, kvstore_prefix, kvstore_ssd
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
 from benchmarks.kvstore_shape import BLOCK_SIZES, layout_of
+from benchmarks.kvstore_ssd import DEPTH
 from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 
 Part = Callable[[argparse.Namespace, Progress], Sequence[Row | Absent] | Coroutine[Any, Any, Sequence[Row]]]
@@ -88,6 +89,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--ssd-put-gigabytes", type=float, help="put into a full SSD tier (default: as many as are read)")
     add("--ssd-tier-gigabytes", type=float, help="that the tier holds (default: a third of what is put)")
+    add("--ssd-threads", type=int, default=DEPTH, help=f"that read the SSD tier, and the plain file (default {DEPTH})")
     add("--folder", type=Path, help="where SSD tiers lie while they are measured (default: the temporary folder)")
     add("--blocks", type=int, default=1_000_000, help="of the store that is asked for prefixes (default 1,000,000)")
     add("--churn-s", type=float, default=20.0, help="seconds of churn (default 20; the proof takes 600)")

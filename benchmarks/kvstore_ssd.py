@@ -29,7 +29,7 @@ LAYOUT = layout_of(1 << 20)
 CHAIN_BLOCKS = 32
 AT_ONCE = 2
 DEPTH = 4
-"""Threads that read; the store's own number of them."""
+"""Threads that read, unless it is told otherwise; the store's own number of them."""
 SYNC_BYTES = 32 << 20
 """Bytes of one of the store's commits."""
 HEADER_BYTES = 4096
@@ -47,10 +47,10 @@ MIN_BLOCKS = 288
 
 
 @contextlib.contextmanager
-def store(folder: Path, ssd_bytes: int, dram_bytes: int = DRAM_BYTES) -> Iterator[Child]:
-    """A kvstore with an SSD tier in `folder`."""
+def store(folder: Path, ssd_bytes: int, dram_bytes: int = DRAM_BYTES, threads: int = DEPTH) -> Iterator[Child]:
+    """A kvstore with an SSD tier in `folder`, which so many threads read."""
     sizes = ("--ssd-bytes", str(ssd_bytes), "--segment-bytes", str(SEGMENT_BYTES))
-    tier = ("--data-dir", str(folder), *sizes, "--read-threads", str(DEPTH))
+    tier = ("--data-dir", str(folder), *sizes, "--read-threads", str(threads))
     with child("services.kvstore", "--dram-bytes", str(dram_bytes), *tier, "--log-level", "warning") as process:
         yield process
 
@@ -134,11 +134,12 @@ class Figures:
 
 
 class Sizes(NamedTuple):
-    """Blocks that are read, that are put, and that the tier holds into which they are put."""
+    """Blocks that are read, that are put, and that the tier holds into which they are put; threads that read."""
 
     read: int
     put: int
     held: int
+    threads: int = DEPTH
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
@@ -149,7 +150,8 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 
     read = blocks(options.ssd_gigabytes, 0, MIN_BLOCKS)
     put = blocks(options.ssd_put_gigabytes, read, MIN_BLOCKS)
-    return Sizes(read, put, blocks(options.ssd_tier_gigabytes, put // TIMES_PUT, MIN_BLOCKS // TIMES_PUT))
+    held = blocks(options.ssd_tier_gigabytes, put // TIMES_PUT, MIN_BLOCKS // TIMES_PUT)
+    return Sizes(read, put, held, options.ssd_threads)
 
 
 async def put_sustained(
@@ -161,11 +163,12 @@ async def put_sustained(
         return await put_seconds(process.address, memory, seed, blocks, "sustained Put", progress, durable=True)
 
 
-async def get_cold(folder: Path, memory: Memory, seed: int, blocks: int, progress: Progress) -> float:
+async def get_cold(folder: Path, memory: Memory, seed: int, sizes: Sizes, progress: Progress) -> float:
     """Seconds to read blocks that a store held before it was restarted and its files left the page cache."""
+    blocks = sizes.read
     with store(folder, 2 * blocks_bytes(blocks)) as process:
         await put_seconds(process.address, memory, seed, blocks, "Put of what is read", progress, durable=True)
-    with store(folder, 2 * blocks_bytes(blocks)) as process:
+    with store(folder, 2 * blocks_bytes(blocks), threads=sizes.threads) as process:
         drop_cache(folder)
         return await get_seconds(process.address, memory, seed, blocks, progress)
 
@@ -184,7 +187,7 @@ async def one_run(
     figures.append.append(append_seconds(folder / "append", memory.source, 1 << 20, nbytes, SYNC_BYTES))
     in_dram = await put_seconds(dram.address, memory, seed, sizes.put, "Put to DRAM", progress, durable=False)
     figures.put_dram.append(in_dram)
-    figures.get.append(await get_cold(folder / "get", memory, seed, blocks, progress))
+    figures.get.append(await get_cold(folder / "get", memory, seed, sizes, progress))
     pitch = LAYOUT.block_bytes + HEADER_BYTES
     orders = (
         (figures.read, layer_major(blocks, LAYOUT.layers, LAYOUT.slice_bytes, pitch, CHAIN_BLOCKS)),
@@ -192,7 +195,7 @@ async def one_run(
     )
     for seconds, pieces in orders:
         drop_cache(folder)
-        seconds.append(read_seconds(folder / "plain", pieces, DEPTH))
+        seconds.append(read_seconds(folder / "plain", pieces, sizes.threads))
 
 
 async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:

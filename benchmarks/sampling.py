@@ -1,10 +1,11 @@
 """What choosing a token costs: each parameter beside greedy, and within a step, as the masks of structured answers.
 
 `python -m benchmarks.sampling [--json]`. Steps are those of one stage in this process, in bfloat16 with random weights,
-a context of 256 tokens each; the tokenizer is made up (`moonpool model create`). All sequences of a structured step
-follow the same JSON schema and begin it anew when they have ended; plain ones sample from the same contexts. Both draw
-at temperature 1, and alternate; batch 8. At batch 32 steps that draw with top-p alternate with greedy ones, and the
-time is taken that those spend outside native code.
+a context of 256 tokens each; the tokenizer is made up (`moonpool model create`). They go in runs of 32, as in an engine
+(docs/adr/0028-lookahead.md). All sequences of a structured run follow the same JSON schema and begin it anew when they
+have ended, which ends the run; plain ones sample from the same contexts. Both draw at temperature 1, and alternate;
+batch 8. At batch 32 runs that draw with top-p alternate with greedy ones, and the time is taken that those spend
+outside native code, their beginnings included.
 """
 
 import argparse
@@ -43,6 +44,8 @@ from moonpool.v1 import kv_pb2
 
 VOCABULARIES = (49_152, 151_936)
 BATCH, CONTEXT, BLOCK_TOKENS = 8, 256, 64
+RUN = 32
+"""Steps of a run."""
 SHAPE = "small"
 MANY = 32
 MANY_SHAPES = ((SHAPE, 32_000), (SHAPE, 151_936), ("qwen2.5-0.5b", 151_936))
@@ -53,7 +56,7 @@ WANTED_TOP_P = 0.9
 """Of the tokens per second of greedy steps."""
 MOST_OUTSIDE = 0.03
 """Of a step, outside native calls."""
-NATIVE = ("step", "rows", "rms_norm", "product", "sample")
+NATIVE = ("step", "rows", "rms_norm", "product", "uniform", "sample")
 """What a step calls."""
 SCHEMA = {
     "type": "object",
@@ -87,7 +90,7 @@ class Stage:
     def __init__(self, folder: Path, shape: str, vocabulary: int, batch: int) -> None:
         create(shape, folder, overrides={"vocab_size": vocabulary})
         config = load_config(folder)
-        self._blocks = -(-(CONTEXT + 1) // BLOCK_TOKENS)
+        self._blocks = -(-(CONTEXT + RUN) // BLOCK_TOKENS)
         self._pool = KVPool.create(
             kv_layout(config, "bfloat16", BLOCK_TOKENS), batch * self._blocks, [(0, config.num_layers)]
         )
@@ -115,31 +118,38 @@ class Stage:
         self._sampling = [SequenceSampling.of(replace(structured, seed=row), 1, self._ends) for row in range(batch)]
         self._answers = [array("i", [3]) for _ in range(batch)]
 
-    def structured(self) -> float:
-        """Time of one step whose sequences follow the schema."""
+    def structured(self) -> list[float]:
+        """Times of a run's steps whose sequences follow the schema."""
         specs = [it.at(answer) for it, answer in zip(self._sampling, self._answers, strict=True)]
-        took, tokens = self._step(specs)
-        for row, token in enumerate(tokens):
-            self._grow(row, token or 0)
-        return took
+        times = []
+        for took, tokens in self._run(specs, frozenset(self._ends)):
+            times.append(took)
+            for row, token in enumerate(tokens):
+                self._grow(row, token or 0)
+        return times
 
-    def plain(self, spec: SampleSpec) -> float:
-        """Time of one step that samples so."""
-        return self._step([spec] * len(self._answers))[0]
+    def plain(self, spec: SampleSpec) -> list[float]:
+        """Times of a run's steps that sample so."""
+        return [took for took, _ in self._run([spec] * len(self._answers))]
 
-    def _step(self, specs: Sequence[SampleSpec]) -> tuple[float, Sequence[int | None]]:
-        step = Step(next(self._numbers), tuple(map(self._sequence, range(len(specs)), specs)))
-        begin = time.perf_counter()
-        self._runner.run(step)
-        took = time.perf_counter() - begin
-        done = self._events.pop()
-        self._events.clear()
-        assert isinstance(done, StepDone)
-        return took, done.sampled
+    def _run(
+        self, specs: Sequence[SampleSpec], ends: frozenset[int] = frozenset()
+    ) -> Iterator[tuple[float, Sequence[int | None]]]:
+        shares = tuple(self._sequence(row, spec, ends) for row, spec in enumerate(specs))
+        step: Step | None = Step(next(self._numbers), shares, steps=RUN)
+        goes_on = True
+        while goes_on:
+            begin = time.perf_counter()
+            goes_on = self._runner.go_on() if step is None else self._runner.run(step)
+            took, step = time.perf_counter() - begin, None
+            done = self._events.pop()
+            self._events.clear()
+            assert isinstance(done, StepDone)
+            yield took, done.sampled
 
-    def _sequence(self, row: int, spec: SampleSpec) -> SequenceStep:
+    def _sequence(self, row: int, spec: SampleSpec, ends: frozenset[int]) -> SequenceStep:
         table = tuple(range(row * self._blocks, (row + 1) * self._blocks))
-        return SequenceStep(array("i", [row + 3]).tobytes(), CONTEXT, table, spec)
+        return SequenceStep(array("i", [row + 3]).tobytes(), CONTEXT, table, spec, end_token_ids=ends)
 
     def _grow(self, row: int, token: int) -> None:
         self._answers[row].append(token)
@@ -181,21 +191,25 @@ class Clock:
         return call
 
     def outside(self, made: Stage, spec: SampleSpec) -> float:
-        """Share of one step."""
+        """Share of a run's steps."""
         before = self.seconds
-        took = made.plain(spec)
+        took = sum(made.plain(spec))
         return 1 - (self.seconds - before) / took
 
 
-def paired_steps(
-    ours: Callable[[], float], theirs: Callable[[], float], runs: int, steps: int
+def paired_runs(
+    ours: Callable[[], list[float]], theirs: Callable[[], list[float]], rounds: int, steps: int
 ) -> list[tuple[float, float]]:
-    """Median milliseconds of so many steps each, which alternate, in each run."""
+    """Median milliseconds of at least so many steps each, in runs that alternate, in each round."""
     pairs = []
-    for run_ in range(runs + 1):  # in the first, parsers learn and memory settles
-        both = [(ours(), theirs()) for _ in range(steps)]
-        if run_:
-            pairs.append((1e3 * statistics.median(a for a, _ in both), 1e3 * statistics.median(b for _, b in both)))
+    for round_ in range(rounds + 1):  # in the first, parsers learn and memory settles
+        mine: list[float] = []
+        others: list[float] = []
+        while len(mine) < steps:
+            mine += ours()
+            others += theirs()
+        if round_:
+            pairs.append((1e3 * statistics.median(mine), 1e3 * statistics.median(others)))
     return pairs
 
 
@@ -203,7 +217,7 @@ def many_rows(shape: str, vocabulary: int, runs: int, steps: int) -> Iterator[Ro
     """Steps of many sequences: drawn with top-p beside greedy, and what is outside native calls."""
     native = library.get()
     with stage(shape, vocabulary, MANY) as made:
-        pairs = paired_steps(partial(made.plain, TOP_P), partial(made.plain, SampleSpec()), runs, steps)
+        pairs = paired_runs(partial(made.plain, TOP_P), partial(made.plain, SampleSpec()), runs, steps)
         of = f"{shape}, vocabulary {vocabulary}, batch {MANY}"
         name = f"step at temperature 0.8 with top-p 0.95, {of}"
         yield paired(name, "ms", pairs, "the greedy step", less_is_better=True, target=WANTED_TOP_P)
@@ -212,7 +226,7 @@ def many_rows(shape: str, vocabulary: int, runs: int, steps: int) -> Iterator[Ro
         clock = Clock()
         clock.watch(native)
         for name, spec in (("greedy", SampleSpec()), ("top-p", TOP_P)):
-            shares = [statistics.median(clock.outside(made, spec) for _ in range(steps)) for _ in range(runs)]
+            shares = [clock.outside(made, spec) for _ in range(runs) for _ in range(-(-steps // RUN))]
             name = f"share of a step outside native calls, {name}, {of}"
             yield bounded(name, "of the step", shares, "wanted", MOST_OUTSIDE)
 
@@ -220,7 +234,7 @@ def many_rows(shape: str, vocabulary: int, runs: int, steps: int) -> Iterator[Ro
 def mask_row(vocabulary: int, runs: int, steps: int) -> Row:
     """A step with masks beside one without."""
     with stage(SHAPE, vocabulary, BATCH) as made:
-        pairs = paired_steps(made.structured, partial(made.plain, PLAIN), runs, steps)
+        pairs = paired_runs(made.structured, partial(made.plain, PLAIN), runs, steps)
     name = f"step with masks, vocabulary {vocabulary}, batch {BATCH}"
     return paired(name, "ms", pairs, "the step without", less_is_better=True, target=WANTED)
 
@@ -262,7 +276,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
-    parser.add_argument("--steps", type=int, default=60, help="steps of each kind per run")
+    parser.add_argument("--steps", type=int, default=64, help="steps of each kind per round, at least")
 
 
 if __name__ == "__main__":

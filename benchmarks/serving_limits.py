@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.ceilings import best_shape, beyond_caches, product_flops, read_bytes_per_s, working_set_bytes
+from benchmarks.device import device_limits
 from benchmarks.frame import Row
-from benchmarks.kernels_gpu import device_limits
 from moonpool.checkpoint import load_config
 from moonpool.model.load import torch_dtype
 

@@ -71,8 +71,8 @@ KINDS = {
     "emulated": Kind("emulated 8 + 8", "emulated:llama-70b-a800", 8, 8, 1, 32_000, 4096, 1.0, 60, 4.0),
     "real": Kind("bundled model 1 + 1", "real", 1, 1, 16, 1400, 512, 1.5, 60, 5.0),
 }
-FIT_SIMULATIONS = 100
-"""That each fit may take: its last half finds little more."""
+FIT_SIMULATIONS = 150
+"""That each fit may take: twice as many came a twentieth nearer (docs/simulator.md), and take twice as long."""
 
 
 def slices(trace: Sequence[TraceRequest], kind: Kind, number: int) -> list[TraceRequest]:
@@ -211,7 +211,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--only", default=",".join(KINDS), help=f"some of {','.join(KINDS)} (default: all)")
     add("--trace", type=Path, help="Mooncake's form (default: $MOONPOOL_TRACE, or the generated one)")
     add("--requests", type=int, default=0, help="of each slice; 0 = as many as the stack's kind has")
-    add("--simulations", type=int, default=FIT_SIMULATIONS, help="that a fit may take (default 100)")
+    add("--simulations", type=int, default=FIT_SIMULATIONS, help="that a fit may take (default 150)")
     add("--profile", default="", help="of the bundled model; default: it is measured")
     add("--picture", type=Path, help="SVG file (default: beside --out)")
 

@@ -27,9 +27,10 @@ class Panels:
         self.structure = parts
         self.dtype = next(dtype for dtype, code in TYPES.items() if code == parts.type)
 
-    def product(self, x: Tensor, *, wide: bool = False) -> Tensor:
+    def product(self, x: Tensor, *, wide: bool = False, out: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias for x [M, inputs] in the weight's type; `wide`: as float32, after rounding.
 
+        `out`: where it is written, if that has its shape and type.
         Of a gated weight: silu(x @ gates.T) * (x @ ups.T), each rounded as by itself.
 
         Raises:
@@ -41,7 +42,9 @@ class Panels:
         if x.stride(1) != 1:
             x = x.contiguous()
         columns = parts.outputs // 2 if parts.gated else parts.outputs
-        out = torch.empty((x.shape[0], columns), dtype=torch.float32 if wide else self.dtype)
+        shape, dtype = (x.shape[0], columns), torch.float32 if wide else self.dtype
+        if out is None or out.shape != shape or out.dtype != dtype:
+            out = torch.empty(shape, dtype=dtype)
         self._native.product(parts, x, out, _WIDE if wide else _PLAIN)
         return out
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.division import Division, divide
@@ -30,6 +32,24 @@ class AttentionPlan:
     def max_context(self) -> int:
         """Tokens of the longest sequence."""
         return max(self.context_lens, default=0)
+
+    def go_on(self, block_tables: NDArray[np.int32]) -> None:
+        """Make it the plan of the next step: one query row for each sequence, as before, and one token of context more.
+
+        Raises:
+            ValueError: a block that is reached is not in the pool; the message begins with "block_tables".
+        """
+        assert self.num_rows == len(self.context_lens) == len(self.decode), "one row of each sequence"
+        blocks, size = self.kv_shape[0], self.kv_shape[3]
+        for sequence, length in enumerate(self.context_lens):
+            self.context_lens[sequence] = length + 1
+            if length % size == 0:
+                block = int(block_tables[sequence, length // size])
+                if not 0 <= block < blocks:
+                    raise _outside(blocks)
+                self.tables[sequence].append(block)
+        self.decode.numpy()[:, 3] += 1
+        self._division = None
 
     def division(self, kv: Tensor, gather_bytes: int) -> Division:
         """Return how plain torch divides the batch, computed once; see `kernels.division.divide`."""
@@ -72,7 +92,7 @@ def make_plan(
         raise ValueError(f"block_tables: {block_tables.shape[1]} columns do not hold {max(lengths)} tokens")
     tables: list[list[int]] = [row[:n] for row, n in zip(block_tables.tolist(), used, strict=True)]
     if any(min(row) < 0 or max(row) >= blocks for row in tables if row):
-        raise ValueError(f"block_tables: an entry is outside the pool's {blocks} blocks")
+        raise _outside(blocks)
     rows = [(begin, end - begin, s, lengths[s]) for s, (begin, end) in enumerate(pairwise(starts))]
     return AttentionPlan(
         kv.shape,
@@ -84,6 +104,10 @@ def make_plan(
         decode=_items([row for row in rows if row[1] == 1]),
         prefill=_items([row for row in rows if row[1] > 1]),
     )
+
+
+def _outside(blocks: int) -> ValueError:
+    return ValueError(f"block_tables: an entry is outside the pool's {blocks} blocks")
 
 
 def plan_of_shapes(kv: Tensor, rows: int, most_context: int, *, deterministic: bool = False) -> AttentionPlan:

@@ -9,14 +9,14 @@
 
 #include "weights.h"
 
-struct Cut { float at; int64_t equal; };  // kept are all weights above `at`, and the first `equal` of those that are `at`
+struct Cut { float at; int64_t dropped; };  // kept are all weights from `at` on, but the last `dropped` of those that are `at`
 
 enum { SAMPLE = 128, MARGIN = 7 };
 
-INLINE float before(float x) {  // the next lower float of a positive one
+INLINE float beside(float x, int step) {  // the next float of one that is not negative: lower by -1, higher by 1
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    bits--;
+    bits += step;
     memcpy(&x, &bits, 4);
     return x;
 }
@@ -58,6 +58,24 @@ static int64_t between(const float* from, int64_t n, float low, float high, floa
     return fill_up(to, count);
 }
 
+// SAMPLE weights in falling order: the place of each is the number of higher ones, and of equal ones before it.
+static void sort_falling(const float* from, float* to) {
+    int32_t taken[SAMPLE] = {};
+    for (int i = 0; i < SAMPLE; i++) {
+        int place = 0;
+#if defined(MP_AVX512)
+        __m512 x = _mm512_set1_ps(from[i]);
+        for (int j = 0; j < SAMPLE; j += W)
+            place += __builtin_popcount(_mm512_cmp_ps_mask((__m512)load(from + j), x, _CMP_GT_OQ));
+#else
+        vi higher = {};
+        for (int j = 0; j < SAMPLE; j += W) higher -= load(from + j) > splat(from[i]);
+        for (int j = 0; j < W; j++) place += higher[j];
+#endif
+        to[place + taken[place]++] = from[i];
+    }
+}
+
 template <bool COUNT> struct Cutting {
     double goal;       // what the kept weights' number or sum reaches
     double above = 0;  // of that, what lies above all candidates
@@ -83,24 +101,24 @@ template <bool COUNT> struct Cutting {
         int64_t kept = (int64_t)((goal - above) / unit);
         while (kept > 0 && above + (kept - 1) * unit >= goal) kept--;
         while (kept < n && above + kept * unit < goal) kept++;
-        return {from[0], kept};
+        return {from[0], n - kept};
     }
     Cut of_few() const {
-        float sorted[SAMPLE];
-        memcpy(sorted, from, n * sizeof(float));
-        std::sort(sorted, sorted + n, [](float a, float b) { return a > b; });
+        float some[SAMPLE] = {}, sorted[SAMPLE];
+        memcpy(some, from, n * sizeof(float));
+        sort_falling(some, sorted);
         double sum_ = above;
-        int64_t kept = 0, equal = 0;
+        int64_t kept = 0, dropped = 0;
         for (; kept < n && sorted[kept] > 0 && sum_ < goal; kept++) sum_ += COUNT ? 1.0 : sorted[kept];
-        if (!kept) return {floor_, 0};  // rounded in another order, sums may stay below the goal: all are kept
-        while (equal < kept && sorted[kept - 1 - equal] == sorted[kept - 1]) equal++;
-        return {sorted[kept - 1], equal};
+        if (!kept) return {beside(floor_, 1), 0};  // rounded in another order, sums may stay below the goal
+        while (kept + dropped < n && sorted[kept + dropped] == sorted[kept - 1]) dropped++;
+        return {sorted[kept - 1], dropped};
     }
     // Two weights between which the border probably lies: (low, high].
     void guess(float* low, float* high) const {
-        float sample[SAMPLE];
-        for (int i = 0; i < SAMPLE; i++) sample[i] = from[(2 * i + 1) * n / (2 * SAMPLE)];
-        std::sort(sample, sample + SAMPLE, [](float a, float b) { return a > b; });
+        float some[SAMPLE], sample[SAMPLE];
+        for (int i = 0; i < SAMPLE; i++) some[i] = from[(2 * i + 1) * n / (2 * SAMPLE)];
+        sort_falling(some, sample);
         double sum_ = 0, reached = 0;
         for (float w : sample) sum_ += COUNT ? 1.0 : w;
         double wanted = (goal - above) / all * sum_;
@@ -109,7 +127,7 @@ template <bool COUNT> struct Cutting {
         *high = at < MARGIN ? INFINITY : sample[at - MARGIN];
         *low = at + MARGIN < SAMPLE ? sample[at + MARGIN] : 0;
         if (*low == sample[0]) *high = *low;
-        if (*low >= *high) *low = before(*high);  // many equal ones: these alone, so that each pass parts something off
+        if (*low >= *high) *low = beside(*high, -1);  // many equal ones: these alone, so that each pass parts something off
     }
     // Number or sum of candidates above `high`; those in (low, high] go to spare[0], `count` of them.
     double sift(float low, float high, int64_t* count) const {
@@ -121,7 +139,7 @@ template <bool COUNT> struct Cutting {
             vi higher = v > splat(high);
             if (COUNT) number -= higher;
             else add(sums_, (vf)((vi)v & higher));
-            *count = pack(v, (v > splat(low)) & ~higher, spare[0], *count);
+            *count = pack(v, (v > splat(low)) & (v <= splat(high)), spare[0], *count);
         }
         fill_up(spare[0], *count);
         if (!COUNT) return total(sums_);
@@ -136,7 +154,7 @@ template <bool COUNT> struct Cutting {
             if (high == 0) low = 0, high = INFINITY;  // zeros, which are none of the candidates
             int64_t count;
             double higher = sift(low, high, &count);
-            if (count == n) higher = sift(low = before(high), high, &count);
+            if (count == n) higher = sift(low = beside(high, -1), high, &count);
             double within = measure(spare[0], count);
             if (goal <= above + higher) {
                 floor_ = high;
@@ -145,7 +163,7 @@ template <bool COUNT> struct Cutting {
                 above += higher;
                 floor_ = low;
                 go_on(count, within);
-                if (low == before(high)) return of_equals();
+                if (low == beside(high, -1)) return of_equals();
             } else {
                 above += higher + within;
                 go_on(between(from, n, 0, low, spare[0]), all - higher - within);

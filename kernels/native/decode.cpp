@@ -11,7 +11,7 @@ enum { SPLIT = 512, UNIT = 1 + W, STATE };  // of a row's state: its query's uni
 enum { TOUCH = 32 * 4096 };  // bytes of the pool whose pages' addresses are translated at once
 
 // Running softmax of one head over one tile: s becomes weights p, o is scaled to the new maximum. state: the maximum,
-// then W sums of weights.
+// then W sums of weights. A score without an order, NaN or infinite, makes the sums NaN, and by that the row's result.
 template <class C>
 INLINE void softmax(float* s, const Tile<C>& t, bool scaled, float scale, float* state, float* o, int width, C* p) {
     constexpr int DEGREE = sizeof(C) == 2 ? 4 : 6;
@@ -33,13 +33,16 @@ INLINE void softmax(float* s, const Tile<C>& t, bool scaled, float scale, float*
         state[0] = m;
     }
     m = state[0];
+    vi odd = {};
     for (int k = 0; k < full; k += W) {
-        vf e = exp2v<DEGREE>(load(s + k) - m);
+        vf x = load(s + k) - m;
+        odd |= (x != x) & first_lanes(t.n - k);
+        vf e = exp2v<DEGREE>(x);
         l += e;
         if (scaled) e = e * load(t.v_scale + k);
         narrow(p + k, e);
     }
-    store(state + 1, l);
+    store(state + 1, l + nan_where(odd));
 }
 
 template <int HB, class C>
@@ -73,9 +76,9 @@ INLINE const char* row_of(int type, const char* from, float* to, int D) {
 template <class C> INLINE void weigh(Tile<C>&) {}
 #if defined(MP_BF16)
 INLINE void weigh(Tile<fixed>& t) {
-    vf top = {};
-    for (int k = 0; k < t.n; k += W) top = vmax(top, load(t.v_scale + k));
-    float most = max_of(top), times = most > 0 ? FIXED_ONE / most : 0;
+    vi top = {};
+    for (int k = 0; k < t.n; k += W) top = imax(top, load_as<vi>(t.v_scale + k));
+    float most = largest(top), times = most > 0 ? FIXED_ONE / most : 0;
     for (int k = 0; k < t.n; k += W) store(t.v_scale + k, load(t.v_scale + k) * times);
     t.weight_unit = most / FIXED_ONE;
 }
@@ -142,12 +145,12 @@ template <class C> INLINE float query(int type, const char* from, C* to, int D, 
 INLINE float query(int type, const char* from, bf16_f8* to, int D, float sign) { return query(type, from, (bf16*)to, D, sign); }
 INLINE float query(int type, const char* from, fixed* to, int D, float sign) {
     float row[256];
-    vf top = {};
+    vi top = {};
     convert(type, from, row, D, sign);
-    for (int d = 0; d < D; d += W) top = vmax(top, vmax(load(row + d), -load(row + d)));
-    float most = max_of(top), times = most > 0 ? FIXED_ONE / most : 0;
+    for (int d = 0; d < D; d += W) top = imax(top, load_as<vi>(row + d) & 0x7fffffff);
+    float most = largest(top), times = most > 0 ? FIXED_ONE / most : 0;
     for (int d = 0; d < D; d += W) narrow(to + d, load(row + d) * times);
-    return most > 0 ? most / FIXED_ONE : 1.0f;  // never 0, by which minus infinity must not be multiplied
+    return most == 0 ? 1.0f : most / FIXED_ONE;  // never 0, by which minus infinity must not be multiplied
 }
 #endif
 

@@ -91,7 +91,8 @@ struct Room {  // of one thread
     float m[ROWS], l[ROWS];
 };
 
-// Turn scores of keys [from, from + n) into weights, row by row; what lies after a row's own position becomes 0.
+// Turn scores of keys [from, from + n) into weights, row by row; what lies after a row's own position becomes 0. A score
+// without an order, NaN or infinite, makes the sum NaN, and by that the row's result.
 template <bool PAIRS>
 static void softmax(const Attention& a, Room& r, int rows, int G, int position, int from, int n) {
     constexpr int DEGREE = PAIRS ? 4 : 6;
@@ -115,14 +116,17 @@ static void softmax(const Attention& a, Room& r, int rows, int G, int position, 
             r.m[i] = m;
         }
         m = r.m[i];
+        vi odd = {};
         for (int k = 0; k < full; k += W) {
-            vf e = exp2v<DEGREE>(load(s + k) * scale - m);
+            vf x = load(s + k) * scale - m;
+            odd |= (x != x) & first_lanes(seen - k);
+            vf e = exp2v<DEGREE>(x);
             l += e;
             if (PAIRS) narrow((bf16*)weights + k, e);
             else store(weights + k, e);
         }
         memset((char*)weights + full * (PAIRS ? 2 : 4), 0, (size_t)(n - full) * (PAIRS ? 2 : 4));
-        r.l[i] += sum(l);
+        r.l[i] += sum(l + nan_where(odd));
     }
 }
 

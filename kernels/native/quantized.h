@@ -11,24 +11,12 @@ INLINE void store_rounded(f8* p, vf x) {  // e4m3fn, to nearest even; |x| <= 448
     vu is_small = (vu)((vi)a < 0x3c800000);
     store_bytes(p, (vi)((is_small & small) | (~is_small & normal) | (u >> 24 & 0x80)));
 }
-// The largest of magnitudes that are given as their bits. As integers, NaN is above all numbers, so that it stays.
-INLINE float largest(vi bits) {
-#if defined(MP_AVX512)
-    int32_t most = _mm512_reduce_max_epi32((__m512i)bits);
-#else
-    int32_t most = bits[0];
-    for (int i = 1; i < W; i++) most = bits[i] > most ? bits[i] : most;
-#endif
-    float x;
-    memcpy(&x, &most, 4);
-    return x;
-}
 // D numbers of a token in one head and plane; returns their scale, which is NaN where one of them is.
 template <class S, class T> INLINE float quantize(const T* from, S* to, int D, float limit) {
     vi top = {};
     for (int d = 0; d < D; d += W) {
         vi bits = (vi)widen(from + d) & 0x7fffffff;
-        top = bits > top ? bits : top;
+        top = imax(top, bits);
     }
     float scale = largest(top) / limit, divisor = scale > 0 ? scale : 1.0f;
     for (int d = 0; d < D; d += W) {

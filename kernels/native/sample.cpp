@@ -7,7 +7,8 @@
 
 struct Row {
     double top_p;                           // 1: all
-    int64_t history, mask, banned, bias;    // where they lie in `data`; mask -1: none
+    const char* mask;                       // a bit for each token that may be chosen; null: all may
+    int64_t history, banned, bias;          // where they lie in `data`
     int32_t history_count, prompt_tokens;   // tokens; those of them that are the prompt's
     int32_t banned_count, bias_count;       // tokens; biases are as many floats behind their tokens
     int32_t draw, draws;                    // of `numbers` and `tokens`
@@ -15,7 +16,7 @@ struct Row {
     int32_t top;                            // likely tokens that are told; -1: no log probabilities
     float scale;                            // of logits, for powers of two; negative: the highest is chosen
     float min_p, repetition, frequency, presence;
-    int32_t unused;
+    int32_t mask_bytes;                     // tokens behind them may not be chosen
 };
 struct Sampling {
     float* logits; int64_t rows, vocab;     // overwritten
@@ -51,6 +52,9 @@ struct Work {
     float* logits;
     Desk& desk;
     int64_t alive = 0;    // runs that may be drawn from, in desk.live; their weights lie one after the other
+    float* weights = nullptr;
+    float least = 0;      // lower weights do not count,
+    int64_t strict = 0;   // nor equal ones in the runs from this one on
     float greatest = 0;
 
     Work(const Sampling& sampling, int64_t index, Desk& its)
@@ -97,9 +101,11 @@ struct Work {
     void mask();
     void write_mask(int64_t run, const uint32_t* words);
     int32_t lowest_of_highest() const;
-    void weigh();
+    double weigh(bool by_run);
     void keep(Cut cut);
-    int64_t drop_last(int64_t run, float at, int64_t most);
+    float border(int64_t run) const;
+    int64_t drop_last(int64_t run, int64_t most);
+    void settle();
     double add_up();
     void draw();
     void tell(const float* untouched, double normaliser);
@@ -147,12 +153,12 @@ void Work::write_mask(int64_t index, const uint32_t* words) {
     }
 }
 void Work::mask() {
-    const char* bytes = s.data + row.mask;
     int64_t size = (s.vocab + 7) / 8;
+    if (row.mask_bytes < size) size = row.mask_bytes;
     for (int64_t i = 0; i < runs; i++) {
         uint32_t words[RUN / 32] = {};
         int64_t left = size - i * (RUN / 8);
-        memcpy(words, bytes + i * (RUN / 8), left < RUN / 8 ? left : RUN / 8);
+        if (left > 0) memcpy(words, row.mask + i * (RUN / 8), left < RUN / 8 ? left : RUN / 8);
         uint32_t any = 0, all = ~0u;
         for (uint32_t word : words) any |= word, all &= word;
         if (!any) { desk.best[i] = -INFINITY; continue; }
@@ -169,49 +175,71 @@ int32_t Work::lowest_of_highest() const {
     return (int32_t)token;
 }
 
-// Weights of all runs that have one that is not 0.
-void Work::weigh() {
+// Weights of all runs that have one that is not 0, and their sums, `by_run` or all together. Weights take the place of the logits where nobody needs those any more:
+// what a row takes then stays in the second cache from pass to pass.
+double Work::weigh(bool by_run) {
+    bool over = logits == desk.copy || (row.top < 0 && s.vocab % RUN == 0);
+    weights = over ? logits : desk.weights;
     vf most = splat(greatest), scale = splat(row.scale);
     alive = 0;
+    vd all[2] = {};
     for (int64_t i = 0; i < runs; i++) {
         if (!((desk.best[i] - greatest) * row.scale >= -126.0f)) continue;
         float room[RUN];
         const float* from = run(logits, i, room);
-        float* to = desk.weights + alive * RUN;
-        desk.sums[alive] = sum_of_run([&](int j) {
+        float* to = weights + alive * RUN;
+        auto weighed = [&](int j) {
             vf w = weight(load(from + j * W), most, scale);
             store(to + j * W, w);
             return w;
-        });
+        };
+        if (by_run) desk.sums[alive] = sum_of_run(weighed);
+        else for (int j = 0; j < RUN / W; j++) add(all, weighed(j));
         desk.live[alive++] = (int32_t)i;
     }
+    return total(all);
 }
-// Sets weights to 0 that are not kept, and sums up those that are.
+// The least weight that counts in a run.
+float Work::border(int64_t index) const { return index < strict ? least : beside(least, 1); }
+// Sums up the weights that are kept; the others are left where they are, and count no more.
 void Work::keep(Cut cut) {
-    int64_t equal = 0;
-    vf least = splat(cut.at);
-    vi same = {};
+    least = cut.at, strict = alive;
+    for (int64_t i = alive - 1; cut.dropped > 0; i--) cut.dropped -= drop_last(i, cut.dropped);
     for (int64_t i = 0; i < alive; i++) {
-        float* w = desk.weights + i * RUN;
+        const float* w = weights + i * RUN;
+        vf from = splat(border(i));
         desk.sums[i] = sum_of_run([&](int j) {
             vf v = load(w + j * W);
-            same -= v == least;
-            v = (vf)((vi)v & (v >= least));
-            store(w + j * W, v);
-            return v;
+            return (vf)((vi)v & (v >= from));
         });
     }
-    for (int i = 0; i < W; i++) equal += same[i];
-    for (int64_t i = alive - 1; equal > cut.equal; i--) equal -= drop_last(i, cut.at, equal - cut.equal);
 }
-// Of the weights of a run that are `at`, sets the last ones to 0, at most so many; returns how many.
-int64_t Work::drop_last(int64_t index, float at, int64_t most) {
-    float* w = desk.weights + index * RUN;
-    int64_t dropped = 0;
-    for (int i = RUN - 1; i >= 0 && dropped < most; i--)
-        if (w[i] == at) w[i] = 0, dropped++;
-    if (dropped) desk.sums[index] = sum_of_run([&](int j) { return load(w + j * W); });
+// Of a run's weights that are `least`, the last ones, at most so many, count no more; returns how many. Logits that were
+// rounded to bfloat16 have many equal ones: where these are all of the run's, nothing is written.
+int64_t Work::drop_last(int64_t index, int64_t most) {
+    float* w = weights + index * RUN;
+    vi same = {};
+    for (int i = 0; i < RUN; i += W) same -= load(w + i) == splat(least);
+    int64_t equal = 0, dropped = 0;
+    for (int i = 0; i < W; i++) equal += same[i];
+    if (equal <= most) return strict = index, equal;
+    for (int i = RUN - 1; dropped < most; i--)
+        if (w[i] == least) w[i] = 0, dropped++;
     return dropped;
+}
+// Before another cut: leaves out runs of which nothing is kept, and sets to 0 what is not kept of the others.
+void Work::settle() {
+    int64_t count = 0;
+    for (int64_t i = 0; i < alive; i++) {
+        if (!(desk.sums[i] > 0)) continue;
+        vf from = splat(border(i));
+        for (int j = 0; j < RUN; j += W) {
+            vf v = load(weights + i * RUN + j);
+            store(weights + count * RUN + j, (vf)((vi)v & (v >= from)));
+        }
+        desk.sums[count] = desk.sums[i], desk.live[count++] = desk.live[i];
+    }
+    alive = strict = count;
 }
 // Sums of runs become those up to and with each run; returns the whole.
 double Work::add_up() {
@@ -220,31 +248,35 @@ double Work::add_up() {
     return all;
 }
 void Work::draw() {
-    weigh();
-    int64_t n = alive * RUN;
     float** spare = desk.spare;
+    bool shared = row.top_p < 1 && !row.top_k;  // sums of runs are those of what it keeps
+    double all = weigh(!shared);
     Cut cut{0, 0};
-    if (row.top_k > 0 && row.top_k < n)
-        cut = Cutting<true>{(double)row.top_k, 0, (double)n, desk.weights, n, {spare[0], spare[1]}}.find();
-    if (cut.at > 0) keep(cut);
+    if (row.top_k > 0 && row.top_k < alive * RUN) {
+        double n = (double)(alive * RUN);
+        cut = Cutting<true>{(double)row.top_k, 0, n, weights, alive * RUN, {spare[0], spare[1]}}.find();
+        if (cut.at > 0) keep(cut), settle();
+    }
     cut = {0, 0};
     if (row.top_p < 1) {
-        double all = 0;
-        for (int64_t i = 0; i < alive; i++) all += desk.sums[i];
-        cut = Cutting<false>{row.top_p * all, 0, all, desk.weights, n, {spare[0], spare[1]}}.find();
+        if (!shared) all = 0;
+        for (int64_t i = 0; !shared && i < alive; i++) all += desk.sums[i];
+        cut = Cutting<false>{row.top_p * all, 0, all, weights, alive * RUN, {spare[0], spare[1]}}.find();
     }
-    if (row.min_p > cut.at) cut = {row.min_p, INT64_MAX};
-    if (cut.at > 0) keep(cut);
+    if (row.min_p > cut.at) cut = {row.min_p, 0};
+    if (cut.at > 0 || shared) keep(cut);
     double whole = add_up(), most = nextafter(whole, 0.0);
     for (int d = row.draw; d < row.draw + row.draws; d++) {
         double goal = s.numbers[d] * whole;
         if (goal > most) goal = most;
         int64_t found = std::upper_bound(desk.sums, desk.sums + alive, goal) - desk.sums;
         double before_ = found ? desk.sums[found - 1] : 0, sum_ = 0;
-        const float* w = desk.weights + found * RUN;
+        const float* w = weights + found * RUN;
+        float from = least > 0 ? border(found) : 0;
         int at = 0, last = 0;
         for (; at < RUN; at++) {
-            if (w[at] > 0) last = at;
+            if (w[at] < from || w[at] == 0) continue;
+            last = at;
             if ((sum_ += w[at]) + before_ > goal) break;
         }
         s.tokens[d] = desk.live[found] * RUN + (at < RUN ? at : last);  // rounding may lead past the last
@@ -295,14 +327,14 @@ int Work::choose() {
     const float* untouched = logits;
     double normaliser = 0;
     bool changed = adjusted(), told = row.top >= 0;
-    if (told || !(changed || row.mask >= 0)) survey();
+    if (told || !(changed || row.mask)) survey();
     if (told) {
         normaliser = most_likely();
         memcpy(desk.best_before, desk.best, runs * sizeof(float));
-        if (changed || row.mask >= 0) logits = (float*)memcpy(desk.copy, logits, s.vocab * sizeof(float));
+        if (changed || row.mask) logits = (float*)memcpy(desk.copy, logits, s.vocab * sizeof(float));
     }
     if (changed) adjust();
-    if (row.mask >= 0) mask();
+    if (row.mask) mask();
     else if (changed) survey();
     greatest = highest();
     if (greatest == -INFINITY) return NOTHING_LEFT;

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import struct
+
+import numpy as np
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -86,5 +87,14 @@ class Sampling(ctypes.Structure):
     )  # fmt: skip
 
 
-SAMPLING_ROW = struct.Struct("=d4q8i5f4x")
+SAMPLING_ROW = np.dtype(
+    [
+        ("top_p", "f8"),
+        ("mask", "i8"), ("history", "i8"), ("banned", "i8"), ("bias", "i8"),
+        ("history_count", "i4"), ("prompt_tokens", "i4"), ("banned_count", "i4"), ("bias_count", "i4"),
+        ("draw", "i4"), ("draws", "i4"), ("top_k", "i4"), ("top", "i4"),
+        ("scale", "f4"), ("min_p", "f4"), ("repetition", "f4"), ("frequency", "f4"), ("presence", "f4"),
+        ("mask_bytes", "i4"),
+    ]
+)  # fmt: skip
 """Row of sample.cpp."""

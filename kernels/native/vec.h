@@ -45,7 +45,15 @@ template <class V> INLINE V load_as(const void* p) { V v; memcpy(&v, p, sizeof v
 INLINE vf load(const float* p) { return load_as<vf>(p); }
 INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 INLINE vf splat(float x) { return x - (vf){}; }
-INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
+INLINE vf vmax(vf a, vf b) {  // b where there is no order
+#if defined(MP_AVX512)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(MP_AVX2)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // ---- conversions of one vector to and from float ----
 INLINE float scalar(bf16 x) { uint32_t u = (uint32_t)x.bits << 16; float f; memcpy(&f, &u, 4); return f; }
@@ -230,6 +238,25 @@ INLINE float max_of(vf v) {
     store(t, v);
     for (int s = W / 2; s; s /= 2) for (int i = 0; i < s; i++) t[i] = t[i] > t[i + s] ? t[i] : t[i + s];
     return t[0];
+}
+INLINE vf nan_where(vi lanes) { return (vf)(lanes & 0x7fc00000); }  // NaN there, 0 elsewhere
+INLINE vi first_lanes(int n) {  // all bits set in lanes below n
+    vi lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    return lane < n;
+}
+INLINE vi imax(vi a, vi b) { return a > b ? a : b; }
+// The largest of magnitudes that are given as their bits. As integers, NaN is above all numbers, so that it stays.
+INLINE float largest(vi bits) {
+#if defined(MP_AVX512)
+    int32_t most = _mm512_reduce_max_epi32((__m512i)bits);
+#else
+    int32_t most = bits[0];
+    for (int i = 1; i < W; i++) most = bits[i] > most ? bits[i] : most;
+#endif
+    float x;
+    memcpy(&x, &most, 4);
+    return x;
 }
 
 #if defined(MP_BF16)

@@ -25,7 +25,7 @@ INLINE vf weight(vf logit, vf greatest, vf scale) {
     vf low = splat(-126.0f), magic = splat(12582912.0f);
     vf x = unfused((logit - greatest) * scale);
     vi alive = x >= low;  // not of NaN, which is minus infinity times 0
-    x = x > low ? x : low;
+    x = vmax(x, low);
     vf t = x + magic;  // its low bits are round(x)
     vf f = x - (t - magic);
     vf y = unfused(splat(1.537070260e-4f) * f) + 1.339984826e-3f;
@@ -51,6 +51,23 @@ INLINE void as_doubles(vf v, vd* low, vd* high) {
     *low = __builtin_convertvector(parts[0], vd), *high = __builtin_convertvector(parts[1], vd);
 #endif
 }
+// t[0] of what is left when t[i] += t[i + s] for s = LANES / 2, ..., 1. In vectors: a loop over t waits for its own stores.
+INLINE double halved(vd* lanes) {
+#pragma GCC unroll 8
+    for (int s = SUMS / 2; s; s /= 2) for (int i = 0; i < s; i++) lanes[i] += lanes[i + s];
+    vd t = lanes[0];
+#if W == 16
+    t += SHUF(t, t, 4, 5, 6, 7, 0, 1, 2, 3);
+    t += SHUF(t, t, 2, 3, 0, 1, 6, 7, 4, 5);
+    t += SHUF(t, t, 1, 0, 3, 2, 5, 4, 7, 6);
+#elif W == 8
+    t += SHUF(t, t, 2, 3, 0, 1);
+    t += SHUF(t, t, 1, 0, 3, 2);
+#else
+    t += SHUF(t, t, 1, 0);
+#endif
+    return t[0];
+}
 // The sum of f(vector) over the vectors of a run, from its first token to its last.
 template <class F> INLINE double sum_of_run(const F& f) {
     vd lanes[SUMS] = {};
@@ -62,8 +79,5 @@ template <class F> INLINE double sum_of_run(const F& f) {
             lanes[2 * j] += low, lanes[2 * j + 1] += high;
         }
     }
-    double t[LANES] __attribute__((aligned(64)));
-    memcpy(t, lanes, sizeof t);
-    for (int s = LANES / 2; s; s /= 2) for (int i = 0; i < s; i++) t[i] += t[i + s];
-    return t[0];
+    return halved(lanes);
 }

@@ -75,7 +75,6 @@ def verify(
 
     Exits with 1 when a fault is found. A kvstore would answer the faulty blocks with a miss.
     """
-    from services.kvstore.operate.verify import COUNTS
     from services.kvstore.operate.verify import verify as check
 
     with _progress("segments", hidden=as_json) as advance:
@@ -85,7 +84,7 @@ def verify(
             {"segment": f.segment, "offset": f.offset, "key": f.key.hex() if f.key else None, "what": f.what}
             for f in report.faults
         ]
-        counts = {name: getattr(report, name) for name in COUNTS}
+        counts = {name: getattr(report, name) for name in ("segments", "records", "blocks", "dead", "bytes_read")}
         typer.echo(
             json.dumps({**counts, "index_error": report.index_error, "faults": report.fault_count, "first": faults})
         )

@@ -177,6 +177,7 @@ def ratio(
     seed: Seed = 1,
     profile: Profile = DEFAULT_PROFILE,
     instances: Annotated[int, typer.Option(min=3, help="Prefill and decode instances together.")] = 16,
+    first: Annotated[int, typer.Option(min=1, help="Prefill instances of the first division.")] = 1,
     kvstore: Kvstore = 8,
     rate: Rate = 1.0,
     store_gb: StoreGb = 1000.0,
@@ -188,7 +189,7 @@ def ratio(
     """Goodput by how the instances are divided into prefill and decode."""
     config = _cluster(profile, 1, instances - 1, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
     source = Source(trace, requests, seed)
-    _show(lambda say: serving.ratio(config, source, say), as_json=as_json, picture=picture)
+    _show(lambda say: serving.ratio(config, source, say, first), as_json=as_json, picture=picture)
 
 
 @app.command()

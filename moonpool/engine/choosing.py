@@ -12,7 +12,7 @@ from moonpool.engine.masks import CannotFollow, Mask
 from moonpool.logprobs import Logprobs
 from moonpool.model.batch import PackedBatch
 from moonpool.model.likely import logprobs, most_likely
-from moonpool.model.sampler import NOT_FINITE, NOTHING_LEFT, sample
+from moonpool.model.sampler import NOT_FINITE, NOTHING_LEFT, Sampled, Sampler
 from moonpool.model.stage import StageModel
 from moonpool.sampling import SampleSpec
 from moonpool.sched.steps import Scored, Several, Step
@@ -29,62 +29,98 @@ class Found:
     failed: dict[int, str] = field(default_factory=dict)
 
 
-@torch.inference_mode()
-def choose(
-    model: StageModel,
-    step: Step,
-    hidden: Tensor,
-    batch: PackedBatch,
-    dropped: Container[int],
-    masks: Future[dict[int, Mask]] | None,
-) -> Found:
-    """Everything that is wanted of the `hidden` states [T, hidden] after the last layer, but of dropped sequences.
+class Choosing:
+    """What is wanted of the last hidden states of a step and, where it is a run, of its further steps.
 
-    `masks`: which tokens may follow, by index of the sequence, where not all may.
+    Args:
+        model: the last stage.
+        step: the run's first.
+        dropped: sequences, by index, that nothing is wanted of any more.
     """
-    found = Found([None] * len(step.sequences))
-    live = [(index, sequence) for index, sequence in enumerate(step.sequences) if index not in dropped]
-    wanted = [(index, sequence.sample) for index, sequence in live if sequence.sample is not None]
-    for begin in range(0, len(wanted), LOGIT_ROWS):
-        some = wanted[begin : begin + LOGIT_ROWS]
-        logits = model.logits(hidden[batch.last_rows[[index for index, _ in some]]])
-        _sample(logits, some, masks, found)
-    for index, sequence in live:
-        if sequence.scored is not None:
+
+    def __init__(self, model: StageModel, step: Step, dropped: Container[int]) -> None:
+        self._model, self._count = model, len(step.sequences)
+        live = [(index, sequence) for index, sequence in enumerate(step.sequences) if index not in dropped]
+        wanted = [(index, sequence.sample) for index, sequence in live if sequence.sample is not None]
+        self._parts = [
+            _Part(model, wanted[begin : begin + LOGIT_ROWS], step.steps) for begin in range(0, len(wanted), LOGIT_ROWS)
+        ]
+        self._scored = [
+            (index, len(sequence.token_ids) // 4, sequence.scored)
+            for index, sequence in live
+            if sequence.scored is not None
+        ]
+
+    def choose(self, hidden: Tensor, batch: PackedBatch, masks: Future[dict[int, Mask]] | None) -> Found:
+        """Everything that is wanted of the `hidden` states [T, hidden] after the last layer.
+
+        `masks`: which tokens may follow, by index of the sequence, where not all may.
+        """
+        found = Found([None] * self._count)
+        for part in self._parts:
+            part.choose(hidden, batch, masks, found)
+        for index, tokens, scored in self._scored:
             last = int(batch.last_rows[index])
-            first = last + 1 - len(sequence.token_ids) // 4
-            found.scores[index] = _scores(model, hidden[first : last + 1], sequence.scored)
-    return found
+            found.scores[index] = _scores(self._model, hidden[last + 1 - tokens : last + 1], scored)
+        return found
+
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """The run's next step: each of its sequences has got its one of `tokens`."""
+        for part in self._parts:
+            part.go_on(tokens)
 
 
-def _sample(
-    logits: Tensor, wanted: Sequence[tuple[int, SampleSpec]], masks: Future[dict[int, Mask]] | None, found: Found
-) -> None:
-    """Each row's tokens; for beams the most likely ones, which are not drawn."""
-    drawn = [(row, index, spec) for row, (index, spec) in enumerate(wanted) if not spec.best]
-    for row, (index, spec) in enumerate(wanted):
-        if spec.best:
-            _most_likely(logits[row], index, spec, found)
-    rows = logits if len(drawn) == len(wanted) else logits[[row for row, _, _ in drawn]]
-    allowed: dict[int, bytes] = {}
-    made: dict[int, Mask] = masks.result() if masks is not None else {}
-    for at, (_, index, _) in enumerate(drawn):
-        mask = made.get(index)
-        if isinstance(mask, CannotFollow):
-            found.failed[index] = str(mask)
-        elif mask is not None:
-            allowed[at] = mask
-    chosen = sample(rows, [spec for _, _, spec in drawn], allowed)
-    for at, (_, index, spec) in enumerate(drawn):
-        if index not in found.failed and at in chosen.failed:
-            found.failed[index] = chosen.failed[at]
-        if index in found.failed:
-            continue
-        found.sampled[index] = chosen.tokens[at][0]
-        if spec.samples > 1:
-            found.several[index] = Several(tuple(chosen.tokens[at]))
-        if at in chosen.logprobs:
-            found.logprobs[index] = chosen.logprobs[at]
+class _Part:
+    """Sequences whose logits are computed together."""
+
+    def __init__(self, model: StageModel, wanted: Sequence[tuple[int, SampleSpec]], steps: int) -> None:
+        self._model, self._wanted = model, wanted
+        self._logits: Tensor | None = None
+        self._drawn = [(row, index) for row, (index, spec) in enumerate(wanted) if not spec.best]
+        specs = [spec for _, spec in wanted if not spec.best]
+        self._sampler = Sampler(specs, model.config.vocab_size, model.device, steps)
+
+    def choose(self, hidden: Tensor, batch: PackedBatch, masks: Future[dict[int, Mask]] | None, found: Found) -> None:
+        """Each row's tokens; for beams the most likely ones, which are not drawn."""
+        if len(self._wanted) != batch.num_tokens:
+            hidden = hidden[batch.last_rows[[index for index, _ in self._wanted]]]
+        logits = self._logits = self._model.logits(hidden, out=self._logits)
+        if len(self._drawn) != len(self._wanted):
+            for row, (index, spec) in enumerate(self._wanted):
+                if spec.best:
+                    _most_likely(logits[row], index, spec, found)
+            logits = logits[[row for row, _ in self._drawn]]
+        self._note(self._sampler.sample(logits, self._allowed(masks, found)), found)
+
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """See `Choosing.go_on`."""
+        self._sampler.go_on([tokens[index] for index, _ in self._wanted])
+
+    def _allowed(self, masks: Future[dict[int, Mask]] | None, found: Found) -> dict[int, bytes]:
+        """Masks by row of those that are drawn; where there is none, `found` says why."""
+        if masks is None:
+            return {}
+        made, allowed = masks.result(), {}
+        for at, (_, index) in enumerate(self._drawn):
+            mask = made.get(index)
+            if isinstance(mask, CannotFollow):
+                found.failed[index] = str(mask)
+            elif mask is not None:
+                allowed[at] = mask
+        return allowed
+
+    def _note(self, chosen: Sampled, found: Found) -> None:
+        for at, (_, index) in enumerate(self._drawn):
+            if at in chosen.failed:
+                found.failed.setdefault(index, chosen.failed[at])
+            if index in found.failed:
+                continue
+            tokens = chosen.tokens[at]
+            found.sampled[index] = tokens[0]
+            if len(tokens) > 1:
+                found.several[index] = Several(tuple(tokens))
+            if at in chosen.logprobs:
+                found.logprobs[index] = chosen.logprobs[at]
 
 
 def _most_likely(logits: Tensor, index: int, spec: SampleSpec, found: Found) -> None:

@@ -4,10 +4,11 @@ Weights are held once and the pool is mapped whole, so only the work space depen
 out from the largest step (`EngineSpec.step_tokens`): what the kernels and the sampling of such a step allocate, each at
 its largest. The allocator keeps what it once had (`moonpool.engine.launch`), so this is also what stays.
 
-Not counted is what answers of a given format bring in (`moonpool.engine.masks`): the tokenizer, and the grammars and
-parsers that are kept, whose size the library that has them does not tell.
+Answers of a given format (`moonpool.engine.masks`) bring in the tokenizer, and grammars and parsers, whose size the
+library that has them does not tell: when the whole process comes near its bound, they are given up and made anew.
 """
 
+import ctypes
 from pathlib import Path
 
 from moonpool.checkpoint import ModelConfig
@@ -26,6 +27,13 @@ _SLACK_BYTES = 48 << 20
 """Code and tables that are touched later, thread stacks, messages."""
 _FRAGMENTS = 4
 """The allocator's holes are at most one part in so many of what was allocated."""
+GRAMMAR_BYTES = 256 << 20
+"""Of grammars and parsers. Most grammars take less than 1 MB, the worst that are allowed 100 MB
+(`moonpool.grammar.LIMITS`)."""
+_MARGIN_BYTES = 64 << 20
+"""Of it, what they may grow by until the process is looked at again."""
+_TOKENIZER_BYTES = 1 << 10
+"""For each token of the vocabulary, while the tokenizer is made."""
 
 
 def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads: int) -> int:
@@ -69,6 +77,23 @@ def _gathered_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int
     """Copies of the longest context in float32, and once more in the weights' type; scores (`kernels.cpu`)."""
     context = longest * model.num_kv_heads * model.head_dim * 2
     return context * 8 + most_rows(engine) * longest * 4 + (64 << 20)
+
+
+def format_bytes(model: ModelConfig) -> int:
+    """What answers of a given format may take."""
+    return GRAMMAR_BYTES + model.vocab_size * _TOKENIZER_BYTES
+
+
+def near(bound: int) -> bool:
+    """Whether this process comes near the bound of its memory, by what grammars may grow."""
+    return resident_bytes() > bound - _MARGIN_BYTES
+
+
+def give_back() -> None:
+    """Hands freed memory back to the system, where the C library can: in an engine's process it keeps it otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def resident_bytes(pid: int | str = "self") -> int:

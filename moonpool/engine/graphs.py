@@ -57,11 +57,15 @@ class DecodeGraphs:
             block_tokens=size,
         )
 
-    def shape(self, step: Step) -> GraphShape | None:
-        """The shape of a step's graph; None where it runs layer by layer."""
-        if step.gated or step.layer_events or any(len(it.token_ids) != 4 for it in step.sequences):
+    def shape(self, step: Step, batch: PackedBatch) -> GraphShape | None:
+        """The shape of the graph of a step, or of a further one of its run; None where it runs layer by layer.
+
+        `batch`: the step's, on the host.
+        """
+        sequences = len(batch.context_lens)
+        if step.gated or step.layer_events or batch.num_tokens != sequences:
             return None
-        return self._captures.shape(len(step.sequences), max(it.start for it in step.sequences) + 1)
+        return self._captures.shape(sequences, int(batch.context_lens.max()))
 
     def run(self, shape: GraphShape, batch: PackedBatch, hidden: Tensor) -> Tensor:
         """Compute all layers of a step; return its hidden states [T, hidden], which belong to the caller.

@@ -9,7 +9,7 @@ by one `Fetched` of each stage.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from moonpool.cost import Speeds
 from moonpool.engine.emulated.profile import EmulatedCompute
@@ -166,23 +166,24 @@ class Footprint:
         weights: of its layers, once.
         pool: its part of the KV pool, which it shares with the I/O process, and the device's own where that is memory
             of the host.
-        work: everything that steps need, but for the tokenizer, grammars and parsers of answers of a given format.
+        work: everything that steps need, but for what is in `formats`.
+        formats: the tokenizer, grammars and parsers of answers of a given format; 0 but on the last stage.
     """
 
     libraries: int
     weights: int
     pool: int
     work: int
+    formats: int
 
     @property
     def bound(self) -> int:
-        """What is never exceeded once the engine is ready, as long as no answer has a given format."""
-        return self.libraries + self.weights + self.pool + self.work
+        """What is never exceeded once the engine is ready."""
+        return self.libraries + self.weights + self.pool + self.work + self.formats
 
     def mebibytes(self) -> dict[str, int]:
         """For a line of the log."""
-        parts = {"libraries": self.libraries, "weights": self.weights, "pool": self.pool, "work": self.work}
-        return {f"{name}_mib": size >> 20 for name, size in (parts | {"bound": self.bound}).items()}
+        return {f"{name}_mib": size >> 20 for name, size in (asdict(self) | {"bound": self.bound}).items()}
 
 
 @dataclass(frozen=True, slots=True)

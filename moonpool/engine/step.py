@@ -7,34 +7,30 @@ looks at a tensor before the lane has come to it, and what follows from a layer 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from moonpool.engine.captures import GraphShape
-from moonpool.engine.choosing import Found, choose
+from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.devices.opening import Place
 from moonpool.engine.gates import Gates, Watch
 from moonpool.engine.graphs import DecodeGraphs
-from moonpool.engine.masks import Mask, Masks
+from moonpool.engine.masks import Mask, Masks, Wanted
 from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import Links
+from moonpool.engine.runs import Run
 from moonpool.model.batch import PackedBatch
+from moonpool.model.inference import inference
 from moonpool.model.stage import StageModel
 from moonpool.sched.steps import LayerDone, Step
 
 
-@dataclass(slots=True)
-class _Work:
-    """A step's tensors, which belong to the computing lane, and what comes of them."""
+class _Clocks(NamedTuple):
+    """When a step started, when it began to compute, and its thread's time then."""
 
-    batch: PackedBatch
-    hidden: Tensor  # [T, hidden]; on the first stage nothing before the embedding
-    layer: int  # that it has come to
-    shape: GraphShape | None  # of the graph that all its layers are; then the batch is on the host
-    found: Found = field(default_factory=Found)
+    start_ns: int
+    began_ns: int
+    ran_ns: int
 
 
 @dataclass(slots=True)
@@ -57,6 +53,8 @@ class StageRunner:
     """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
     graphs: DecodeGraphs | None = None
     """Of decode steps; None = all run layer by layer."""
+    _following: tuple[Run, list[int]] | None = None
+    """The run that goes on, and its tokens."""
 
     def close(self) -> None:
         """Waits until everything sent has been received, and ends the stage's threads."""
@@ -69,63 +67,75 @@ class StageRunner:
         """Lets the pool have all that is known of some blocks."""
         self.place.memory.fetch(order.blocks, partial(self.emit, Fetched(order.number, self.stage)))
 
-    @torch.inference_mode()
-    def run(self, step: Step) -> Step | None:
+    @inference
+    def run(self, step: Step) -> bool:
         """Runs one step to its end, done or aborted; emits its events, `StepDone` last.
 
         Returns:
-            The next one of its run, None when the run is over.
+            Whether its run goes on: `go_on` runs the next step of it, `run` another one.
         """
-        start_ns = time.monotonic_ns()
-        if step.patient:
-            self.give_way()
-        began = time.monotonic_ns(), time.thread_time_ns()
-        memory = self.place.memory
-        memory.begin(step)
-        masks = self.masks.begin(step) if self.masks is not None else None
-        work = self._received(step)
-        done = work is not None and (self._layers(step, work) if work.shape is None else self._graph(step, work))
-        if work is not None and done and self.model.is_last:
-            self.place.lane.run(partial(self._choose, step, work, masks))
+        clocks = self._begin(step)
+        self.place.memory.begin(step)
+        parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
+        full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
+        packed = PackedBatch.build(parts, self.place.memory.kv.shape[4], full_hits=full_hits)
+        masks = Wanted.of(step) if self.masks is not None else []
+        run = Run(step, packed, masks, self._tails(step), self.model.layer_begin, step.steps - 1)
+        return self._step(run, clocks)
+
+    @inference
+    def go_on(self) -> bool:
+        """As `run`, for the next step of the run."""
+        assert self._following is not None
+        run, tokens = self._following
+        clocks = self._begin(run.step)
+        run.go_on(tokens, self.model.layer_begin)
+        self.place.memory.go_on(run.packed.block_ids.tolist(), run.packed.filled())
+        return self._step(run, clocks)
+
+    def _step(self, run: Run, clocks: _Clocks) -> bool:
+        step_id, memory = run.step.step_id, self.place.memory
+        masks = self.masks.begin(run.masks) if self.masks is not None else None
+        done = self._received(run) and (self._layers(run) if run.shape is None else self._graph(run))
+        if done and self.model.is_last:
+            self.place.lane.run(partial(self._choose, run, masks))
         self.place.lane.mark().wait()
         # Sent whatever has happened, so that the next stage knows.
-        self.links.send(step.step_id, work.hidden if work is not None and done else None)
-        found = work.found if work is not None and done else Found()
-        following = step.after(found.sampled) if done and not self.gates.is_cut(step.step_id) else None
+        self.links.send(step_id, run.hidden if done else None)
+        found = run.found if done else Found()
+        following = run.following() if done and not self.gates.is_cut(step_id) else None
+        self._following = None if following is None else (run, following)
         if following is None:
             # Gates are done before the report: its receiver may open gates of the next step at once.
-            self.gates.done(step.step_id)
-        share = self.share() * self._ran(step, *began)
-        report = partial(self._report, step, found, start_ns, share, aborted=not done, over=following is None)
+            self.gates.done(step_id)
+        share = self.share() * self._ran(run.step, clocks)
+        report = partial(self._report, step_id, found, clocks.start_ns, share, aborted=not done, over=following is None)
         memory.over(report, aborted=not done)
-        return following
+        return following is not None
 
-    def _received(self, step: Step) -> _Work | None:
-        """The batch, with the hidden states of the stage before; None when that has aborted the step."""
-        parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
-        size, full_hits = self.place.memory.kv.shape[4], [i for i, it in enumerate(step.sequences) if it.full_hit]
-        shape = self.graphs.shape(step) if self.graphs is not None else None
-        where = self.place.torch_device if shape is None else "cpu"
-        batch = PackedBatch.build(parts, size, where, full_hits=full_hits)
+    def _received(self, run: Run) -> bool:
+        """Brings the batch to its place, with the hidden states of the stage before; False when that has aborted."""
+        run.shape = self.graphs.shape(run.step, run.packed) if self.graphs is not None else None
+        if run.shape is None and self.place.torch_device.type != "cpu":
+            run.batch = run.packed.to(self.place.torch_device)
         if self.model.is_first:
-            work = _Work(batch, torch.empty(0), self.model.layer_begin, shape)
-            if shape is None:
-                self.place.lane.run(partial(self._embed, work))
-            return work
-        hidden = self.links.receive(step.step_id, batch.num_tokens)
+            if run.shape is None:
+                self.place.lane.run(partial(self._embed, run))
+            return True
+        hidden = self.links.receive(run.step.step_id, run.packed.num_tokens)
         if hidden is None:
-            return None
-        work = _Work(batch, hidden, self.model.layer_begin, shape)
-        self.place.lane.run(partial(self._take_over, work))
-        return work
+            return False
+        run.hidden = hidden
+        self.place.lane.run(partial(self._take_over, run))
+        return True
 
-    def _layers(self, step: Step, work: _Work) -> bool:
+    def _layers(self, run: Run) -> bool:
         """Gives all layers of this stage to the lane; False when the step was aborted before the last.
 
         On a plain CPU, where work is done when it is given, they go together as far as gates are open, unless each is
         told.
         """
-        place, layer, end, tails = self.place, self.model.layer_begin, self.model.layer_end, self._tails(step)
+        step, place, layer, end = run.step, self.place, self.model.layer_begin, self.model.layer_end
         watch = None
         if place.device is None and not step.layer_events:
             watch = self.gates.watch(step.step_id, gated=step.gated)
@@ -138,22 +148,22 @@ class StageRunner:
             last = layer + 1 if watch is None else end
             for its in range(layer, last):
                 place.memory.need(its)
-            place.lane.run(partial(self._run_layers, layer, last, tails, work, watch))
-            came = last if watch is None else work.layer
+            place.lane.run(partial(self._run_layers, layer, last, run, watch))
+            came = last if watch is None else run.layer
             for its in range(layer, came):
                 told = partial(self._layer_done, step.step_id, its, start_ns) if step.layer_events else None
                 place.memory.leave(its, told)
             layer = came
         return True
 
-    def _graph(self, step: Step, work: _Work) -> bool:
+    def _graph(self, run: Run) -> bool:
         """Gives all layers of this stage to the lane as one graph; False when the step was aborted before."""
-        if self.gates.aborted(step.step_id):
+        if self.gates.aborted(run.step.step_id):
             return False
         layers, memory = range(self.model.layer_begin, self.model.layer_end), self.place.memory
         for layer in layers:
             memory.need(layer)
-        self.place.lane.run(partial(self._replay, work))
+        self.place.lane.run(partial(self._replay, run))
         for layer in layers:
             memory.leave(layer, None)
         return True
@@ -168,45 +178,53 @@ class StageRunner:
 
     # --- in the lane -----------------------------------------------------------------------------------------------
 
-    def _take_over(self, work: _Work) -> None:
-        work.hidden = work.hidden.to(self.place.torch_device)
+    def _take_over(self, run: Run) -> None:
+        run.hidden = run.hidden.to(self.place.torch_device)
 
-    def _embed(self, work: _Work) -> None:
-        work.hidden = self.model.embed(work.batch.token_ids)
+    def _embed(self, run: Run) -> None:
+        run.hidden = self.model.embed(run.batch.token_ids)
 
-    def _run_layers(self, first: int, last: int, tails: list[int] | None, work: _Work, watch: Watch | None) -> None:
-        wanted, memory = tails if last == self.model.layer_end else None, self.place.memory
-        work.layer, work.hidden = self.model.run(
-            work.hidden, work.batch, memory.kv, first, last, scales=memory.scales, tails=wanted, watch=watch
+    def _run_layers(self, first: int, last: int, run: Run, watch: Watch | None) -> None:
+        tails, memory = run.tails if last == self.model.layer_end else None, self.place.memory
+        run.layer, run.hidden = self.model.run(
+            run.hidden, run.batch, memory.kv, first, last, scales=memory.scales, tails=tails, watch=watch
         )
 
-    def _replay(self, work: _Work) -> None:
+    def _replay(self, run: Run) -> None:
         assert self.graphs is not None
-        assert work.shape is not None
-        work.hidden = self.graphs.run(work.shape, work.batch, work.hidden)
+        assert run.shape is not None
+        run.hidden = self.graphs.run(run.shape, run.batch, run.hidden)
 
-    def _choose(self, step: Step, work: _Work, masks: Future[dict[int, Mask]] | None) -> None:
-        dropped = self.gates.dropped(step.step_id)
-        work.found = choose(self.model, step, work.hidden, work.batch, dropped, masks)
+    def _choose(self, run: Run, masks: Future[dict[int, Mask]] | None) -> None:
+        if run.choosing is None:
+            run.choosing = Choosing(self.model, run.step, self.gates.dropped(run.step.step_id))
+        run.found = run.choosing.choose(run.hidden, run.batch, masks)
 
     # --- when it is done -------------------------------------------------------------------------------------------
 
     def _layer_done(self, step_id: int, layer: int, start_ns: int) -> None:
         self.emit(LayerDone(step_id, layer, start_ns, time.monotonic_ns()))
 
-    def _ran(self, step: Step, began_ns: int, ran_ns: int) -> float:
+    def _begin(self, step: Step) -> _Clocks:
+        """Gives way first where the step is patient."""
+        start_ns = time.monotonic_ns()
+        if step.patient:
+            self.give_way()
+        return _Clocks(start_ns, time.monotonic_ns(), time.thread_time_ns())
+
+    def _ran(self, step: Step, clocks: _Clocks) -> float:
         """Which share of the time since a step began to compute this thread ran: else something else had its core.
 
         1 where it may have waited for something other than cores: other stages, a device, a gate.
         """
         alone = self.model.is_first and self.model.is_last and self.place.device is None and not step.gated
-        took_ns = time.monotonic_ns() - began_ns
-        return min(1.0, (time.thread_time_ns() - ran_ns) / took_ns) if alone and took_ns else 1.0
+        took_ns = time.monotonic_ns() - clocks.began_ns
+        return min(1.0, (time.thread_time_ns() - clocks.ran_ns) / took_ns) if alone and took_ns else 1.0
 
-    def _report(self, step: Step, found: Found, start_ns: int, share: float, *, aborted: bool, over: bool) -> None:
+    def _report(self, step_id: int, found: Found, start_ns: int, share: float, *, aborted: bool, over: bool) -> None:
         self.emit(
             StepDone(
-                step.step_id,
+                step_id,
                 self.stage,
                 tuple(found.sampled),
                 aborted,

@@ -20,6 +20,7 @@ import traceback
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -65,16 +66,15 @@ class Receiver:
         """Starts the thread; it ends with the process."""
         threading.Thread(target=self._run, name="receiver", daemon=True).start()
 
-    def next_order(self, following: Step | None) -> Step | Fetch | Shutdown:
-        """The next order, or where there is none yet the `following` step of the run.
+    def next_order(self, *, wait: bool) -> Step | Fetch | Shutdown | None:
+        """The next order; None where there is none yet and it does not wait.
 
         There is no deadline: the process ends when the channel closes.
         """
         try:
-            return self.orders.get(block=following is None)
+            return self.orders.get(block=wait)
         except queue.Empty:
-            assert following is not None, "otherwise it waits"
-            return following
+            return None
 
     def _run(self) -> None:
         try:
@@ -115,7 +115,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     from moonpool.checkpoint.formats import load_config
     from moonpool.engine.captures import Captures
     from moonpool.engine.devices.opening import open_device, place_on
-    from moonpool.engine.footprint import longest_tokens, resident_bytes, work_bytes
+    from moonpool.engine.footprint import format_bytes, longest_tokens, near, resident_bytes, work_bytes
     from moonpool.engine.graphs import DecodeGraphs
     from moonpool.engine.masks import Masks
     from moonpool.engine.pipeline import Links, NoLinks, StageLinks, wire_of
@@ -156,20 +156,23 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
             timeout_s=engine.step_timeout_s,
         )
     native = library.get() if model.native else None
+    work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
+    formats = format_bytes(config) if model.is_last else 0
+    footprint = Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work, formats)
     masks = None
     if model.is_last:
         aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if native is not None:
             aside = native.aside
-        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside)
+        full = partial(near, footprint.bound)
+        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside, full)
     runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
     if native is not None:
         runner.share = native.had
     if device is not None and engine.graphs:
         longest = longest_tokens(config, engine)
         runner.graphs = DecodeGraphs(device, model, place.memory, Captures(longest), longest)
-    work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
-    return runner, Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work)
+    return runner, footprint
 
 
 def turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractContextManager[None]]:
@@ -223,22 +226,22 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     channel.send(Ready(time.monotonic() - begin, peak_bytes, footprint))
 
-    def run(step: Step) -> Step | None:
+    def run(step: Step | None) -> bool:
         with turn():
-            return runner.run(step)
+            return runner.go_on() if step is None else runner.run(step)
 
-    following: Step | None = None
+    goes_on = False
     while True:
-        order = receiver.next_order(following)
+        order = receiver.next_order(wait=not goes_on)
         if isinstance(order, Shutdown):
-            while following is not None:  # the run was given up
-                following = run(following)
+            while goes_on:  # the run was given up
+                goes_on = run(None)
             runner.close()
             return
         if isinstance(order, Fetch):
             runner.fetch(order)
         else:
-            following = run(order)
+            goes_on = run(order)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

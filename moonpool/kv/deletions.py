@@ -26,6 +26,9 @@ class Deletions:
         """Ids, first come first."""
         return iter(self._selections)
 
+    def __getitem__(self, deletion: str) -> Selection:
+        return self._selections[deletion]
+
     def add(self, deletion: str, selection: Selection) -> None:
         """Takes one; another one of its id is replaced."""
         self.remove(deletion)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.plan import AttentionPlan
 from moonpool.errors import InvalidRequest
 
 
@@ -33,7 +36,13 @@ class PackedBatch:
     most_context: int | None = None
     """Set where the contents change between two uses, as in a captured graph: every sequence has one row, and a context
     of so many tokens at most."""
-    cache: dict[Any, Any] = field(default_factory=dict)  # what the layers of one stage compute once per batch
+    # On a CPU, the same memory as numpy has it, whose small operations take a tenth of torch's time; and `capacity`,
+    # [S] int64: tokens that each sequence's table holds.
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    room: int = 0  # steps that the tables have room for, this one included; 0: not looked at yet
+    # What the layers of one stage compute once per batch:
+    angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    plans: dict[Any, AttentionPlan] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -66,10 +75,7 @@ class PackedBatch:
             if not count or len(tokens) % 4 or start < 0:
                 raise InvalidRequest(f"sequences[{i}]", f"{len(tokens)} bytes of tokens from position {start}")
             if len(table) * block_tokens < start + count:
-                raise InvalidRequest(
-                    f"sequences[{i}].block_table",
-                    f"{len(table)} blocks of {block_tokens} tokens do not hold {start + count}",
-                )
+                raise _too_short(i, start + count, len(table), block_tokens)
             starts.append(start)
             counts.append(count)
             tables.append(table)
@@ -79,17 +85,60 @@ class PackedBatch:
             batch.block_ids[begin:end] = -1
         return batch if torch.device(device).type == "cpu" else batch.to(device)
 
+    def after(self, tokens: Sequence[int]) -> PackedBatch:
+        """Return the batch of the next step of the same sequences, on a CPU: each has one of `tokens` more.
+
+        Where there is one token of each already it is this one, changed in place.
+
+        Raises:
+            InvalidRequest: a block table is too short; names which.
+        """
+        if self.num_tokens != len(self.context_lens):
+            return self._packed_anew(tokens)
+        its, size = self.arrays, self.block_tokens
+        positions, tables = its["positions"], its["block_tables"]
+        positions += 1
+        self.room = (self.room or int((its["capacity"] - positions).min()) + 1) - 1
+        if not self.room:
+            short = int((its["capacity"] - positions).argmin())
+            raise _too_short(short, int(positions[short]) + 1, int(its["capacity"][short]) // size, size)
+        its["token_ids"][:] = tokens
+        its["context_lens"] += 1
+        np.remainder(positions, size, out=its["offsets"])
+        its["block_ids"][:] = tables[np.arange(len(tables)), positions // size]
+        self.angles.clear()
+        for plan in self.plans.values():
+            plan.go_on(tables)
+        return self
+
+    def filled(self) -> list[int]:
+        """Blocks that the step fills, of a batch with one token of each sequence."""
+        filled: list[int] = self.arrays["block_ids"][self.arrays["offsets"] == self.block_tokens - 1].tolist()
+        return filled
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """Return the same batch on another device."""
         names = ("token_ids", "positions", "query_start", "context_lens", "block_tables", "block_ids", "offsets")
         moved = {name: getattr(self, name).to(device) for name in (*names, "last_rows")}
         return PackedBatch(**moved, block_tokens=self.block_tokens)
 
+    def _packed_anew(self, tokens: Sequence[int]) -> PackedBatch:
+        used = (self.arrays["capacity"] // self.block_tokens).tolist()
+        tables = [row[:count] for row, count in zip(self.block_tables.tolist(), used, strict=True)]
+        ids = [array("i", [token]).tobytes() for token in tokens]
+        return PackedBatch.build(list(zip(ids, self.context_lens.tolist(), tables, strict=True)), self.block_tokens)
+
+
+def _too_short(index: int, tokens: int, blocks: int, block_tokens: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"sequences[{index}].block_table", f"{blocks} blocks of {block_tokens} tokens do not hold {tokens}"
+    )
+
 
 def _packed(
     tokens: bytes, starts: Sequence[int], counts: Sequence[int], tables: Sequence[Sequence[int]], block_tokens: int
 ) -> dict[str, Any]:
-    """Return the fields of a batch; made by numpy, whose small operations take a tenth of torch's time."""
+    """Return the fields of a batch."""
     padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
@@ -106,4 +155,6 @@ def _packed(
         "offsets": positions % block_tokens,
         "last_rows": ends - 1,
     }
-    return {**{name: torch.from_numpy(array) for name, array in arrays.items()}, "block_tokens": block_tokens}
+    fields: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    capacity = np.array([len(table) for table in tables]) * block_tokens
+    return {**fields, "block_tokens": block_tokens, "arrays": {**arrays, "capacity": capacity}}

@@ -44,13 +44,16 @@ class Linear:
             self._packed = packed is not None
             self._weight = weight if packed is None else packed
 
-    def __call__(self, x: Tensor, *, deterministic: bool = False, wide: bool = False) -> Tensor:
+    def __call__(
+        self, x: Tensor, *, deterministic: bool = False, wide: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         """Return the product; `wide`: as float32, after it was rounded to the weight's type.
 
+        `out`: a result of the same call with as many rows, of which the memory may be used.
         `deterministic`: the same row gives the same bits in every batch, see FIXED_ROWS.
         """
         if self.panels is not None:
-            return self.panels.product(x, wide=wide)
+            return self.panels.product(x, wide=wide, out=out)
         result = self._in_tiles(x) if deterministic else self._product(x)
         if self._gated:
             result = ops.silu_mul(result)

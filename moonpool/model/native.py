@@ -89,6 +89,12 @@ class NativeLayers:
         )  # fmt: skip
         return self._native.step(self._model, step) + self._index
 
+    def normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Return the RMS norm of `rows` [R, hidden], each dense, in the weights' type."""
+        out = torch.empty(rows.shape, dtype=rows.dtype)
+        self._native.rms_norm(rows, None, weight, self._model.eps, out)
+        return out
+
 
 def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> NativeLayers | None:
     """Return the layers from `index` on for the native step, or None where they run operation by operation."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
+import numpy as np
 from torch import Tensor
 
 from kernels.native.library import Library
 from kernels.native.structures import SAMPLING_ROW, Sampling
 from moonpool.logprobs import Logprobs
-from moonpool.sampling import SampleSpec
+from moonpool.sampling import SampleSpec, stream_seed
 
 _OF_PARAMS = attrgetter(
     "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "top_p", "logprobs", "logit_bias"
@@ -31,111 +33,135 @@ class Choice:
     """By row, where they are wanted and it did not fail."""
 
 
-@dataclass(slots=True)
-class _Order:
-    """The rows of one call, and what they refer to."""
-
-    vocab: int
-    rows: bytearray = field(default_factory=bytearray)
-    data: bytearray = field(default_factory=bytearray)
-    draws: int = 0
-    most: int = 0
-
-    def add(self, spec: SampleSpec, scale: float, mask: bytes | None) -> None:
-        """One more row."""
-        top_k, min_p, repetition, frequency, presence, top_p, logprobs, biases = _OF_PARAMS(spec.params)
-        mask_at = history_at = banned_at = bias_at = -1
-        history, banned = b"", spec.banned
-        if mask is not None:
-            size = -(-self.vocab // 8)
-            mask_at = self._put(mask[:size].ljust(size, b"\0"))
-        if spec.history and spec.params.penalised:
-            history = spec.history
-            history_at = self._put(history)
-        if banned:
-            banned_at = self._put(array("i", banned).tobytes())
-        if biases:
-            bias_at = self._put(array("i", biases).tobytes() + array("f", biases.values()).tobytes())
-        top = -1 if logprobs is None else min(logprobs, self.vocab)
-        self.most = max(self.most, top)
-        self.rows += SAMPLING_ROW.pack(
-            top_p,
-            history_at, mask_at, banned_at, bias_at,
-            len(history) // 4, spec.prompt_tokens, len(banned), len(biases), self.draws, spec.samples,
-            min(top_k, self.vocab), top,
-            scale, min_p, repetition, frequency, presence,
-        )  # fmt: skip
-        self.draws += spec.samples
-
-    def _put(self, part: bytes) -> int:
-        at = len(self.data)
-        self.data += part
-        self.data += bytes(-len(part) % 8)
-        return at
-
-
-def choose(
-    native: Library,
-    logits: Tensor,
-    specs: Sequence[SampleSpec],
-    scales: Sequence[float],
-    numbers: Sequence[float],
-    masks: Mapping[int, bytes],
-) -> Choice:
-    """Choose tokens of each row of `logits` [R, vocab], contiguous float32, which are overwritten.
+class NativeRows:
+    """Rows that are sampled natively: packed once, then changed in place from step to step.
 
     Args:
         native: the kernels.
-        logits: of the model.
-        specs: of each row.
+        vocab: tokens of the model.
+        specs: of each row, for the first step.
         scales: of each row's logits, so that weights are powers of two of them; negative: the highest is chosen.
-        numbers: in [0, 1), for each row and each of its samples.
-        masks: as `moonpool.model.sampler.sample` has them.
+        steps: that are sampled at most.
     """
-    order = _Order(logits.shape[1])
-    for row, (spec, scale) in enumerate(zip(specs, scales, strict=True)):
-        order.add(spec, scale, masks.get(row))
-    drawn = array("d", numbers)
-    tokens, failed = array("i", bytes(4 * order.draws)), array("i", bytes(4 * len(specs)))
-    told = array("f", bytes(4 * order.draws)), array("I", bytes(4 * order.draws))
-    likely = array("i", bytes(4 * len(specs) * order.most)), array("f", bytes(4 * len(specs) * order.most))
-    rows, data = array("b", bytes(order.rows)), array("b", bytes(order.data) or b"\0")
-    native.sample(
-        Sampling(
-            logits.data_ptr(), *logits.shape,
-            _at(rows), _at(data), _at(drawn),
-            _at(tokens), _at(failed), _at(told[0]), _at(told[1]), _at(likely[0]), _at(likely[1]), order.most,
+
+    def __init__(
+        self, native: Library, vocab: int, specs: Sequence[SampleSpec], scales: Sequence[float], steps: int = 1
+    ) -> None:
+        self._native, self._specs = native, specs
+        self._data = array("i")
+        self._ends: dict[int, int] = {}
+        """By row with a history, where its next token goes to in `_data`."""
+        draws, packed = 0, []
+        for row, (spec, scale) in enumerate(zip(specs, scales, strict=True)):
+            packed.append(self._row(row, spec, scale, vocab, draws, steps))
+            draws += spec.samples
+        self._rows = np.array(packed, SAMPLING_ROW)
+        self._most = max(0, int(self._rows["top"].max()))
+        seeds = [stream_seed(spec.seed, index) for spec in specs for index in range(spec.samples)]
+        self._seeds = np.array(seeds, np.uint64)
+        self._positions = np.repeat(
+            np.array([spec.position for spec in specs], np.uint64), [spec.samples for spec in specs]
         )
-    )  # fmt: skip
-    return _found(specs, tokens, failed, told, likely, order.most)
+        self._numbers = np.zeros(draws)
+        self._hashed = self._seeds.ctypes.data, self._positions.ctypes.data, draws, self._numbers.ctypes.data
+        self._drawn = max(scales) >= 0
+        self._plain = draws == len(specs) and all(spec.params.logprobs is None for spec in specs)
+        self._masked = False
+        self._tokens, self._failed = array("i", bytes(4 * draws)), array("i", bytes(4 * len(specs)))
+        self._told = array("f", bytes(4 * draws)), array("I", bytes(4 * draws))
+        likely = bytes(4 * len(specs) * self._most)
+        self._likely: tuple[array[int], array[float]] = array("i", likely), array("f", likely)
+        outputs = (self._tokens, self._failed, *self._told, *self._likely)
+        self._call = Sampling(
+            None, len(specs), vocab,
+            self._rows.ctypes.data, self._data.buffer_info()[0], self._numbers.ctypes.data,
+            *(output.buffer_info()[0] for output in outputs), self._most,
+        )  # fmt: skip
 
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """The next step, after each row's first sample was `tokens`."""
+        self._positions += np.uint64(1)
+        for row, end in self._ends.items():
+            self._data[end] = tokens[row]
+            self._rows["history_count"][row] += 1
+            self._ends[row] = end + 1
 
-def _at(values: array[int] | array[float]) -> int:
-    return values.buffer_info()[0]
+    def choose(self, logits: Tensor, masks: Mapping[int, bytes], numbers: Sequence[float] | None = None) -> Choice:
+        """Choose tokens of each row of `logits` [R, vocab], contiguous float32, which are overwritten.
 
+        Args:
+            logits: of the model.
+            masks: as `moonpool.model.sampler.sample` has them.
+            numbers: in [0, 1), for each row and each of its samples, in place of those of seeds and positions.
+        """
+        if numbers is not None:
+            self._numbers[:] = numbers
+        elif self._drawn:
+            self._native.uniform(*self._hashed)
+        if masks or self._masked:
+            self._mask(masks)
+        self._call.logits = logits.data_ptr()
+        self._native.sample(self._call)
+        return self._found()
 
-def _found(
-    specs: Sequence[SampleSpec],
-    tokens: array[int],
-    failed: array[int],
-    told: tuple[array[float], array[int]],
-    likely: tuple[array[int], array[float]],
-    most: int,
-) -> Choice:
-    found = Choice([], {}, {})
-    first = 0
-    for row, spec in enumerate(specs):
-        last = first + spec.samples
-        if failed[row]:
-            found.failed[row] = failed[row] == 1
-            found.tokens.append([])
-        else:
-            found.tokens.append(tokens[first:last].tolist())
-            if spec.params.logprobs is not None:
-                top = slice(row * most, row * most + min(spec.params.logprobs, most))
-                found.logprobs[row] = Logprobs(
-                    told[0][first:last], told[1][first:last],
-                    likely[0][top] * spec.samples, likely[1][top] * spec.samples,
-                )  # fmt: skip
-        first = last
-    return found
+    def _row(
+        self, row: int, spec: SampleSpec, scale: float, vocab: int, draws: int, steps: int
+    ) -> tuple[float | int, ...]:
+        """As `SAMPLING_ROW` has it, with what it refers to in `_data`."""
+        top_k, min_p, repetition, frequency, presence, top_p, logprobs, biases = _OF_PARAMS(spec.params)
+        history_at = banned_at = bias_at = history = 0
+        if spec.history and spec.params.penalised:
+            history = len(spec.history) // 4
+            history_at = self._put(spec.history)
+            self._ends[row] = len(self._data)
+            self._data.frombytes(bytes(4 * (steps - 1)))
+        if spec.banned:
+            banned_at = self._put(array("i", spec.banned).tobytes())
+        if biases:
+            bias_at = self._put(array("i", biases).tobytes() + array("f", biases.values()).tobytes())
+        top = -1 if logprobs is None else min(logprobs, vocab)
+        return (
+            top_p,
+            0, history_at, banned_at, bias_at,
+            history, spec.prompt_tokens, len(spec.banned), len(biases), draws, spec.samples,
+            min(top_k, vocab), top,
+            scale, min_p, repetition, frequency, presence,
+            0,
+        )  # fmt: skip
+
+    def _put(self, part: bytes) -> int:
+        at = 4 * len(self._data)
+        self._data.frombytes(part)
+        return at
+
+    def _mask(self, masks: Mapping[int, bytes]) -> None:
+        """Refers to the masks' own memory, which is there until the call is over."""
+        self._rows["mask"] = 0
+        for row, mask in masks.items():
+            self._rows["mask"][row] = ctypes.cast(ctypes.c_char_p(mask), ctypes.c_void_p).value
+            self._rows["mask_bytes"][row] = len(mask)
+        self._masked = bool(masks)
+
+    def _found(self) -> Choice:
+        found = Choice([], {}, {})
+        if self._plain and not any(self._failed):
+            found.tokens = [[token] for token in self._tokens]
+            return found
+        first = 0
+        for row, spec in enumerate(self._specs):
+            last = first + spec.samples
+            if self._failed[row]:
+                found.failed[row] = self._failed[row] == 1
+                found.tokens.append([])
+            else:
+                found.tokens.append(self._tokens[first:last].tolist())
+                if spec.params.logprobs is not None:
+                    found.logprobs[row] = self._logprobs(row, spec, slice(first, last))
+            first = last
+        return found
+
+    def _logprobs(self, row: int, spec: SampleSpec, draws: slice) -> Logprobs:
+        begin, count = row * self._most, min(spec.params.logprobs or 0, self._most)
+        top = slice(begin, begin + count)
+        tokens, values = self._likely[0][top] * spec.samples, self._likely[1][top] * spec.samples
+        return Logprobs(self._told[0][draws], self._told[1][draws], tokens, values)

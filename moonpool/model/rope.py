@@ -23,18 +23,19 @@ class RopeTable:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(config).to(device)
         self._dtype = dtype
-        self._kept = self._computed(torch.arange(min(TABLE, config.max_position_embeddings), device=device))
+        kept = self._computed(torch.arange(min(TABLE, config.max_position_embeddings), device=device))
+        self._kept = torch.stack(kept)  # [2, positions, head_dim]: one look-up for both
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and *signed* sin for `positions` [T], each [T, head_dim], computed in float32.
 
         The first half of sin is negated, as `kernels.ops.rope` wants it.
         """
-        cos, sin = self._kept
         # Elsewhere than on a CPU, looking at a position would wait for the device.
-        if positions.device.type != "cpu" or int(positions.max()) >= cos.shape[0]:
+        if positions.device.type != "cpu" or int(positions.numpy().max()) >= self._kept.shape[1]:
             return self._computed(positions)
-        return cos[positions], sin[positions]
+        cos, sin = self._kept.index_select(1, positions)
+        return cos, sin
 
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.float()[:, None] * self._frequencies

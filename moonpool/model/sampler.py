@@ -24,12 +24,11 @@ from torch import Tensor
 
 from kernels.choice import choose
 from kernels.native import library
-from kernels.native.library import Library
 from moonpool.logprobs import Logprobs
-from moonpool.model import native_sampler
 from moonpool.model.adjust import adjust
 from moonpool.model.draw import draw, scale_of
 from moonpool.model.likely import logprobs
+from moonpool.model.native_sampler import NativeRows
 from moonpool.sampling import SampleSpec, stream_seed
 
 # Temperatures below this are greedy: dividing by them would overflow.
@@ -50,33 +49,54 @@ class Sampled(NamedTuple):
     """By row, why no token would be right. Other rows do not notice."""
 
 
-@torch.inference_mode()
+class Sampler:
+    """Chooses the tokens of some sequences, step after step: what one step's choice depends on is kept for the next.
+
+    Args:
+        specs: of each row, for the first step.
+        vocab: tokens of the model.
+        device: of the logits.
+        steps: that are sampled at most.
+    """
+
+    def __init__(self, specs: Sequence[SampleSpec], vocab: int, device: torch.device, steps: int = 1) -> None:
+        self._specs = specs
+        self._rows: NativeRows | None = None
+        native = library.get() if specs and choose("sampling", device, torch.float32) == "native" else None
+        if native is not None:
+            scales = [scale_of(it.params) if it.params.temperature >= _GREEDY_BELOW else -1.0 for it in specs]
+            self._rows = NativeRows(native, vocab, specs, scales, steps)
+
+    def sample(self, logits: Tensor, masks: Mapping[int, bytes] = MappingProxyType({})) -> Sampled:
+        """See `sample`."""
+        assert logits.dim() == 2
+        assert logits.shape[0] == len(self._specs)
+        assert logits.dtype == torch.float32
+        assert logits.is_contiguous()
+        if not self._specs:
+            return Sampled([], {}, {})
+        if self._rows is None:
+            with torch.inference_mode():
+                return _by_torch(logits, self._specs, masks)
+        found = self._rows.choose(logits, masks)
+        failed = {row: NOTHING_LEFT if nothing else NOT_FINITE for row, nothing in found.failed.items()}
+        return Sampled(found.tokens, found.logprobs, failed)
+
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """The next step: each row's token was the one of `tokens`, and the same tokens are banned."""
+        if self._rows is not None:
+            self._rows.go_on(tokens)
+        else:
+            self._specs = [spec.after(token) for spec, token in zip(self._specs, tokens, strict=True)]
+
+
 def sample(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] = MappingProxyType({})) -> Sampled:
     """Choose the tokens of each row of `logits` [R, vocab] float32 by the row's parameters: one for each sample.
 
     `logits` must be contiguous and are overwritten. `masks`: of rows that may not have all tokens, a bit for each token
     from the lowest bit of the first byte on.
     """
-    assert logits.dim() == 2
-    assert logits.shape[0] == len(specs)
-    assert logits.dtype == torch.float32
-    assert logits.is_contiguous()
-    if not specs:
-        return Sampled([], {}, {})
-    native = library.get() if choose("sampling", logits.device, logits.dtype) == "native" else None
-    return _by_torch(logits, specs, masks) if native is None else _natively(native, logits, specs, masks)
-
-
-def _natively(native: Library, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes]) -> Sampled:
-    scales: list[float] = []
-    numbers: list[float] = []
-    for spec in specs:
-        hot = spec.params.temperature >= _GREEDY_BELOW
-        scales.append(scale_of(spec.params) if hot else -1.0)
-        numbers += _numbers(spec) if hot else [0.0] * spec.samples
-    found = native_sampler.choose(native, logits, specs, scales, numbers, masks)
-    failed = {row: NOTHING_LEFT if nothing else NOT_FINITE for row, nothing in found.failed.items()}
-    return Sampled(found.tokens, found.logprobs, failed)
+    return Sampler(specs, logits.shape[-1], logits.device).sample(logits, masks)
 
 
 def _by_torch(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes]) -> Sampled:
@@ -118,7 +138,8 @@ def _logprobs(
 def uniform(seed: int, position: int) -> float:
     """Return the number in [0, 1) that belongs to one output position of a seed.
 
-    A hash of the two and 0 (BLAKE2b, 53 bits of it): counter-based, so it needs no state and has no order.
+    A hash of the two and 0 (BLAKE2b, 53 bits of it): counter-based, so it needs no state and has no order. The native
+    sampler hashes them itself (`kernels/native/draws.cpp`).
     """
     counter = struct.pack("<QQQ", seed & (2**64 - 1), 0, position)
     number = int.from_bytes(hashlib.blake2b(counter, digest_size=8, person=b"moonpool sample").digest(), "little")

@@ -13,13 +13,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kernels import choice, ops
 from kernels.attention import AttentionPlan, make_plan, paged_attention, plan_of_shapes, write_kv
 from kernels.panels import Panels
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.model.batch import PackedBatch
+from moonpool.model.inference import inference
 from moonpool.model.linear import Linear
 from moonpool.model.native import native_layers
 from moonpool.model.rope import RopeTable
@@ -93,16 +93,16 @@ class StageModel:
             parts += [getattr(layer, name) for name in LayerWeights.__slots__]
         return sum(part.nbytes for part in parts if part is not None)
 
-    @torch.inference_mode()
+    @inference
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return hidden states [T, hidden] of `token_ids` [T] (int64); first stage only."""
         assert self.is_first
         assert self.embedding is not None
         if isinstance(self.embedding, Panels):
             return self.embedding.rows(token_ids)
-        return functional.embedding(token_ids, self.embedding)
+        return self.embedding.index_select(0, token_ids)  # torch's embedding takes three times as long for few
 
-    @torch.inference_mode()
+    @inference
     def run(
         self,
         hidden: Tensor,
@@ -143,13 +143,19 @@ class StageModel:
             hidden = self._layer(index, hidden, batch, kv[row], None if scales is None else scales[row])
         return last, hidden
 
-    @torch.inference_mode()
-    def logits(self, rows: Tensor) -> Tensor:
-        """Return float32 logits [R, vocab] of hidden states [R, hidden] after the last layer; last stage only."""
+    @inference
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [R, vocab] of hidden states [R, hidden] after the last layer; last stage only.
+
+        `out`: those of a step before, of which the memory may be used.
+        """
         assert self.final_norm is not None
         assert self.head is not None
-        normed = ops.rms_norm(rows, self.final_norm, self.config.rms_norm_eps)
-        return self.head(normed, deterministic=self.deterministic, wide=True)
+        if self._native is not None:
+            normed = self._native.normed(rows, self.final_norm)
+        else:
+            normed = ops.rms_norm(rows, self.final_norm, self.config.rms_norm_eps)
+        return self.head(normed, deterministic=self.deterministic, wide=True, out=out)
 
     def forward(
         self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor, *, scales: Tensor | None = None
@@ -193,19 +199,17 @@ class StageModel:
 
     def _angles(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Return RoPE's cos and sin of the batch's positions, computed once per batch."""
-        key = ("rope", self.dtype, self.device)
-        if key not in batch.cache:
-            batch.cache[key] = self._rope.angles(batch.positions)
-        angles: tuple[Tensor, Tensor] = batch.cache[key]
-        return angles
+        key = (self.dtype, self.device)
+        if key not in batch.angles:
+            batch.angles[key] = self._rope.angles(batch.positions)
+        return batch.angles[key]
 
     def _plan(self, batch: PackedBatch, kv: Tensor) -> AttentionPlan:
         """Return the attention plan of the batch, made once per batch and shape of the pool."""
-        key = ("plan", kv.shape, self.config.num_heads, kv.dtype, kv.device, self.deterministic)
-        if key not in batch.cache:
-            batch.cache[key] = self._planned(batch, kv)
-        plan: AttentionPlan = batch.cache[key]
-        return plan
+        key = (kv.shape, self.config.num_heads, kv.dtype, kv.device, self.deterministic)
+        if key not in batch.plans:
+            batch.plans[key] = self._planned(batch, kv)
+        return batch.plans[key]
 
     def _planned(self, batch: PackedBatch, kv: Tensor) -> AttentionPlan:
         # Triton's launches follow from shapes; what else there is looks at the contents, each time anew.

@@ -7,8 +7,7 @@ Frozen and picklable.
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, field
 
 from moonpool.kv.keys import BlockKey
 from moonpool.logprobs import Logprobs
@@ -71,12 +70,6 @@ class SequenceStep:
     history: History | None = field(default=None, compare=False, repr=False)
     """The whole sequence; never leaves the I/O process."""
 
-    def after(self, token: int) -> Self:
-        """Its share of the run's next step, when this one has sampled `token`."""
-        assert self.sample is not None, "each sequence of a run samples"
-        start, token_ids = self.start + len(self.token_ids) // 4, token.to_bytes(4, "little")
-        return replace(self, token_ids=token_ids, start=start, sample=self.sample.after(token), full_hit=False)
-
 
 @dataclass(frozen=True, slots=True)
 class Several:
@@ -108,17 +101,6 @@ class Step:
     steps: int = 1
     """Of the run that begins with it, at most. It ends before with a step that samples an end token, or nothing for a
     sequence, and with the one in which it is cut. All its sequences sample, and have blocks for all of it."""
-
-    def after(self, sampled: Sequence[int | None]) -> "Step | None":
-        """The run's next step; None when it is over with this one, which has sampled these tokens."""
-        if self.steps == 1:
-            return None
-        shares = []
-        for sequence, token in zip(self.sequences, sampled, strict=True):
-            if token is None or token in sequence.end_token_ids:
-                return None
-            shares.append(sequence.after(token))
-        return replace(self, sequences=tuple(shares), copies=(), steps=self.steps - 1)
 
 
 def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:

@@ -24,11 +24,7 @@ class KVStoreConfig(LaneConfig, ClientPortConfig):
     conductor: PeerAddresses = Field(
         (), description="HOST:PORT of the conductor to join; of several conductors, all are joined; default: run alone"
     )
-    data_dir: Folders = Field(
-        (),
-        description="folder for the SSD tier, used by this process alone; of several, on a disk each, those that fail "
-        "are left out; default: keep blocks in DRAM only",
-    )
+    data_dir: Folders = Field((), description="folder of the SSD tier, one per disk; default: keep blocks in DRAM only")
     dram_bytes: int = Field(1 << 30, gt=0, description="budget of the DRAM tier in bytes")
     ssd_bytes: int = Field(16 << 30, ge=0, description="budget of each data_dir in bytes; 0 = keep blocks in DRAM only")
     segment_bytes: int = Field(

@@ -59,11 +59,9 @@ def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
     if not (config.data_dir and config.ssd_bytes):
         return dram, None
-    account, size, durability = Account.of(config.tenants, "ssd"), config.segment_size, config.durability
-    admission, folders = Admission(config.ssd_admission, pins), config.data_dir
-    return dram, open_tier(
-        folders, config.ssd_bytes, size, durability=durability, pins=pins, account=account, admission=admission
-    )
+    account, admission = Account.of(config.tenants, "ssd"), Admission(config.ssd_admission, pins)
+    sizes, how = (config.ssd_bytes, config.segment_size), config.durability
+    return dram, open_tier(config.data_dir, *sizes, durability=how, account=account, admission=admission)
 
 
 class KVStoreService(StoreListener):
@@ -174,11 +172,12 @@ class KVStoreService(StoreListener):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the writer and ends pins; at the end makes durable what is visible, and closes threads and files."""
+        """Deletes what was missed, runs the writer, ends pins; at the end saves what is visible, and closes all."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(each.run()) for each in (self._operations, self.writer) if each is not None]
                 try:
+                    await self.servicer.deletions.catch_up()
                     yield
                 finally:
                     if self.writer is not None:

@@ -37,13 +37,17 @@ def scheduling(config: ClusterConfig, source: Source, progress: Progress) -> Res
     return Result("scheduling", facts, rows, chart)
 
 
-def ratio(config: ClusterConfig, source: Source, progress: Progress) -> Result:
-    """A row per division of the instances into prefill and decode."""
+def ratio(config: ClusterConfig, source: Source, progress: Progress, first: int = 1) -> Result:
+    """A row per division of the instances into prefill and decode, from `first` prefill instances on.
+
+    Raises:
+        ConfigError: there are fewer than two divisions.
+    """
     total = config.prefill + config.decode
-    if total < 3:
-        raise ConfigError("prefill", "a sweep needs at least three instances")
+    if not 1 <= first <= total - 2:
+        raise ConfigError("first", f"must leave at least two divisions of {total} instances, is {first}")
     rows = []
-    for prefill in range(1, total):
+    for prefill in range(first, total):
         mixed = replace(config, prefill=prefill, decode=total - prefill)
         summary, _ = simulate(mixed, source.read())
         rows.append({"prefill": prefill, "decode": total - prefill, **serving_row(summary)})

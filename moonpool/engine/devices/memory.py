@@ -32,6 +32,9 @@ class KVMemory(Protocol):
     def begin(self, step: Step) -> None:
         """A step begins: its blocks are copied as it says."""
 
+    def go_on(self, written: Sequence[int], full: Sequence[int]) -> None:
+        """The next step of the same run begins: it writes a token's KV to each of some blocks; `full` ones then are."""
+
     def need(self, layer: int) -> None:
         """What is given to the computing lane from now on finds this layer of the step's prefixes."""
 
@@ -81,6 +84,10 @@ class OnePool:
         for source, block in step.copies:
             self._part.copy(source, block)
         self._finished = finished_blocks(step, self._part.layout.block_tokens)
+
+    def go_on(self, written: Sequence[int], full: Sequence[int]) -> None:
+        """See `KVMemory.go_on`."""
+        self._finished = [(block, self._part.layout.block_tokens) for block in full]
 
     def need(self, layer: int) -> None:
         """It is there."""

@@ -65,6 +65,14 @@ class TwoTiers:
         self._only_here.update(block for it, end in spans for block in self._written_by(it, end))
         self._finished = finished_blocks(step, self._size)
 
+    def go_on(self, written: Sequence[int], full: Sequence[int]) -> None:
+        """See `KVMemory.go_on`."""
+        used = self._blocks.tolist()
+        if not set(written).issubset(used):
+            self._blocks = torch.tensor(sorted({*used, *written}))
+        self._only_here.update(written)
+        self._finished = [(block, self._size) for block in full]
+
     def need(self, layer: int) -> None:
         """See `KVMemory.need`."""
         self._bring(layer - self._part.layer_begin, self._blocks)

@@ -10,7 +10,9 @@ SLOW, SLOW_SPREAD = 1.5, 0.5
 """Times as long as alone that work is believed to take while other engines of the host compute, and how uncertain."""
 MOST_SLOW = 6.0
 CHANGE = 16
-DRIFT = 2e-3
+"""So many prompts in a row beyond the gate are a change."""
+DRIFT = 5e-3
+"""Of what is learnt here: where times differ by a third, the last twenty prompts count most."""
 LEAST_S = 0.005
 """Errors of predictions shorter than this count as those of one so long."""
 

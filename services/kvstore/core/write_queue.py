@@ -108,13 +108,11 @@ class WriteQueue:
             ssd.erase(place for block in recalled if (place := ssd.catalogue.find(block.info.key)) is not None)
             self._durable(blocks)
         self._tiers.release(list(recalled))
-        if self.waiting:
-            self._tiers.listener.work()
 
     @property
     def erasing(self) -> bool:
         """Whether something that was deleted may be on disk still."""
-        return bool(self.recalled) or (self._tiers.ssd is not None and self._tiers.ssd.erasing)
+        return bool(self.recalled) or ((ssd := self._tiers.ssd) is not None and any(disk.erasing for disk in ssd.disks))
 
     def recall(self, blocks: Iterable[DramBlock]) -> None:
         """Blocks have left DRAM for good: none of them becomes durable."""

@@ -1,6 +1,7 @@
 """Deleting on behalf of conductors: each deletion once, answered when it is so on disk too."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -59,6 +60,16 @@ class Deletions:
         for name in counts:
             self.unsaved.pop(name, None)
         return sum(counts.values(), start=expired)
+
+    async def catch_up(self) -> None:
+        """Deletes what some folder does not know as deleted: it was left out, and may hold such blocks."""
+        known, missing = self.ledger.deletions, list(self.ledger.incomplete)
+        if missing:
+            chosen = (known[name] for name in missing if name in known)
+            await _in_turns(forget(self.operations.store, functools.reduce(operator.or_, chosen, Selection())))
+            with contextlib.suppress(Unavailable):
+                await self._erased()
+                await self.ledger.applied(dict.fromkeys(missing, (0, 0)))
 
     async def drop(self, keys: Sequence[BlockKey]) -> Forgotten:
         """Drops blocks that may be put again; raises Unavailable as `forget`."""

@@ -50,13 +50,14 @@ class Ledger:
             Files().make_folder(folder)
             self._envs[number] = open_lmdb(folder, map_size=MAP_BYTES)
         found = list(map(self._load, folders, self._envs.values()))
-        done = [{record.id for record in records if record.kind == _APPLIED} for records in found]
         for records in found:
-            kept = [one for one in records if one.kind == _APPLIED and all(one.id in names for names in done)]
-            self._applied.merge(kept)
+            self._applied.merge(record for record in records if record.kind == _APPLIED)
             newer = self.book.merge(record for record in records if record.kind != _APPLIED)
             if len(found) > 1:
                 self._commit(newer, ())
+        done = [{record.id for record in records if record.kind == _APPLIED} for records in found]
+        missed = (set[str]().union(*done) - names for names in done)
+        self.incomplete = set[str]().union(*missed)  # deletions that some folders do not know as carried out
 
     def _load(self, folder: Path, env: lmdb.Environment) -> list[kv_pb2.Record]:
         try:
@@ -92,18 +93,20 @@ class Ledger:
     def counts(self, deletion: str) -> tuple[int, int] | None:
         """Blocks and bytes that a deletion deleted; None when it was not carried out."""
         mark = self._applied.get(_APPLIED, "", deletion)
-        if mark is None:
+        if mark is None or deletion in self.incomplete:
             return None
         return _COUNTS.unpack(mark.value) if len(mark.value) == _COUNTS.size else (0, 0)  # older marks have none
 
     async def applied(self, deletions: Mapping[str, tuple[int, int]]) -> None:
-        """Deletions were carried out, and deleted so many blocks and bytes."""
+        """Deletions were carried out, and deleted so many blocks and bytes, but for those whose counts are known."""
         over = self._clock() + KEEP_S
         marks = [
             kv_pb2.Record(kind=_APPLIED, id=name, value=_COUNTS.pack(*counts), version=1, expires_at=over)
             for name, counts in deletions.items()
         ]
-        await self._write(self._applied.merge(marks))
+        self._applied.merge(marks)
+        self.incomplete.difference_update(deletions)
+        await self._write([mark for name in deletions if (mark := self._applied.get(_APPLIED, "", name)) is not None])
 
     async def _write(self, records: Sequence[kv_pb2.Record]) -> None:
         over = [record for book in (self.book, self._applied) for record in book.prune(self._clock())]

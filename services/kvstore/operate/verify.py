@@ -20,7 +20,6 @@ from services.kvstore.ssd.reader import list_segments, read_record, scan, segmen
 from services.kvstore.ssd.records import BadRecordError
 
 _MAX_FAULTS = 1000
-COUNTS = ("segments", "records", "blocks", "dead", "bytes_read")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,9 +99,7 @@ def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -
     for number in files:
         path, kinds = segment_path(folder, number), image.kinds.get(number, [])
         segment = Segment(number, path, image.segments.get(number, 0), named=kinds)
-        catalogue.add(segment, image.entries.get(number, b""))
-    for number, slot in image.dropped:
-        catalogue.mark_dead(number, slot)
+        catalogue.add(segment, image.entries.get(number, b""), image.dropped.get(number, ()))
     return catalogue
 
 

@@ -98,12 +98,13 @@ class WriteBehind:
         """Does a plan; False when housekeeping could not be finished, which waits for the next reason to wake."""
         disk, error = plan.disk, await self._commit(plan)
         again = self._again(plan, error)
-        spared = isinstance(error, OSError | lmdb.Error) and again is None and self.ssd.can_spare(disk)
+        lasting = isinstance(error, OSError | lmdb.Error) and getattr(error, "errno", None) not in _MAY_PASS
+        spared = lasting and again is None and self.ssd.can_spare(disk)
         if not spared:
             self._report(plan, error, again)
         self.queue.plan_done(error, disk, again=spared or again is not None)
         if spared:
-            await self._leave_out(disk, str(error))
+            await self._leave_out(disk, error)
         self._planned.set()
         self._planned = asyncio.Event()
         await asyncio.sleep(0)  # who waited for this plan is in no hurry any more
@@ -112,9 +113,9 @@ class WriteBehind:
             await asyncio.sleep(again)
         return bool(again is not None or plan.blocks or not (plan.idle or error is not None))
 
-    async def _leave_out(self, disk: int, reason: str) -> None:
+    async def _leave_out(self, disk: int, error: Exception | None) -> None:
         """Goes on without a disk: others take its batch, and its blocks are misses."""
-        log.error("a disk is left out", path=str(self.ssd.disks[disk].folder.path), error=reason)
+        log.error("a disk is left out", path=str(self.ssd.disks[disk].folder.path), error=str(error))
         self.on_left_out(disk)
         for keys in self.ssd.leave_out(disk):
             self.queue.removed(keys)
@@ -127,8 +128,8 @@ class WriteBehind:
             await within(self.pause_after(nbytes, asyncio.get_running_loop().time()), self._hurry)
 
     def pause_after(self, nbytes: int, now: float) -> float:
-        """Seconds until bytes that were written now are within the rate; of earlier ones a batch may be owed."""
-        owed = min(self._free_at, now + self.queue.batch_bytes / self.bytes_per_s)
+        """Seconds until bytes that were written now are within the rate; each disk may owe a batch of earlier ones."""
+        owed = min(self._free_at, now + len(self._delays) * self.queue.batch_bytes / self.bytes_per_s)
         self._free_at = max(now, owed) + nbytes / self.bytes_per_s
         return self._free_at - now
 

@@ -47,11 +47,6 @@ def _column() -> "array[int]":
     return array("I")
 
 
-def segment_id(disk: int, number: int) -> int:
-    """What names a segment among those of all disks."""
-    return disk << _NUMBER_BITS | number
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Segment:
     """One segment as the event loop knows it. The columns, from `keys` on, have one item per slot."""
@@ -78,7 +73,7 @@ class Segment:
     id: int = dataclasses.field(init=False)  # no other segment has it, on whatever disk
 
     def __post_init__(self) -> None:
-        self.id = segment_id(self.disk, self.number)
+        self.id = self.disk << _NUMBER_BITS | self.number
         self.numbers = {kind: number for number, kind in enumerate(self.named)}
 
     def offset(self, slot: int) -> int:
@@ -111,6 +106,7 @@ class Catalogue(PartTable[int]):
         self.account = account or Account()
         self.live = self.account.used  # bytes of the records that are places of blocks
         self.coming = TenantBytes()  # of new blocks in plans under way
+        self.doubles: list[Place] = []  # copies that are dead for another one's sake; no index knows that they are
 
     def kind_of(self, key: BlockKey) -> Kind | None:
         found = self.find(key)
@@ -197,10 +193,10 @@ class Catalogue(PartTable[int]):
         for segment, slot in filter(None, map(self.find, keys)):
             segment.used[slot] = 1
 
-    def add(self, segment: Segment, packed: bytes, dead: Container[BlockKey] = ()) -> None:
-        """Entries were appended to a segment; those of `dead` keys come dead, as do those of keys on another disk.
+    def add(self, segment: Segment, packed: bytes, dead: Container[int] = ()) -> None:
+        """Entries were appended to a segment; `dead` slots of it come dead.
 
-        Of another key that was here before, or comes twice, the later one wins.
+        Of a key that is on another disk, that copy stays the block's place; else the later one is. Adds to `doubles`.
         """
         self.segments[segment.id] = segment
         first = len(segment.keys)
@@ -221,14 +217,19 @@ class Catalogue(PartTable[int]):
             self._count(segment, segment.named[kind].tenant, nbytes)
         parts = self.parts
         for place, key in enumerate(keys, segment.id << _SLOT_BITS | first):
-            before = parts[key[0]].get(key)
-            if key in dead or (before is not None and before >> _SLOT_BITS + _NUMBER_BITS != segment.disk):
-                slot = place & _SLOT_MASK
+            part, slot = parts[key[0]], place & _SLOT_MASK
+            before = part.setdefault(key, place)
+            if before == place and slot not in dead:
+                continue  # nearly always
+            if slot in dead or before >> _SLOT_BITS + _NUMBER_BITS != segment.disk:
                 self._count(segment, segment.kind(slot).tenant, -segment.nbytes(slot))
-                continue
-            if before is not None:
-                self.forget(key)
-            parts[key[0]][key] = place
+                if slot not in dead:
+                    self.doubles.append((segment, slot))
+                elif before == place:
+                    del part[key]
+            elif (found := self.forget(key)) is not None:
+                self.doubles.append(found)
+                part[key] = place
 
     def _count(self, segment: Segment, tenant: str, nbytes: int) -> None:
         segment.live.add(tenant, nbytes)
@@ -243,12 +244,6 @@ class Catalogue(PartTable[int]):
         del self[key]
         self._count(segment, segment.kind(slot).tenant, -segment.nbytes(slot))
         return found
-
-    def mark_dead(self, name: int, slot: int) -> None:
-        """A slot of a segment is dead, if it is there; if it was the place of its block, the block is forgotten."""
-        segment = self.segments.get(name)
-        if segment is not None and slot < len(segment.keys) and self.is_live(segment, slot):
-            self.forget(segment.keys[slot])
 
     def remove(self, segment: Segment) -> None:
         """A segment is removed, with all blocks that still have their place there; once for each."""

@@ -60,7 +60,7 @@ class IndexImage:
 
     segments: dict[int, int] = dataclasses.field(default_factory=dict)  # number -> committed bytes
     entries: dict[int, bytes] = dataclasses.field(default_factory=dict)  # number -> packed entries of all its slots
-    dropped: list[Slot] = dataclasses.field(default_factory=list)
+    dropped: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # slots by segment
     kinds: dict[int, list[Kind]] = dataclasses.field(default_factory=dict)  # by segment
 
 
@@ -112,7 +112,7 @@ class Index:
             return IndexImage(
                 dict(_SEGMENT_KEY.unpack(key) + _SEGMENT_SIZE.unpack(size) for key, size in txn.cursor(self._segments)),
                 self._load_entries(txn),
-                [_SLOT_KEY.unpack(key) for key in txn.cursor(self._dropped).iternext(values=False)],
+                self._load_dropped(txn),
                 self._load_kinds(txn),
             )
 
@@ -121,6 +121,12 @@ class Index:
         for key, value in txn.cursor(self._kinds):
             kinds[_SEGMENT_KEY.unpack_from(key)[0]].append(_unpack_kind(bytes(value)))
         return kinds
+
+    def _load_dropped(self, txn: lmdb.Transaction) -> dict[int, set[int]]:
+        dropped = collections.defaultdict[int, set[int]](set)
+        for segment, slot in map(_SLOT_KEY.unpack, txn.cursor(self._dropped).iternext(values=False)):
+            dropped[segment].add(slot)
+        return dropped
 
     def _load_entries(self, txn: lmdb.Transaction) -> dict[int, bytes]:
         entries = collections.defaultdict[int, bytearray](bytearray)

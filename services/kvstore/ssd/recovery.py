@@ -19,7 +19,7 @@ import lmdb
 
 from moonpool.errors import ConfigError
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Kind, Segment, Slot, segment_id
+from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Kind, Segment, Slot
 from services.kvstore.ssd.files import Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES, Index, IndexChange, IndexImage, IndexLostError
 from services.kvstore.ssd.reader import Found, list_segments, read_record, scan, segment_path
@@ -111,6 +111,7 @@ class Recovery:
     def __init__(self, folder: DataFolder, catalogue: Catalogue, map_bytes: int = MAP_BYTES) -> None:
         self.folder = folder
         self.catalogue = catalogue
+        self._lost: list[Slot] = []  # of records that are cut off
         self.index: Index | None = None  # it stays None when there is no room to rebuild a lost one
         self._sync = folder.durability == "power"
         self._open_index = functools.partial(Index, folder.files, folder.index, map_bytes, sync=self._sync)
@@ -169,11 +170,13 @@ class Recovery:
                 deleted_bytes += _trim(folder.files, segment, size, records)
             if segment.size:
                 adopted = _pack(segment, records or ())
-                self.catalogue.add(segment, known + adopted)
+                dead = image.dropped.get(number, set())
+                rows = enumerate(ENTRY.iter_unpack(known) if size < image.segments.get(number, 0) else ())
+                cut_off = {slot for slot, (_, start, length, *_) in rows if (start + length) * ALIGN > size} - dead
+                self._lost += [(number, slot) for slot in cut_off]
+                self.catalogue.add(segment, known + adopted, dead | cut_off)
                 if adopted:
                     entries[number, len(known) // ENTRY.size] = adopted
-        for number, slot in image.dropped:
-            self.catalogue.mark_dead(segment_id(folder.disk, number), slot)
         if newer and self._sync:
             folder.files.sync_folder(folder.segments)
         if newer and not self.rebuilt:
@@ -218,24 +221,15 @@ class Recovery:
             files.close(path)
 
     def _difference(self, image: IndexImage, adopted: Mapping[Slot, bytes]) -> IndexChange:
-        """What the index must learn. Forgets blocks that it names and that the files do not hold any more."""
-        catalogue, disk = self.catalogue, self.folder.disk
-        own = {one.number: one for one in catalogue.segments.values() if one.disk == disk}
+        """What the index must learn: also which blocks it names that the files do not hold any more."""
+        own = {one.number: one for one in self.catalogue.segments.values() if one.disk == self.folder.disk}
         changed = [one for number, one in own.items() if one.size != image.segments.get(number)]
         gone = [number for number in image.segments if number not in own]
-        lost = [
-            (segment.number, slot)
-            for segment in changed
-            for slot in catalogue.live_slots(segment)
-            if segment.offset(slot) + segment.nbytes(slot) > segment.size
-        ]
-        for number, slot in lost:
-            catalogue.mark_dead(segment_id(disk, number), slot)
-        if lost or gone:
-            blocks = len(lost) + sum(len(image.entries.get(one, b"")) // ENTRY.size for one in gone)
+        if self._lost or gone:
+            blocks = len(self._lost) + sum(len(image.entries.get(one, b"")) // ENTRY.size for one in gone)
             log.warning("segments are missing or cut off; their blocks are dropped", blocks=blocks, segments=len(gone))
         sizes = {segment.number: segment.size for segment in changed}
-        return IndexChange(gone, lost, adopted, sizes, {segment.number: segment.named for segment in changed})
+        return IndexChange(gone, self._lost, adopted, sizes, {segment.number: segment.named for segment in changed})
 
     def _tell(self, change: IndexChange) -> None:
         """Tells the index what it must learn, in one transaction; makes a lost one anew.

@@ -14,7 +14,6 @@ from services.kvstore.ssd.catalogue import MAX_SEGMENT_BYTES, Catalogue, Segment
 from services.kvstore.ssd.commit import Victim
 from services.kvstore.ssd.reader import segment_path
 from services.kvstore.ssd.records import ALIGN
-from services.kvstore.tenancy.tenants import Account
 
 MIN_SEGMENTS = 8  # from so many on, the budget leaves room for what is carried over before its old file is deleted
 MAX_VICTIMS = 16  # of one plan, unless more of them pay: a store full of kept blocks must not be rewritten for one
@@ -35,7 +34,6 @@ class Space:
     segment_bytes: int
     next_segment: int
     pins: Container[BlockKey]
-    account: Account
     active: Segment | None = None  # is appended to; a file of an earlier life never is
     used_bytes: int = 0  # of all segments, live or dead, as they will be after the plan under way
     _thin: list[int] = dataclasses.field(default_factory=list)
@@ -154,7 +152,7 @@ class Space:
 
     def _is_kept(self, segment: Segment, slot: int) -> bool:
         tenant = segment.kind(slot).tenant
-        return segment.keys[slot] in self.pins or self.account.guards(tenant, segment.nbytes(slot))
+        return segment.keys[slot] in self.pins or self.catalogue.account.guards(tenant, segment.nbytes(slot))
 
     def _take(self, segment: Segment, spared: Container[int]) -> Victim:
         """Carries the blocks that must stay and `spared` slots, which keep their place for now; forgets the others.

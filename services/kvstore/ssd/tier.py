@@ -6,7 +6,7 @@ stays readable until the plan is done: what is carried over has its place there 
 """
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import lmdb
@@ -47,6 +47,7 @@ class Disk:
 
     @property
     def erasing(self) -> bool:
+        """Whether there are records to be overwritten, or files to be deleted, which may hold such."""
         return self.dooming or bool(self.doomed or self.forgotten or self.nameless)
 
     @property
@@ -59,7 +60,7 @@ class SsdTier:
 
     Each disk has plans of its own, one at a time. While a segment of which much must stay is rewritten, the files may
     exceed the budget by what is carried. `commit` does a plan, blocking, in a writer thread; then its blocks are as
-    durable as `durability` says. A disk that fails is left out, so that its blocks are here no more (`leave_out`).
+    durable as `durability` says. A disk that fails is left out: its blocks are here no more.
     """
 
     def __init__(self, disks: Sequence[Disk], catalogue: Catalogue, admission: Admission) -> None:
@@ -72,10 +73,10 @@ class SsdTier:
         self.user_bytes = 0  # of new blocks in them
         self.carried_bytes = self.dropped_segments = 0
         self.lost_blocks = 0  # found bad when they were to be carried over
+        self._note_doubles()
 
     @property
     def working(self) -> list[Disk]:
-        """Disks that were not left out."""
         return [disk for disk in self.disks if not disk.out]
 
     @property
@@ -137,11 +138,6 @@ class SsdTier:
         return live
 
     @property
-    def erasing(self) -> bool:
-        """Whether there are records to be overwritten, or files to be deleted, which may hold such."""
-        return any(disk.erasing for disk in self.disks)
-
-    @property
     def has_housekeeping(self) -> bool:
         """Whether a plan without blocks has something to do: to forget on disk, or to come back to the budget."""
         return any(disk.has_housekeeping for disk in self.working)
@@ -172,30 +168,12 @@ class SsdTier:
             disk.space.make_room(0, victims)
             disk.space.compact_one(victims)
         disk.space.used_bytes += nbytes
-        carry, store = self._place(disk.space, taken, victims)
+        carry, store = _place(disk.space, taken, victims)
         known = disk.forgotten, disk.nameless, disk.dead
         disk.forgotten, disk.nameless, disk.dead = [], [], []
         erase = [place for place in disk.doomed if place[0].id in self.catalogue.segments]
         disk.dooming, disk.doomed = bool(disk.doomed), []
         return WritePlan(number, taken, rejected, given_up, victims, *known, full, carry, store, erase)
-
-    def _place(
-        self, space: Space, blocks: Sequence[DramBlock], victims: Sequence[Victim]
-    ) -> tuple[list[Append], list[Append]]:
-        """Gives every record its place. Sizes of segments change only when the plan is done."""
-        carry, store = [], []
-        sizes: dict[Segment, int] = {}
-        for source in ((victim.segment, slot) for victim in victims for slot in victim.carried):
-            old, slot = source
-            segment, start = space.place(old.lengths[slot], sizes)
-            row = old.keys[slot], start, old.lengths[slot], segment.number_of(old.kind(slot)), old.written[slot]
-            carry.append(Append(segment, row, source=source))
-        for block in blocks:
-            info, length = block.info, record_size(block.info) // ALIGN
-            segment, start = space.place(length, sizes)
-            number = segment.number_of(Kind(info.format, info.tenant))
-            store.append(Append(segment, (info.key, start, length, number, info.written_at), block))
-        return carry, store
 
     def committed(self, plan: WritePlan) -> None:
         self._clear(plan)
@@ -242,19 +220,27 @@ class SsdTier:
                 self.lost_blocks += 1
                 plan.lost.append(append.key)
         carried = plan.carried
-        # A reader found them bad, or they were deleted, while they were being copied; they may be elsewhere by now.
-        dropped = {append.key for append in carried if self.catalogue.find(append.key) != append.source}
-        self._add(plan, carried, dropped)
-        new = [(one, slot) for one in ends(carried) for slot, key in enumerate(one.keys) if dropped and key in dropped]
-        new = [place for place in new if not self.catalogue.is_live(*place)]
-        disk.dead += [(segment.number, slot) for segment, slot in new]
-        self.erase(new)
+        dropped = [append.key for append in carried if self.catalogue.find(append.key) != append.source]
+        self._add(plan, carried)
+        # A reader found them bad, or they were deleted, while they were being copied; some are on another disk by now.
+        places = filter(None, map(self.catalogue.find, dropped))
+        self.erase([place for place in places if place[0].disk == plan.disk])
         self.carried_bytes += plan.written_bytes
         for segment in removed:
             self.catalogue.remove(segment)
+        self.erase(self._note_doubles())
         self.dropped_segments += len(removed)
         disk.nameless += plan.undeleted
         self._gone(disk, [segment for segment in (*plan.nameless, *removed) if segment not in plan.undeleted])
+
+    def _note_doubles(self) -> list[Place]:
+        """Has the indexes learn with the next plans which copies are dead for another one's sake; returns these."""
+        segments, doubles = self.catalogue.segments, self.catalogue.doubles
+        self.catalogue.doubles = []
+        doubles = [(segment, slot) for segment, slot in doubles if segments.get(segment.id) is segment]
+        for segment, slot in doubles:
+            self.disks[segment.disk].dead.append((segment.number, slot))
+        return doubles
 
     def _gone(self, disk: Disk, segments: Sequence[Segment]) -> None:
         """Segments have no name any more, or their disk is left out."""
@@ -264,11 +250,11 @@ class SsdTier:
                 disk.folder.files.close_later(segment.path)
         disk.leaving = [segment for segment in (*disk.leaving, *segments) if segment.readers]
 
-    def _add(self, plan: WritePlan, appends: Sequence[Append], dead: Container[BlockKey] = ()) -> None:
+    def _add(self, plan: WritePlan, appends: Sequence[Append]) -> None:
         for segment, size in ends(appends).items():
             segment.size = size
         for segment, packed in pack(appends).items():
-            self.catalogue.add(segment, packed, dead)
+            self.catalogue.add(segment, packed)
         nbytes = sum(append.row[2] * ALIGN for append in appends)
         plan.written_bytes += nbytes
         self.written_bytes += nbytes
@@ -276,9 +262,8 @@ class SsdTier:
     def _settle(self, plan: WritePlan) -> None:
         disk = self.disks[plan.disk]
         disk.dooming = False
-        for append in plan.store:
-            assert append.block is not None
-            self.catalogue.coming.add(append.block.info.tenant, -append.row[2] * ALIGN)
+        for block in plan.blocks:
+            self.catalogue.coming.add(block.info.tenant, -record_size(block.info))
         for segment in ends((*plan.carry, *plan.store)):
             if not segment.size and self.catalogue.segments.pop(segment.id, None) is not None:
                 disk.nameless.append(segment)
@@ -325,13 +310,28 @@ class SsdTier:
             disk.folder.close()
 
 
+def _place(space: Space, blocks: Sequence[DramBlock], victims: Sequence[Victim]) -> tuple[list[Append], list[Append]]:
+    """Gives every record its place. Sizes of segments change only when the plan is done."""
+    carry, store = [], []
+    sizes: dict[Segment, int] = {}
+    for old, slot in ((victim.segment, slot) for victim in victims for slot in victim.carried):
+        segment, start = space.place(old.lengths[slot], sizes)
+        row = old.keys[slot], start, old.lengths[slot], segment.number_of(old.kind(slot)), old.written[slot]
+        carry.append(Append(segment, row, source=(old, slot)))
+    for block in blocks:
+        info, length = block.info, record_size(block.info) // ALIGN
+        segment, start = space.place(length, sizes)
+        number = segment.number_of(Kind(info.format, info.tenant))
+        store.append(Append(segment, (info.key, start, length, number, info.written_at), block))
+    return carry, store
+
+
 def open_tier(
     paths: Sequence[Path],
     capacity_bytes: int,
     segment_bytes: int,
     *,
     durability: Durability = "power",
-    pins: Container[BlockKey] = (),
     account: Account | None = None,
     admission: Admission | None = None,
     files: Sequence[Files] = (),
@@ -340,12 +340,11 @@ def open_tier(
     """Blocking. Locks data folders, made if need be, finds out what they hold, and opens the tier on them.
 
     Each may have `capacity_bytes`. At `segment_bytes` a segment is closed and the next begun; a larger record gets one
-    of its own. Blocks in `pins` stay, and those that `account` guarantees, which is kept up to date. `map_bytes` is the
-    size of an index's memory map to begin with. Of several folders those that cannot be used are left out; raises
-    ConfigError naming `data_dir` when none can.
+    of its own. Blocks that `admission` knows as pinned stay, and those that `account` guarantees, which is kept up to
+    date. `map_bytes` is the size of an index's memory map to begin with. Of several folders those that cannot be used
+    are left out; raises ConfigError naming `data_dir` when none can.
     """
-    account = account or Account()
-    catalogue, disks = Catalogue(account), list[Disk]()
+    admission, catalogue, disks = admission or Admission(), Catalogue(account), list[Disk]()
     layers = files or [Files(direct=durability == "power", max_open=MAX_OPEN // len(paths)) for _ in paths]
     for path, layer in zip(paths, layers, strict=True):
         try:
@@ -357,12 +356,12 @@ def open_tier(
             log.error("a disk is left out", error=str(error))
             failure = error
             continue
-        place, first = (len(disks), folder.segments), found.next_segment
-        space = Space(catalogue, *place, capacity_bytes, segment_bytes, first, pins, account)
+        where, first = (folder.disk, folder.segments), found.next_segment
+        space = Space(catalogue, *where, capacity_bytes, segment_bytes, first, admission.pins)
         committer = Committer(layer, found.index, folder.segments, sync=folder.durability == "power")
         disks.append(Disk(folder, space, committer))
         blocks, nbytes = sum(len(one.keys) for one in space.segments), space.used_bytes
         log.info("ssd tier open", path=str(path), blocks=blocks, bytes=nbytes, rebuilt=found.rebuilt)
     if not disks:
         raise failure
-    return SsdTier(disks, catalogue, admission or Admission(pins=pins))
+    return SsdTier(disks, catalogue, admission)

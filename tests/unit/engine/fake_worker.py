@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from moonpool.engine.channel import BlockingChannel
@@ -36,10 +37,12 @@ def run(step: Step, spec: StageSpec, gates: Gates, channel: BlockingChannel) -> 
             break
         if step.layer_events:
             channel.send(LayerDone(step.step_id, layer, 0, 1))
-    following = None if aborted or gates.is_cut(step.step_id) else step.after(sums)
-    if following is None:
+    ended = any(token in share.end_token_ids for token, share in zip(sums, step.sequences, strict=True))
+    over = aborted or ended or step.steps == 1 or gates.is_cut(step.step_id)
+    following = None if over else replace(step, steps=step.steps - 1)
+    if over:
         gates.done(step.step_id)
-    sampled, over = sums if last and not aborted else (), following is None
+    sampled = sums if last and not aborted else ()
     channel.send(StepDone(step.step_id, spec.stage, sampled, aborted, spec.stage, 10, over=over))
     return following
 
@@ -66,9 +69,9 @@ def main() -> None:
     gates = Gates()
     receiver = Receiver(channel, gates, spec.engine.stages, spec.rendezvous)
     receiver.start()
-    channel.send(Ready(0.0, 0, Footprint(4, 3, 2, 1)))
+    channel.send(Ready(0.0, 0, Footprint(4, 3, 2, 1, 0)))
     following: Step | None = None
-    while not isinstance(order := receiver.next_order(following), Shutdown):
+    while not isinstance(order := receiver.next_order(wait=following is None) or following, Shutdown):
         if isinstance(order, Step):
             following = run(order, spec, gates, channel)
 

@@ -30,6 +30,7 @@ from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.step import StageRunner
 from moonpool.kv.pool import KVPool
+from moonpool.model.batch import PackedBatch
 from moonpool.model.load import load_stage
 from moonpool.model.stage import StageModel
 from moonpool.sampling import SampleSpec
@@ -85,9 +86,9 @@ class Rig:
         self._next += 1
         if step.gated:
             self._open(step.step_id, 0)
-        following: Step | None = step
-        while following is not None:
-            following = self.runner.run(following)
+        goes_on = self.runner.run(step)
+        while goes_on:
+            goes_on = self.runner.go_on()
         self.settle()
         done = self.events[-1]
         assert isinstance(done, StepDone)
@@ -295,6 +296,31 @@ def test_the_kernels_of_gpus_in_a_hostile_order_choose_the_same_tokens(expected:
     environment["TOKENS"] = repr(expected[0])
     command = [sys.executable, "-m", "pytest", "-q", "--timeout=500", "-p", "no:cacheprovider", name]
     subprocess.run(command, env=environment, check=True)
+
+
+class Refusing(StagedDevice):
+    """A device that captures nothing."""
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> Graph:
+        raise RuntimeError("out of memory")
+
+
+def test_where_nothing_can_be_captured_steps_run_eagerly(model: StageModel) -> None:
+    answers = []
+    for device in (None, Refusing(2)):
+        with rig(model, device, graphs=True) as it:
+            tokens = list(PROMPT)
+            tokens += [token for token in it.run(part(PROMPT, 0, (4, 1, 6))).sampled if token is not None]
+            for _ in range(4):
+                it.go_on(tokens, (4, 1, 6), 1)
+            answers.append(tokens)
+            assert device is None or it.runner.graphs is not None
+            if it.runner.graphs is not None:
+                last = part(tokens, len(tokens) - 1, (4, 1, 6))
+                batch = PackedBatch.build([(last.token_ids, last.start, last.block_table)], SIZE)
+                assert it.runner.graphs.shape(Step(99, (last,)), batch) is None
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == len(PROMPT) + 5
 
 
 class Interrupted(Immediate):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.checkpoint import kv_layout, load_config
-from moonpool.engine.footprint import resident_bytes, work_bytes
+from moonpool.engine.footprint import GRAMMAR_BYTES, format_bytes, near, resident_bytes, work_bytes
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process import ProcessEngine
 from moonpool.engine.start import start_engine
@@ -56,6 +56,7 @@ async def test_the_largest_steps_keep_the_bound(checkpoint: Path, kv_dtype: str)
     assert footprint.libraries < sizes[0] < footprint.bound
     assert sizes[2] <= sizes[1] + (4 << 20) < footprint.bound
     assert footprint.pool == 40 * layout.block_bytes
+    assert footprint.formats == format_bytes(config) > GRAMMAR_BYTES
 
 
 def test_work_grows_with_what_it_is_for(checkpoint: Path) -> None:
@@ -72,3 +73,9 @@ def test_work_grows_with_what_it_is_for(checkpoint: Path) -> None:
     assert work(measure=True, step_tokens=16) > work(step_tokens=16)
     wide = replace(config, vocab_size=config.vocab_size + 100_000)
     assert work_bytes(wide, plain, native=True, threads=2) - least >= 64 * 100_000 * 4
+
+
+def test_a_process_is_near_its_bound_before_it_has_reached_it() -> None:
+    now = resident_bytes()
+    assert near(now)
+    assert not near(now + GRAMMAR_BYTES)

@@ -12,7 +12,7 @@ import torch
 
 import moonpool.bundled
 from moonpool.checkpoint import Tokenizer, load_config
-from moonpool.engine.masks import MAX_PARSERS, CannotFollow, Masks
+from moonpool.engine.masks import LOOKS, MAX_PARSERS, CannotFollow, Masks, Wanted
 from moonpool.model import sample
 from moonpool.sampling import SampleSpec, SamplingParams
 from moonpool.sched.sampling import SequenceSampling
@@ -40,7 +40,7 @@ def masks() -> Iterator[Masks]:
 
 def begun(masks: Masks, *specs: SampleSpec) -> dict[int, bytes]:
     step = Step(1, tuple(SequenceStep(b"", 0, (), spec) for spec in specs))
-    made = masks.begin(step)
+    made = masks.begin(Wanted.of(step))
     assert made is not None
     found = {index: mask for index, mask in made.result().items() if isinstance(mask, bytes)}
     assert found.keys() == made.result().keys(), made.result()
@@ -49,7 +49,7 @@ def begun(masks: Masks, *specs: SampleSpec) -> dict[int, bytes]:
 
 def refused(masks: Masks, *specs: SampleSpec) -> str:
     """Why the first one has no mask."""
-    made = masks.begin(Step(1, tuple(SequenceStep(b"", 0, (), spec) for spec in specs)))
+    made = masks.begin(Wanted.of(Step(1, tuple(SequenceStep(b"", 0, (), spec) for spec in specs))))
     assert made is not None
     reason = made.result()[0]
     assert isinstance(reason, CannotFollow)
@@ -134,6 +134,31 @@ def test_more_answers_than_parsers_are_kept(masks: Masks) -> None:
         assert {a, b, END} <= allowed(begun(masks, sampling.at(PROMPT + tokens))[0])
 
 
+def test_grammars_are_given_up_when_the_process_is_full_and_made_anew(masks: Masks) -> None:
+    asked: list[bool] = []
+
+    def full() -> bool:
+        asked.append(len(asked) == 1)
+        return asked[-1]
+
+    loads: list[Tokenizer] = []
+
+    def load() -> Tokenizer:
+        loads.append(TOKENIZER)
+        return TOKENIZER
+
+    crowded = Masks(load, CONFIG.vocab_size, CONFIG.eos_token_ids, full=full)
+    sampling = SequenceSampling.of(schema(record(a={"type": "integer"})), len(PROMPT), CONFIG.eos_token_ids)
+    tokens = array("i", PROMPT)
+    for token in generate(masks, sampling.params)[:LOOKS]:
+        spec = sampling.at(tokens)
+        assert begun(crowded, spec) == begun(masks, spec)
+        tokens.append(token)
+    assert asked == [False, True, False], "for the grammar, after some steps, and for the grammar once more"
+    assert loads == [TOKENIZER]
+    crowded.close()
+
+
 def test_what_cannot_be_followed_has_no_mask(masks: Masks) -> None:
     """Nobody else is concerned."""
     broken = SequenceSampling.of(
@@ -143,10 +168,10 @@ def test_what_cannot_be_followed_has_no_mask(masks: Masks) -> None:
     specs = (broken.at(PROMPT), SampleSpec(), fine.at(PROMPT))
     assert "regex cannot be followed" in refused(masks, *specs)
     assert END not in allowed(begun(masks, *specs[1:])[1])
-    made = masks.begin(Step(1, tuple(SequenceStep(b"", 0, (), it) for it in specs)))
+    made = masks.begin(Wanted.of(Step(1, tuple(SequenceStep(b"", 0, (), it) for it in specs))))
     assert made is not None
     assert sorted(made.result()) == [0, 2]
-    assert masks.begin(Step(2, (SequenceStep(b"", 0, (), SampleSpec()),))) is None
+    assert masks.begin(Wanted.of(Step(2, (SequenceStep(b"", 0, (), SampleSpec()),)))) is None
     strange = SequenceSampling.of(SamplingParams(response_format="regex", grammar="x"), 1, CONFIG.eos_token_ids)
     assert refused(masks, strange.at(PROMPT))
 

@@ -15,7 +15,7 @@ from moonpool.checkpoint import Tokenizer, kv_layout, load_config
 from moonpool.engine.devices.memory import kv_of, slices_of
 from moonpool.engine.devices.opening import place_on
 from moonpool.engine.gates import Gates
-from moonpool.engine.masks import Masks
+from moonpool.engine.masks import Masks, Wanted
 from moonpool.engine.messages import Fetched, StepDone
 from moonpool.engine.pipeline import NoLinks
 from moonpool.engine.step import StageRunner
@@ -67,11 +67,9 @@ class Stages:
 
     def run(self, step: Step) -> list[StepDone]:
         """A step of all stages, or a run of one."""
-        following: Step | None = step
-        while following is not None:
-            given, following = following, None
-            for runner in self.runners:
-                following = runner.run(given)
+        goes_on = [runner.run(step) for runner in self.runners][-1]
+        while goes_on:
+            goes_on = self.runners[-1].go_on()
         done = [event for event in self.events if isinstance(event, StepDone)]
         assert not self.links.sent
         return done
@@ -148,7 +146,7 @@ def test_a_run_computes_what_its_steps_compute_one_by_one(checkpoint: Path) -> N
             [token] = single.run(Step(number, (share,)))[-1].sampled
             assert token is not None
             tokens.append(token)
-            share = share.after(token)
+            share = SequenceStep(ids(token), 39 + number, (4, 1, 6), GREEDY)
         share = SequenceStep(ids(7), 40, (4, 1, 6), GREEDY)
         done = several.run(Step(2, (share,), steps=5))[1:]
         assert [(it.step_id, it.sampled, it.over) for it in done] == [
@@ -314,7 +312,7 @@ def test_an_answer_whose_format_cannot_be_followed_gets_nothing_and_others_get_t
         done = two.run(Step(1, shares))[-1]
         two.runners[-1].close()
         with pytest.raises(RuntimeError, match="shutdown"):
-            masks.begin(Step(2, shares))
+            masks.begin(Wanted.of(Step(2, shares)))
         assert done.sampled[0] is None
         assert done.sampled[1] is not None
         assert list(done.failed) == [0]

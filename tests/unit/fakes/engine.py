@@ -6,6 +6,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import xxhash
@@ -87,6 +88,20 @@ def _is_unfollowed(sequence: SequenceStep) -> bool:
     return sequence.sample is not None and sequence.sample.params.grammar == UNFOLLOWED
 
 
+def after(step: Step, sampled: Sequence[int | None]) -> Step | None:
+    """A run's next step; None when it is over with this one, which has sampled these tokens."""
+    if step.steps == 1:
+        return None
+    shares = []
+    for share, token in zip(step.sequences, sampled, strict=True):
+        if share.sample is None or token is None or token in share.end_token_ids:
+            return None
+        start = share.start + len(share.token_ids) // 4
+        its = replace(share, token_ids=token.to_bytes(4, "little"), start=start, sample=share.sample.after(token))
+        shares.append(its)
+    return replace(step, sequences=tuple(shares), copies=(), steps=step.steps - 1)
+
+
 class FakeEngine:
     """Satisfies `moonpool.engine.handle.Engine`; computes what `next_token` says from the bytes in its pool.
 
@@ -162,7 +177,7 @@ class FakeEngine:
             self.steps.append(step)
             self.runs[-1] += 1
             result = await self._run(step, on_layer)
-            following = None if result.aborted or step.step_id in self.cuts else step.after(result.sampled)
+            following = None if result.aborted or step.step_id in self.cuts else after(step, result.sampled)
             if following is None:
                 return result
             assert on_step is not None

@@ -52,6 +52,20 @@ def test_every_instruction_set(target: Library, dtype: torch.dtype) -> None:
     same(ops.rms_norm(x, weight, 1e-6), by_reference_norm(x, weight), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_score_without_an_order_makes_the_result_nan(target: Library, dtype: torch.dtype) -> None:
+    """As softmax has it: in the heads and rows that meet a NaN or an infinite score, and in no other."""
+    case = make([(1, 700), (1, 65), (70, 190), (1, 64)], heads=6, kv_heads=2, head_dim=64, dtype=dtype)
+    for sequence, token, value in ((0, 130, torch.nan), (2, 150, torch.nan), (3, 63, torch.inf)):
+        case.dense[sequence][0, token, 1, 5] = value
+        case.kv[int(case.block_tables[sequence, token // 16]), 1, 0, token % 16, 5] = value
+    out, exact = case.run(), case.exact()
+    expected = exact.isnan()
+    assert expected.any(-1).sum() >= 3 + 3 * 40
+    assert torch.equal(out.isnan(), expected)
+    torch.testing.assert_close(out[~expected].double(), exact[~expected], rtol=0.05, atol=0.01)
+
+
 def assert_right(case: Case) -> None:
     out = torch.full_like(case.q, torch.nan)
     case.run(out=out)

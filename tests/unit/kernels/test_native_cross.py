@@ -16,6 +16,7 @@ import pytest
 from kernels.native import build
 
 HARNESS = Path(__file__).with_name("native_harness.cpp")
+SAMPLER = Path(__file__).with_name("sampler_harness.cpp")
 CROSS = "aarch64-linux-gnu-g++"
 EMULATORS = ("qemu-aarch64", "qemu-aarch64-static")
 #: What the emulator's processors have: ARMv8.0 and nothing else; everything that the emulator knows.
@@ -76,6 +77,25 @@ def aarch64(tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
 def test_aarch64(processor: str, aarch64: list[str | Path]) -> None:
     emulator, *rest = aarch64
     assert "width 4, bf16 0" in run(emulator, "-cpu", processor, *rest)
+
+
+def tokens_of(compiler: str, target: str, folder: Path, *before: str | Path) -> str:
+    """What the sampler's harness prints, compiled for a target."""
+    harness = folder / f"sampler-{target}"
+    flags = [flag for flag in build.flags(target) if flag != "-shared"]
+    compile_(compiler, *flags, "-I", str(build.SOURCES), SAMPLER, "-o", harness)
+    done = subprocess.run([*before, harness], capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 0, f"{target}: {done.returncode}"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_every_processor_chooses_the_same_tokens(aarch64: list[str | Path], tmp_path: Path) -> None:
+    emulator, option, root, *_ = aarch64
+    chosen = {tokens_of(build.compiler(), target, tmp_path) for target in HERE}
+    chosen |= {tokens_of(CROSS, "neon", tmp_path, emulator, option, root, "-cpu", name) for name in PROCESSORS}
+    assert len(chosen) == 1
 
 
 def test_aarch64_flags_name_the_plainest_processor() -> None:

@@ -163,6 +163,36 @@ def test_what_is_no_number_stays_none(stored: torch.dtype, mode: str, at: int, m
     assert scales[1, :, :, :2].isnan().tolist() == [[[False, False]] * 2, [[True, False]] * 2]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stored", DTYPES)
+def test_what_is_no_number_reaches_the_results_that_meet_it(
+    stored: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a key, a value and a query; of decode and of prefill."""
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    _, values, scales = pool(stored, 12)
+    both = torch.randn(2, 75, HEADS, SIZE, generator=torch.Generator().manual_seed(4)).bfloat16()
+    table, position = torch.tensor([7, 2, 11, 0, 5]), torch.arange(75)
+    write_kv(both[0], both[1], values, table[position // TOKENS], position % TOKENS, scales=scales)
+    scales[5, 1, 0, 72 % TOKENS] = scales[5, 0, 1, 70 % TOKENS] = torch.nan
+    q = torch.randn(5, 6, SIZE, generator=torch.Generator().manual_seed(5)).bfloat16()
+    q[1, 4, 7] = torch.nan
+    dense = (values[table].float() * scales[table][..., None]).permute(2, 0, 3, 1, 4).flatten(1, 2)
+    lengths = [71, 64, 75]
+    case = Case(
+        q,
+        values,
+        table.int().expand(3, 5).contiguous(),
+        torch.tensor([0, 1, 2, 5], dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        [dense[:, :length] for length in lengths],
+    )
+    met = case.exact().isnan()
+    assert met.all(-1).tolist() == met.any(-1).tolist()
+    assert met.any(-1).sum(-1).tolist() == [3, 1, 6, 6, 6]
+    assert case.run(scales=scales).isnan().all(-1).tolist() == met.all(-1).tolist()
+
+
 @pytest.mark.parametrize(("stored", "given_"), [(torch.int8, False), (torch.float32, True)])
 def test_scales_are_asked_for(stored: torch.dtype, given_: bool) -> None:
     kv = torch.zeros(1, HEADS, 2, TOKENS, SIZE, dtype=stored)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moonpool.kv.keys import BlockKey
+from services.kvstore.ssd.admission import Admission
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.helpers import RECORD, block_of, keys_of
 
@@ -58,7 +59,7 @@ def main() -> None:
         CAPACITY,
         SEGMENT,
         durability="power" if durability == "power" else "process",
-        pins=kept,
+        admission=Admission(pins=kept),
     )
     keys = keys_of(20_000, str(life))
     for start in itertools.count(step=BATCH):

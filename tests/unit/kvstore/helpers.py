@@ -118,9 +118,8 @@ def open_ssd(
         [path],
         capacity,
         segment,
-        pins=pins,
         account=account,
-        admission=admission,
+        admission=admission or Admission(pins=pins),
         files=layers,
         map_bytes=1 << 16,
     )

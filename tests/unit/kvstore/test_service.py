@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ async def test_what_was_put_is_read_layer_by_layer(tmp_path: Path) -> None:
 
 
 async def test_a_store_on_two_disks_takes_what_is_reused_and_what_its_writer_waits_for(tmp_path: Path) -> None:
-    settings = {"data_dir": [tmp_path / "a", tmp_path / "b"], "ssd_admission": "reused"}
+    settings: dict[str, Any] = {"data_dir": [tmp_path / "a", tmp_path / "b"], "ssd_admission": "reused"}
     async with rig(**settings) as store:
         await store.put(KEYS[:3])
         await store.durable()

@@ -1,10 +1,12 @@
 """Packing sequences into tensors."""
 
 from array import array
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from kernels.attention import make_plan
 from moonpool.errors import InvalidRequest
 from moonpool.model import PackedBatch
 
@@ -44,3 +46,44 @@ def test_wrong_sequences_are_named(field: str, sequences: list[tuple[bytes, int,
     with pytest.raises(InvalidRequest) as caught:
         PackedBatch.build(sequences, 16)
     assert caught.value.field == field
+
+
+TABLES = ((4, 2, 9), (6, 7), (9, 8, 3, 1))
+FIELDS = ("token_ids", "positions", "query_start", "context_lens", "block_tables", "block_ids", "offsets", "last_rows")
+
+
+def at(lengths: Sequence[int], *rows: Sequence[int]) -> PackedBatch:
+    """Sequences that get some tokens each, and have so many then."""
+    parts = zip(rows, lengths, TABLES, strict=True)
+    return PackedBatch.build([(ids(*row), length - len(row), table) for row, length, table in parts], 16)
+
+
+@pytest.mark.parametrize("first", [((1,), (2,), (3,)), ((1, 1, 1), (2,), (3, 3))])
+def test_the_next_step_is_packed_as_if_anew(first: Sequence[Sequence[int]]) -> None:
+    """Over borders of blocks. In place, with its plan, where there was one token of each sequence."""
+    batch = at((46, 15, 47), *first)
+    kv = torch.zeros(10, 1, 2, 16, 8)
+    for step, filled in ((1, [6, 3]), (2, [9])):
+        before, plan = batch, make_plan(kv, batch.block_tables, batch.query_start, batch.context_lens)
+        batch.plans["its"] = plan
+        batch = before.after([step, 7, 5])
+        anew = at((46 + step, 15 + step, 47 + step), [step], [7], [5])
+        assert all(getattr(batch, name).tolist() == getattr(anew, name).tolist() for name in FIELDS)
+        assert batch.filled() == filled
+        if len(first[0]) > 1 and step == 1:
+            assert batch is not before
+            continue
+        assert batch is before
+        new = make_plan(kv, anew.block_tables, anew.query_start, anew.context_lens)
+        assert plan.decode.tolist() == new.decode.tolist()
+        assert (plan.tables, plan.context_lens) == (new.tables, new.context_lens)
+    with pytest.raises(InvalidRequest, match=r"sequences\[0\].block_table: 3 blocks of 16 tokens do not hold 49"):
+        batch.after([1, 1, 1])
+
+
+def test_a_plan_goes_on_to_blocks_of_the_pool_only() -> None:
+    batch = at((46, 15, 48), [1], [2], [3])
+    plan = make_plan(torch.zeros(10, 1, 2, 16, 8), batch.block_tables, batch.query_start, batch.context_lens)
+    batch.block_tables[2, 3] = 10
+    with pytest.raises(ValueError, match="block_tables: an entry is outside the pool's 10 blocks"):
+        plan.go_on(batch.block_tables.numpy())

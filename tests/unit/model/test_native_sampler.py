@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from kernels.native import build, library
 from kernels.native.library import Library
 from moonpool.model import sample
 from moonpool.model.draw import draw, scale_of, weights_of
-from moonpool.model.native_sampler import choose
-from moonpool.model.sampler import Sampled
+from moonpool.model.native_sampler import NativeRows
+from moonpool.model.sampler import Sampled, Sampler, uniform
 from moonpool.sampling import SampleSpec, SamplingParams
 from moonpool.sched.sampling import SequenceSampling
 
@@ -41,6 +42,16 @@ class Both:
             return sample(logits.clone(), specs, masks)
         finally:
             torch.set_num_threads(1)
+
+    def run(self, mode: str, table: Tensor, specs: Sequence[SampleSpec], last: list[int]) -> list[list[int]]:
+        """20 tokens of each, behind its last one, by one sampler that goes on from step to step."""
+        self._patch.setenv(VARIABLE, mode)
+        sampler, tokens = Sampler(specs, table.shape[1], table.device, 20), [last]
+        for step in range(20):
+            tokens.append([token for [token] in sampler.sample(table[tokens[-1]]).tokens])
+            if step < 19:
+                sampler.go_on(tokens[-1])
+        return [list(its) for its in zip(*tokens[1:], strict=True)]
 
     def __call__(
         self, logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] | None = None
@@ -159,7 +170,7 @@ def test_a_number_at_the_border_of_two_tokens_is_the_same_token(target: str | No
     borders = torch.stack((sums, torch.nextafter(sums, zero), torch.nextafter(sums, one)))[:, :-1].flatten().tolist()
     theirs = draw(logits.clone(), [params], [borders])
     spec = SampleSpec(params, samples=len(borders))
-    mine = choose(native, logits.clone(), [spec], [scale_of(params)], borders, {})
+    mine = NativeRows(native, 3000, [spec], [scale_of(params)]).choose(logits.clone(), {}, borders)
     assert mine.tokens == theirs
     assert len(set(theirs[0])) > 1000
 
@@ -177,15 +188,19 @@ def test_a_share_that_rounding_puts_behind_all_that_it_keeps() -> None:
     nearby = [share + step * math.ulp(share) for share in shares.tolist() for step in range(-6, 7)]
     specs = [SampleSpec(replace(params, top_p=share)) for share in nearby]
     number = math.nextafter(1.0, 0.0)  # of the last token that is kept
-    found = choose(
-        Library(build.build()),
-        logits.repeat_interleave(13, 0),
-        specs,
-        [scale_of(params)] * len(specs),
-        [number] * len(specs),
-        {},
-    )
+    rows_ = NativeRows(Library(build.build()), vocab, specs, [scale_of(params)] * len(specs))
+    found = rows_.choose(logits.repeat_interleave(13, 0), {}, [number] * len(specs))
     assert [vocab - 1] not in found.tokens, "of the small ones, the first at most"
+
+
+def test_native_numbers_are_those_of_the_rule() -> None:
+    chosen = random.Random(1)
+    seeds = [0, 2**64 - 1, *(chosen.getrandbits(64) for _ in range(300))]
+    positions = [0, 2**63, *(chosen.getrandbits(chosen.randrange(1, 64)) for _ in range(300))]
+    numbers = np.empty(len(seeds))
+    hashed = np.array([seeds, positions], np.uint64)
+    Library(build.build()).uniform(hashed[0].ctypes.data, hashed[1].ctypes.data, len(seeds), numbers.ctypes.data)
+    assert numbers.tolist() == [uniform(seed, at) for seed, at in zip(seeds, positions, strict=True)]
 
 
 def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both) -> None:
@@ -218,4 +233,7 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
     first, second, third = whole
     assert generate(3, [[], second[:7], third[:19]]) == whole
     assert generate(2, [first[:11], [], third[:1]]) == whole
+    for mode in ("native", "torch"):
+        specs = [samplings[at].at(prompts[at]) for at in (0, 2)]
+        assert both.run(mode, table, specs, [prompts[0][-1], prompts[2][-1]]) == [first, third]
     assert not {1, 2} & set(whole[1][:12])

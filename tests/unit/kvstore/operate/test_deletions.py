@@ -278,3 +278,24 @@ async def test_a_deletion_was_carried_out_if_all_folders_say_so(tmp_path: Path) 
     with_new = Ledger([folders[0], tmp_path / "c"], lambda: 100.0)
     assert with_new.counts("one") is None
     with_new.close()
+
+
+async def test_what_was_deleted_while_a_disk_was_away_does_not_come_back_with_it(tmp_path: Path) -> None:
+    away, here = tmp_path / "away", tmp_path / "here"
+    order = deletion("one", tenants=["ours"])
+    kept = kv_pb2.Record(kind=DELETION, id="one", version=1, value=order.SerializeToString(), expires_at=1e12)
+    async with rig(data_dir=[away]) as store:
+        await store.put(OURS, "ours")
+        await store.put(THEIRS, "theirs")
+        await store.durable()
+    for folders in ([here], [here, away]):
+        ledger = Ledger([folder / "records" for folder in folders])
+        async with rig(data_dir=folders, ledger=ledger) as store:
+            assert await store.read(OURS) == []
+            await ledger.take([kept])
+            assert (await forget(store, order))[0] == 0
+    async with rig(data_dir=[away]) as store:
+        assert await store.read(OURS) == []
+        assert await store.read(THEIRS) == [data_of(key) for key in THEIRS]
+        raw = b"".join(path.read_bytes() for path in (away / "segments").iterdir())
+        assert not any(bytes(key) in raw for key in OURS)

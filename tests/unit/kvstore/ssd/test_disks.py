@@ -156,6 +156,18 @@ async def test_a_disk_that_fails_is_left_out_and_the_other_takes_its_batch(
         assert str(folders(tmp_path)[1]) in told[0].getMessage()
 
 
+async def test_no_disk_is_left_out_for_want_of_descriptors(tmp_path: Path) -> None:
+    files = FaultyFiles(), FaultyFiles()
+    with tier(folders(tmp_path), 16, files=files) as ssd:
+        async with running(ssd) as (driven, writer):
+            for each in files:
+                each.fail("write", OSError(errno.EMFILE, "Too many open files"))
+            driven.put(KEYS[:4])
+            assert await writer.drain(10)
+            assert ssd.disks_out == 0
+            assert set(driven.store.writes.queue.unsaved) == set(KEYS[:4])
+
+
 async def test_the_last_disk_is_never_left_out(tmp_path: Path) -> None:
     files = FaultyFiles(), FaultyFiles()
     with tier(folders(tmp_path), 16, files=files) as ssd:

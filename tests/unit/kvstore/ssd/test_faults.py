@@ -12,6 +12,7 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from services.kvstore.operate.writer import WriteBehind
+from services.kvstore.ssd.admission import Admission
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles
@@ -155,7 +156,7 @@ async def test_a_broken_or_read_only_device_is_not_tried_again(
 async def test_a_plan_that_gets_nowhere_is_not_made_again_and_again(tmp_path: Path) -> None:
     with store(tmp_path) as driven:
         driven.flush(KEYS[:3])
-    ssd = open_tier([tmp_path], 2 * RECORD, RECORD, pins=KEYS)
+    ssd = open_tier([tmp_path], 2 * RECORD, RECORD, admission=Admission(pins=KEYS))
     driven = Driven(ssd)
     await written(driven)
     assert ssd.has_housekeeping

@@ -45,7 +45,7 @@ def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
     assert image.entries == {1: entries(0, 1, 2)}
     assert image.segments == {1: 24576}
     assert image.kinds == {1: KINDS}
-    assert image.dropped == [(1, 0)]
+    assert image.dropped == {1: {0}}
     index.close()
 
 

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from moonpool.kv.keys import BlockKey
+from services.kvstore.ssd.admission import Admission
 from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import BadRecordError
@@ -86,7 +87,7 @@ class TierMachine(RuleBasedStateMachine):
             16 * RECORD // self.disks,
             2 * RECORD,
             durability=self.durability,
-            pins=self.pinned,
+            admission=Admission(pins=self.pinned),
             account=self.account,
             files=self.files,
             map_bytes=1 << 16,
@@ -166,7 +167,7 @@ class TierMachine(RuleBasedStateMachine):
         self.ssd.committed(plan)
         assert not plan.lost
         self.model.update({block.info.key: block.info.tenant for block in plan.blocks})
-        if not self.ssd.has_housekeeping and self.disks == 1:  # a copy on another disk may come back later
+        if not self.ssd.has_housekeeping:
             self.ghosts.clear()
 
     def restart(self, plan: WritePlan | None) -> None:

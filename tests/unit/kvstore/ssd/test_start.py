@@ -137,6 +137,24 @@ def test_what_segments_have_lost_need_not_be_noted_at_once(tmp_path: Path) -> No
         assert held(driven.store) == {KEYS[0], KEYS[2], KEYS[3]}
 
 
+def test_a_record_that_is_cut_off_does_not_hide_an_older_copy(tmp_path: Path) -> None:
+    """A transaction failed after it was committed: what it had carried was cut off, and stayed where it was."""
+    with store(tmp_path, 4 * RECORD) as driven:
+        driven.flush(KEYS[:2])
+    first, second = (tmp_path / "segments" / f"000000000000000{number}.seg" for number in (1, 2))
+    older = first.read_bytes()
+    with store(tmp_path, 4 * RECORD) as driven:
+        assert ssd_of(driven).compact(1.0) == 1
+        driven.flush()
+        assert second.stat().st_size == 2 * RECORD
+    first.write_bytes(older)
+    with second.open("r+b") as file:
+        file.truncate(RECORD)
+    for _ in range(2):
+        with store(tmp_path, 4 * RECORD) as driven:
+            assert driven.read(KEYS[:2]) == [data_of(key) for key in KEYS[:2]]
+
+
 # Segments that are newer than the index
 
 

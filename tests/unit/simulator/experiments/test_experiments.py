@@ -84,6 +84,8 @@ def test_every_division_of_the_instances() -> None:
     assert isinstance(first, float)
     assert isinstance(second, float)
     assert second < first
+    with pytest.raises(ConfigError, match="first: must leave at least two divisions of 3 instances, is 2"):
+        ratio(CLUSTER, SMALL, silent, 2)
 
 
 def test_scale_tells_all_of_one_run() -> None:

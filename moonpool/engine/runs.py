@@ -1,0 +1,63 @@
+"""A step under way and, where it begins a run, what its further steps have in common with it.
+
+Packed sequences and rows of the sampler are made once and changed in place from step to step: a run's membership does
+not change, so a decode step has next to nothing to do in Python.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.captures import GraphShape
+from moonpool.engine.choosing import Choosing, Found
+from moonpool.engine.masks import Wanted
+from moonpool.model.batch import PackedBatch
+from moonpool.sched.steps import Step
+
+
+@dataclass(slots=True)
+class Run:
+    """The tensors belong to the computing lane while a step is under way."""
+
+    step: Step
+    """As it was ordered: the run's first."""
+    packed: PackedBatch
+    """On the host."""
+    masks: list[Wanted]
+    tails: list[int] | None
+    """Of each sequence, its last rows whose hidden states after the last layer are wanted; None = all rows."""
+    layer: int
+    """That it has come to."""
+    left: int
+    """Steps after this one, at most."""
+    batch: PackedBatch = field(init=False)
+    """`packed` where it is computed; on the host where a graph computes it."""
+    shape: GraphShape | None = None
+    """Of the graph that all layers of the step are."""
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, hidden]; before the embedding nothing
+    choosing: Choosing | None = None
+    """Made with the first choice."""
+    found: Found = field(default_factory=Found)
+
+    def __post_init__(self) -> None:
+        self.batch = self.packed
+
+    def following(self) -> list[int] | None:
+        """What each sequence goes on with; None when the run is over with this step."""
+        if not self.left or self.choosing is None:
+            return None
+        tokens = []
+        for sequence, token in zip(self.step.sequences, self.found.sampled, strict=True):
+            if token is None or token in sequence.end_token_ids:
+                return None
+            tokens.append(token)
+        return tokens
+
+    def go_on(self, tokens: list[int], layer: int) -> None:
+        """Makes it the run's next step, which begins at `layer` and goes on with these tokens."""
+        assert self.choosing is not None
+        self.packed = self.batch = self.packed.after(tokens)
+        self.choosing.go_on(tokens)
+        self.masks = [mask.after(tokens) for mask in self.masks]
+        self.tails, self.layer, self.left = None, layer, self.left - 1
