@@ -38,6 +38,8 @@ AHEAD_S = 5.0
 WANTED = 1.3
 """TTFT p90 while another tenant floods, over that alone."""
 REST_S = 30.0
+PAUSE_S = 5.0
+"""In virtual time the second round begins so long after the first one's last prompt came."""
 VOCABULARY = 4096
 
 
@@ -135,15 +137,20 @@ def rounds(address: str, options: argparse.Namespace, number: int) -> dict[str, 
 
 
 def virtual(number: int, options: argparse.Namespace) -> float:
-    """TTFT p90 while another tenant floods over that alone, of prefill's core in virtual time."""
+    """TTFT p90 while another tenant floods over that alone, of prefill's core in virtual time.
+
+    One core has both rounds, one right after the other, as the stack has: it remembers who was served.
+    """
     speeds = load_profile(options.engine.removeprefix("emulated:")).speeds
     capacity, seed = 1.0 / prefill_seconds(speeds, PROMPT_TOKENS, 0), f"{options.seed} {number}"
-    asked = islice(requests(f"calm {seed}", "", CALM_SHARE * capacity, VOCABULARY), options.requests)
-    ours = [Coming(AHEAD_S + it.at, len(it.prompt), CALM) for it in asked]
+    asked = list(islice(requests(f"calm {seed}", "", CALM_SHARE * capacity, VOCABULARY), options.requests))
+    again = asked[-1].at + PAUSE_S
+    ours = [Coming(at + it.at, len(it.prompt), CALM) for at in (0.0, again + AHEAD_S) for it in asked]
     coming = requests(f"flood {seed}", "", FLOOD_SHARE * capacity, VOCABULARY)
-    flood = [Coming(it.at, len(it.prompt), FLOOD) for it in takewhile(lambda it: it.at < ours[-1].at + REST_S, coming)]
-    alone, flooded = (quantile(first_tokens(sorted(it), CALM, speeds), 0.9) for it in (ours, ours + flood))
-    return flooded / alone
+    flood = takewhile(lambda it: it.at < again + AHEAD_S + REST_S, coming)
+    theirs = [Coming(again + it.at, len(it.prompt), FLOOD) for it in flood]
+    found = first_tokens(sorted(ours + theirs), CALM, speeds)
+    return quantile(found[len(asked) :], 0.9) / quantile(found[: len(asked)], 0.9)
 
 
 def plan_of(options: argparse.Namespace, folder: Path) -> StackPlan:

@@ -4,7 +4,8 @@ Start-time fair queueing (Goyal, Vin and Cheng, 1996): a tenant has a virtual ti
 whatever is served for it; the tenant with the least is next. As with the virtual token counter of Sheng et al. (2024),
 cost is charged when it is spent, and a tenant that has asked for little is lifted towards the others, so that nobody
 saves up for a flood. Here it may lag behind by `credit`: up to so much of its work goes before that of tenants that
-have had more than their share, and not in turn with it.
+have had more than their share, and not in turn with it. While the server rests, tenants are forgiven as much of what
+they had: it was taken from nobody. So one that was served alone, now and then, is not behind a newcomer.
 
 Among a tenant's own, a priority is a head start in time: whatever comes later than that is served later. So nobody
 starves, and a tenant gains nothing from others by calling its requests urgent.
@@ -72,24 +73,23 @@ class Shares:
     def __init__(self, credit: float = CREDIT_S) -> None:
         self._credit = credit
         self._times: dict[str, float] = {}
-        self._now = 0.0  # start tag of what was served last, or before
+        self._least = 0.0  # nobody's time is behind this: it is that of all who are not remembered
 
     def time(self, tenant: str) -> float:
         """The tenant's virtual time."""
         return max(self._times.get(tenant, 0.0), self._least)
 
-    @property
-    def _least(self) -> float:
-        """Nobody's time is behind this: it is that of all who are not remembered."""
-        return max(self._now - self._credit, 0.0)
-
     def serve(self, tenant: str, cost: float, weight: float = 1.0) -> None:
         """Something was served that costs so much."""
         time = self.time(tenant)
-        self._now = max(self._now, time)
+        self._least = max(self._least, time - self._credit)
         self._times[tenant] = time + cost / weight
         if len(self._times) > MAX_IDLE:
             self._forget()
+
+    def rest(self, cost: float) -> None:
+        """So much could have been served, and nobody wanted it."""
+        self._least += cost
 
     def key(self, place: Place) -> tuple[float, float, int]:
         """By which places are compared: the least is served next."""
@@ -118,7 +118,7 @@ class Shares:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self._times, self._now)
+        return digest_of(self._times, self._least)
 
     def _forget(self) -> None:
         kept = sorted(self._times, key=lambda tenant: self._times[tenant], reverse=True)[: MAX_IDLE // 2]

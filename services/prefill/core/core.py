@@ -143,7 +143,7 @@ class PrefillCore:
             (state.manager.num_free, state.manager.num_cached),
             state.lending,
             state.tracker.speeds,
-            (self._draining, self._stopped, self.taken, self.steps.plan_at),
+            (self._draining, self._stopped, self.taken, self.steps.plan_at, self.steps.idle_since),
             (self.loads, self.copies),
         )
 
@@ -220,6 +220,7 @@ class PrefillCore:
             self.steps.plan_at = None
             return
         self.steps.overtake()
+        self.steps.rest()
         going = True
         while going:
             while (job := start_next(self.state)) is not None:

@@ -37,6 +37,7 @@ class Steps:
     Attributes:
         plan_at: when a job that is being loaded can join a step, if nothing else happens; None = not foreseen.
         done: steps that have ended.
+        idle_since: since when nothing is computed, as far as tenants' shares know of it, seconds.
     """
 
     def __init__(self, state: State, sends: Sends) -> None:
@@ -45,6 +46,7 @@ class Steps:
         self._order: list[int] = []
         self.plan_at: float | None = None
         self.done = 0
+        self.idle_since = 0.0
 
     @property
     def in_flight(self) -> list[int]:
@@ -70,6 +72,12 @@ class Steps:
         self._state.do(RunStep(io, chunks, flight.gated))
         self._open(io, flight)
         return True
+
+    def rest(self) -> None:
+        """Tells the tenants' shares for how long nothing was computed, before anything is decided by them."""
+        if not self._order:
+            self._state.shares.rest(self._state.now - self.idle_since)
+            self.idle_since = self._state.now
 
     def _shares(self) -> list[Share]:
         shares: list[Share] = []
@@ -225,6 +233,7 @@ class Steps:
         assert self._order[0] == io or not any(share.live for share in flight.shares), "steps end in order"
         self._order.remove(io)
         self.done += 1
+        self.idle_since = self._state.now
         self._to_the_front()
         self._learn(flight, result)
         news = StepNews()

@@ -68,6 +68,26 @@ def test_who_comes_while_little_was_served_is_behind_by_so_much() -> None:
     assert (shares.time("old"), shares.time("new")) == (2.0, 0.0)
 
 
+def test_while_the_server_rests_what_was_served_before_is_forgiven() -> None:
+    shares = Shares(credit=5.0)
+    shares.serve("old", 3.0)
+    shares.rest(2.0)
+    assert (shares.time("old"), shares.time("new")) == (3.0, 2.0)
+    shares.rest(2.0)
+    assert (shares.time("old"), shares.time("new")) == (4.0, 4.0)
+
+
+def test_a_rest_takes_no_credit_from_who_waits_behind_a_flood() -> None:
+    shares = Shares(credit=5.0)
+    for _ in range(1000):
+        shares.serve("flood", 1.0)
+    ahead = shares.time("flood") - shares.time("calm")
+    shares.rest(1.0)
+    assert shares.time("flood") - shares.time("calm") == ahead - 1.0
+    shares.serve("flood", 1.0)
+    assert shares.time("flood") - shares.time("calm") == ahead, "the first that is served restores it"
+
+
 def test_idling_gives_the_same_credit_only_once_others_were_served() -> None:
     shares = Shares(credit=5.0)
     shares.serve("a", 1.0)

@@ -64,6 +64,18 @@ def test_a_tenant_that_comes_back_has_its_credit_and_no_more() -> None:
     assert steps(world, 11)[1:] == [[13]] * 10, "a step takes less than a tenth of a second"
 
 
+def test_who_was_computed_alone_now_and_then_is_not_behind_a_newcomer() -> None:
+    """The engine rested more than it computed for the tenant: it took nothing from others, and owes them nothing."""
+    world = wide()
+    for family in range(1, 5):
+        world.arrive(LONG, family, tenant="calm")
+        steps(world, 10)
+        world.pass_time(1.0)
+    flood(world, 5)
+    world.arrive(2 * STEP, 5, tenant="calm")
+    assert steps(world, 2) == [[5], [10]], "only the step under way goes before"
+
+
 def test_a_tenants_own_go_by_priority_and_then_as_they_came() -> None:
     world = wide()
     for family, priority in enumerate((0, 5, 0, -3), 1):
