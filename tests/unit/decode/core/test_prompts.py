@@ -7,7 +7,7 @@ import pytest
 from moonpool.sched.lending import LendBlocks, Lent, TakeBack
 from services.decode.core.actions import Run, Store
 from services.decode.core.config import Preemption
-from services.decode.core.events import Open, StreamOpened
+from services.decode.core.events import Compute, Open, StreamOpened
 from services.decode.core.request import State
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import World, config
@@ -98,6 +98,18 @@ def test_its_blocks_are_found_by_others_and_written_to_the_kvstores() -> None:
     assert stores == [(1, 0), (2, 0), (1, 1), (2, 1), (3, 0), (3, 1)]
     other = asked(world, 4 * BT + 3)
     assert len(world.core.requests[other].blocks) == 4
+
+
+@pytest.mark.parametrize(("slo", "patient"), [(0.0, True), (1e3, False)])
+def test_the_steps_behind_it_are_patient_where_nobody_waits(slo: float, patient: bool) -> None:
+    world = World(config(40))
+    number = asked(world, BT + 3, slo=slo)
+    world.answers[number] = []
+    world.post(Compute(number, 1, patient=True))
+    world.work()
+    runs = [action for action in world.actions if isinstance(action, Run)]
+    assert [run.patient for run in runs] == [False, patient, patient, patient]
+    world.assert_at_rest()
 
 
 def test_a_full_hit_writes_no_block_and_nothing_to_the_kvstores() -> None:
