@@ -8,6 +8,7 @@ if all folders say so: one that was left out meanwhile may hold such blocks stil
 import asyncio
 import struct
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
@@ -55,9 +56,9 @@ class Ledger:
             newer = self.book.merge(record for record in records if record.kind != _APPLIED)
             if len(found) > 1:
                 self._commit(newer, ())
-        done = [{record.id for record in records if record.kind == _APPLIED} for records in found]
-        missed = (set[str]().union(*done) - names for names in done)
-        self.incomplete = set[str]().union(*missed)  # deletions that some folders do not know as carried out
+        done = [{one.id: one.expires_at - KEEP_S for one in records if one.kind == _APPLIED} for records in found]
+        # Deletions that some folders do not know as carried out, and when others did.
+        self.incomplete = {name: at for name, at in ChainMap(*done).items() if not all(name in each for each in done)}
 
     def _load(self, folder: Path, env: lmdb.Environment) -> list[kv_pb2.Record]:
         try:
@@ -105,7 +106,7 @@ class Ledger:
             for name, counts in deletions.items()
         ]
         self._applied.merge(marks)
-        self.incomplete.difference_update(deletions)
+        self.incomplete = {name: at for name, at in self.incomplete.items() if name not in deletions}
         await self._write([mark for name in deletions if (mark := self._applied.get(_APPLIED, "", name)) is not None])
 
     async def _write(self, records: Sequence[kv_pb2.Record]) -> None:
