@@ -60,9 +60,8 @@ class _Wanted:
     forgotten: Sequence[str]
 
     def slices(self, cells: Iterable[Cell], keys: Sequence[BlockKey], layout: KVLayout) -> Iterator[Slice]:
-        full = layout.block_tokens
         if self.heads is None:
-            return (Slice(layer, block, data, full, value) for layer, block, data, value in cells)
+            return (Slice(cell.layer, cell.block, cell.data, layout.block_tokens, cell.hash) for cell in cells)
         return (self._cut(cell, keys[cell.block], layout) for cell in cells)
 
     def parts(self, cells: Sequence[tuple[int, int]], blocks: Sequence[DramBlock], layout: KVLayout) -> _Parts:
@@ -146,7 +145,6 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         except DamagedSliceError as error:
             resources.reads.suspect(keys[error.block])
             raise
-
         wrap = self.opened_with(number, len(blocks), wanted.forgotten)
         if not self.frames.offer(shape.header(number, 0, hashes), pieces, wrap):
             return False

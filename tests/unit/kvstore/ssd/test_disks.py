@@ -130,6 +130,17 @@ async def running(ssd: SsdTier) -> AsyncIterator[tuple[Driven, WriteBehind]]:
         yield driven, writer
 
 
+async def test_what_comes_now_and_then_fills_the_emptier_disk_and_then_both_in_turn(tmp_path: Path) -> None:
+    with tier(folders(tmp_path), 16) as ssd:
+        put(ssd, KEYS[:2], 0)
+        async with running(ssd) as (driven, writer):
+            assert await writer.drain(10)  # both wait now
+            for key in KEYS[2:]:
+                driven.store.writes.close(driven.put([key]))
+                assert await writer.drain(10)
+        assert [int(key in keys_on(ssd, 1)) for key in KEYS] == [0, 0, 1, 1, 0, 1, 0, 1, 0, 1, 0, 1]
+
+
 @pytest.mark.parametrize("error", [BROKEN, FULL])
 async def test_a_disk_that_fails_is_left_out_and_the_other_takes_its_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: OSError
