@@ -27,7 +27,7 @@ from moonpool.streams.lanes.outbound import Item, Unsent
 ROOM_BYTES = 4 << 20
 AHEAD_BYTES = 256 << 10
 """A task that puts so many bytes lets the writer go on before it puts more."""
-TURN_BYTES = 1 << 20
+TURN_BYTES = 4 << 20
 """After so many bytes that went out at once, others get a turn of the event loop."""
 MAX_MESSAGES = 4096
 STALL_S = 30.0
