@@ -209,7 +209,11 @@ async def test_what_nothing_waits_before_is_sent_at_once_and_the_rest_in_its_tur
 async def test_who_sends_much_at_once_leaves_others_their_turns() -> None:
     """A lane may take all of it without making anybody wait."""
     writer, turns = Writer(), [0]
-    writer.outbox.hold(writer.stuck, lambda item: item.finish())
+
+    def start(item: Any) -> None:
+        item.finish()
+
+    writer.outbox.hold(writer.stuck, start)
 
     async def send() -> None:
         for session in range(64):
