@@ -9,7 +9,7 @@ import pytest
 
 from moonpool.cluster.records import RecordBook
 from moonpool.cluster.selections import DELETION
-from moonpool.errors import InvalidRequest, Overloaded, Unavailable
+from moonpool.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.selection import Selection
 from moonpool.rpc.wire import PayloadMessage
@@ -279,6 +279,22 @@ async def test_a_deletion_was_carried_out_if_all_folders_say_so(tmp_path: Path) 
     with_new = Ledger([folders[0], tmp_path / "c"], lambda: 100.0)
     assert with_new.counts("one") is None
     with_new.close()
+
+
+async def test_records_of_a_folder_that_cannot_be_read_are_left_out_of_several(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    ledger = Ledger(folders, lambda: 100.0)
+    await ledger.take([record("r", 1)])
+    await ledger.applied({"one": (3, 300)})
+    ledger.close()
+    (folders[1] / "data.mdb").write_bytes(b"no database" * 1000)
+    some = Ledger(folders, lambda: 100.0)
+    assert (some.counts("one"), [it.version for it in some.book.of("k", "t")]) == (None, [1])
+    await some.applied({"one": (0, 0)})
+    assert some.counts("one") == (3, 300)
+    some.close()
+    with pytest.raises(ConfigError, match=r"data_dir: .*b cannot be read"):
+        Ledger(folders[1:])
 
 
 async def test_what_was_deleted_while_a_disk_was_away_does_not_come_back_with_it(tmp_path: Path) -> None:
