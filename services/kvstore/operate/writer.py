@@ -64,8 +64,7 @@ class WriteBehind:
         self._planned = asyncio.Event()  # another one after each plan
         self._busy = 0  # disks with work
         self._delays = {disk: iter(self.retry_after_s) for disk in range(len(self.ssd.disks))}
-        self._unsaved_tries = 0
-        self._retry_at = math.inf
+        self._unsaved_tries, self._retry_at = 0, math.inf
         self._hurry = asyncio.Event()  # the end, and deletions, wait for no pause
         self._hurrying_now = 0  # who waits so
         self._free_at = 0.0  # when what has been written so far is within the rate
@@ -107,6 +106,8 @@ class WriteBehind:
         self.queue.plan_done(error, disk, again=spared or again is not None)
         if spared:
             await self._leave_out(disk, error)
+        elif again is not None:
+            self.wake()  # others need not wait for this disk
         self._planned.set()
         self._planned = asyncio.Event()
         await asyncio.sleep(0)  # who waited for this plan is in no hurry any more
