@@ -301,7 +301,7 @@ class Legs:
     def detach(self, request: Request, now: float, out: list[Action]) -> None:
         """Ends the attempt, but follows a sequence that runs as if it were adopted: it is being moved away."""
         attempt = request.attempt
-        if attempt is not None and attempt.decode is DecodeLeg.STREAMING and not request.adopted:
+        if attempt is not None and attempt.runs(beams=request.ask.beams) and not request.adopted:
             request.adopted = attempt.sequence_io
         self.end_attempt(request, now, out, complete=True, known=request.adopted)
 
