@@ -220,10 +220,7 @@ def is_whole(request: Request) -> bool:
 
 
 def chunks(catching: list[Request], tokens: int, config: CoreConfig, manager: BlockManager) -> tuple[Chunk, ...]:
-    """Chunks of up to so many tokens in all, first come first. No member computes before what it shares is there.
-
-    A chunk in a block that has its key is a full hit.
-    """
+    """Chunks of up to so many tokens in all, first come first. No member computes before what it shares is there."""
     found = []
     for request in catching:
         for member in request.members:
@@ -231,9 +228,17 @@ def chunks(catching: list[Request], tokens: int, config: CoreConfig, manager: Bl
             if count > 0 and _may_compute(request, member):
                 tokens -= count
                 sample = member.computed + count == member.tokens
-                full_hit = manager.key_of(member.table[member.computed // config.block_tokens]) is not None
-                found.append(Chunk(member.id, member.computed, count, sample, full_hit))
+                block = member.table[member.computed // config.block_tokens]
+                found.append(Chunk(member.id, member.computed, count, sample, _is_full(request, block, manager)))
     return tuple(found)
+
+
+def _is_full(request: Request, block: int, manager: BlockManager) -> bool:
+    """Whether a block in which a chunk begins is full already, so that nothing may be written to it.
+
+    It has its key; where that was deleted meanwhile, others still refer to it: what a sequence alone fills is its own.
+    """
+    return manager.key_of(block) is not None or (not request.is_group and manager.ref_count(block) > 1)
 
 
 def _may_compute(request: Request, member: Member) -> bool:
