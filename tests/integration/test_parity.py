@@ -194,18 +194,20 @@ def test_same_prompt_twice(served: Served, tokens: int) -> None:
 
 
 def test_prefix_from_the_store(served: Served) -> None:
-    """Prefill forgets what it computed, so that the prefix can only come from the kvstore."""
+    """Prefill forgets what it computed, so that the prefix can only come from the kvstore.
+
+    One prompt only: after a first load the conductor knows how long loads take, and may find computing quicker.
+    """
     if not served.topology.store or served.topology.each > 1:
         pytest.skip("no kvstore, or another prefill that has the prefix")
-    prompts = [served.prompt(6 * BLOCK + more, seed=150 + more) for more in (0, 3)]
-    first = [served.check(prompt) for prompt in prompts]
+    prompt = served.prompt(6 * BLOCK + (3 if served.topology.stages > 1 else 0), seed=150)
+    first = served.check(prompt)
     served.stack.check_at_rest()
     served.stack.restart("prefill-0")
-    for prompt, before in zip(prompts, first, strict=True):
-        second = served.check(prompt)
-        assert second.usage.cached_tokens == min(6 * BLOCK, len(prompt) - 1)
-        assert second.placement.kvstore == "kvstore-0"
-        assert second.token_ids == before.token_ids or not served.topology.exact
+    second = served.check(prompt)
+    assert second.usage.cached_tokens == min(6 * BLOCK, len(prompt) - 1)
+    assert second.placement.kvstore == "kvstore-0"
+    assert second.token_ids == first.token_ids or not served.topology.exact
 
 
 def test_shared_prefix(served: Served) -> None:
