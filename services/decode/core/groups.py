@@ -193,7 +193,7 @@ def begins_here(request: Request, held: int, config: CoreConfig) -> None:
     request.prompt_here, request.shape = True, shape_of(request, config)
     comes_with(request, range(held), config)
     if held * config.block_tokens >= member.tokens:
-        request.state = State.CATCHING_UP
+        request.state, member.shared = State.CATCHING_UP, member.tokens
 
 
 def tokens_to_compute(request: Request, config: CoreConfig) -> int:
@@ -219,8 +219,11 @@ def is_whole(request: Request) -> bool:
     return all(member.computed >= member.tokens - 1 for member in request.members)
 
 
-def chunks(catching: list[Request], tokens: int, config: CoreConfig, manager: BlockManager) -> tuple[Chunk, ...]:
-    """Chunks of up to so many tokens in all, first come first. No member computes before what it shares is there."""
+def chunks(catching: list[Request], tokens: int) -> tuple[Chunk, ...]:
+    """Chunks of up to so many tokens in all, first come first. No member computes before what it shares is there.
+
+    A chunk of a token whose KV is held is a full hit, also when its block is found by nobody any more.
+    """
     found = []
     for request in catching:
         for member in request.members:
@@ -228,17 +231,8 @@ def chunks(catching: list[Request], tokens: int, config: CoreConfig, manager: Bl
             if count > 0 and _may_compute(request, member):
                 tokens -= count
                 sample = member.computed + count == member.tokens
-                block = member.table[member.computed // config.block_tokens]
-                found.append(Chunk(member.id, member.computed, count, sample, _is_full(request, block, manager)))
+                found.append(Chunk(member.id, member.computed, count, sample, member.computed < member.shared))
     return tuple(found)
-
-
-def _is_full(request: Request, block: int, manager: BlockManager) -> bool:
-    """Whether a block in which a chunk begins is full already, so that nothing may be written to it.
-
-    It has its key; where that was deleted meanwhile, others still refer to it: what a sequence alone fills is its own.
-    """
-    return manager.key_of(block) is not None or (not request.is_group and manager.ref_count(block) > 1)
 
 
 def _may_compute(request: Request, member: Member) -> bool:
