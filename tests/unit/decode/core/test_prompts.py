@@ -4,8 +4,6 @@ import random
 
 import pytest
 
-from moonpool.kv.selection import Selection
-from moonpool.sched.forgetting import ForgetKV
 from moonpool.sched.lending import LendBlocks, Lent, TakeBack
 from services.decode.core.actions import Run, Store
 from services.decode.core.config import Preemption
@@ -132,17 +130,6 @@ def test_a_full_hit_writes_no_block_and_nothing_to_the_kvstores() -> None:
     world.work()
     assert not [action for action in world.actions if isinstance(action, Store)]
     world.assert_at_rest()
-
-
-def test_a_full_hit_whose_keys_were_deleted_meanwhile_writes_to_no_block_that_others_read() -> None:
-    world = holding(3)
-    number, _ = asked(world, 3 * BT), asked(world, 3 * BT)
-    world.post(ForgetKV(1, Selection(), everything=True))
-    world.compute(number)
-    assert world.run is not None
-    assert [(chunk.start, chunk.count, chunk.full_hit) for chunk in world.run.chunks] == [(3 * BT - 1, 1, True)]
-    world.work()
-    assert not world.core.blocks.keys()
 
 
 @pytest.mark.parametrize("way", Preemption)
