@@ -57,21 +57,25 @@ def gaps_of(times: Sequence[float], begin: float, end: float) -> list[tuple[floa
     return [(later - begin, later - before) for before, later in pairs if begin <= later <= end]
 
 
-async def observed(address: str, sequences: int, seconds: float, generator: random.Random) -> Figures:
-    """Lets sequences run, and sends prompts beside them for some seconds."""
+async def observed(client: AsyncClient, sequences: int, seconds: float, generator: random.Random) -> Figures:
+    """Lets sequences run, and sends prompts beside them for some seconds.
+
+    Raises:
+        ExceptionGroup: a sequence has failed.
+    """
     clock, found = asyncio.get_running_loop().time, Figures()
     times: list[list[float]] = [[] for _ in range(sequences)]
     begun = [asyncio.Event() for _ in range(sequences)]
-    async with AsyncClient(address) as client:
 
-        async def runs(number: int, prompt: list[int]) -> None:
-            async for event in client.stream(token_ids=prompt, sampling=greedy(LONGEST)):
-                if event.token_ids:
-                    times[number].append(clock())
-                    begun[number].set()
+    async def runs(number: int, prompt: list[int]) -> None:
+        async for event in client.stream(token_ids=prompt, sampling=greedy(LONGEST)):
+            if event.token_ids:
+                times[number].append(clock())
+                begun[number].set()
 
+    async with asyncio.TaskGroup() as group:
         prompts = [fresh_prompt(generator, SHORT_PROMPT) for _ in range(sequences)]
-        tasks = [asyncio.create_task(runs(number, prompt)) for number, prompt in enumerate(prompts)]
+        tasks = [group.create_task(runs(number, prompt)) for number, prompt in enumerate(prompts)]
         await asyncio.gather(*(it.wait() for it in begun))
         await client.generate(token_ids=fresh_prompt(generator, PROMPT), sampling=greedy(1))  # warms up
         begin = clock()
@@ -81,10 +85,15 @@ async def observed(address: str, sequences: int, seconds: float, generator: rand
         end = clock()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
     found.gaps = sorted(gap for each in times for gap in gaps_of(each, begin, end))
     found.seconds = end - begin
     return found
+
+
+async def beside(address: str, sequences: int, seconds: float, generator: random.Random) -> Figures:
+    """The same at a stack."""
+    async with AsyncClient(address) as client:
+        return await observed(client, sequences, seconds, generator)
 
 
 def measured(way: str, model: Path, folder: Path, options: argparse.Namespace, number: int) -> Figures:
@@ -101,7 +110,7 @@ def measured(way: str, model: Path, folder: Path, options: argparse.Namespace, n
         extra={"prefill": flags, "decode": flags},
     )
     with LocalStack(plan) as stack:
-        return asyncio.run(observed(stack.address, options.sequences, options.seconds, random.Random(number)))
+        return asyncio.run(beside(stack.address, options.sequences, options.seconds, random.Random(number)))
 
 
 def rows(model: str, options: argparse.Namespace, pairs: Sequence[tuple[Figures, Figures]]) -> list[Row]:

@@ -175,8 +175,8 @@ int32_t Work::lowest_of_highest() const {
     return (int32_t)token;
 }
 
-// Weights of all runs that have one that is not 0, and their sums, `by_run` or all together. Weights take the place of the logits where nobody needs those any more:
-// what a row takes then stays in the second cache from pass to pass.
+// Weights of all runs that have one that is not 0, and their sums, `by_run` or all together. Weights take the place of
+// the logits where nobody needs those any more: what a row takes then stays in the second cache from pass to pass.
 double Work::weigh(bool by_run) {
     bool over = logits == desk.copy || (row.top < 0 && s.vocab % RUN == 0);
     weights = over ? logits : desk.weights;

@@ -20,6 +20,8 @@ FIXED = 0.25
 step."""
 DRIFT = 2e-3
 """Of prefill's coefficients: older steps fade."""
+LEAST_SHARE = 0.01
+"""Share of its cores that an engine had in a step at least: a thread's time may be counted in ticks, and be none."""
 TYPICAL_CHUNK = 256
 TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
 
@@ -88,7 +90,7 @@ class SpeedTracker:
             known_s: of these, seconds that something else in the step is predicted to take.
             share: of its cores, that the engine had: what grows took so much longer.
         """
-        base, tokens, pairs, once_s = self._base, 0, 0, 0.0
+        base, tokens, pairs, once_s, share = self._base, 0, 0, 0.0, max(share, LEAST_SHARE)
         for new, prefix, begins in chunks:
             tokens += new
             pairs += attention_pairs(new, prefix)

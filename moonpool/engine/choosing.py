@@ -40,6 +40,7 @@ class Choosing:
 
     def __init__(self, model: StageModel, step: Step, dropped: Container[int]) -> None:
         self._model, self._count = model, len(step.sequences)
+        self._logits: Tensor | None = None  # of the first part, the largest: the others take its memory after it
         live = [(index, sequence) for index, sequence in enumerate(step.sequences) if index not in dropped]
         wanted = [(index, sequence.sample) for index, sequence in live if sequence.sample is not None]
         self._parts = [
@@ -58,7 +59,7 @@ class Choosing:
         """
         found = Found([None] * self._count)
         for part in self._parts:
-            part.choose(hidden, batch, masks, found)
+            self._logits = part.choose(hidden, batch, masks, found, self._logits)
         for index, tokens, scored in self._scored:
             last = int(batch.last_rows[index])
             found.scores[index] = _scores(self._model, hidden[last + 1 - tokens : last + 1], scored)
@@ -75,26 +76,38 @@ class _Part:
 
     def __init__(self, model: StageModel, wanted: Sequence[tuple[int, SampleSpec]], steps: int) -> None:
         self._model, self._wanted = model, wanted
-        self._logits: Tensor | None = None
         self._drawn = [(row, index) for row, (index, spec) in enumerate(wanted) if not spec.best]
         specs = [spec for _, spec in wanted if not spec.best]
         self._sampler = Sampler(specs, model.config.vocab_size, model.device, steps)
 
-    def choose(self, hidden: Tensor, batch: PackedBatch, masks: Future[dict[int, Mask]] | None, found: Found) -> None:
-        """Each row's tokens; for beams the most likely ones, which are not drawn."""
+    def choose(
+        self,
+        hidden: Tensor,
+        batch: PackedBatch,
+        masks: Future[dict[int, Mask]] | None,
+        found: Found,
+        room: Tensor | None,
+    ) -> Tensor:
+        """Each row's tokens; for beams the most likely ones, which are not drawn.
+
+        Returns:
+            Logits that nobody needs any more: `room`, or where there was none those of this part.
+        """
         if len(self._wanted) != batch.num_tokens:
             hidden = hidden[batch.last_rows[[index for index, _ in self._wanted]]]
-        logits = self._logits = self._model.logits(hidden, out=self._logits)
+        logits = self._model.logits(hidden, out=None if room is None else room[: len(self._wanted)])
+        room = logits if room is None else room
         if len(self._drawn) != len(self._wanted):
             for row, (index, spec) in enumerate(self._wanted):
                 if spec.best:
                     _most_likely(logits[row], index, spec, found)
             logits = logits[[row for row, _ in self._drawn]]
         self._note(self._sampler.sample(logits, self._allowed(masks, found)), found)
+        return room
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """See `Choosing.go_on`."""
-        self._sampler.go_on([tokens[index] for index, _ in self._wanted])
+        self._sampler.go_on([tokens[index] for _, index in self._drawn])
 
     def _allowed(self, masks: Future[dict[int, Mask]] | None, found: Found) -> dict[int, bytes]:
         """Masks by row of those that are drawn; where there is none, `found` says why."""

@@ -139,7 +139,6 @@ class Turns:
     clock: Callable[[], float] = time.monotonic
     nap: Callable[[float], None] = time.sleep
     _took_s: float = 0.0
-    _waited_s: float = 0.0
     _began: float = 0.0
 
     def give_way(self) -> None:
@@ -148,16 +147,12 @@ class Turns:
         while self.others_compute() and self.clock() < arrived + PATIENCE * self._took_s:
             self.nap(LOOK_S)
         self._began = self.clock()
-        self._waited_s = self._began - arrived
 
     def share(self) -> float:
-        """Which share of the cores that it wanted a step had, which ends now: none while it waited."""
-        had = self.had()
-        if not self._began:
-            return had
-        self._took_s = self.clock() - self._began
-        waited_s, self._began = self._waited_s, 0.0
-        return had * self._took_s / (self._took_s + waited_s)
+        """Which share of the cores that it wanted a step had, which ends now; from when on it did not wait."""
+        if self._began:
+            self._took_s, self._began = self.clock() - self._began, 0.0
+        return self.had()
 
 
 def _slot(page: mmap.mmap, index: int) -> tuple[int, int, int, int]:

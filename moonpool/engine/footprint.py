@@ -30,8 +30,8 @@ _FRAGMENTS = 4
 GRAMMAR_BYTES = 256 << 20
 """Of grammars and parsers. Most grammars take less than 1 MB, the worst that are allowed 100 MB
 (`moonpool.grammar.LIMITS`)."""
-_MARGIN_BYTES = 64 << 20
-"""Of it, what they may grow by until the process is looked at again."""
+_MARGIN_BYTES = 128 << 20
+"""Of it, what they may grow by until the process is looked at again: by the worst grammar at least."""
 _TOKENIZER_BYTES = 1 << 10
 """For each token of the vocabulary, while the tokenizer is made."""
 

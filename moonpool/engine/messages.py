@@ -85,6 +85,7 @@ class StepDone:
     over: bool = True
     """No further step of the run follows."""
     share: float = 1.0
+    waited_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def _result(stages: Sequence[StepDone]) -> StepResult:
     sampled = () if aborted else last.sampled
     told = last.several, last.logprobs, last.scores, last.failed
     share = sum(done.share for done in stages) / len(stages)
-    return StepResult(sampled, aborted, start_ns, end_ns, *told, share)
+    return StepResult(sampled, aborted, start_ns, end_ns, *told, share, max(done.waited_ns for done in stages))
 
 
 @dataclass(slots=True, eq=False)

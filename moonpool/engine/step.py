@@ -109,7 +109,7 @@ class StageRunner:
             # Gates are done before the report: its receiver may open gates of the next step at once.
             self.gates.done(step_id)
         share = self.share() * self._ran(run.step, clocks)
-        report = partial(self._report, step_id, found, clocks.start_ns, share, aborted=not done, over=following is None)
+        report = partial(self._report, step_id, found, clocks, share, aborted=not done, over=following is None)
         memory.over(report, aborted=not done)
         return following is not None
 
@@ -221,14 +221,14 @@ class StageRunner:
         took_ns = time.monotonic_ns() - clocks.began_ns
         return min(1.0, (time.thread_time_ns() - clocks.ran_ns) / took_ns) if alone and took_ns else 1.0
 
-    def _report(self, step_id: int, found: Found, start_ns: int, share: float, *, aborted: bool, over: bool) -> None:
+    def _report(self, step_id: int, found: Found, clocks: _Clocks, share: float, *, aborted: bool, over: bool) -> None:
         self.emit(
             StepDone(
                 step_id,
                 self.stage,
                 tuple(found.sampled),
                 aborted,
-                start_ns,
+                clocks.start_ns,
                 time.monotonic_ns(),
                 several=found.several,
                 logprobs=found.logprobs,
@@ -236,5 +236,6 @@ class StageRunner:
                 failed=found.failed,
                 over=over,
                 share=share,
+                waited_ns=clocks.began_ns - clocks.start_ns,
             )
         )

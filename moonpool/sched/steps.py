@@ -154,3 +154,5 @@ class StepResult:
     """By index, why nothing was sampled for a sequence that wanted it: its answer cannot go on in its format."""
     share: float = 1.0
     """Of the cores that it wanted, that it had, as a mean over its time: others of the host had the rest."""
+    waited_ns: int = 0
+    """From its beginning on, for as long a patient step let others of the host go before."""

@@ -174,7 +174,7 @@ class PrefixRead:
         blocks = message.blocks
         if blocks and self.forgotten and not set(self.forgotten).issubset(message.forgotten):
             raise TransferFailed("the source may have blocks that are older than their deletion")
-        if self._ledger is not None or blocks > self.blocks:
+        if self._ledger is not None or self.finished.is_done or blocks > self.blocks:
             raise FrameError(f"the source opened a read of {self.blocks} blocks with {blocks}, or twice")
 
     def _opened(self, message: kv_pb2.ReadOpened) -> None:

@@ -60,6 +60,12 @@ class Outgoing:
         self._ended, self._failure = True, failure
         self._changed.set()
 
+    def drop(self) -> None:
+        """Another call tells the client all of it: nothing follows, nor what waits."""
+        self._messages.clear()
+        self._waiting.clear()
+        self.end()
+
     async def next(self) -> conductor_pb2.GenerateResponse | None:
         """The next message, None after the last.
 

@@ -15,7 +15,7 @@ GROUP = "moonpool.policies"
 
 
 def seed_of(conductor: str) -> int:
-    """Seed of the draws of a conductor of this name: the same after a restart, and another one's is another."""
+    """Seed of the draws of a conductor of this name. Another name gives another one."""
     return int.from_bytes(blake3(conductor.encode()).digest(8), "little")
 
 

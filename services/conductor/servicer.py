@@ -42,15 +42,23 @@ from services.conductor.serving import Serving
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
 
 QUEUE_FULL_RETRY_S = 1.0
+TAKE_OVER_S = 1.0
+"""How long an earlier call of a request that its client resumes may take to end: nobody may be reading it."""
 TRACEPARENT = "traceparent"
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request whose call has not ended; `serving` once it was read."""
+    """A request whose call has not ended; `serving` once it was read, `limit` while its client is told."""
 
     tenant: str
     serving: Serving | None = None
+    limit: asyncio.Timeout | None = None
+
+    def taken_over(self) -> None:
+        """Another call has the request: this one ends soon."""
+        if self.limit is not None and not self.limit.expired():
+            self.limit.reschedule(asyncio.get_running_loop().time() + TAKE_OVER_S)
 
 
 class ConductorServicer:
@@ -119,10 +127,10 @@ class ConductorServicer:
         try:
             with self._spans.span("generate", request=request_id, **_trace(context)):
                 if running.serving is not None:
-                    await self._tell(running.serving, deadline, context)
+                    await self._tell(running, running.serving, deadline, context)
                 else:
                     await self._generate(request, request_id, running, arrived, deadline, context)
-            self._served += 1
+            self._served += self._running.get(request_id) is running
         finally:
             self._leave(request_id, running)
 
@@ -135,6 +143,8 @@ class ConductorServicer:
             raise InvalidRequest("request_id", f"{request_id!r} is running already")
         elif earlier.serving is not None:
             running.serving = self._rejoined(message, earlier.serving)
+            if running.serving is not None:
+                earlier.taken_over()
         self._running[request_id] = running
         self._idle.clear()
         return running
@@ -166,15 +176,15 @@ class ConductorServicer:
                 await _tell_end(answer, resume, context)
                 return
         running.serving = self._desk.open(answer, deadline, resume)
-        await self._tell(running.serving, deadline, context)
+        await self._tell(running, running.serving, deadline, context)
         if use is not None:
             self._keeper.used(use, answer.cached_tokens)
 
-    async def _tell(self, serving: Serving, deadline: float, context: _GenerateContext) -> None:
+    async def _tell(self, running: _Running, serving: Serving, deadline: float, context: _GenerateContext) -> None:
         """Tells a client everything of its request, or as long as no other call takes its place."""
         outgoing = serving.outgoing
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
+            async with asyncio.timeout(deadline - time.monotonic()) as running.limit:
                 await write_each(bare_write(context), outgoing.next)
         except TimeoutError:
             raise DeadlineExceeded("the request took longer than it may") from None

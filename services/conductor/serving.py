@@ -136,7 +136,7 @@ class Serving:
         pairs = list(zip(self.answer.choices, resume.answers, strict=True))
         if not all(choice.has(had) for choice, had in pairs):
             raise InvalidRequest("resume.token_ids", "are not those that were told")
-        self.outgoing.end()
+        self.outgoing.drop()
         self.outgoing, self.resumes = Outgoing(whole=self.answer.request.whole), resume.resumed.fence
         placed = self._placed
         if placed is not None and placed.resume != resume.point:

@@ -100,7 +100,8 @@ class Running:
             filled += sequence.filled(self._block_tokens)
             sequence.append(token, result.logprobs.get(index))
             sequence.tell()
-        self._post(Stepped(run.step, 1, self._seconds(run, sequences, result), tuple(filled)))
+        seconds, waited_s = self._seconds(run, sequences, result)
+        self._post(Stepped(run.step, 1, seconds, tuple(filled), waited_s))
         if filled:
             self._notify()
 
@@ -122,15 +123,15 @@ class Running:
             if reason := sequence.judge(self._max_tokens):
                 ended.append((sequence.id, int(reason)))
             sequence.tell()
-        seconds = self._seconds(run, sequences, result)
-        told = tuple(ended), tuple(filled)
-        self._post(StepDone(run.step, result.aborted, seconds, *told, candidates=tuple(candidates)))
+        seconds, waited_s = self._seconds(run, sequences, result)
+        told = tuple(ended), tuple(filled), 1, tuple(candidates), waited_s
+        self._post(StepDone(run.step, result.aborted, seconds, *told))
         if ended or filled or run.chunks:
             self._notify(soon=bool(ended))  # a next turn may follow an answer at once
 
-    def _seconds(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> float:
-        """Counts a step; returns what it took, with the time since the one before it in its run."""
+    def _seconds(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> tuple[float, float]:
+        """Counts a step; returns what it took, with the time since the one before it in its run, and what it waited."""
         self.steps += 1
         record_step(self._spans, run, sequences, result)
         begin_ns, self._last_ns = self._last_ns or result.start_ns, result.end_ns
-        return (result.end_ns - begin_ns) / 1e9
+        return (result.end_ns - begin_ns - result.waited_ns) / 1e9, result.waited_ns / 1e9

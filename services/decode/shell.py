@@ -241,7 +241,7 @@ class DecodeShell:
             live.subscriber, live.gather, stream = subscriber, message.gather, self._streams[subscriber]
             if message.compute_prompt:
                 live.compute()
-                self._post(Compute(live.id, stream))
+                self._post(Compute(live.id, stream, patient=live.gather))
                 return
             finishes, candidates = live.begin(message, self._max_tokens)
             self._post(Start(live.id, stream, finishes[0], finishes[1:], candidates, *live.known, patient=live.gather))

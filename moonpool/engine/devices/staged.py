@@ -75,16 +75,16 @@ class StagedLane:
 
 
 class _Again:
-    """See `Graph`. The work is done again; its result lies in the same memory, which holds no numbers before."""
+    """See `Graph`. The work is done again; its result lies in the same memory each time. It holds nothing else."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self._work = work
-        self.result = torch.full_like(work(), torch.nan)
-        self.nbytes = self.result.nbytes
+        self.result, self.nbytes = torch.empty(0), 0
 
     def replay(self) -> None:
         """See `Graph.replay`."""
-        self.result.copy_(self._work())
+        result = self._work()
+        self.result = self.result.copy_(result) if self.result.numel() else result.clone()
 
 
 class StagedDevice:
@@ -120,7 +120,7 @@ class StagedDevice:
         return torch.full((count, nbytes), _POISON, dtype=torch.uint8)
 
     def capture(self, work: Callable[[], Tensor]) -> Graph:
-        """See `Device.capture`. Unlike on a GPU, the work is done once, which the first replay does again."""
+        """See `Device.capture`."""
         return _Again(work)
 
     def close(self) -> None:

@@ -29,6 +29,8 @@ PULLS_AT_ONCE = 2
 """Payloads that are pulled before their sender is told, while there are more."""
 TURN_BYTES = 1 << 20
 """After so many bytes that were there at once, others get a turn of the event loop."""
+MESSAGE_COST = 4 << 10
+"""What a message counts for in a turn besides its bytes: small ones take their time too."""
 
 _NO_PAYLOAD = memoryview(b"")
 
@@ -92,11 +94,12 @@ class Inbound(Generic[M]):
         self._pulled = pulled
         self._tell = tell
         self._pulls = 0  # payloads that the peer has not been told of
-        self._pulled_bytes = 0  # out of regions, so far
+        self._work = 0  # so far, besides what was received: bytes out of regions, and the cost of messages
         self._awaited = 0  # those among them for which it waits
         self._taker: Taker | None = None
         self._over: asyncio.Future[Exception] | None = None
         self._paused = False
+        self._continues = False  # with the next turn of the event loop
         self._incoming: _Incoming | None = None
 
     async def run(self, taker: Taker) -> Exception:
@@ -146,22 +149,27 @@ class Inbound(Generic[M]):
 
     def _receive(self) -> None:
         """Takes all that is there, or as much as a turn of the event loop may take."""
-        if not self._goes_on:
+        if self._continues or not self._goes_on:
             return
-        end = self._taken_bytes + TURN_BYTES
+        end = self._taken + TURN_BYTES
         try:
             while self._next() if self._incoming is None else self._more(self._incoming):
                 if not self._goes_on:
                     return
-                if self._taken_bytes >= end:
+                if self._taken >= end:
                     if self._sock.has_more:  # what is still in the socket has the event loop call again
-                        asyncio.get_running_loop().call_soon(self._receive)
+                        self._continues = True
+                        asyncio.get_running_loop().call_soon(self._continue)
                     return
         except MoonpoolError as error:
             self._sock.unwatch()
             self.end(error)
         except Exception as error:
             self._fail(error)
+
+    def _continue(self) -> None:
+        self._continues = False
+        self._receive()
 
     def _fail(self, error: Exception) -> None:
         """Whoever runs this gets an error that is not the lane's."""
@@ -170,8 +178,8 @@ class Inbound(Generic[M]):
             self._over.set_exception(error)
 
     @property
-    def _taken_bytes(self) -> int:
-        return self._sock.received_bytes + self._pulled_bytes
+    def _taken(self) -> int:
+        return self._sock.received_bytes + self._work
 
     def _next(self) -> bool:
         """Takes the next message; False when not all of it is there."""
@@ -220,12 +228,14 @@ class Inbound(Generic[M]):
 
     def _message(self, text: bytes, follow: int) -> None:
         """A message is there; its payload follows, or lies somewhere."""
+        self._work += MESSAGE_COST
         frame = _frame(text)
         if frame.pulled:
             self._pulled(frame.pulled)
         if not frame.message:
             if follow or frame.extents:
                 raise FrameError("a payload without a message")
+            self._tell_pulled()
             return
         message = self._parsed(frame.message)
         if frame.extents:
@@ -257,7 +267,7 @@ class Inbound(Generic[M]):
         parts = self._parts(frame, follow)
         awaited = self._mailbox is None or any(extent.region != self._mailbox for extent in frame.extents)
         nbytes = sum([part.nbytes for part in parts])
-        self._pulled_bytes += nbytes
+        self._work += nbytes
         landing = self._place(message, nbytes)
         if landing is not None:
             payload: Came = Landed(landing, land(landing.targets, Scattered(parts), landing.hashes))
@@ -285,7 +295,10 @@ class Inbound(Generic[M]):
         except Exception as error:
             self._fail(error)
             return
-        # Several at once while more is there: each word may wake the peer.
+        self._tell_pulled()
+
+    def _tell_pulled(self) -> None:
+        """Tells the peer what it waits for, several at once while more is there: each word may wake it."""
         if self._awaited and (self._awaited >= PULLS_AT_ONCE or not self._sock.has_more):
             self._tell(self.take_pulls())
 

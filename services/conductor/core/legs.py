@@ -249,9 +249,9 @@ class Legs:
             attempt.pace = decode.pace.foresee(attempt.pace.tbt_s, steps, plan.prefill.others, joins=not plan.at_decode)
 
     def answered(self, request: Request, now: float) -> None:
-        """The last token of an answer is here: what it took is learnt, if it was placed once."""
-        attempt = request.attempt
-        if attempt is None or attempt.target is None or attempt.token_at is None or request.attempts > 1:
+        """The last token of an answer is here: what it took is learnt, if all of it was foreseen at one place."""
+        attempt, once = request.attempt, request.attempts == 1 and request.ask.resumed is None
+        if attempt is None or attempt.target is None or attempt.token_at is None or not (once and attempt.pace.tbt_s):
             return
         decode = self._picture.decodes.get(attempt.target.decode)
         if decode is not None and request.ask.choices == 1 and request.tokens > 1:
@@ -301,7 +301,7 @@ class Legs:
     def detach(self, request: Request, now: float, out: list[Action]) -> None:
         """Ends the attempt, but follows a sequence that runs as if it were adopted: it is being moved away."""
         attempt = request.attempt
-        if attempt is not None and attempt.decode is DecodeLeg.STREAMING and not request.adopted:
+        if attempt is not None and attempt.runs(beams=request.ask.beams) and not request.adopted:
             request.adopted = attempt.sequence_io
         self.end_attempt(request, now, out, complete=True, known=request.adopted)
 

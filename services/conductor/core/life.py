@@ -90,6 +90,10 @@ class Attempt:
         """Prefill is over, and nothing says that decode has everything."""
         return self.prefill is PrefillLeg.OVER and not self.delivered and self.decode is not DecodeLeg.STREAMING
 
+    def runs(self, *, beams: bool) -> bool:
+        """Whether decode computes the sequence; of beams, which say nothing before their end, when it can."""
+        return self.decode is DecodeLeg.STREAMING or (beams and self.decode is DecodeLeg.STARTED and self.delivered)
+
 
 class Phase(Enum):
     """What a request waits for: an attempt, room, a member, a pause to end, or its keys.
@@ -117,7 +121,7 @@ class Request:
         keys: of all full blocks of the prompt and the tokens at the last placement.
         phase: what is waited for.
         tokens: length of the answer so far; 0 when there are several, of which prefill computes none.
-        made: tokens that have come of all answers.
+        made: tokens that have come of all answers here; none of beams before their end.
         attempts: placements so far; the next one's number.
         failures: the latest attempts, as far as they failed.
         suspects: instances that failed it.

@@ -149,7 +149,7 @@ class Placing:
         """The attempt has what it needs: prefill is called, or decode computes what it lacks."""
         plan, number = attempt.plan, request.ask.number
         if plan.at_decode and attempt.target is not None and attempt.target.held_blocks != plan.prefill.used_blocks:
-            self._legs.end_attempt(request, now, out)  # it holds less than was thought, or all of it in full blocks
+            self._legs.end_attempt(request, now, out)  # it does not hold what was thought
             self.place(now, request, out)
             return
         for kind in ("wait", "pause"):

@@ -9,7 +9,7 @@ placed anew at once. docs/adr/0018-failover.md has the rules.
 from collections.abc import Iterator, Mapping
 
 from services.conductor.core.legs import Legs
-from services.conductor.core.life import DecodeLeg, PrefillLeg, Request
+from services.conductor.core.life import PrefillLeg, Request
 from services.conductor.core.picture import Picture
 
 AT_ONCE = 4
@@ -51,6 +51,6 @@ class Relief:
             if request is None:
                 continue
             attempt = request.attempt
-            mine = attempt is not None and attempt.sequence == hold.sequence and attempt.decode is DecodeLeg.STREAMING
+            mine = attempt is not None and attempt.sequence == hold.sequence and attempt.runs(beams=request.ask.beams)
             if (mine and not request.adopted) or self._legs.calls.get(request.adopted) is hold:
                 yield request

@@ -121,7 +121,7 @@ class Requests:
     def _stop(self, now: float, request: Request, out: list[Action]) -> None:
         """Ends an answer as cancelled; a request that was never placed fails."""
         placed = request.attempt is not None and request.attempt.prefill is not PrefillLeg.NONE
-        if request.tokens or placed:
+        if request.tokens or request.made or request.adopted or placed:
             self._book.complete(now, request, Finish.CANCELLED, out)
         else:
             failure = request.refusal or Failure(Kind.UNAVAILABLE, "this conductor is draining")
@@ -150,7 +150,7 @@ class Requests:
     def _first_token(
         self, now: float, request: Request, attempt: Attempt | None, event: FirstToken, out: list[Action]
     ) -> None:
-        request.grow(not event.known)  # also one of an attempt that is over
+        request.grow(not event.known and not request.ask.beams)  # also one of an attempt that is over
         if attempt is not None:
             for load in event.how.loads:
                 self.picture.loaded(attempt.claim, *load, now)

@@ -149,6 +149,7 @@ class Batch:
         members = [(member.id, request.id) for request in self._requests.values() for member in request.members]
         assert members == [(number, request.id) for number, (_, request) in self._members.items()]
         assert self._forked.keys() <= self._requests.keys()
+        assert self._hurried == sum(not request.patient for request in self._requests.values())
         noted = set(self._needs)
         for number, (member, _) in self._members.items():
             assert (self._need(member), number) in noted, "a sequence's next block was forgotten"

@@ -113,6 +113,8 @@ class Compute:
     id: int
     stream: int
     """The conductor's stream."""
+    patient: bool = False
+    """As in `Start`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,8 @@ class Stepped:
     """Of all of them."""
     filled: tuple[tuple[int, BlockKey], ...] = ()
     """Sequences whose last but one block became full, with its key; of a single step."""
+    waited_s: float = 0.0
+    """Before these seconds: patient steps let others of the host go first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +190,8 @@ class StepDone:
     """Steps that took these seconds: those of the run that were not told by `Stepped`."""
     candidates: tuple[tuple[int, Candidates], ...] = ()
     """What may follow each beam of the step."""
+    waited_s: float = 0.0
+    """As in `Stepped`."""
 
 
 @dataclass(frozen=True, slots=True)

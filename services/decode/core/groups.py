@@ -193,7 +193,7 @@ def begins_here(request: Request, held: int, config: CoreConfig) -> None:
     request.prompt_here, request.shape = True, shape_of(request, config)
     comes_with(request, range(held), config)
     if held * config.block_tokens >= member.tokens:
-        request.state = State.CATCHING_UP
+        request.state, member.shared = State.CATCHING_UP, member.tokens
 
 
 def tokens_to_compute(request: Request, config: CoreConfig) -> int:
@@ -219,10 +219,10 @@ def is_whole(request: Request) -> bool:
     return all(member.computed >= member.tokens - 1 for member in request.members)
 
 
-def chunks(catching: list[Request], tokens: int, config: CoreConfig, manager: BlockManager) -> tuple[Chunk, ...]:
+def chunks(catching: list[Request], tokens: int) -> tuple[Chunk, ...]:
     """Chunks of up to so many tokens in all, first come first. No member computes before what it shares is there.
 
-    A chunk in a block that has its key is a full hit.
+    A chunk of a token whose KV is held is a full hit, also when its block is found by nobody any more.
     """
     found = []
     for request in catching:
@@ -231,8 +231,7 @@ def chunks(catching: list[Request], tokens: int, config: CoreConfig, manager: Bl
             if count > 0 and _may_compute(request, member):
                 tokens -= count
                 sample = member.computed + count == member.tokens
-                full_hit = manager.key_of(member.table[member.computed // config.block_tokens]) is not None
-                found.append(Chunk(member.id, member.computed, count, sample, full_hit))
+                found.append(Chunk(member.id, member.computed, count, sample, member.computed < member.shared))
     return tuple(found)
 
 

@@ -190,6 +190,7 @@ class DecodeCore:
         nothing_came = request.state is State.PROMISED
         if nothing_came and event.stream in self._streams and self.planner.compute(request):
             request.stream = event.stream
+            request.patient = event.patient and not request.tbt_slo_s
             self._leases.clear(request.id)
             out.append(Table(request.id, tuple(request.blocks)))
         else:

@@ -352,7 +352,7 @@ class Planner:
         longest = max(member.computed for request in self.catching for member in request.members)
         while limit and tokens > 1 and step_s + prefill_seconds(self._tracker.speeds, tokens, longest) > limit:
             tokens //= 2
-        return groups.chunks(self.catching, tokens, self._config, self._room.blocks)
+        return groups.chunks(self.catching, tokens)
 
     def caught(self, chunk: Chunk, request: Request) -> None:
         """A chunk was computed.

@@ -76,7 +76,7 @@ class Member:
     stored: list[int] = field(default_factory=list)
     """Leading full blocks that each of its request's kvstores is presumed to have."""
     shared: int = 0
-    """Leading tokens whose KV an earlier member has, or computes; while it catches up."""
+    """Leading tokens whose KV it does not write while it catches up: it is held, or an earlier member computes it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -92,7 +92,7 @@ def observe(tracker: SpeedTracker, now: float, flight: Flight, event: Stepped | 
         return
     batch, seconds = len(flight.run.batch), event.seconds / event.steps
     if flight.run.steps == 1:  # tokens wait for the whole way to the engine and back, not just for its computing
-        seconds = max(seconds, now - flight.began)
+        seconds = max(seconds, now - flight.began - event.waited_s)
     if flight.run.chunks:
         batch_s = decode_step_seconds(tracker.speeds, batch, flight.context) if batch else 0.0
         chunks = [(chunk.count, chunk.start, False) for chunk in flight.run.chunks]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from moonpool.cluster.selections import selection_from_proto
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import BlockKey
-from moonpool.kv.selection import Selection, check_ttls
+from moonpool.kv.selection import EVERY_TENANT, Selection, check_ttls
 from moonpool.v1 import kv_pb2
 from services.kvstore.core.forgetting import Forgotten, Steps, drop, expire, forget
 from services.kvstore.operate.ledger import Ledger
@@ -62,11 +62,13 @@ class Deletions:
         return sum(counts.values(), start=expired)
 
     async def catch_up(self) -> None:
-        """Deletes what some folder does not know as deleted: it was left out, and may hold such blocks."""
-        known, missing = self.ledger.deletions, list(self.ledger.incomplete)
+        """Deletes what some folder, left out then, may hold still; all that is older where it is known no more what."""
+        known, missing, store = self.ledger.deletions, self.ledger.incomplete, self.operations.store
         if missing:
             chosen = (known[name] for name in missing if name in known)
-            await _in_turns(forget(self.operations.store, functools.reduce(operator.or_, chosen, Selection())))
+            await _in_turns(forget(store, functools.reduce(operator.or_, chosen, Selection())))
+            if over := [at for name, at in missing.items() if name not in known]:
+                await _in_turns(expire(store, {EVERY_TENANT: 0.0}, max(over)))
             with contextlib.suppress(Unavailable):
                 await self._erased()
                 await self.ledger.applied(dict.fromkeys(missing, (0, 0)))

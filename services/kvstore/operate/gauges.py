@@ -87,9 +87,8 @@ def _add_ssd(gauges: Gauges, ssd: SsdTier) -> None:
     add("ssd_segments", lambda: len(ssd.catalogue.segments))
     add("ssd_bytes", lambda: ssd.used_bytes)
     add("ssd_live_bytes", lambda: ssd.catalogue.live.total_bytes)
-    _add_attributes(gauges, "ssd_{}", ssd, "capacity_bytes", "disks_out")
+    _add_attributes(gauges, "ssd_{}", ssd, "capacity_bytes", "disks_out", "indexed")
     add("ssd_write_amplification", lambda: ssd.written_bytes / ssd.user_bytes if ssd.user_bytes else 1.0)
-    add("ssd_indexed", lambda: ssd.indexed)
     add("ssd_housekeeping", lambda: ssd.has_housekeeping)
     counts = "written_bytes", "user_bytes", "carried_bytes", "lost_blocks", "dropped_segments"
     _add_attributes(gauges, "ssd_{}_total", ssd, *counts)

@@ -8,6 +8,7 @@ if all folders say so: one that was left out meanwhile may hold such blocks stil
 import asyncio
 import struct
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
@@ -36,7 +37,7 @@ class Ledger:
     """The records of one store. Blocking to open; without `folders` they are in memory only.
 
     `deletions` are those that the records, or conductors, have named, carried out here or not. Raises ConfigError
-    naming `data_dir` when what is there cannot be read.
+    naming `data_dir` when what is there, of several folders all, cannot be read.
     """
 
     def __init__(self, folders: Sequence[Path] = (), clock: Callable[[], float] = time.time) -> None:
@@ -46,27 +47,30 @@ class Ledger:
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-ledger")
         self._envs: dict[int, lmdb.Environment] = {}  # by number of the folder
-        for number, folder in enumerate(folders):
-            Files().make_folder(folder)
-            self._envs[number] = open_lmdb(folder, map_size=MAP_BYTES)
-        found = list(map(self._load, folders, self._envs.values()))
+        found = [self._load(number, folder, last=number == len(folders) - 1) for number, folder in enumerate(folders)]
         for records in found:
             self._applied.merge(record for record in records if record.kind == _APPLIED)
             newer = self.book.merge(record for record in records if record.kind != _APPLIED)
             if len(found) > 1:
                 self._commit(newer, ())
-        done = [{record.id for record in records if record.kind == _APPLIED} for records in found]
-        missed = (set[str]().union(*done) - names for names in done)
-        self.incomplete = set[str]().union(*missed)  # deletions that some folders do not know as carried out
+        done = [{one.id: one.expires_at - KEEP_S for one in records if one.kind == _APPLIED} for records in found]
+        # Deletions that some folders do not know as carried out, and when others did.
+        self.incomplete = {name: at for name, at in ChainMap(*done).items() if not all(name in each for each in done)}
 
-    def _load(self, folder: Path, env: lmdb.Environment) -> list[kv_pb2.Record]:
+    def _load(self, number: int, folder: Path, *, last: bool) -> list[kv_pb2.Record]:
         try:
-            with env.begin() as txn:
+            Files().make_folder(folder)
+            self._envs[number] = open_lmdb(folder, map_size=MAP_BYTES)
+            with self._envs[number].begin() as txn:
                 records = [kv_pb2.Record.FromString(bytes(value)) for _, value in txn.cursor()]
             self._note(records)
             return records
-        except (DecodeError, InvalidRequest) as error:
-            raise ConfigError("data_dir", f"{folder} cannot be read: {error}") from error
+        except (OSError, lmdb.Error, DecodeError, InvalidRequest) as error:
+            self.leave_out(number)
+            if last and not self._envs:
+                raise ConfigError("data_dir", f"{folder} cannot be read: {error}") from error
+            log.error("a folder is left out of records", path=str(folder), error=str(error))
+            return []
 
     def leave_out(self, number: int) -> None:
         """Nothing is written to a folder any more, so that it does not say of later deletions that they were done."""
@@ -105,7 +109,7 @@ class Ledger:
             for name, counts in deletions.items()
         ]
         self._applied.merge(marks)
-        self.incomplete.difference_update(deletions)
+        self.incomplete = {name: at for name, at in self.incomplete.items() if name not in deletions}
         await self._write([mark for name in deletions if (mark := self._applied.get(_APPLIED, "", name)) is not None])
 
     async def _write(self, records: Sequence[kv_pb2.Record]) -> None:

@@ -64,8 +64,7 @@ class WriteBehind:
         self._planned = asyncio.Event()  # another one after each plan
         self._busy = 0  # disks with work
         self._delays = {disk: iter(self.retry_after_s) for disk in range(len(self.ssd.disks))}
-        self._unsaved_tries = 0
-        self._retry_at = math.inf
+        self._unsaved_tries, self._retry_at = 0, math.inf
         self._hurry = asyncio.Event()  # the end, and deletions, wait for no pause
         self._hurrying_now = 0  # who waits so
         self._free_at = 0.0  # when what has been written so far is within the rate
@@ -75,8 +74,8 @@ class WriteBehind:
 
     def wake(self) -> None:
         self._idle.clear()
-        for event in self._work:
-            event.set()
+        for disk in sorted(self._delays, key=lambda disk: self.ssd.disks[disk].space.turn):  # asked in this order
+            self._work[disk].set()
 
     async def run(self) -> None:
         """Works until cancelled. A thread finishes a batch that it has begun, but its result is lost."""
@@ -107,6 +106,8 @@ class WriteBehind:
         self.queue.plan_done(error, disk, again=spared or again is not None)
         if spared:
             await self._leave_out(disk, error)
+        elif again is not None:
+            self.wake()  # others need not wait for this disk
         self._planned.set()
         self._planned = asyncio.Event()
         await asyncio.sleep(0)  # who waited for this plan is in no hurry any more
@@ -125,14 +126,14 @@ class WriteBehind:
         self.wake()
 
     async def _pause(self, nbytes: int) -> None:
-        """Waits until so many bytes more are within the rate."""
-        if self.bytes_per_s:
-            await within(self.pause_after(nbytes, asyncio.get_running_loop().time()), self._hurry)
+        """Waits until so many bytes more are within the rate; in a hurry nothing is owed to it."""
+        now = asyncio.get_running_loop().time
+        if self.bytes_per_s and await within(self.pause_after(nbytes, now()), self._hurry):
+            self._free_at = now()
 
     def pause_after(self, nbytes: int, now: float) -> float:
-        """Seconds until bytes that were written now are within the rate; each disk may owe a batch of earlier ones."""
-        owed = min(self._free_at, now + len(self._delays) * self.queue.batch_bytes / self.bytes_per_s)
-        self._free_at = max(now, owed) + nbytes / self.bytes_per_s
+        """Seconds until bytes that were written now, and those that all disks wrote before, are within the rate."""
+        self._free_at = max(now, self._free_at) + nbytes / self.bytes_per_s
         return self._free_at - now
 
     async def _wait(self, work: asyncio.Event) -> None:
@@ -205,8 +206,7 @@ class WriteBehind:
                         await self._planned.wait()
                     if self.queue.erasing:
                         await asyncio.sleep(ERASE_AGAIN_S)  # the disk may need some time, or another plan is due
-                return True
-        return False
+        return not self.queue.erasing
 
     @contextlib.contextmanager
     def _hurrying(self) -> Iterator[None]:

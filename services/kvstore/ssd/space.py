@@ -58,6 +58,11 @@ class Space:
     def has_work(self) -> bool:
         return bool(self._thin) or self.used_bytes > self.capacity_bytes
 
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Orders disks: the one with most room, in segments, comes first, else the one with fewest plans so far."""
+        return (self.used_bytes - self.capacity_bytes) // self.segment_bytes, self._plans
+
     def compact(self, min_live_share: float) -> int:
         """Has the next plans rewrite segments that are live to less than this share of a full one; how many."""
         self._thin = [

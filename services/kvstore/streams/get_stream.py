@@ -45,9 +45,6 @@ class GetResources:
     together_bytes: int = FRAME_BYTES  # largest read that is answered in one message
 
 
-_Parts = tuple[list[memoryview], list[int]]
-
-
 @dataclasses.dataclass(slots=True)
 class _Wanted:
     """What a session wants of each block: layers, and heads (None for all of them).
@@ -60,17 +57,16 @@ class _Wanted:
     forgotten: Sequence[str]
 
     def slices(self, cells: Iterable[Cell], keys: Sequence[BlockKey], layout: KVLayout) -> Iterator[Slice]:
-        full = layout.block_tokens
         if self.heads is None:
-            return (Slice(layer, block, data, full, value) for layer, block, data, value in cells)
+            return (Slice(cell.layer, cell.block, cell.data, layout.block_tokens, cell.hash) for cell in cells)
         return (self._cut(cell, keys[cell.block], layout) for cell in cells)
 
-    def parts(self, cells: Sequence[tuple[int, int]], blocks: Sequence[DramBlock], layout: KVLayout) -> _Parts:
+    def parts(self, cells: list[tuple[int, int]], blocks: Sequence[DramBlock]) -> tuple[list[memoryview], list[int]]:
         """The bytes and hashes of what is wanted of some (layer, block)."""
         if self.heads is None:
             return [blocks[at].slice(layer) for layer, at in cells], [blocks[at].hashes[layer] for layer, at in cells]
         whole = (Cell(layer, at, blocks[at].slice(layer), blocks[at].hashes[layer]) for layer, at in cells)
-        cut = list(self.slices(whole, [block.info.key for block in blocks], layout))
+        cut = list(self.slices(whole, [block.info.key for block in blocks], blocks[0].info.format.layout))
         return [piece.data for piece in cut], [piece.hash for piece in cut]
 
     def _cut(self, cell: Cell, key: bytes, layout: KVLayout) -> Slice:
@@ -142,11 +138,10 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
             return False
         shape = frame_shape(wanted.layers, len(blocks), wanted.heads or range(layout.kv_heads), layout.block_tokens)
         try:
-            pieces, hashes = wanted.parts(shape.cells, blocks, layout)
+            pieces, hashes = wanted.parts(shape.cells, blocks)
         except DamagedSliceError as error:
             resources.reads.suspect(keys[error.block])
             raise
-
         wrap = self.opened_with(number, len(blocks), wanted.forgotten)
         if not self.frames.offer(shape.header(number, 0, hashes), pieces, wrap):
             return False

@@ -1,11 +1,15 @@
 """Gaps between tokens while prompts arrive: which count, and what is drawn."""
 
 import argparse
+import asyncio
+import random
 from pathlib import Path
 
 import pytest
 
-from benchmarks.lending import Figures, draw, gaps_of, rows
+from benchmarks.lending import Figures, draw, gaps_of, observed, rows
+from moonpool.client.testing import FakeConductor
+from moonpool.errors import Unsupported
 
 FIXED = Figures([(0.1 * n, 0.02) for n in range(98)] + [(9.8, 0.2), (9.9, 0.4)], [0.5, 0.5], 2.0)
 LENT = Figures([(0.1 * n, 0.01) for n in range(98)] + [(9.8, 0.1), (9.9, 0.1)], [0.25] * 4, 2.0)
@@ -30,3 +34,12 @@ def test_each_way_has_a_picture_with_both_limits(tmp_path: Path) -> None:
         assert f"cores {way}" in drawn
         assert "p99 fixed: 400 ms" in drawn
         assert "p99 lent: 100 ms" in drawn
+
+
+async def test_a_sequence_that_fails_ends_the_measurement() -> None:
+    """It is not waited for, nor are the gaps of the others taken for those of all."""
+    fake = FakeConductor(lambda _: [Unsupported("a test says so")])
+    async with fake.async_client() as client, asyncio.timeout(5.0):
+        with pytest.raises(ExceptionGroup) as failed:
+            await observed(client, 2, 0.0, random.Random(1))
+    assert failed.group_contains(Unsupported)

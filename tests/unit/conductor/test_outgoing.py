@@ -83,3 +83,12 @@ async def test_a_message_that_is_being_written_does_not_change() -> None:
     assert first is not None
     outgoing.delta(delta(1, 2))
     assert list(first.delta.token_ids) == [1]
+
+
+async def test_of_what_another_call_tells_nothing_is_told_here() -> None:
+    outgoing = Outgoing()
+    outgoing.placed(conductor_pb2.Placed(request_id="r"))
+    outgoing.delta(delta(0, 1))
+    assert await outgoing.next() is not None
+    outgoing.drop()
+    assert await outgoing.next() is None

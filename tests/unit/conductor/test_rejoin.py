@@ -1,17 +1,22 @@
 """A client that lost its connection finds its request still running at the same conductor, and hears it on."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from moonpool.client import SamplingParams
-from moonpool.errors import InvalidRequest, MoonpoolError
+from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError
 
 from .fakes import decode, expected, prefill
 from .resuming import GREEDY, Call, request
-from .stack import WAIT_S, stack
+from .stack import WAIT_S, Stack, stack
 
 SEVERAL = SamplingParams(max_tokens=8, n=3, logprobs=0, ignore_eos=True)
+
+
+def served(s: Stack) -> float:
+    return {gauge.name: gauge.value for gauge in s.servicer.gauges()}["requests_served"]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEVERAL], ids=["one answer", "several"])
@@ -41,6 +46,7 @@ async def test_it_goes_on_and_is_neither_cancelled_nor_placed_again(sampling: Sa
         assert (again.placed, d.history, d.cancelled) == ([], ["whole", "r"], [])
         assert d.resumed == [], "decode hears nothing of it"
         await s.rest()
+        assert served(s) == 2, "the request counts once"
 
 
 async def test_a_client_that_comes_again_is_told_where_its_request_is_now() -> None:
@@ -128,4 +134,42 @@ async def test_a_request_that_has_ended_meanwhile_is_read_from_decode() -> None:
         assert [asked.request_id for asked in d.resumed] == ["r"]
         assert again.finished is not None
         assert again.finished.reason == call.finished.reason
+        await s.rest()
+
+
+class Unread:
+    """A call whose client reads one message and no more."""
+
+    def __init__(self) -> None:
+        self.written: list[Any] = []
+
+    def time_remaining(self) -> None:
+        """There is no limit."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def bare_write(self, message: Any) -> None:
+        self.written.append(message)
+        if len(self.written) > 1:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.slow
+async def test_a_call_that_nobody_reads_ends_when_its_client_has_come_again() -> None:
+    """It counts among those that run no more, so it may not stay until its deadline."""
+    d = decode(hold_at=5)
+    async with stack(prefill(), d) as s, asyncio.timeout(WAIT_S):
+        unread = Unread()
+        stuck = asyncio.create_task(s.servicer.Generate(request(), unread))  # type: ignore[arg-type]
+        await s.until(lambda: len(unread.written) == 2)
+        first = Call(s, request())
+        first.placed.append(unread.written[0].placed)
+        again = Call(s, first.resume(request()))
+        with pytest.raises(DeadlineExceeded):
+            await stuck
+        d.go.set()
+        await again.read()
+        assert again.tokens == expected(40, 8)
+        assert served(s) == 1
         await s.rest()

@@ -92,6 +92,12 @@ def test_stores_and_peers_are_read_at_rates_of_their_own() -> None:
     assert tracker.speeds.loading_from_peers().load_bytes_per_s == tracker.speeds.peer_bytes_per_s
 
 
+def test_a_step_without_a_share_of_its_cores_says_little() -> None:
+    tracker = SpeedTracker(ENGINE)
+    tracker.observe_prefill([(256, 0, True)], 0.03, share=0.0)
+    assert 0.0 < tracker.speeds.prefill_per_token_s <= ENGINE.prefill_per_token_s
+
+
 CHUNKS = ((16, 0), (300, 0), (512, 512), (100, 900), (512, 0), (64, 1300))
 ENGINE = Speeds(
     prefill_base_s=0.002,

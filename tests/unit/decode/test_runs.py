@@ -46,6 +46,17 @@ async def test_tokens_for_which_nobody_waits_are_told_together(run_steps: int) -
         assert all(step.patient for step in it.engine.steps)
 
 
+async def test_what_patient_steps_wait_does_not_make_the_instance_slow() -> None:
+    tokens = prompt(20)
+    async with decoding() as it, conducting(it) as conductor:
+        it.engine.waited_ns = 10**15
+        target = await reserve(it, spec("a", tokens, max_tokens=20))
+        await transfer(it, target, tokens)
+        await conductor.start("a", target, continuation(tokens, 1)[0], gather=True)
+        await conductor.until(lambda: "a" in conductor.reasons)
+        assert it.service.core.tracker.speeds.decode_per_sequence_s < 1e3
+
+
 @pytest.mark.parametrize(("slo", "gather"), [({}, False), ({"tbt_slo_s": 1e3}, True)])
 async def test_steps_are_not_patient_where_somebody_waits(slo: dict[str, float], gather: bool) -> None:
     tokens = prompt(20)

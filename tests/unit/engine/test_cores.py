@@ -131,8 +131,12 @@ def test_patient_steps_give_way_to_others_but_not_for_long() -> None:
     waited_s = now - 100.01
     assert PATIENCE * 0.01 <= waited_s < PATIENCE * 0.01 + 2 * LOOK_S
     now += 0.01
-    assert turns.share() == pytest.approx(0.5 * 0.01 / (0.01 + waited_s))
-    assert turns.share() == 0.5  # of a step that is not patient
+    assert turns.share() == 0.5
+    arrived = now
+    turns.give_way()
+    assert PATIENCE * 0.01 <= now - arrived < PATIENCE * 0.01 + 2 * LOOK_S, "what it waited before is not what it took"
+    now += 0.01
+    assert [turns.share(), turns.share()] == [0.5, 0.5]  # the second is that of a step that is not patient
     busy_until = now + 2 * LOOK_S
     turns.give_way()
     assert now == pytest.approx(busy_until, abs=LOOK_S)

@@ -323,6 +323,27 @@ def test_where_nothing_can_be_captured_steps_run_eagerly(model: StageModel) -> N
     assert len(answers[0]) == len(PROMPT) + 5
 
 
+def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> None:
+    config = load_config(checkpoint)
+    layout, first = kv_layout(config, "float32", SIZE), config.num_layers // 2
+    pool = KVPool.create(layout, BLOCKS, [(0, first), (first, layout.layers)])
+    later, device = load_stage(checkpoint, config, torch.float32, first, layout.layers), StagedDevice(1)
+    memory = TwoTiers(pool.parts[1], device, nothing_fails)
+    graphs = DecodeGraphs(device, later, memory, Captures(SIZE), SIZE)
+    shares = [part((5,), 0, (1,)), part((6,), 0, (2,)), part((7,), 0, (3,))]
+    batch = PackedBatch.build([(it.token_ids, it.start, it.block_table) for it in shares], SIZE)
+    hidden = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(2))
+    shape = graphs.shape(Step(1, tuple(shares)), batch)
+    assert shape is not None
+    with torch.inference_mode():
+        eager, captured, replayed = [graphs.run(shape, batch, hidden.clone()) for _ in range(3)]
+    assert torch.equal(captured, eager)
+    assert torch.equal(replayed, eager)
+    memory.close()
+    device.close()
+    pool.close()
+
+
 class Interrupted(Immediate):
     """A lane during whose second work something else happens."""
 

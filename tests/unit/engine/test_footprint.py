@@ -78,4 +78,5 @@ def test_work_grows_with_what_it_is_for(checkpoint: Path) -> None:
 def test_a_process_is_near_its_bound_before_it_has_reached_it() -> None:
     now = resident_bytes()
     assert near(now)
+    assert near(now + (100 << 20)), "the worst grammar fits in between"
     assert not near(now + GRAMMAR_BYTES)

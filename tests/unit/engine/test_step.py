@@ -1,5 +1,6 @@
 """Steps on in-process stages: two of them, linked by a list, compute what one computes; aborts stay coherent."""
 
+import time
 from array import array
 from collections import deque
 from collections.abc import Iterator
@@ -323,8 +324,19 @@ def test_an_answer_whose_format_cannot_be_followed_gets_nothing_and_others_get_t
 def test_patient_steps_give_way(checkpoint: Path) -> None:
     with stages(checkpoint, 1) as one:
         called: list[int] = []
-        one.runners[0].give_way = lambda: called.append(len(one.events))
-        one.run(replace(whole(1), patient=True, steps=2))
+        waited_ns: list[int] = []
+
+        def give_way() -> None:
+            called.append(len(one.events))
+            began_ns = time.monotonic_ns()
+            while time.monotonic_ns() == began_ns:
+                pass
+            waited_ns.append(time.monotonic_ns() - began_ns)
+
+        one.runners[0].give_way = give_way
+        done = one.run(replace(whole(1), patient=True, steps=2))
         assert called == [0, 1]
+        for told, wait in zip(done, waited_ns, strict=True):
+            assert 0 < wait <= told.waited_ns < told.end_ns - told.start_ns
         one.run(whole(2))
         assert called == [0, 1]

@@ -123,6 +123,8 @@ class FakeEngine:
         self.cuts: list[int] = []
         self.fetched: list[tuple[int, ...]] = []
         self.drops: list[tuple[int, int]] = []
+        self.waited_ns = 0
+        """So long each step says that it has waited for others."""
         self._gates: dict[int, int] = {}
         self._changed = asyncio.Condition()
         self._order = asyncio.Lock()
@@ -186,7 +188,7 @@ class FakeEngine:
 
     async def _run(self, step: Step, on_layer: Callable[[LayerDone], None] | None) -> StepResult:
         async with self._order:
-            start_ns = time.monotonic_ns()
+            start_ns = time.monotonic_ns() - self.waited_ns
             for part in self.pool.parts:
                 for source, block in step.copies:
                     part.copy(source, block)
@@ -215,7 +217,8 @@ class FakeEngine:
             }
             failed = {index: UNFOLLOWED for index, it in enumerate(step.sequences) if _is_unfollowed(it)}
             sampled = tuple(None if index in failed else token for index, token in enumerate(sampled))
-            return StepResult(sampled, False, start_ns, time.monotonic_ns(), several, failed=failed)
+            end_ns, waited_ns = time.monotonic_ns(), self.waited_ns
+            return StepResult(sampled, False, start_ns, end_ns, several, failed=failed, waited_ns=waited_ns)
 
     async def _pass(self, step: Step, layer: int) -> bool:
         """Waits at the layer's gate; False when the step is given up."""

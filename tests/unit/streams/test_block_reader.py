@@ -13,6 +13,7 @@ import pytest
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.frames import pack_frames
 from moonpool.kv.hashes import slice_hash
+from moonpool.kv.shapes import bound, frame_shape
 from moonpool.rpc.channels import Channels
 from moonpool.streams.block_reader import BlockReader, PrefixLost
 from moonpool.streams.prefix_read import PrefixRead
@@ -142,6 +143,37 @@ def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int)
     assert read.finished.is_done
     assert taken.slices == {(layer, block): bytes(part) for layer in range(2) for block in range(2)}
     assert taken.layers == [0, 1]
+
+
+def test_nothing_lands_once_all_has_come() -> None:
+    """A source that answers twice, or is not done when its reader leaves: what is in its memory then stays as it is."""
+    memory = {(layer, index): memoryview(bytearray(SLICE)) for layer in range(3) for index in range(2)}
+    data = [content(*cell) for cell in memory]
+    taken = Taken()
+    whole = range(LAYOUT.kv_heads)
+    read = PrefixRead(
+        LAYOUT,
+        KEYS[:2],
+        range(3),
+        whole,
+        taken.on_slice,
+        taken.on_layer,
+        into=lambda layer, index: memory[layer, index],
+    )
+    read.expect()
+    shape = frame_shape(range(3), 2, whole, LAYOUT.block_tokens)
+    header = shape.header(1, 0, bound([slice_hash(one) for one in data], shape.bindings(KEYS[:2])))
+    answer = kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=1, blocks=2, frame=header))
+    landing = read.place(answer, 6 * SLICE)
+    assert landing is not None
+    assert landing.live()
+    read.on_message(answer, memoryview(b"".join(data)))
+    assert read.finished.is_done
+    taken.check(2)
+    with pytest.raises(FrameError, match="or twice"):
+        read.place(answer, 6 * SLICE)
+    read.leave()
+    assert not landing.live()
 
 
 @pytest.mark.parametrize(("asked", "sent"), [(range(1), range(1, 2)), (range(1, 2), range(2)), (range(1), range(2))])

@@ -11,7 +11,7 @@ import pytest
 from moonpool.errors import StreamBroken, TransferFailed
 from moonpool.streams.lanes.held import Held
 from moonpool.streams.lanes.outbound import Unsent
-from moonpool.streams.outbox import Outbox
+from moonpool.streams.outbox import TURN_BYTES, Outbox
 from moonpool.v1 import decode_pb2, kv_pb2
 
 LONG_S = 60.0
@@ -203,4 +203,26 @@ async def test_what_nothing_waits_before_is_sent_at_once_and_the_rest_in_its_tur
     assert last.message == frame(3)
     last.finish()
     await third
+    await writer.end()
+
+
+async def test_who_sends_much_at_once_leaves_others_their_turns() -> None:
+    """A lane may take all of it without making anybody wait."""
+    writer, turns = Writer(), [0]
+
+    def start(item: Any) -> None:
+        item.finish()
+
+    writer.outbox.hold(writer.stuck, start)
+
+    async def send() -> None:
+        for session in range(64):
+            await writer.outbox.put(frame(session), bytes(TURN_BYTES // 8), timeout_s=LONG_S)
+            turns[-1] += 1
+
+    sending = asyncio.ensure_future(send())
+    while not sending.done():
+        turns.append(0)
+        await asyncio.sleep(0)
+    assert max(turns) <= 8
     await writer.end()

@@ -160,9 +160,10 @@ def test_a_client_that_leaves_ends_what_was_adopted() -> None:
     world.finish_all()
 
 
-def test_a_drain_ends_it_with_what_there_is() -> None:
+@pytest.mark.parametrize("choices", [1, 3])
+def test_a_drain_ends_it_with_what_there_is(choices: int) -> None:
     world = World()
-    number = world.resume()
+    number = world.resume(choices=choices)
     world.post(Stopped(number))
     assert world.ends == {number: Complete(number, Finish.CANCELLED)}
     world.finish_all()
@@ -212,4 +213,21 @@ def test_answers_that_have_grown_begin_a_new_series_of_failures() -> None:
         world.sleep(20.0)
         world.end(start, Failure(Kind.STREAM, "lost"))
     assert number not in world.ends
+    world.finish_all()
+
+
+def test_a_beam_search_that_ends_decode_time_and_again_is_given_up() -> None:
+    """Candidates from prefill are no progress, however much time lies between two failures."""
+    world = World(decodes=6)
+    number = world.arrive(choices=2, beams=True)
+    for attempt in range(4):
+        if attempt:
+            world.sleep(20.0)
+            world.rehash(number)
+        world.promise(world.one(Reserve))
+        world.first_token(world.one(Prefill))
+        start = world.one(Start)
+        world.sleep(20.0)
+        world.end(start, Failure(Kind.STREAM, "lost"))
+    assert isinstance(world.ends.get(number), Fail)
     world.finish_all()

@@ -22,10 +22,12 @@ def test_an_answer_takes_its_steps_and_once_what_is_beside_them() -> None:
 
 
 class TestRequests:
-    def serve(self, world: World, *, answer: int, finish: Finish = Finish.LENGTH, choices: int = 1) -> Foreseen:
+    def serve(
+        self, world: World, *, answer: int, finish: Finish = Finish.LENGTH, choices: int = 1, tbt_s: float = STEP_S
+    ) -> Foreseen:
         """A request whose answer takes its steps and something beside them; returns what was foreseen of it."""
         world.arrive(answer=answer, choices=choices)
-        world.promise(world.one(Reserve), tbt_s=STEP_S)
+        world.promise(world.one(Reserve), tbt_s=tbt_s)
         call = world.one(Prefill)
         world.first_token(call)
         world.sleep((answer - 1) * STEP_S + BESIDE_S)
@@ -45,4 +47,27 @@ class TestRequests:
         world = World(decodes=1)
         self.serve(world, answer=8, **changes)  # type: ignore[arg-type]
         assert self.serve(world, answer=8).tpot_s == STEP_S
+        world.finish_all()
+
+    def test_without_a_promised_time_nothing_is_learnt(self) -> None:
+        """The whole answer would count as beside its steps."""
+        world = World(decodes=1)
+        assert self.serve(world, answer=8, tbt_s=0.0).tpot_s == 0.0
+        assert self.serve(world, answer=8).tpot_s == STEP_S
+        world.finish_all()
+
+    def test_an_answer_that_was_resumed_teaches_nothing(self) -> None:
+        """Most of its tokens came before it was placed here."""
+        world = World(decodes=1)
+        self.serve(world, answer=8)
+        decode = world.picture.decodes.get("decode-0")
+        assert decode is not None
+        learnt = decode.pace.state
+        world.resume("", tokens=500, answer=510)
+        world.promise(world.one(Reserve), tbt_s=STEP_S)
+        world.first_token(world.one(Prefill))
+        start = world.one(Start)
+        world.more(start, 2, Finish.STOP, known=True)
+        world.end(start)
+        assert decode.pace.state == learnt
         world.finish_all()

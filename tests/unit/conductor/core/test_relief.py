@@ -5,7 +5,7 @@ import pytest
 from moonpool.cost import Speeds
 from services.conductor.core.facts import LoadFacts
 from services.conductor.core.failures import Failure, Kind
-from services.conductor.core.messages import Adopt, Complete, Finish, Prefill, Reported, Reserve, Start
+from services.conductor.core.messages import Adopt, Complete, Delivered, Finish, Prefill, Reported, Reserve, Start
 from services.conductor.core.placing import STAY_S
 from services.conductor.core.relief import AT_ONCE
 from services.conductor.core.vigil import FIRST_TRIAL_S, HOLD_S, LESSONS
@@ -26,7 +26,7 @@ def moved(world: World, number: int) -> tuple[Start, Start]:
     return old, new
 
 
-@pytest.mark.parametrize("what", [{}, {"choices": 3}, {"choices": 2, "beams": True}], ids=["one", "three", "beams"])
+@pytest.mark.parametrize("what", [{}, {"choices": 3}], ids=["one", "three"])
 def test_a_sequence_goes_on_at_a_draining_instance_until_another_has_it(what: dict[str, int]) -> None:
     world = World()
     number, old = world.streaming(**what)
@@ -50,6 +50,26 @@ def test_a_sequence_goes_on_at_a_draining_instance_until_another_has_it(what: di
     world.more(new, 2, Finish.LENGTH, known=True)
     assert (world.ends, world.tokens[number]) == ({number: Complete(number, Finish.LENGTH)}, 8)
     world.end(new)
+    world.finish_all()
+
+
+def test_a_beam_search_which_says_nothing_is_moved_when_all_of_it_is_there() -> None:
+    """It begins again at the new place, and whichever ends first gives the answers."""
+    world = World()
+    number, prefill, old = world.decoding(choices=2, beams=True)
+    world.drain("decode-0")
+    assert world.rehashes == [], "its KV is on its way"
+    world.post(Delivered(prefill.io))
+    world.end(prefill)
+    world.drain("decode-0")
+    assert (world.rehashes, world.cancelled) == ([number], set())
+    world.rehash(number)
+    world.promise(world.one(Reserve))
+    world.first_token(world.one(Prefill))
+    new = world.open(Start)[-1]
+    assert (new.target.decode, world.cancelled) == ("decode-1", set())
+    world.more(old, 8, Finish.LENGTH, known=True)
+    assert (world.ends, new.io in world.cancelled) == ({number: Complete(number, Finish.LENGTH)}, True)
     world.finish_all()
 
 

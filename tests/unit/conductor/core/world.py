@@ -89,6 +89,7 @@ class World:
         self.cancelled: set[int] = set()
         self.tokens: Counter[int] = Counter()
         self.several: set[int] = set()  # of several answers, or beams: they begin again at prefill
+        self.beams: set[int] = set()  # their first tokens are candidates
         self.ends: dict[int, Complete | Fail | Drop] = {}
         self.arrived: set[int] = set()
         self.promises: dict[int, Target] = {}
@@ -167,6 +168,8 @@ class World:
         self.arrived.add(number)
         if choices > 1 or beams:
             self.several.add(number)
+        if beams:
+            self.beams.add(number)
         return number
 
     def _kept(self, request: int) -> int:
@@ -198,7 +201,7 @@ class World:
         assert call.io not in self.given
         self.given.add(call.io)
         known = self.tokens[call.request] > self.placed_with[call.request]
-        self.tokens[call.request] += not known
+        self.tokens[call.request] += not known and call.request not in self.beams
         return self.post(FirstToken(call.io, HOW, finish, known))
 
     def more(

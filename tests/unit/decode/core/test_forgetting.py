@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.kv.selection import Selection
 from moonpool.sched.forgetting import ForgetKV, Forgot
-from services.decode.core.actions import Action, Store
+from services.decode.core.actions import Action, Chunk, Store
 from services.decode.core.config import Preemption
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import WAYS, World, config
@@ -52,6 +52,23 @@ def test_one_that_was_promised_before_is_not_kept_either() -> None:
     world.work()
     assert world.core.blocks.keys() == []
     world.assert_at_rest()
+
+
+def test_a_full_hit_writes_nothing_though_its_blocks_are_deleted_before_its_step() -> None:
+    """Others still read them."""
+    world = World(config(20))
+    world.go(prompt(2 * BT), 3 * BT)
+    number = world.reserve(prompt(2 * BT), 4)
+    assert number is not None
+    world.compute(number)
+    world.post(ForgetKV(3, Selection(), everything=True))
+    world.step()
+    assert world.run is not None
+    assert world.run.chunks == (Chunk(number, 2 * BT - 1, 1, sample=True, full_hit=True),)
+    world.work()
+    assert (world.core.blocks.keys(), len(world.answers[number])) == ([], 4)
+    world.assert_at_rest()
+    world.assert_reruns()
 
 
 @pytest.mark.parametrize("way", WAYS)

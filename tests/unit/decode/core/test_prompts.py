@@ -4,10 +4,12 @@ import random
 
 import pytest
 
+from moonpool.kv.selection import Selection
+from moonpool.sched.forgetting import ForgetKV
 from moonpool.sched.lending import LendBlocks, Lent, TakeBack
 from services.decode.core.actions import Run, Store
 from services.decode.core.config import Preemption
-from services.decode.core.events import Open, StreamOpened
+from services.decode.core.events import Compute, Open, StreamOpened
 from services.decode.core.request import State
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import World, config
@@ -100,6 +102,18 @@ def test_its_blocks_are_found_by_others_and_written_to_the_kvstores() -> None:
     assert len(world.core.requests[other].blocks) == 4
 
 
+@pytest.mark.parametrize(("slo", "patient"), [(0.0, True), (1e3, False)])
+def test_the_steps_behind_it_are_patient_where_nobody_waits(slo: float, patient: bool) -> None:
+    world = World(config(40))
+    number = asked(world, BT + 3, slo=slo)
+    world.answers[number] = []
+    world.post(Compute(number, 1, patient=True))
+    world.work()
+    runs = [action for action in world.actions if isinstance(action, Run)]
+    assert [run.patient for run in runs] == [False, patient, patient, patient]
+    world.assert_at_rest()
+
+
 def test_a_full_hit_writes_no_block_and_nothing_to_the_kvstores() -> None:
     """Two at once, while another instance reads the same blocks: all refer to those that are there."""
     world = holding(3)
@@ -118,6 +132,17 @@ def test_a_full_hit_writes_no_block_and_nothing_to_the_kvstores() -> None:
     world.work()
     assert not [action for action in world.actions if isinstance(action, Store)]
     world.assert_at_rest()
+
+
+def test_a_full_hit_whose_keys_were_deleted_meanwhile_writes_to_no_block_that_others_read() -> None:
+    world = holding(3)
+    number, _ = asked(world, 3 * BT), asked(world, 3 * BT)
+    world.post(ForgetKV(1, Selection(), everything=True))
+    world.compute(number)
+    assert world.run is not None
+    assert [(chunk.start, chunk.count, chunk.full_hit) for chunk in world.run.chunks] == [(3 * BT - 1, 1, True)]
+    world.work()
+    assert not world.core.blocks.keys()
 
 
 @pytest.mark.parametrize("way", Preemption)

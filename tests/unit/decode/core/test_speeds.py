@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.cost import Speeds
+from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
 from services.decode.core.actions import Run
-from services.decode.core.runs import Flight
+from services.decode.core.events import StepDone
+from services.decode.core.runs import Flight, observe
 from tests.unit.decode.core.sequence import BT, prompt
-from tests.unit.decode.core.world import World, config
+from tests.unit.decode.core.world import SPEEDS, World, config
 
 
 def test_a_step_lasts_until_its_end_is_heard_of() -> None:
@@ -74,3 +75,12 @@ def test_a_patient_step_may_wait_before_it_is_overdue() -> None:
     assert patient.overdue(5.07, speeds) == speeds
     assert other.overdue(5.07, speeds).decode_base_s == pytest.approx(0.07)
     assert patient.overdue(5.2, speeds).decode_base_s == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_what_a_patient_step_waits_says_nothing_about_the_engine(steps: int) -> None:
+    """Neither in a run nor alone: then a step lasts until its end is heard of, but for that."""
+    tracker, flight = SpeedTracker(SPEEDS), Flight(Run(1, (1, 2), steps=steps, patient=True), 9, 5.0)
+    for _ in range(30):
+        observe(tracker, 5.0 + 0.009, flight, StepDone(1, False, 0.003, waited_s=0.006))
+    assert decode_step_seconds(tracker.speeds, 2, 9) == pytest.approx(0.003, rel=0.01)

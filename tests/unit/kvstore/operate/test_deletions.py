@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 
 import pytest
 
 from moonpool.cluster.records import RecordBook
 from moonpool.cluster.selections import DELETION
-from moonpool.errors import InvalidRequest, Overloaded, Unavailable
+from moonpool.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.selection import Selection
 from moonpool.rpc.wire import PayloadMessage
@@ -280,6 +281,22 @@ async def test_a_deletion_was_carried_out_if_all_folders_say_so(tmp_path: Path) 
     with_new.close()
 
 
+async def test_records_of_a_folder_that_cannot_be_read_are_left_out_of_several(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    ledger = Ledger(folders, lambda: 100.0)
+    await ledger.take([record("r", 1)])
+    await ledger.applied({"one": (3, 300)})
+    ledger.close()
+    (folders[1] / "data.mdb").write_bytes(b"no database" * 1000)
+    some = Ledger(folders, lambda: 100.0)
+    assert (some.counts("one"), [it.version for it in some.book.of("k", "t")]) == (None, [1])
+    await some.applied({"one": (0, 0)})
+    assert some.counts("one") == (3, 300)
+    some.close()
+    with pytest.raises(ConfigError, match=r"data_dir: .*b cannot be read"):
+        Ledger(folders[1:])
+
+
 async def test_what_was_deleted_while_a_disk_was_away_does_not_come_back_with_it(tmp_path: Path) -> None:
     away, here = tmp_path / "away", tmp_path / "here"
     order = deletion("one", tenants=["ours"])
@@ -299,3 +316,21 @@ async def test_what_was_deleted_while_a_disk_was_away_does_not_come_back_with_it
         assert await store.read(THEIRS) == [data_of(key) for key in THEIRS]
         raw = b"".join(path.read_bytes() for path in (away / "segments").iterdir())
         assert not any(bytes(key) in raw for key in OURS)
+
+
+@pytest.mark.parametrize(("later_s", "left"), [(60.0, 0), (-60.0, len(OURS))])
+async def test_of_a_deletion_that_nobody_knows_any_more_all_that_is_older_goes(
+    tmp_path: Path, later_s: float, left: int
+) -> None:
+    """A folder that was away for longer than records are kept; blocks know the second in which they came."""
+    away, here = tmp_path / "away", tmp_path / "here"
+    async with rig(data_dir=[away]) as store:
+        await store.put(OURS, "ours")
+        await store.durable()
+    ledger = Ledger([here / "records"], lambda: time.time() + later_s)
+    await ledger.applied({"one": (3, 300)})
+    ledger.close()
+    for folders in ([away, here], [away]):
+        async with rig(data_dir=folders, ledger=Ledger([folder / "records" for folder in folders])) as store:
+            assert len(await store.read(OURS)) == left
+            assert "one" in store.service.servicer.deletions

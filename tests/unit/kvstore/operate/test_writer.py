@@ -82,12 +82,13 @@ async def test_only_who_waits_for_something_ends_a_pause(tmp_path: Path) -> None
         assert driven.durable == [(A,), (B,), (C,)]
 
 
-def test_a_batch_at_most_is_owed_to_the_rate(tmp_path: Path) -> None:
+def test_all_that_is_written_is_owed_to_the_rate_however_much_at_once(tmp_path: Path) -> None:
+    """Of two disks one has carried over ten batches: the other waits for these too."""
     ssd = open_ssd(tmp_path)
     writer = WriteBehind(Driven(ssd, batch_bytes=1000).store.writes.queue, ssd, bytes_per_s=100)
-    assert [writer.pause_after(1000, 0.0) for _ in range(4)] == [10.0, 20.0, 20.0, 20.0]
-    assert writer.pause_after(0, 5.0) == 10.0
-    assert writer.pause_after(100, 60.0) == 1.0
+    assert [writer.pause_after(nbytes, 0.0) for nbytes in (10_000, 1000)] == [100.0, 110.0]
+    assert writer.pause_after(0, 5.0) == 105.0
+    assert writer.pause_after(100, 160.0) == 1.0
     ssd.close()
 
 

@@ -1,5 +1,6 @@
 """Several disks: where blocks go, disks that fail while the store runs, and folders that are missing or swapped."""
 
+import asyncio
 import errno
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,7 +16,7 @@ from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.tenants import Account, TenantRow
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, keys_of, writing
+from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, keys_of, spec_of, writing
 from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(12)
@@ -130,6 +131,17 @@ async def running(ssd: SsdTier) -> AsyncIterator[tuple[Driven, WriteBehind]]:
         yield driven, writer
 
 
+async def test_what_comes_now_and_then_fills_the_emptier_disk_and_then_both_in_turn(tmp_path: Path) -> None:
+    with tier(folders(tmp_path), 16) as ssd:
+        put(ssd, KEYS[:2], 0)
+        async with running(ssd) as (driven, writer):
+            assert await writer.drain(10)  # both wait now
+            for key in KEYS[2:]:
+                driven.store.writes.close(driven.put([key]))
+                assert await writer.drain(10)
+        assert [int(key in keys_on(ssd, 1)) for key in KEYS] == [0, 0, 1, 1, 0, 1, 0, 1, 0, 1, 0, 1]
+
+
 @pytest.mark.parametrize("error", [BROKEN, FULL])
 async def test_a_disk_that_fails_is_left_out_and_the_other_takes_its_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: OSError
@@ -154,6 +166,21 @@ async def test_a_disk_that_fails_is_left_out_and_the_other_takes_its_batch(
         assert len(told) == 1
         assert "a disk is left out" in told[0].getMessage()
         assert str(folders(tmp_path)[1]) in told[0].getMessage()
+
+
+async def test_others_take_what_a_disk_pauses_before_it_tries_again(tmp_path: Path) -> None:
+    files = FaultyFiles(), FaultyFiles()
+    with tier(folders(tmp_path), 16, files=files) as ssd:
+        put(ssd, KEYS[:2], 0)  # so that the other is asked first
+        driven, durable = over(ssd), asyncio.Event()
+        async with writing(driven, retry_after_s=(3600.0,)) as writer:
+            assert await writer.drain(10)
+            files[1].fail("write", FULL)
+            driven.store.writes.open(spec_of(KEYS[2:3]), lambda _: None, lambda _: durable.set())
+            driven.put(KEYS[2:3])
+            async with asyncio.timeout(10):
+                await durable.wait()
+            assert (keys_on(ssd, 0), ssd.disks_out) == (set(KEYS[:3]), 0)
 
 
 async def test_no_disk_is_left_out_for_want_of_descriptors(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from moonpool.errors import FrameError, StreamBroken
 from moonpool.kv.hashes import slice_hash
 from moonpool.streams.lanes.held import Held
+from moonpool.streams.lanes.inbound import MESSAGE_COST, TURN_BYTES
 from moonpool.streams.lanes.sockets import LENGTHS
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.streams.lanes.pairs import LAYOUT, MAILBOX, REQUEST, RESPONSE, came, pair, pool_of, read
@@ -209,6 +211,21 @@ async def test_what_a_taker_raises_is_raised_and_nothing_more_is_taken() -> None
         with pytest.raises(LookupError, match="no place"):
             await lane.server.run(refuse, nowhere)
         assert taken == [REQUEST]
+
+
+async def test_many_small_messages_leave_others_their_turns() -> None:
+    """However many come, and from wherever: what was received already, or lies with the system."""
+    many, most, taken, turns = 6000, TURN_BYTES // MESSAGE_COST, list[Any](), list[int]()
+    async with pair() as lane:
+        sending = asyncio.ensure_future(lane.socks[0].send([frame() * many]))
+        serving = asyncio.ensure_future(lane.server.run(lambda message, payload: taken.append(message)))
+        while len(taken) < many:
+            turns.append(len(taken))
+            await asyncio.sleep(0)
+        await sending
+        assert max(after - before for before, after in itertools.pairwise([*turns, many])) <= 2 * most
+        lane.server.close(StreamBroken("over"))
+        assert str(await serving) == "over"
 
 
 async def test_a_socket_that_is_closed_ends_the_reading() -> None:
