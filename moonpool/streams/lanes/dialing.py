@@ -16,7 +16,7 @@ from moonpool.streams.lanes.lane import Lane
 from moonpool.streams.lanes.listening import peer_uid
 from moonpool.streams.lanes.regions import Mailbox, Mapped, OwnRegions, Shared
 from moonpool.streams.lanes.settings import LaneSettings, lane_name
-from moonpool.streams.lanes.sockets import LaneSocket
+from moonpool.streams.lanes.sockets import LaneSocket, tune_tcp
 from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
@@ -167,7 +167,7 @@ async def _connected(name: str, address: str) -> socket.socket:
         sock.setblocking(False)
         await loop.sock_connect(sock, where)
         if name != "local":
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune_tcp(sock)
         elif peer_uid(sock) != os.getuid():
             raise PermissionDenied("another user listens there")
     except BaseException:

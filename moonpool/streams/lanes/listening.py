@@ -18,7 +18,7 @@ from moonpool.config import ServiceConfig, format_address, is_loopback, parse_ad
 from moonpool.errors import ConfigError, MoonpoolError, PermissionDenied, StreamBroken
 from moonpool.streams.lanes.regions import Mapped, map_regions
 from moonpool.streams.lanes.settings import LaneSettings, lane_name, remove_stale, socket_path
-from moonpool.streams.lanes.sockets import LaneSocket, NothingSaid
+from moonpool.streams.lanes.sockets import LaneSocket, NothingSaid, tune_tcp
 from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
@@ -188,7 +188,7 @@ class LaneServer:
             if peer_uid(raw) != self._uid:
                 raise PermissionDenied("it is another user's")
         else:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune_tcp(raw)
         fds: list[int] = []
         try:
             opening = await sock.receive_opening(fds)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -259,6 +260,19 @@ class LaneSocket:
 
     def _failure(self, error: OSError) -> Exception:
         return self.error or StreamBroken(error.strerror or repr(error))
+
+
+def tune_tcp(sock: socket.socket) -> None:
+    """Sets up a connected TCP socket, as each end of a lane does for what it sends.
+
+    Nothing waits for more to be sent with it. To a process of the same machine the oldest congestion control is used,
+    which every Linux has and lets everybody use: one that paces by the shortest round trip (BBR) takes the time until
+    the other process reads for congestion, and holds bytes back. Between machines the system's choice stands.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform.startswith("linux") and sock.getpeername()[0] == sock.getsockname()[0]:
+        with contextlib.suppress(OSError):  # it may be forbidden here after all
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def _wake(future: asyncio.Future[None]) -> None:
