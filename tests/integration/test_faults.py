@@ -17,8 +17,7 @@ from tests.integration.stack import CheckedStack
 from tests.integration.streams import disturbed
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-
-
+SCORE_TOLERANCE = 1e-4
 ENGINES = ("prefill-0", "decode-0")
 """Once they are restarted, KV can only come from the kvstore."""
 
@@ -162,7 +161,9 @@ def test_conductor_killed_under_several_answers(request: pytest.FixtureRequest, 
         undisturbed = client.generate(token_ids=prompt, sampling=sampling)
     result = asyncio.run(disturbed_one())
     assert [it.token_ids for it in result.choices] == [it.token_ids for it in undisturbed.choices]
-    assert [it.score for it in result.choices] == [it.score for it in undisturbed.choices]
+    # What is computed again comes from steps of other shapes, whose sums round otherwise.
+    for choice, other in zip(result.choices, undisturbed.choices, strict=True):
+        assert choice.score == (pytest.approx(other.score, abs=SCORE_TOLERANCE) if beams else None)
     assert (result.resumes >= 1, len(result.placements)) == (True, 1)
     assert stack.gauge("decode", "sequences_adopted") > before, "nothing was computed again"
 
