@@ -42,7 +42,8 @@ class CoreConfig:
         run_steps: steps that the engine may take in one run at most (see `Run`).
         ahead_steps: sequences get blocks for so many steps to come while enough are free, so that runs need not end
             where blocks do.
-        grace_s: seconds for which a sequence runs on without a conductor.
+        grace_s: seconds for which a sequence runs on without a conductor, and a promise is kept for one that has no
+            stream.
         log_ttl_s: seconds for which it is kept then, as is what ended ones have said.
         log_bytes: bytes of all that is kept.
         preempt_every: a diagnosis: a member of the batch is preempted in every so many steps; 0 = never.

@@ -141,8 +141,13 @@ class DecodeCore:
             return
         self._roster.add(request)
         self.planner.keep_seat(request)
-        self._leases.set(event.id, now + self.config.lease_s)
+        self._leases.set(event.id, now + self._promise_s(event.conductor))
         out.append(Promised(event.id, len(request.blocks), tbt_s))
+
+    def _promise_s(self, conductor: str) -> float:
+        """How long a promise to a conductor needs no news: less where it asked and was lost before that was read."""
+        there = not conductor or conductor in self._streams.values()
+        return self.config.lease_s if there else min(self.config.grace_s, self.config.lease_s)
 
     def _progress(self, now: float, event: Event, out: list[Action]) -> None:
         request = self.requests.get(event.id) if isinstance(event, _OfOne) else None
@@ -230,7 +235,7 @@ class DecodeCore:
                 self._leases.set(number, min(now + self.config.lease_s, request.until))
             else:
                 waited = f"the promise was not taken up for {self.config.promise_s:g} s"
-                silent = f"no frame of the transfer came for {self.config.lease_s:g} s"
+                silent = "no frame of the transfer came while its lease ran"
                 self._end([request], waited if waits and request.conductor in conductors else silent, out)
 
     def _stream(self, event: StreamOpened | StreamClosed, out: list[Action]) -> None:

@@ -32,6 +32,18 @@ def test_a_promise_does_not_die_in_the_prefills_queue() -> None:
     world.assert_at_rest()
 
 
+def test_a_promise_to_a_conductor_that_was_lost_before_ends_with_the_grace_period() -> None:
+    """Its Reserve was read after its stream had ended; one whose stream comes later keeps the promise."""
+    world = World(config(12, lease_s=10.0, grace_s=5.0))
+    lost, later = world.reserve(prompt(20), conductor="lost"), world.reserve(prompt(20, 1), conductor="later")
+    assert world.core.due() == 5.0
+    world.post(StreamOpened(2, "later"))
+    world.tick(5.1)
+    assert (lost in world.failed, later in world.failed) == (True, False)
+    world.tick(11.0)
+    assert later not in world.failed
+
+
 def test_a_promise_that_nobody_takes_up_ends_though_its_conductor_is_there() -> None:
     """The conductor may have lost the answer to its Reserve."""
     world = World(config(12, lease_s=10.0, promise_s=35.0))
