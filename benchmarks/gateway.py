@@ -26,6 +26,7 @@ import httpx2
 from benchmarks.frame import Progress, Row, paired, run, spread_of
 from benchmarks.gateway_load import Found
 from moonpool.bundled import model_dir
+from moonpool.cli.named import chosen_model
 from moonpool.cli.stack import GATEWAY, LocalStack, StackPlan
 
 ENGINE = "emulated:llama-70b-a800"
@@ -193,7 +194,8 @@ def chat_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """The cached share from the second turn on, and TTFT of the last turn beside that of as long a new prompt."""
     shares: list[float] = []
     pairs: list[tuple[float, float]] = []
-    with stack(options, "real", options.model, sorted(os.sched_getaffinity(0))) as running, _client(running) as client:
+    model = chosen_model(options.model)
+    with stack(options, "real", model, sorted(os.sched_getaffinity(0))) as running, _client(running) as client:
         for number in range(options.seed, options.seed + options.runs):
             turns = chat(client, f"chat {number}", options.turn_words, options.turn_tokens)
             shares.append(statistics.mean(turn.cached_tokens / turn.prompt_tokens for turn in turns[1:]))
@@ -216,7 +218,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=64)
     parser.add_argument("--time-scale", type=float, default=TIME_SCALE, help="emulated seconds per second")
-    parser.add_argument("--model", default=str(model_dir()), help="of the chat; default: the bundled model")
+    parser.add_argument("--model", default="", help="of the chat, as of `moonpool up`; default: the bundled model")
     parser.add_argument("--turn-words", type=int, default=24, help="of each turn of the chat")
     parser.add_argument("--turn-tokens", type=int, default=128, help="of each answer of the chat")
     parser.add_argument("--seed", type=int, default=0)

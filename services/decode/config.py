@@ -35,7 +35,8 @@ class DecodeConfig(EngineConfig):
     grace_s: float = Field(
         5.0,
         ge=0,
-        description="seconds for which a sequence runs on when its conductor is lost; then it gives up its KV",
+        description="seconds for which a sequence runs on when its conductor is lost; then it gives up its KV. Room "
+        "promised to a conductor that was lost before is kept as long",
     )
     log_ttl_s: float = Field(
         60.0,
