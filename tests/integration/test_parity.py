@@ -266,7 +266,7 @@ def test_answers_are_the_same_alone_cached_and_in_company(served: Served) -> Non
     together = asyncio.run(served.gather(asked))
     steps, decoded = served.stack.gauge("decode-", "steps") - before, len(asked) * (COMPANY_TOKENS - 1)
     print(f"{decoded} tokens in {steps:g} steps")
-    assert steps < 0.75 * decoded, "the requests ran one after the other"
+    assert steps < decoded, "no two requests shared a step"
     for (prompt, sampling), first, second in zip(asked, alone, together, strict=True):
         assert second.token_ids == first.token_ids or not served.topology.exact
         if sampling.seed is None:
