@@ -43,13 +43,17 @@ def create(
     tag: Annotated[list[str] | None, typer.Option(help="A further name for requests; may be given again.")] = None,
     ttl_s: Annotated[float, typer.Option(min=0.0, help="Seconds it lives; 0 = an hour.")] = 0.0,
     messages: Annotated[bool, typer.Option(help="The file is a JSON list of turns with role and content.")] = False,
+    tools: Annotated[str, typer.Option(help="File with a JSON list of functions, as requests have them.")] = "",
     as_json: Json = False,
 ) -> None:
     """Keep the beginning of conversations; its KV is computed now, and pinned."""
     text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     turns = _turns(text) if messages else [Message(role="system", content=text)]
+    functions = _tools(Path(tools).read_text(encoding="utf-8")) if tools else None
     with Client(addresses(address)) as client:
-        context = client.contexts.create(messages=turns, name=name, tags=tag or [], ttl_s=ttl_s, tenant=tenant)
+        context = client.contexts.create(
+            messages=turns, tools=functions, name=name, tags=tag or [], ttl_s=ttl_s, tenant=tenant
+        )
     _print(context, as_json=as_json)
 
 
@@ -145,6 +149,16 @@ def _turns(text: str) -> list[Message]:
         return [Message(role=str(turn["role"]), content=str(turn["content"])) for turn in found]
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidRequest("file", f"must be a JSON list of turns with role and content: {error}") from None
+
+
+def _tools(text: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest("tools", f"must be a JSON list of functions: {error}") from None
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise InvalidRequest("tools", "must be a JSON list of functions")
+    return found
 
 
 def _bytes(option: str, given: list[str]) -> list[bytes]:
