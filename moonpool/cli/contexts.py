@@ -17,13 +17,7 @@ from moonpool.errors import InvalidRequest
 
 EXIT_INCOMPLETE = 1
 
-app = typer.Typer(
-    name="moonpool context",
-    help="Named contexts: beginnings of prompts that are kept, with their KV.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer()
 delete_app = typer.Typer(name="moonpool delete", add_completion=False, pretty_exceptions_enable=False)
 
 Tenant = Annotated[str, typer.Option(help="Whose context it is.")]
@@ -188,11 +182,6 @@ def _left(context: Context) -> str:
     seconds = max(0, round(context.expires_at - time.time()))
     hours, minutes = seconds // 3600, seconds % 3600 // 60
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds % 60} s"
-
-
-def run(args: list[str]) -> None:
-    """Runs `moonpool context VERB ...`; errors are raised, for the caller to print."""
-    app(args, prog_name="moonpool context")
 
 
 def run_delete(args: list[str]) -> None:

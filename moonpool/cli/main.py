@@ -13,6 +13,7 @@ import typer
 from moonpool.cli import chat_verb, traces
 from moonpool.cli import model as model_verbs
 from moonpool.cli.bench import bench_app
+from moonpool.cli.lazy import group_of
 from moonpool.cli.options import PASS_THROUGH, Address, KVDtype, Model, UsedContext, UsedContextTtl, addresses
 from moonpool.errors import MoonpoolError
 
@@ -45,20 +46,13 @@ _service("gateway", "Run one gateway: the HTTP interfaces of OpenAI and Anthropi
 
 def _verbs(name: str, module: str, summary: str) -> None:
     """Adds a verb that has verbs of its own, in a module of the command's."""
-
-    @app.command(name, help=summary, context_settings=PASS_THROUGH)
-    def run(context: typer.Context) -> None:
-        importlib.import_module(f"moonpool.cli.{module}").run(context.args)
+    verbs = typer.Typer(cls=group_of(f"moonpool.cli.{module}"), help=summary, no_args_is_help=True)
+    app.add_typer(verbs, name=name)
 
 
-_verbs("certs", "certs", "Make certificates for TLS between services: certs create FOLDER.")
-_verbs("context", "contexts", "Named contexts: context create|list|show|renew|delete.")
-_verbs(
-    "simulate",
-    "simulate",
-    "Experiments in virtual time: simulate cache|scale|scheduling|ratio|overload|roles|conductors|pipeline|hot|"
-    "transfer|memory|faults.",
-)
+_verbs("certs", "certs", "A local certificate authority for TLS between services.")
+_verbs("context", "contexts", "Named contexts: beginnings of prompts that are kept, with their KV.")
+_verbs("simulate", "simulate", "Experiments in virtual time. Without --trace, requests are generated from --seed.")
 
 
 @app.command("kvstore", context_settings=PASS_THROUGH)
