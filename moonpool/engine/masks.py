@@ -2,10 +2,10 @@
 
 What may follow depends on the tokens before it, which are known as soon as a step has chosen them. So the masks of a
 run's next step are begun at once, beside what the engine does between two steps, and are there when the step has its
-logits. All of a step's masks are two calls of the library, which free the interpreter's lock and write the bits to
-where the sampler reads them. While the thread works, native kernels leave it a core: a team with more threads than
-cores waits at each barrier for one that does not run. The first request with a format waits for the tokenizer, which
-takes up to a second and 150 MB with 152k tokens: who asks for no format pays neither.
+logits. The library writes them, without the interpreter's lock, to where the sampler reads them. While the thread
+works, native kernels leave it a core: a team with more threads than cores waits at each barrier for one that does not
+run. The first request with a format waits for the tokenizer, which takes up to a second and 150 MB with 152k tokens:
+who asks for no format pays neither.
 
 A mask is a function of the grammar and the answer so far. Parsers that stand behind an answer are kept only to save
 time: one that is missing is made anew from the answer, so nothing is lost with a preempted or moved sequence, nor when
@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from moonpool.checkpoint import Tokenizer
 from moonpool.engine.footprint import give_back
@@ -34,9 +34,12 @@ from moonpool.sched.steps import Step
 MAX_GRAMMARS = 64
 MAX_PARSERS = 512
 TOKEN_BYTES = 4
-WORD_BITS, WORD_BYTES = 32, 4
+WORD_BITS = 32
 LOOKS = 16
 """Steps from one look at the process's memory to the next."""
+SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 4, 6))]
+"""Tokens that match one of these expressions are allowed together where a format allows the expression; only the others
+are looked at one by one. The library's own, and shorter texts: for those whose longest length is near."""
 _MAX_REASON = 300
 
 K = TypeVar("K")
@@ -81,15 +84,19 @@ class Wanted:
 class _Row:
     """A sequence of the step or run under way, and the parser behind its answer."""
 
-    wanted: Wanted
+    index: int
+    grammar: Grammar
+    answer: bytes
+    """When the run began."""
     parser: LLMatcher
+    bits: tuple[int, int]
+    """Address and bytes of its mask."""
     later: list[int] = field(default_factory=list)
-    """Tokens that the run has added to the answer."""
+    """Tokens that the run has added to it."""
 
     def now(self) -> Wanted:
         """The mask that is wanted now."""
-        later = np.array(self.later, "<i4").tobytes()
-        return Wanted(self.wanted.index, self.wanted.grammar, self.wanted.answer + later)
+        return Wanted(self.index, self.grammar, self.answer + np.array(self.later, "<i4").tobytes())
 
 
 class Masks:
@@ -121,7 +128,6 @@ class Masks:
         self._goes_on = False
         # The thread's own:
         self._steps = 0
-        self._bits = np.zeros((0, 0), np.uint8)
         self._rows: list[_Row] = []
         self._allowed = Allowed()
         self._grammars: OrderedDict[Grammar, LLMatcher] = OrderedDict()
@@ -146,27 +152,26 @@ class Masks:
     def _tokenizer(self) -> LLTokenizer:
         tokenizer = self._load()
         size = max(self._vocab_size, tokenizer.vocab_size)
-        return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None)
-
-    @cached_property
-    def _batches(self) -> LLExecutor:
-        return LLExecutor(num_threads=1)
+        return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None, slices=SLICES)
 
     def _begin(self, wanted: Sequence[Wanted]) -> Allowed:
         with self._aside():
             self._close()
             self._look()
             self._open(wanted)
-            return self._found()
+            for row in self._rows:
+                self._find(row)
+            return self._allowed
 
     def _go_on(self, tokens: Sequence[int]) -> Allowed:
         with self._aside():
             if self._look():
                 self._open([row.now() for row in self._rows])
             for row in self._rows:
-                row.later.append(tokens[row.wanted.index])
-            self._batches.consume_token_par([(row.parser, row.later[-1]) for row in self._rows])
-            return self._found()
+                row.later.append(tokens[row.index])
+                row.parser.consume_token(tokens[row.index])
+                self._find(row)
+            return self._allowed
 
     def _look(self) -> bool:
         """Once in a while, whether the process held too much, and all has been given up."""
@@ -185,7 +190,7 @@ class Masks:
     def _close(self) -> None:
         """The run is over: its parsers are kept for those that go on with its sequences."""
         for row in self._rows:
-            if row.wanted.index not in self._allowed.failed:
+            if row.index not in self._allowed.failed:
                 now = row.now()
                 _keep(self._parsers, (now.grammar, now.answer), row.parser, MAX_PARSERS)
         self._rows = []
@@ -195,25 +200,19 @@ class Masks:
         self._rows, self._allowed = [], Allowed()
         for it in wanted:
             try:
-                self._rows.append(_Row(it, self._parser(it.grammar, it.answer)))
+                parser, words = self._parser(it.grammar, it.answer), -(-self._tokenizer.vocab_size // WORD_BITS)
             except Exception as error:  # of the library, or the checkpoint has no tokenizer: other sequences go on
                 self._allowed.failed[it.index] = _reason(it.grammar, repr(error))
-        if self._rows:
-            words = -(-self._tokenizer.vocab_size // WORD_BITS)
-            self._bits = np.zeros((len(self._rows), words * WORD_BYTES), np.uint8)
-            self._allowed.masks = {
-                row.wanted.index: memoryview(bits) for row, bits in zip(self._rows, self._bits, strict=True)
-            }
+                continue
+            bits = np.zeros(words, np.uint32)
+            self._allowed.masks[it.index] = memoryview(bits).cast("B")
+            self._rows.append(_Row(it.index, it.grammar, it.answer, parser, (bits.ctypes.data, bits.nbytes)))
 
-    def _found(self) -> Allowed:
-        """What may follow."""
-        if self._rows:
-            parsers = [(row.parser, at) for at, row in enumerate(self._rows)]
-            self._batches.unsafe_compute_mask_ptr(parsers, self._bits.ctypes.data, self._bits.shape[1], len(parsers))
-        for row in self._rows:
-            if row.parser.is_error():
-                self._allowed.failed[row.wanted.index] = _reason(row.wanted.grammar, row.parser.get_error())
-        return self._allowed
+    def _find(self, row: _Row) -> None:
+        """Writes a row's mask."""
+        row.parser.unsafe_compute_mask_ptr(*row.bits)
+        if row.parser.is_error():
+            self._allowed.failed[row.index] = _reason(row.grammar, row.parser.get_error())
 
     def _parser(self, grammar: Grammar, answer: bytes) -> LLMatcher:
         """The parser behind an answer, at best the one that stood before its last token."""
