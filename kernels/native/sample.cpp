@@ -139,6 +139,18 @@ void Work::adjust() {
     if (row.presence != 0) each_once(row.prompt_tokens, [&](float& it) { it -= row.presence; });
 }
 
+// Logits of tokens whose bit is set, the lowest for the first, and minus infinity for the others.
+INLINE vf permitted(vf v, uint32_t bits) {
+    vf none = splat(-INFINITY);
+#if defined(MP_AVX512)
+    return (vf)_mm512_mask_mov_ps((__m512)none, (__mmask16)bits, (__m512)v);
+#else
+    vu lanes;
+    for (int i = 0; i < W; i++) lanes[i] = 1u << i;
+    vi out = (vi)((((vu){} + bits) & lanes) == 0);
+    return (vf)(((vi)v & ~out) | ((vi)none & out));
+#endif
+}
 // Minus infinity where words of 32 tokens each say so; the highest of the others, NaN where one of them is.
 float Work::mask_run(int64_t index, const uint32_t* words) {
     float* to = logits + index * RUN;
@@ -147,14 +159,10 @@ float Work::mask_run(int64_t index, const uint32_t* words) {
         for (int64_t i = 0; i < left; i++) if (!(words[i / 32] >> i % 32 & 1)) to[i] = -INFINITY;
         return best_of_run(index);
     }
-    vu lanes;
-    for (int i = 0; i < W; i++) lanes[i] = 1u << i;
-    vf none = splat(-INFINITY), most = none;
+    vf most = splat(-INFINITY);
     vi odd = {};
     for (int i = 0; i < RUN; i += W) {
-        vu bits = (vu){} + (words[i / 32] >> i % 32);
-        vi out = (vi)((bits & lanes) == 0);
-        vf v = (vf)(((vi)load(to + i) & ~out) | ((vi)none & out));
+        vf v = permitted(load(to + i), words[i / 32] >> i % 32);
         store(to + i, v);
         odd |= v != v;
         most = vmax(v, most);
