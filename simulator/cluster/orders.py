@@ -37,7 +37,7 @@ from simulator.cluster.entrance import keeps_tbt
 from simulator.cluster.members import Members
 from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.requests import Made, Request, Sequence, keys_of_chain
-from simulator.cluster.seats import Resume
+from simulator.cluster.sequences import Resume
 from simulator.cluster.streams import DecodeStream, DecodeStreams
 from simulator.kernel.calls import NOTICED_S, Calls, Wire
 from simulator.kernel.clock import ps

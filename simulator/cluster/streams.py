@@ -10,7 +10,7 @@ from typing import Protocol
 
 from simulator.cluster.decode import DecodeInstance
 from simulator.cluster.requests import Made
-from simulator.cluster.seats import Resume, Told
+from simulator.cluster.sequences import Resume, Told
 from simulator.kernel.calls import NOTICED_S, Calls, Wire
 from simulator.kernel.clock import ps
 
