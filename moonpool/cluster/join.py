@@ -59,7 +59,7 @@ RoleTaker = Callable[[kv_pb2.InstanceKind.ValueType], None]
 
 def no_role(kind: kv_pb2.InstanceKind.ValueType) -> None:
     """For instances that keep the role that they have."""
-    log.warning("ordered to change its role, which it cannot", kind=kv_pb2.InstanceKind.Name(kind))
+    log.warning("order to change the role ignored: this instance has no other", kind=kv_pb2.InstanceKind.Name(kind))
 
 
 class _JoinCall(ClientStream[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]):
@@ -236,7 +236,7 @@ class JoinAgent:
             case "role":
                 self._on_role(answer.role.kind)
             case other:
-                log.warning("order not understood", order=other)
+                log.warning("unknown order from the conductor ignored", order=other)
 
     async def _write(self, call: _JoinCall) -> None:
         """Send changes soon, loads regularly."""
