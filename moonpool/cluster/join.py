@@ -7,7 +7,6 @@ one, and connects again when the stream breaks or the conductor restarts.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
@@ -15,6 +14,7 @@ from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapsh
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, StreamBroken
 from moonpool.rpc.channels import Channels
 from moonpool.streams.calling import ClientStream
+from moonpool.streams.deadlines import within
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
@@ -265,9 +265,7 @@ class JoinAgent:
                 await self._wake.changed.wait()
         except TimeoutError:
             return
-        with contextlib.suppress(TimeoutError):  # a distance between messages, unless what has changed is wanted soon
-            async with asyncio.timeout(self._flush_s):
-                await self._wake.soon.wait()
+        await within(self._flush_s, self._wake.soon)  # a distance between messages, unless changes are wanted soon
 
     async def _tell_all(self, call: _JoinCall) -> None:
         """Send a snapshot, and between its steps what changes meanwhile."""

@@ -83,6 +83,7 @@ class Ledger:
         """
         for record in filter(_is_deletion, records):
             deletion_from_record(record)  # raises before any is taken
+            await asyncio.sleep(0)
         newer = self.book.merge(records)
         self._note(newer)
         await self._write(newer)

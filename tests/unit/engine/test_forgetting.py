@@ -90,6 +90,30 @@ async def test_what_waits_is_dropped_and_what_is_written_says_what_it_is_younger
     await asyncio.wait([working])
 
 
+async def test_many_deletions_of_one_message_look_through_the_pool_a_few_times_and_leave_others_their_turns(
+    rig: Rig,
+) -> None:
+    """A pool may have many blocks, and a small message many deletions."""
+    deletions = [kv_pb2.Deletion(id=str(number), selection={"tenants": [str(number)]}) for number in range(5000)]
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    answer = await rig.forgetting.forget(kv_pb2.ForgetRequest(deletions=deletions))
+    beside.cancel()
+    looks = [look.selection.tenants for look in rig.looks]
+    assert frozenset().union(*looks) == {str(number) for number in range(5000)}
+    assert sum(map(len, looks)) == 5000
+    assert (answer.blocks, len(looks)) == (3 * len(looks), 3)
+    assert turns >= 5  # between portions when they are read, after each that is carried out
+    assert rig.carried_out.concerning([], "4999") == ["4999"]
+
+
 async def test_a_wrong_deletion_changes_nothing(rig: Rig) -> None:
     with pytest.raises(InvalidRequest, match="keys"):
         await rig.delete("d", keys=b"short")
