@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from moonpool.client import SamplingParams, Slo
 from moonpool.errors import InvalidRequest
@@ -55,8 +55,8 @@ BodyT = TypeVar("BodyT", bound="Body")
 class _FirstFault:
     """As pydantic's `FailFast`, which cannot be part of a union here: it has no hash."""
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler(source) | {"fail_fast": True}
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Mapping[str, Any]:
+        return {**handler(source), "fail_fast": True}
 
 
 Many = Annotated[list[T], _FirstFault()]

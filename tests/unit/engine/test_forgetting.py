@@ -94,7 +94,9 @@ async def test_many_deletions_of_one_message_look_through_the_pool_a_few_times_a
     rig: Rig,
 ) -> None:
     """A pool may have many blocks, and a small message many deletions."""
-    deletions = [kv_pb2.Deletion(id=str(number), selection={"tenants": [str(number)]}) for number in range(5000)]
+    deletions = [
+        kv_pb2.Deletion(id=str(number), selection=kv_pb2.Selection(tenants=[str(number)])) for number in range(5000)
+    ]
     turns = 0
 
     async def others() -> None:
