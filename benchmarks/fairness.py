@@ -120,7 +120,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def rounds(runner: asyncio.Runner, address: str, options: argparse.Namespace, number: int) -> dict[str, list[float]]:
-    """TTFT of the calm requests by who floods. The loop outlives calls that are cut off: gRPC tells it their ends yet."""
+    """TTFT of the calm requests by who floods. The loop outlives calls that are cut off: gRPC tells their ends."""
     profile = load_profile(options.engine.removeprefix("emulated:"))
     scale = options.time_scale or profile.time_scale
     capacity = options.prefill * scale / prefill_seconds(profile.speeds, PROMPT_TOKENS, 0)
