@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarks.emulated import late, lateness
 from benchmarks.frame import Progress, Row, Skipped, bounded, paired, run
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
-from moonpool.cli.check import Reading, wait_at_rest
+from moonpool.cli.check import wait_at_rest
 from moonpool.cli.replay import Replay, cut, drive, served, summary_of
 from moonpool.cli.stack import CONDUCTOR, LocalStack, StackPlan
 from moonpool.client import Slo as Limits
@@ -38,8 +39,6 @@ from simulator.traces.mooncake import Trace, TraceRequest, trace_path
 GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
 WANTED = 15.0
 """Per cent that the simulator's goodput may be off."""
-LATE = 5.0
-"""Per cent of the emulated steps' time by which the machine may be late: beyond that it is too small for the load."""
 STEP_TOKENS, MOST_TOKENS = 4096, 32_000
 STORE_BYTES = 1 << 30
 """DRAM of a stack's kvstore: all emulated KV of a mode."""
@@ -175,15 +174,6 @@ def serve(stack: LocalStack, mode: Mode, wanted: Sequence[TraceRequest], options
     return Measured(mode, config, own, summary, late(before, wait_at_rest(stack.address, WAIT_S)))
 
 
-def late(before: Sequence[Reading], after: Sequence[Reading]) -> float:
-    """Per cent of the emulated steps' time by which the machine was late between two readings."""
-
-    def grown(name: str) -> float:
-        return sum(it.value for it in after if it.name == name) - sum(it.value for it in before if it.name == name)
-
-    return 100 * grown("emulated_late_seconds") / (grown("emulated_step_seconds") or 1.0)
-
-
 def simulated(config: ClusterConfig, wanted: Sequence[TraceRequest]) -> Summary:
     """The same in virtual time."""
     return simulate(config, wanted)[0]
@@ -231,8 +221,10 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
             found = Figures(100 * it.summary.goodput_share, 100 * summary.goodput_share)
             figures.setdefault(it.mode.name, []).append(found)
             progress(f"{it.mode.name}: simulated {described(summary)}, off by {found.off:.1f} %")
-    steps = bounded("emulated steps: late by", "%", [it.late for it in measured], "wanted at most", LATE)
-    return [*(row for name, runs in figures.items() for row in rows(name, runs)), steps]
+    return [
+        *(row for name, runs in figures.items() for row in rows(name, runs)),
+        lateness([it.late for it in measured]),
+    ]
 
 
 def rows(name: str, figures: Sequence[Figures]) -> Iterator[Row]:

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.emulated import late, lateness
 from benchmarks.frame import Skipped
-from benchmarks.goodput import MODES, MOST_TOKENS, Figures, apart, arrivals, late, rows
+from benchmarks.goodput import MODES, MOST_TOKENS, Figures, apart, arrivals, rows
 from moonpool.cli.check import Reading
 from moonpool.cli.replay import Replay
 from moonpool.client import Slo as Limits
@@ -70,3 +71,4 @@ def test_lateness_is_of_the_steps_since() -> None:
 
     assert late(read(10.0, 5.0), read(30.0, 6.0)) == 5.0
     assert late(read(10.0, 5.0), read(10.0, 5.0)) == 0.0
+    assert [lateness([value]).met for value in (4.0, 6.0)] == [True, False]
