@@ -41,12 +41,16 @@ class Coming:
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Instances where the beginning of a chain is being computed, and how many blocks of it."""
-        found: dict[str, int] = {}
+        levels: list[tuple[int, dict[str, int]]] = []
         for blocks in MARKS if self._at else ():
             there = self._at.get(keys[blocks - 1]) if blocks <= len(keys) else None
             if there is None:
                 break
-            found |= dict.fromkeys(there, blocks)
+            levels.append((blocks, there))
+        found: dict[str, int] = {}
+        for blocks, there in reversed(levels):  # who computes more is in all that follow
+            if len(there) > len(found):
+                found = dict.fromkeys(there, blocks) | found
         return found
 
     def digest(self) -> bytes:
