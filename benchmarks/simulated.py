@@ -45,8 +45,8 @@ class Kind:
         shrink: lengths and blocks of the trace are so many times shorter.
         most_tokens: a prompt is cut to so many.
         least_answer: an answer has so many tokens at least. The time per token of one of two tokens is a single gap,
-            in which the prompt's KV comes: where a tenth of the answers were so short, the p90 lay at the border between
-            such gaps and steps.
+            in which the prompt's KV comes: where a tenth of the answers were so short, the p90 lay between such gaps
+            and steps.
         step_tokens: of a prefill step.
         company: what `ClusterConfig.company` begins with: above 1 where engines share the machine's cores.
         requests: of a slice.
