@@ -56,9 +56,14 @@ class PrefillChoice(NamedTuple):
         return self.overhead_s + self.load_s + self.prefill_s
 
     @property
+    def known_s(self) -> float:
+        """Predicted time to first token by what is known now: places are compared by it."""
+        return self.queue_s + self.alone_s
+
+    @property
     def ttft_s(self) -> float:
-        """Predicted time to first token."""
-        return self.queue_s + self.later_s + self.alone_s
+        """Predicted time to first token, with what is expected to come later."""
+        return self.known_s + self.later_s
 
 
 class DecodeChoice(NamedTuple):

@@ -3,7 +3,7 @@
 import pytest
 
 from services.conductor.core.messages import Announce, Finish, Prefill, Reserve, Start
-from services.conductor.core.pace import BESIDE_S, Foreseen, Pace
+from services.conductor.core.pace import FIRST, Foreseen, Pace
 from tests.unit.conductor.core.world import World
 
 STEP_S, ONCE_S = 0.002, 0.03
@@ -11,12 +11,12 @@ STEP_S, ONCE_S = 0.002, 0.03
 
 def first_of(answer: int) -> float:
     """What is foreseen of an answer of so many tokens before anything was measured."""
-    return STEP_S + BESIDE_S / (answer - 1)
+    return STEP_S + FIRST[0] / (answer - 1)
 
 
 def test_an_answer_takes_its_steps_and_once_what_is_beside_them() -> None:
     """Steps take 1.5 times as long as was promised: prompts that came later were computed beside them."""
-    pace = Pace()
+    pace = Pace(0.0)
     assert pace.foresee(STEP_S, 10, 0, joins=True) == Foreseen(STEP_S, first_of(11), 0), "nothing was measured"
     for number in range(100):
         steps = 5 + 10 * (number % 4)
@@ -26,6 +26,17 @@ def test_an_answer_takes_its_steps_and_once_what_is_beside_them() -> None:
     assert pace.foresee(STEP_S, 0.2, 0, joins=True).tpot_s == pytest.approx(0.033, rel=0.05), "at least one step"
     alone = pace.foresee(STEP_S, 10, 0, joins=False).tpot_s
     assert alone == pytest.approx(0.003, rel=0.05), "decode computes the first token itself"
+
+
+def test_what_is_promised_counts_as_far_as_it_was_right() -> None:
+    """Promises follow the moment, here between one and four of the instance's first steps; answers took two of them."""
+    pace = Pace(STEP_S)
+    for number in range(200):
+        steps, promised_s = 5 + 10 * (number % 4), STEP_S * (1 + number % 3 * 1.5)
+        pace.observe(pace.foresee(promised_s, steps, 0, joins=True), steps, 2 * steps * STEP_S + ONCE_S)
+    for promised_s in (STEP_S, 4 * STEP_S):
+        foreseen = pace.foresee(promised_s, 20, 0, joins=True)
+        assert foreseen.tpot_s == pytest.approx(2 * STEP_S + ONCE_S / 20, rel=0.1)
 
 
 class TestRequests:
@@ -46,7 +57,7 @@ class TestRequests:
     def test_answers_teach_what_is_beside_their_steps(self) -> None:
         world = World(decodes=1)
         assert self.serve(world, answer=8).tpot_s == pytest.approx(first_of(8), rel=0.02)
-        assert self.serve(world, answer=8).tpot_s > STEP_S + 1.5 * BESIDE_S / 7
+        assert self.serve(world, answer=8).tpot_s > STEP_S + 1.5 * FIRST[0] / 7
         world.finish_all()
 
     @pytest.mark.parametrize("changes", [{"finish": Finish.CANCELLED}, {"choices": 2}])
