@@ -73,7 +73,7 @@ class Kind:
 
 KINDS = {
     "emulated": Kind("emulated 8 + 8", "emulated:llama-70b-a800", 8, 8, 1, 32_000, 2, 4096, 1.0, 60, 4.0),
-    "real": Kind("bundled model 1 + 1", "real", 1, 1, 16, 1400, 8, 512, 1.5, 60, 5.0),
+    "real": Kind("bundled model 1 + 1", "real", 1, 1, 16, 1400, 8, 512, 1.5, 100, 5.0),
 }
 FIT_SIMULATIONS = 150
 """That each fit may take: twice as many came a twentieth nearer (docs/simulator.md), and take twice as long."""
