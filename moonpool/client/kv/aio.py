@@ -11,7 +11,7 @@ from typing import NamedTuple, Self, TypeVar
 from pydantic import ValidationError
 from typing_extensions import Buffer
 
-from moonpool.client.kv.connection import Connection, named
+from moonpool.client.kv.connection import PORTION, Connection
 from moonpool.client.kv.reading import Wanted, read_some
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.blocks import NO_PARENT
@@ -25,10 +25,6 @@ from moonpool.streams.lanes.regions import SharedMemory
 from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
 
 DEFAULT_TIMEOUT_S = 30.0
-PORTION = 4096
-"""Values that travel in one session, or are asked for in one call."""
-PORTION_BYTES = 64 << 20
-"""Of values that are put in one session, unless one alone is larger: the store needs room for all of them at once."""
 
 T = TypeVar("T")
 
@@ -84,11 +80,14 @@ class AsyncKVClient:
         dialer = LaneDialer(settings, lambda: [self._shared.shared] if self._shared is not None else [])
         self._namespace = value_namespace(namespace)
         key = api_key or os.environ.get("MOONPOOL_API_KEY", "")
-        self._connection = Connection(address, self._namespace, tls, key, dialer)
+        self._connection = self._connect(address, self._namespace, tls, key, dialer)
         self._asked_tenant = tenant
         self._identity: _Identity | None = None
         self._timeout_s = timeout_s
         self._usual: KVLayout | None = None  # of the values used last: a guess for the next
+
+    def _connect(self, address: str, namespace: bytes, tls: Tls | None, key: str, lanes: LaneDialer) -> Connection:
+        return Connection(address, namespace, tls, key, lanes)
 
     @property
     def memory(self) -> memoryview:
@@ -132,7 +131,7 @@ class AsyncKVClient:
         stored = 0
         for layout, group in groups.items():
             self._usual = layout
-            for portion in _portions(group, min(PORTION, max(1, PORTION_BYTES // layout.block_bytes))):
+            for portion in _portions(group, self._connection.portion(layout)):
                 stored += await self._put(identity, layout, portion, timeout_s)
         return stored
 
@@ -250,11 +249,9 @@ class AsyncKVClient:
         tenant, deletions = identity
         parents = [NO_PARENT] * len(keys)
         try:
-            async with self._connection.streams(layout) as streams:
-                with named():
-                    outcome = await streams.writer.put(
-                        keys, parents, tenant, read, timeout_s=timeout_s, forgotten=deletions
-                    )
+            outcome = await self._connection.put(
+                layout, keys, parents, tenant, read, timeout_s=timeout_s, forgotten=deletions
+            )
         except InvalidRequest:
             left = await self._not_otherwise_there(layout, group, timeout_s)
             if len(left) == len(group):
@@ -291,9 +288,7 @@ class AsyncKVClient:
 
     async def _read_some(self, layout: KVLayout, wanted: Sequence[Wanted], timeout_s: float) -> Sequence[Wanted]:
         """Reads values of one layout; those from the first on that is not there."""
-        async with self._connection.streams(layout) as streams:
-            with named():
-                return wanted[await read_some(streams.reader, layout, wanted, timeout_s) :]
+        return wanted[await read_some(self._connection, layout, wanted, timeout_s) :]
 
 
 def _lane_config(lanes: str | None) -> LaneConfig:

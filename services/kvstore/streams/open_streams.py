@@ -21,6 +21,7 @@ class KVStream(ServerStream[Req]):
 
     format: BlockFormat
     tenant: str | None
+    briefs = True
 
     @property
     def traffic(self) -> Traffic:

@@ -1,0 +1,184 @@
+"""A lane on the thread of who calls: brief messages, one exchange at a time.
+
+Who has asked looks for the answer again and again for a short time before it sleeps: a store needs some tens of
+microseconds, and to be woken takes as long. On a machine with one processor it sleeps at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from moonpool.errors import FrameError, StreamBroken, TransferFailed
+from moonpool.kv.scattered import Bytes, Scattered
+from moonpool.streams.lanes.brief import BRIEF, BRIEF_BYTES, Brief, decoded
+from moonpool.streams.lanes.dialing import LaneEnd
+from moonpool.streams.lanes.sockets import BUFFER_BYTES, LENGTHS, MAX_PARTS, behind
+
+SPIN_S = 200e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0
+"""How long an answer is looked for before the thread sleeps."""
+
+
+class DirectLane:
+    """The client's end of a lane that takes brief messages.
+
+    Attributes:
+        name: "local" or "tcp".
+        own: regions of ours that the store may read.
+        error: why it has ended.
+    """
+
+    def __init__(self, end: LaneEnd, *, spin_s: float = SPIN_S) -> None:
+        """Takes over a lane on which nothing but the handshake has been said."""
+        self.name = end.name
+        self.own = end.own
+        self.error: Exception | None = None
+        self._spin_s = spin_s
+        self._readable = end.readable
+        self._sock: socket.socket = end.sock.taken_over()
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._begin = self._end = 0
+        self._numbers = 0
+        self._pulled = 0  # payloads out of regions of which the store has not been told
+        self._used = threading.Lock()
+        self._deadline = 0.0
+
+    @contextmanager
+    def exchange(self, timeout_s: float) -> Iterator[bool]:
+        """Around one exchange; False when the lane has ended, or another thread is within one.
+
+        What is raised within it ends the lane, as nobody knows then where in a message it is.
+        """
+        if not self._used.acquire(blocking=False):
+            yield False
+            return
+        self._deadline = time.monotonic() + timeout_s
+        try:
+            yield self.error is None
+        except BaseException as error:
+            self.error = self.error or (error if isinstance(error, Exception) else StreamBroken("a call was given up"))
+            raise
+        finally:
+            if self.error is not None:
+                self._release()
+            self._used.release()
+
+    def close(self, error: Exception) -> None:
+        """Ends it, from any thread: an exchange that is under way fails. Idempotent."""
+        if self.error is None:
+            self.error = error
+        with contextlib.suppress(OSError):  # it is closed, or the peer is gone
+            self._sock.shutdown(socket.SHUT_RDWR)
+        if self._used.acquire(blocking=False):
+            self._release()
+            self._used.release()
+
+    def _release(self) -> None:
+        self._sock.close()
+        for region in self._readable.values():
+            region.close()
+
+    def ask(self, kind: int, blocks: int, payload: Sequence[memoryview] = (), **fields: Any) -> int:
+        """Sends a message of these `fields`, with a number of its own, which is returned; the payload follows it."""
+        self._numbers += 1
+        message = Brief(kind, self._numbers, blocks, pulled=self._pulled, **fields)
+        self._pulled = 0
+        left = [memoryview(message.encoded(sum([part.nbytes for part in payload]))), *payload]
+        while left:
+            try:
+                sent = self._sock.sendmsg(left if len(left) <= MAX_PARTS else left[:MAX_PARTS])
+            except (BlockingIOError, InterruptedError):
+                self._sleep(select.POLLOUT)
+            except OSError as error:
+                raise self._failure(error) from error
+            else:
+                left = behind(left, sent)
+        return self._numbers
+
+    def answer(self, number: int) -> tuple[Brief, int]:
+        """The next message, and the bytes of payload that follow it.
+
+        Raises:
+            FrameError: It is no brief message, or does not answer this number.
+            StreamBroken: The lane has ended.
+            TransferFailed: It did not come in time.
+        """
+        size, follow = LENGTHS.unpack(self._next(LENGTHS.size))
+        if not size & BRIEF or (size := size & ~BRIEF) > BUFFER_BYTES or follow > BRIEF_BYTES:
+            raise FrameError(f"a message of {size} bytes with {follow} bytes of payload is no brief one")
+        message = decoded(bytes(self._next(size)))
+        if message.number != number:
+            raise FrameError(f"number {message.number} is answered, {number} asked")
+        return message, follow
+
+    def shown(self, message: Brief) -> Bytes:
+        """A payload where it lies in a region; to be copied, verified, and told of by `pulled`.
+
+        Raises:
+            FrameError: There are no such bytes.
+        """
+        parts = []
+        for place in message.extents:
+            region = self._readable.get(place.region)
+            if region is None:
+                raise FrameError(f"there is no region {place.region} to be read")
+            parts.append(region.part(place.offset, place.length))
+        return parts[0] if len(parts) == 1 else Scattered(parts)
+
+    def pulled(self) -> None:
+        """One payload has been read out of a region; the store hears of it with the next message."""
+        self._pulled += 1
+
+    def fill(self, target: memoryview) -> None:
+        """Receives the next bytes of a payload that follows its message. Raises as `answer`."""
+        count = min(self._end - self._begin, target.nbytes)
+        target[:count] = self._buffer[self._begin : self._begin + count]
+        self._begin += count
+        while count < target.nbytes:
+            count += self._receive(target[count:])
+
+    def _next(self, nbytes: int) -> memoryview:
+        """The next bytes, at most `BUFFER_BYTES`; until the next call."""
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        elif self._begin + nbytes > BUFFER_BYTES:
+            kept = bytes(self._buffer[self._begin : self._end])
+            self._begin, self._end = 0, len(kept)
+            self._buffer[: self._end] = kept
+        while self._end - self._begin < nbytes:
+            self._end += self._receive(self._buffer[self._end :])
+        self._begin += nbytes
+        return self._buffer[self._begin - nbytes : self._begin]
+
+    def _receive(self, room: memoryview) -> int:
+        """Receives something; returns how many bytes."""
+        receive, spin_until = self._sock.recv_into, time.monotonic() + self._spin_s
+        while True:
+            try:
+                count = receive(room)
+            except (BlockingIOError, InterruptedError):
+                if time.monotonic() >= spin_until:
+                    self._sleep(select.POLLIN)
+            except OSError as error:
+                raise self._failure(error) from error
+            else:
+                if not count:
+                    raise self.error or StreamBroken("the peer has closed its end")
+                return count
+
+    def _sleep(self, events: int) -> None:
+        left_s = self._deadline - time.monotonic()
+        poll = select.poll()
+        poll.register(self._sock, events)
+        if left_s <= 0 or not poll.poll(left_s * 1e3):
+            raise TransferFailed("the store did not answer in time")
+
+    def _failure(self, error: OSError) -> Exception:
+        return self.error or StreamBroken(error.strerror or repr(error))
