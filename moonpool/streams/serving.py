@@ -12,6 +12,7 @@ from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Str
 from moonpool.kv.scattered import Bytes
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.calling import LANE_GRACE_S
+from moonpool.streams.credits import Traffic
 from moonpool.streams.lanes.brief import Answer, Brief, otherwise
 from moonpool.streams.lanes.inbound import Came
 from moonpool.streams.lanes.landing import Landed, Landing, Lent
@@ -151,6 +152,11 @@ class ServerStream(Generic[Req]):
     def finish(self) -> None:
         """Lets `write_answers` return when everything that waits has been written."""
         self.outbox.finish()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way."""
+        return Traffic(unsent=len(self.outbox))
 
     @property
     def tasks(self) -> int:

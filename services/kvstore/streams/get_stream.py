@@ -26,8 +26,8 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.core.reads import ReadLease, Reads
+from services.kvstore.streams.kv_stream import KVStream
 from services.kvstore.streams.layers import Cell, LayerReader, Lost
-from services.kvstore.streams.open_streams import KVStream
 
 log = get_logger(__name__)
 

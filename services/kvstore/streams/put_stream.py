@@ -27,7 +27,7 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, portions
 from services.kvstore.core.writes import DeletedBlocks, Writes
 from services.kvstore.dram.arena import RETRY_AFTER_S
-from services.kvstore.streams.open_streams import KVStream
+from services.kvstore.streams.kv_stream import KVStream
 from services.kvstore.streams.rooms import RoomQueue
 
 MAX_UNFINISHED_BYTES = 4 * MAX_SLICE_BYTES
