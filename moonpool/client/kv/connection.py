@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -55,22 +56,29 @@ class Streams:
         await self.reader.aclose()
 
 
-@contextmanager
-def named() -> Iterator[None]:
-    """Gives errors of connections the names that callers know.
+class Named:
+    """A context manager that gives errors of connections the names that callers know.
 
     Raises:
         Unavailable: the store cannot be reached, or the connection was lost.
         TransferFailed: it took too long.
         MoonpoolError: what the store answers.
     """
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        named = from_rpc_error(error)
-        raise TransferFailed(str(named)) if isinstance(named, DeadlineExceeded) else named from None
-    except StreamBroken as error:
-        raise Unavailable(str(error)) from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, grpc.aio.AioRpcError):
+            named = from_rpc_error(error)
+            raise TransferFailed(str(named)) if isinstance(named, DeadlineExceeded) else named from None
+        if isinstance(error, StreamBroken):
+            raise Unavailable(str(error)) from error
+
+
+named = Named()
 
 
 def _nothing(layer: int) -> None:
@@ -107,7 +115,7 @@ class Connection:
     ) -> PutOutcome:
         """Puts values of one layout as `StoreWriter.put`; raises as `named`, and InvalidRequest, Overloaded."""
         async with self._using(layout) as streams:
-            with named():
+            with named:
                 return await streams.writer.put(keys, parents, tenant, read, timeout_s=timeout_s, forgotten=forgotten)
 
     async def read(
@@ -120,7 +128,7 @@ class Connection:
         """
         layers = range(layout.layers)
         async with self._using(layout) as streams:
-            with named():
+            with named:
                 return await streams.reader.read(
                     keys, layers=layers, on_slice=on_slice, on_layer=_nothing, timeout_s=timeout_s, into=into
                 )
@@ -128,13 +136,13 @@ class Connection:
     async def find(self, keys: Sequence[bytes], tenant: str, timeout_s: float) -> kvstore_pb2.FindResponse:
         """Which values are there, and who the caller is; raises as `named`."""
         request = kvstore_pb2.FindRequest(keys=b"".join(keys), tenant=tenant, namespace=self._namespace)
-        with named():
+        with named:
             return await self._stub.Find(request, timeout=timeout_s, metadata=self._metadata)
 
     async def remove(self, keys: Sequence[bytes], timeout_s: float) -> int:
         """Drops values; how many there were. Raises as `named`."""
         request = kvstore_pb2.RemoveRequest(keys=b"".join(keys))
-        with named():
+        with named:
             answer = await self._stub.Remove(request, timeout=timeout_s, metadata=self._metadata)
         return int(answer.blocks)
 

@@ -131,7 +131,7 @@ class DirectConnection(Connection):
     ) -> PutOutcome:
         writer = self._writers.get(layout)
         if writer is not None and len(keys) <= writer.most:
-            with named():
+            with named:
                 present = writer.put(keys, parents, tenant, read, timeout_s=timeout_s, forgotten=forgotten)
             if present is not None:
                 return PutOutcome(present, len(keys) - present)
@@ -146,7 +146,7 @@ class DirectConnection(Connection):
     ) -> int:
         reader = self._readers.get(layout)
         if reader is not None and reader.most:
-            with named():
+            with named:
                 count = _read(reader, keys, on_slice, into, timeout_s)
             if count is not None:
                 return count

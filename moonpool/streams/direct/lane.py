@@ -12,8 +12,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 from moonpool.errors import FrameError, StreamBroken, TransferFailed
@@ -50,25 +50,24 @@ class DirectLane:
         self._used = threading.Lock()
         self._deadline = 0.0
 
-    @contextmanager
-    def exchange(self, timeout_s: float) -> Iterator[bool]:
-        """Around one exchange; False when the lane has ended, or another thread is within one.
-
-        What is raised within it ends the lane, as nobody knows then where in a message it is.
-        """
-        if not self._used.acquire(blocking=False):
-            yield False
-            return
+    def begin(self, timeout_s: float) -> bool:
+        """Begins an exchange, which `with` the lane must then be around; False when it has ended, or is in use."""
+        if self.error is not None or not self._used.acquire(blocking=False):
+            return False
         self._deadline = time.monotonic() + timeout_s
-        try:
-            yield self.error is None
-        except BaseException as error:
-            self.error = self.error or (error if isinstance(error, Exception) else StreamBroken("a call was given up"))
-            raise
-        finally:
-            if self.error is not None:
-                self._release()
-            self._used.release()
+        return True
+
+    def __enter__(self) -> None:
+        """An exchange that was begun. What is raised in it ends the lane: nobody knows where in a message it is."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self.error is None:
+            self.error = error if isinstance(error, Exception) else StreamBroken("a call was given up")
+        if self.error is not None:
+            self._release()
+        self._used.release()
 
     def close(self, error: Exception) -> None:
         """Ends it, from any thread: an exchange that is under way fails. Idempotent."""

@@ -46,9 +46,11 @@ class DirectReader:
         Raises:
             TransferFailed: It took longer than `timeout_s`.
         """
+        if not self.lane.begin(timeout_s):
+            return None
         try:
-            with self.lane.exchange(timeout_s) as usable:
-                return self._read(keys, into, on_slice) if usable else None
+            with self.lane:
+                return self._read(keys, into, on_slice)
         except TransferFailed:
             raise
         except MoonpoolError:

@@ -57,9 +57,9 @@ class DirectWriter:
         slices = [read(layer, index) for layer, index in shape.cells]
         hashes = bound([value for _, value in slices], shape.bindings(keys))
         about = kvstore_pb2.PutOpen(tenant=tenant, forgotten=forgotten).SerializeToString()
-        with self.lane.exchange(timeout_s) as usable:
-            if not usable:
-                return None
+        if not self.lane.begin(timeout_s):
+            return None
+        with self.lane:
             places, follow = self._placed([data for data, _ in slices])
             blocks = pack_keys((*keys, *parents))
             number = self.lane.ask(PUT, len(keys), follow, keys=blocks, numbers=hashes, extents=places, rest=about)

@@ -94,8 +94,8 @@ async def ask(lane: DirectLane, *message: Any, **fields: Any) -> Brief:
     """One exchange with what may not be proper; its payload is left."""
 
     def exchange() -> Brief:
-        with lane.exchange(TIMEOUT_S) as usable:
-            assert usable
+        assert lane.begin(TIMEOUT_S)
+        with lane:
             return lane.answer(lane.ask(*message, **fields))[0]
 
     return await asyncio.to_thread(exchange)
@@ -245,8 +245,8 @@ async def test_who_does_not_read_its_answers_is_not_read_either(sockets: Path) -
         await store.put(KEYS)
 
         def flood() -> None:
-            with lane.exchange(0.2) as usable:
-                assert usable
+            assert lane.begin(0.2)
+            with lane:
                 while True:
                     lane.ask(GET, len(KEYS), keys=pack_keys(KEYS))
 
@@ -259,8 +259,8 @@ async def test_who_leaves_in_the_middle_leaves_nothing(sockets: Path) -> None:
     async with storing(sockets, "tcp") as store, opened(store, "Put") as (stream, lane):
 
         def begin() -> None:
-            with lane.exchange(TIMEOUT_S) as usable:
-                assert usable
+            assert lane.begin(TIMEOUT_S)
+            with lane:
                 message, fields = put_of(KEYS[:2])
                 lane.ask(*message[:2], [memoryview(bytes(BLOCK))], **fields)
                 lane.ask(GET, 0)

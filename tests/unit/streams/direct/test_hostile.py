@@ -184,8 +184,9 @@ async def test_a_store_that_reads_nothing_is_given_up() -> None:
         store.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
         def flood() -> None:
-            with lane.exchange(0.0) as usable:
-                while usable:
+            assert lane.begin(0.0)
+            with lane:
+                while True:
                     lane.ask(GET, 0, [memoryview(bytes(1 << 20))])
 
         with pytest.raises(TransferFailed, match="in time"):
