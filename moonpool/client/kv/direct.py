@@ -61,7 +61,7 @@ class _Table(Generic[User]):
         if found is None:
             return None
         if found.user.lane.error is not None:
-            self._close(layout)
+            self._close(layout, found)
             return None
         found.used = next(self._uses)
         return found.user
@@ -81,15 +81,22 @@ class _Table(Generic[User]):
             if lane is None:
                 self._again_at[layout] = self._clock() + OPEN_AGAIN_S
                 return
+            if len(self._open) >= MAX_SIZES:
+                self._retire_one()
             self._open[layout] = _Open(user(lane), stream, next(self._uses))
-            if len(self._open) > MAX_SIZES:
-                self._close(min(self._open, key=lambda each: self._open[each].used))
         finally:
             self._opening.release()
 
-    def _close(self, layout: KVLayout) -> None:
-        found = self._open.pop(layout, None)
-        if found is not None:
+    def _retire_one(self) -> None:
+        """Closes the one that was used longest ago, of those that are not in use."""
+        for layout, found in sorted(self._open.items(), key=lambda item: item[1].used):
+            if found.user.lane.retire():
+                self._close(layout, found)
+                return
+
+    def _close(self, layout: KVLayout, found: _Open[User]) -> None:
+        if self._open.get(layout) is found:
+            del self._open[layout]
             self._loop.run(found.stream.aclose())
 
     async def aclose(self) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -22,8 +23,13 @@ from moonpool.streams.lanes.brief import BRIEF, BRIEF_BYTES, Brief, decoded
 from moonpool.streams.lanes.dialing import LaneEnd
 from moonpool.streams.lanes.sockets import BUFFER_BYTES, LENGTHS, MAX_PARTS, behind
 
-SPIN_S = 200e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0
-"""How long an answer is looked for before the thread sleeps."""
+SPIN_S = 200e-6
+"""How long an answer is looked for before the thread sleeps, where this process has more than one processor."""
+
+
+def _processors() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1
 
 
 class DirectLane:
@@ -35,12 +41,12 @@ class DirectLane:
         error: why it has ended.
     """
 
-    def __init__(self, end: LaneEnd, *, spin_s: float = SPIN_S) -> None:
+    def __init__(self, end: LaneEnd, *, spin_s: float | None = None) -> None:
         """Takes over a lane on which nothing but the handshake has been said."""
         self.name = end.name
         self.own = end.own
         self.error: Exception | None = None
-        self._spin_s = spin_s
+        self._spin_s = spin_s if spin_s is not None else SPIN_S if _processors() > 1 else 0.0
         self._readable = end.readable
         self._sock: socket.socket = end.sock.taken_over()
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -68,6 +74,13 @@ class DirectLane:
         if self.error is not None:
             self._release()
         self._used.release()
+
+    def retire(self) -> bool:
+        """Ends it unless it is in use; whether it has ended."""
+        if self.begin(0.0):
+            with self:
+                self.error = StreamBroken("it was needed no longer")
+        return self.error is not None
 
     def close(self, error: Exception) -> None:
         """Ends it, from any thread: an exchange that is under way fails. Idempotent."""

@@ -59,12 +59,17 @@ class DirectStream(ClientStream[Req, Res]):
         try:
             await self.start()
             self.direct = await self._join()
-        except (MoonpoolError, OSError, TimeoutError, grpc.aio.AioRpcError) as error:
+        except MoonpoolError as error:
             log.warning("no direct lane", stream=self.name, error=str(error))
+        except BaseException:
+            self.break_(StreamBroken("given up"))
+            raise
         if self.direct is None or self.error is not None:
             await self.aclose()
+            if self.direct is not None and self.error is not None:
+                self.direct.close(self.error)  # the call has ended meanwhile
             return None
-        log.info("direct lane opened", stream=self.name, lane=self.direct.name)
+        log.info("lane opened", stream=self.name, lane=self.direct.name)
         return self.direct
 
     async def _join(self) -> DirectLane | None:

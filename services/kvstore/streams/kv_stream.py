@@ -1,23 +1,15 @@
 """What the two kinds of streams that carry KV have in common."""
 
-import functools
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from moonpool.kv.blocks import BlockFormat
-from moonpool.kv.layout import KVLayout
+from moonpool.kv.blocks import BlockFormat, block_format
 from moonpool.rpc.roles import own_tenant
 from moonpool.streams.receiving import check_hello
 from moonpool.streams.serving import ServerStream
 
 Req = TypeVar("Req", bound=Message)
-
-
-@functools.lru_cache(256)
-def _format(namespace: bytes, layout: KVLayout) -> BlockFormat:
-    """The same object for all streams of one kind of KV: blocks are compared with it for each message."""
-    return BlockFormat(namespace, layout)
 
 
 class KVStream(ServerStream[Req]):
@@ -33,7 +25,7 @@ class KVStream(ServerStream[Req]):
     async def on_hello(self, message: Any) -> None:
         """Takes any KV whose layout can be kept; raises Mismatch for others."""
         self.tenant = own_tenant()  # noted here: what comes on a lane comes outside of the call
-        self.format = _format(message.hello.namespace, check_hello(message.hello))
+        self.format = block_format(message.hello.namespace, check_hello(message.hello))
         answer: Any = self.welcome()
         lane = self.offer_lane(message)
         if lane is not None:
