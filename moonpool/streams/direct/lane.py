@@ -71,9 +71,9 @@ class DirectLane:
     ) -> None:
         if error is not None and self.error is None:
             self.error = error if isinstance(error, Exception) else StreamBroken("a call was given up")
+        self._used.release()
         if self.error is not None:
             self._release()
-        self._used.release()
 
     def retire(self) -> bool:
         """Ends it unless it is in use; whether it has ended."""
@@ -88,14 +88,16 @@ class DirectLane:
             self.error = error
         with contextlib.suppress(OSError):  # it is closed, or the peer is gone
             self._sock.shutdown(socket.SHUT_RDWR)
-        if self._used.acquire(blocking=False):
-            self._release()
-            self._used.release()
+        self._release()
 
     def _release(self) -> None:
+        """Closes what it has, unless an exchange is under way, whose end does it then."""
+        if not self._used.acquire(blocking=False):
+            return
         self._sock.close()
         for region in self._readable.values():
             region.close()
+        self._used.release()
 
     def ask(self, kind: int, blocks: int, payload: Sequence[memoryview] = (), **fields: Any) -> int:
         """Sends a message of these `fields`, with a number of its own, which is returned; the payload follows it."""

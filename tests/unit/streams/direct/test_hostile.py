@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,14 @@ KEYS = keys_of(2)
 SLICES = [(layer, key) for layer in range(LAYOUT.layers) for key in KEYS]
 HASHES = [bind(slice_hash(slice_of(key, layer)), key, layer) for layer, key in SLICES]
 WHOLE = b"".join(slice_of(key, layer) for layer, key in SLICES)
-GOOD = Brief(FOUND, 1, 2, numbers=HASHES)
-PART = GOOD._replace(numbers=HASHES[:1]).encoded(LAYOUT.slice_bytes) + WHOLE[: LAYOUT.slice_bytes]
+
+
+def good(**changes: Any) -> Brief:
+    """The proper answer to the first question, changed."""
+    return Brief(**{"kind": FOUND, "number": 1, "blocks": 2, "numbers": HASHES} | changes)
+
+
+PART = good(numbers=HASHES[:1]).encoded(LAYOUT.slice_bytes) + WHOLE[: LAYOUT.slice_bytes]
 
 
 @contextmanager
@@ -77,23 +84,23 @@ SAID: dict[str, bytes] = {
     "a message that is too long": LENGTHS.pack(BRIEF | 1 << 20, 0),
     "a payload that is too long": LENGTHS.pack(BRIEF | 40, 1 << 30),
     "nonsense": LENGTHS.pack(BRIEF | 40, 0) + bytes(40),
-    "another number": GOOD._replace(number=2).encoded(len(WHOLE)) + WHOLE,
+    "another number": good(number=2).encoded(len(WHOLE)) + WHOLE,
     "another kind": Brief(STORED, 1).encoded(),
     "a question": Brief(GET, 1, keys=KEYS[0]).encoded(),
     "more blocks than were asked for": Brief(FOUND, 1, 3, numbers=HASHES).encoded(len(WHOLE)) + WHOLE,
-    "fewer blocks than it brings": GOOD._replace(blocks=1).encoded(len(WHOLE)) + WHOLE,
-    "a later part first": GOOD._replace(first=1, numbers=HASHES[1:]).encoded(len(WHOLE)) + WHOLE,
+    "fewer blocks than it brings": good(blocks=1).encoded(len(WHOLE)) + WHOLE,
+    "a later part first": good(first=1, numbers=HASHES[1:]).encoded(len(WHOLE)) + WHOLE,
     "the same part twice": 2 * PART,
-    "an empty part": PART + GOOD._replace(numbers=(), first=1).encoded(),
-    "nothing of what it has": GOOD._replace(numbers=()).encoded(),
-    "too little": GOOD.encoded(len(WHOLE) - 1) + WHOLE[:-1],
-    "another hash": GOOD._replace(numbers=[HASHES[0] ^ 1, *HASHES[1:]]).encoded(len(WHOLE)) + WHOLE,
-    "other bytes": GOOD.encoded(len(WHOLE)) + WHOLE[:-1] + b"?",
-    "a region that is not there": GOOD._replace(extents=(Place(3, len(WHOLE), 0),)).encoded(),
-    "the end of a region": GOOD._replace(extents=(Place(1, len(WHOLE), 1),)).encoded(),
-    "a place far away": GOOD._replace(extents=(Place(1, len(WHOLE), 1 << 63),)).encoded(),
-    "too little of a region": GOOD._replace(extents=(Place(1, len(WHOLE) - 1, 0),)).encoded(),
-    "both ways at once": GOOD._replace(extents=(Place(1, len(WHOLE), 0),)).encoded(1) + b"?",
+    "an empty part": PART + good(numbers=(), first=1).encoded(),
+    "nothing of what it has": good(numbers=()).encoded(),
+    "too little": good().encoded(len(WHOLE) - 1) + WHOLE[:-1],
+    "another hash": good(numbers=[HASHES[0] ^ 1, *HASHES[1:]]).encoded(len(WHOLE)) + WHOLE,
+    "other bytes": good().encoded(len(WHOLE)) + WHOLE[:-1] + b"?",
+    "a region that is not there": good(extents=(Place(3, len(WHOLE), 0),)).encoded(),
+    "the end of a region": good(extents=(Place(1, len(WHOLE), 1),)).encoded(),
+    "a place far away": good(extents=(Place(1, len(WHOLE), 1 << 63),)).encoded(),
+    "too little of a region": good(extents=(Place(1, len(WHOLE) - 1, 0),)).encoded(),
+    "both ways at once": good(extents=(Place(1, len(WHOLE), 0),)).encoded(1) + b"?",
 }  # fmt: skip
 
 
@@ -121,11 +128,14 @@ async def test_what_is_not_an_answer_is_not_taken(what: str) -> None:
 async def test_a_proper_answer_is_taken_however_it_comes(shown: bool, spin_s: float) -> None:
     """In many pieces, in two parts, with what the store does not bring at its end."""
     first, size = 4, 4 * LAYOUT.slice_bytes
-    parts = [GOOD._replace(numbers=HASHES[:first]), GOOD._replace(numbers=HASHES[first:], first=first)]
+    places = ((Place(1, size, 0),), (Place(1, len(WHOLE) - size, size),)) if shown else ((), ())
+    parts = [
+        good(numbers=HASHES[:first], extents=places[0]),
+        good(numbers=HASHES[first:], extents=places[1], first=first),
+    ]
     data = [WHOLE[:size], WHOLE[size:]]
     if shown:
-        places = (Place(1, size, 0),), (Place(1, len(WHOLE) - size, size),)
-        said = b"".join(part._replace(extents=place).encoded() for part, place in zip(parts, places, strict=True))
+        said = parts[0].encoded() + parts[1].encoded()
     else:
         said = b"".join(part.encoded(len(each)) + each for part, each in zip(parts, data, strict=True))
 
