@@ -126,7 +126,7 @@ class AsyncKVClient:
         identity = await self._speaking_as(timeout_s)
         groups: dict[KVLayout, list[tuple[BlockKey, ValueSource]]] = {}
         for key, data in items.items():
-            source = ValueSource(_bytes_of(data, "data"))
+            source = ValueSource(bytes_of(data, "data"))
             groups.setdefault(source.layout, []).append((value_key(self._namespace, identity.tenant, key), source))
         stored = 0
         for layout, group in groups.items():
@@ -177,9 +177,9 @@ class AsyncKVClient:
         guesses: dict[KVLayout | None, list[Wanted]] = {}
         wanted = []
         for key, buffer in items.items():
-            memory = _bytes_of(buffer, "buffer", writable=True)
+            memory = bytes_of(buffer, "buffer", writable=True)
             wanted.append(Wanted(value_key(self._namespace, tenant, key), memory))
-            guesses.setdefault(_layout_for(memory.nbytes), []).append(wanted[-1])
+            guesses.setdefault(layout_for(memory.nbytes), []).append(wanted[-1])
         await self._read(guesses, timeout_s)
         return [one.length() for one in wanted]
 
@@ -300,7 +300,7 @@ def _lane_config(lanes: str | None) -> LaneConfig:
         raise ConfigError(field, first["msg"].removeprefix("Value error, ")) from None
 
 
-def _bytes_of(data: Buffer, field: str, *, writable: bool = False) -> memoryview:
+def bytes_of(data: Buffer, field: str, *, writable: bool = False) -> memoryview:
     """The bytes of an object; raises InvalidRequest unless it is contiguous, and can be written if it must."""
     try:
         view = memoryview(data)
@@ -311,7 +311,7 @@ def _bytes_of(data: Buffer, field: str, *, writable: bool = False) -> memoryview
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
-def _layout_for(nbytes: int) -> KVLayout | None:
+def layout_for(nbytes: int) -> KVLayout | None:
     """That of a value which just fits into a buffer; None for a buffer that is larger than any value."""
     try:
         return layout_of(nbytes)

@@ -154,7 +154,10 @@ class DirectConnection(Connection):
         reader = self._readers.get(layout)
         if reader is not None and reader.most:
             with named:
-                count = _read(reader, keys, on_slice, into, timeout_s)
+                if len(keys) <= reader.most:
+                    count = reader.read(keys, into=into, on_slice=on_slice, timeout_s=timeout_s)
+                else:
+                    count = _read(reader, keys, on_slice, into, timeout_s)
             if count is not None:
                 return count
         count = self._loop.run(super().read(layout, keys, on_slice=on_slice, into=into, timeout_s=timeout_s))

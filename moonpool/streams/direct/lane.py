@@ -104,7 +104,14 @@ class DirectLane:
         self._numbers += 1
         message = Brief(kind, self._numbers, blocks, pulled=self._pulled, **fields)
         self._pulled = 0
-        left = [memoryview(message.encoded(sum([part.nbytes for part in payload]))), *payload]
+        if payload:
+            data = message.encoded(sum([part.nbytes for part in payload]))
+            self._send([memoryview(data), *payload])
+        else:
+            self._send([memoryview(message.encoded())])
+        return self._numbers
+
+    def _send(self, left: list[memoryview]) -> None:
         while left:
             try:
                 sent = self._sock.sendmsg(left if len(left) <= MAX_PARTS else left[:MAX_PARTS])
@@ -114,7 +121,6 @@ class DirectLane:
                 raise self._failure(error) from error
             else:
                 left = behind(left, sent)
-        return self._numbers
 
     def answer(self, number: int) -> tuple[Brief, int]:
         """The next message, and the bytes of payload that follow it.

@@ -11,7 +11,7 @@ from moonpool.kv.keys import pack_keys
 from moonpool.kv.landing import land
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.scattered import new_bytes
-from moonpool.kv.shapes import FrameShape, bound, frame_shape
+from moonpool.kv.shapes import MAX_SHAPES, FrameShape, bound, frame_shape
 from moonpool.streams.direct.lane import DirectLane
 from moonpool.streams.lanes.brief import BRIEF_BYTES, FOUND, GET, OTHERWISE, Brief
 
@@ -34,6 +34,8 @@ class DirectReader:
     def __init__(self, lane: DirectLane, layout: KVLayout) -> None:
         self.lane = lane
         self._layout = layout
+        self._shapes: dict[int, FrameShape] = {}
+        self._copy = land.prepare()
         self.most = min(MAX_FRAME_SLICES // layout.layers, BRIEF_BYTES // layout.block_bytes)
 
     def read(self, keys: Sequence[bytes], *, into: Into, on_slice: OnSlice, timeout_s: float) -> int | None:
@@ -80,8 +82,12 @@ class DirectReader:
         return message.blocks
 
     def _shape(self, blocks: int) -> FrameShape:
-        layout = self._layout
-        return frame_shape(range(layout.layers), blocks, range(layout.kv_heads), layout.block_tokens)
+        found = self._shapes.get(blocks)
+        if found is None:
+            layout = self._layout
+            found = frame_shape(range(layout.layers), blocks, range(layout.kv_heads), layout.block_tokens)
+            self._shapes = {**self._shapes, blocks: found} if len(self._shapes) < MAX_SHAPES else {blocks: found}
+        return found
 
     def _targets(self, shape: FrameShape, into: Into) -> list[memoryview]:
         """Where slices go: memory of their own where there is not room for them."""
@@ -102,7 +108,7 @@ class DirectReader:
             data = self.lane.shown(message)
             if data.nbytes != nbytes or follow:
                 raise FrameError(f"{data.nbytes} bytes are shown for {nbytes}")
-            intact = land(targets, data, hashes)
+            intact = self._copy(targets, data, hashes)
             self.lane.pulled()
         else:
             if follow != nbytes:

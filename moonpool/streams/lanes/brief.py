@@ -24,8 +24,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import xxhash
 from google.protobuf.message import DecodeError
+from xxhash import xxh3_64_intdigest
 
 from moonpool.errors import FrameError
 from moonpool.kv.keys import KEY_BYTES
@@ -80,15 +80,17 @@ class Brief(NamedTuple):
     pulled: int = 0
     rest: bytes = b""
 
-    def encoded(self, follow: int = 0) -> bytes:
-        """As it is sent, with its lengths; so many bytes of payload follow."""
-        extents, numbers = self.extents, self.numbers
-        keys, count = len(self.keys) // KEY_BYTES, len(numbers)
-        head = _HEAD.pack(self.kind, len(extents), self.blocks, keys, count, self.first, self.pulled, self.number)
-        parts = [head, self.keys, struct.pack(f"<{count}Q", *numbers), *(_EXTENT.pack(*one) for one in extents)]
-        data = b"".join((*parts, self.rest))
-        size = BRIEF | (len(data) + _SUM.size)
-        return b"".join((LENGTHS.pack(size, follow), data, _SUM.pack(xxhash.xxh3_64_intdigest(data))))
+    def encoded(self, follow: int = 0, place: Place | None = None) -> bytes:
+        """As it is sent, with its lengths; so many bytes of payload follow, or all of it lies at a place."""
+        kind, number, blocks, keys, numbers, extents, first, pulled, rest = self
+        extents, count = extents if place is None else (place,), len(numbers)
+        data = _HEAD.pack(kind, len(extents), blocks, len(keys) // KEY_BYTES, count, first, pulled, number) + keys
+        if count:
+            data += _numbers(count).pack(*numbers)
+        for extent in extents:
+            data += _EXTENT.pack(*extent)
+        data += rest
+        return LENGTHS.pack(BRIEF | (len(data) + _SUM.size), follow) + data + _SUM.pack(xxh3_64_intdigest(data))
 
 
 def decoded(data: bytes) -> Brief:
@@ -98,7 +100,7 @@ def decoded(data: bytes) -> Brief:
         FrameError: it is not one, or was damaged on its way.
     """
     end = len(data) - _SUM.size
-    if end < _HEAD.size or _SUM.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(memoryview(data)[:end]):
+    if end < _HEAD.size or _SUM.unpack_from(data, end)[0] != xxh3_64_intdigest(data[:end]):
         raise FrameError("a brief message has a wrong checksum")
     kind, extents, blocks, keys, count, first, pulled, number = _HEAD.unpack_from(data)
     keys_end = _HEAD.size + keys * KEY_BYTES
@@ -106,9 +108,14 @@ def decoded(data: bytes) -> Brief:
     rest = numbers_end + extents * _EXTENT.size
     if not GET <= kind <= OTHERWISE or rest > end:
         raise FrameError(f"a brief message of kind {kind} has {end} bytes, needs {rest}")
-    numbers = struct.unpack_from(f"<{count}Q", data, keys_end)
-    found = tuple(Place._make(one) for one in _EXTENT.iter_unpack(data[numbers_end:rest])) if extents else ()
+    numbers = _numbers(count).unpack_from(data, keys_end)
+    found = tuple(map(Place._make, _EXTENT.iter_unpack(data[numbers_end:rest]))) if extents else ()
     return Brief(kind, number, blocks, data[_HEAD.size : keys_end], numbers, found, first, pulled, data[rest:end])
+
+
+@functools.lru_cache
+def _numbers(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}Q")
 
 
 @functools.lru_cache(16)

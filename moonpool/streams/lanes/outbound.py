@@ -67,14 +67,15 @@ class Outbound:
         """Sends what the system takes at once; what it does not take must be given to `finish` before anything else."""
         held = item if isinstance(item, Held) else None
         try:
+            if isinstance(item, Answer):
+                return self._start_answer(item)
             if isinstance(item, kv_pb2.LaneFrame):
                 return self._send(item, [], None)
-            if held is None and not isinstance(item, Answer):
+            if held is None:
                 data = item if isinstance(item, bytes) else item.SerializeToString()  # type: ignore[union-attr]
                 return self._send(self._frame(data), [], None)
-            if self._breaks is not None and self._breaks():
-                self._sock.close(StreamBroken(LANE_BROKEN))
-            return self._start_answer(item) if isinstance(item, Answer) else self._start_held(item)  # type: ignore[arg-type]
+            self._break_perhaps()
+            return self._start_held(held)
         except Exception as error:  # whoever writes next meets it
             if held is not None:
                 self._unsent.append(held)
@@ -141,13 +142,17 @@ class Outbound:
         left = self._sock.send_now([LENGTHS.pack(len(data), sum(part.nbytes for part in parts)) + data, *parts])
         return Unsent(left, held) if left else None
 
+    def _break_perhaps(self) -> None:
+        if self._breaks is not None and self._breaks():
+            self._sock.close(StreamBroken(LANE_BROKEN))
+
     def _start_answer(self, item: Answer) -> Unsent | None:
-        message, nbytes = item.message, sum([piece.nbytes for piece in item.pieces])
-        place = self._mailed(item.pieces, nbytes)
-        if place is None:
-            left = self._sock.send_now([message.encoded(nbytes), *item.pieces])
-        else:
-            left = self._sock.send_now([message._replace(extents=(place,)).encoded()])
+        message, pieces = item
+        nbytes = sum([piece.nbytes for piece in pieces])
+        self._break_perhaps()
+        place = self._mailed(pieces, nbytes)
+        follow = nbytes if place is None else 0
+        left = self._sock.send_now([message.encoded(follow, place), *(pieces if follow else ())])
         return Unsent(left) if left else None
 
     def _posted(self, item: Held, frame: kv_pb2.LaneFrame) -> bool:

@@ -107,6 +107,8 @@ class LaneSocket:
         """Sends what the system takes at once; returns what it did not. Raises as `send`."""
         if self.error is not None:
             raise self.error
+        if len(parts) == 1 and (whole := self._sent_whole(parts[0])) is not None:
+            return whole
         left = [view for part in parts if (view := memoryview(part)).nbytes]
         nbytes = sum([view.nbytes for view in left])
         while nbytes:
@@ -119,6 +121,14 @@ class LaneSocket:
             nbytes -= sent
             left = behind(left, sent) if nbytes else []
         return left
+
+    def _sent_whole(self, data: memoryview | bytes) -> list[memoryview] | None:
+        """Sends one part, the usual case; what the system did not take of it, None where it took nothing."""
+        try:
+            sent = self._sock.send(data)
+        except OSError:  # whoever tries again hears what it is
+            return None
+        return [] if sent == len(data) else [memoryview(data)[sent:]]
 
     async def send(self, parts: Sequence[memoryview | bytes]) -> None:
         """Returns when the system has taken all parts: their memory is free then. To be called by one task at a time.

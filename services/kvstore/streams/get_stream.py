@@ -152,11 +152,12 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
     def on_brief(self, message: Brief, payload: Bytes) -> Iterator[Answer]:
         begin, keys = time.monotonic(), unpack_keys(message.keys)
         check_owned(keys, self.tenant)
-        wanted = _Wanted(range(self.format.layout.layers), None, ())
+        layout, wanted = self.format.layout, _Wanted(range(self.format.layout.layers), None, ())
         blocks = self._resident(keys, wanted, BRIEF_BYTES) if self.outbox.is_clear else None
         if blocks is None:
             return
-        pieces, hashes = wanted.parts([(layer, at) for layer in wanted.layers for at in range(len(blocks))], blocks)
+        shape = frame_shape(wanted.layers, len(blocks), range(layout.kv_heads), layout.block_tokens)
+        pieces, hashes = wanted.parts(shape.cells, blocks)
         yield from found(message.number, len(blocks), pieces, hashes)
         self._used(keys, blocks, begin)
 
