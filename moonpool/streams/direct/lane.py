@@ -15,11 +15,10 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
 
 from moonpool.errors import FrameError, StreamBroken, TransferFailed
 from moonpool.kv.scattered import Bytes, Scattered
-from moonpool.streams.lanes.brief import BRIEF, BRIEF_BYTES, Brief, decoded
+from moonpool.streams.lanes.brief import BRIEF, BRIEF_BYTES, Brief, Place, decoded
 from moonpool.streams.lanes.dialing import LaneEnd
 from moonpool.streams.lanes.sockets import BUFFER_BYTES, LENGTHS, MAX_PARTS, behind
 
@@ -99,17 +98,33 @@ class DirectLane:
             region.close()
         self._used.release()
 
-    def ask(self, kind: int, blocks: int, payload: Sequence[memoryview] = (), **fields: Any) -> int:
-        """Sends a message of these `fields`, with a number of its own, which is returned; the payload follows it."""
-        self._numbers += 1
-        message = Brief(kind, self._numbers, blocks, pulled=self._pulled, **fields)
+    def ask(
+        self,
+        kind: int,
+        blocks: int,
+        keys: bytes,
+        numbers: Sequence[int] = (),
+        extents: Sequence[Place] = (),
+        rest: bytes = b"",
+        payload: Sequence[memoryview] = (),
+    ) -> int:
+        """Sends a message, with a number of its own, which is returned; the payload follows it."""
+        self._numbers = number = self._numbers + 1
+        message = Brief(kind, number, blocks, keys, numbers, extents, 0, self._pulled, rest)
         self._pulled = 0
         if payload:
-            data = message.encoded(sum([part.nbytes for part in payload]))
-            self._send([memoryview(data), *payload])
+            self._send([memoryview(message.encoded(sum([part.nbytes for part in payload]))), *payload])
         else:
-            self._send([memoryview(message.encoded())])
-        return self._numbers
+            self._send_short(message.encoded())
+        return number
+
+    def _send_short(self, data: bytes) -> None:
+        try:
+            sent = self._sock.send(data)
+        except OSError:  # tried again, it says what it is
+            sent = 0
+        if sent < len(data):
+            self._send([memoryview(data)[sent:]])
 
     def _send(self, left: list[memoryview]) -> None:
         while left:
@@ -130,10 +145,15 @@ class DirectLane:
             StreamBroken: The lane has ended.
             TransferFailed: It did not come in time.
         """
-        size, follow = LENGTHS.unpack(self._next(LENGTHS.size))
-        if not size & BRIEF or (size := size & ~BRIEF) > BUFFER_BYTES or follow > BRIEF_BYTES:
-            raise FrameError(f"a message of {size} bytes with {follow} bytes of payload is no brief one")
-        message = decoded(bytes(self._next(size)))
+        self._await(LENGTHS.size)
+        size, follow = LENGTHS.unpack_from(self._buffer, self._begin)
+        whole = LENGTHS.size + (size & ~BRIEF)
+        if not size & BRIEF or whole > BUFFER_BYTES or follow > BRIEF_BYTES:
+            raise FrameError(f"a message of {whole} bytes with {follow} bytes of payload is no brief one")
+        self._await(whole)
+        begin = self._begin
+        self._begin += whole
+        message = decoded(bytes(self._buffer[begin + LENGTHS.size : begin + whole]))
         if message.number != number:
             raise FrameError(f"number {message.number} is answered, {number} asked")
         return message, follow
@@ -164,8 +184,8 @@ class DirectLane:
         while count < target.nbytes:
             count += self._receive(target[count:])
 
-    def _next(self, nbytes: int) -> memoryview:
-        """The next bytes, at most `BUFFER_BYTES`; until the next call."""
+    def _await(self, nbytes: int) -> None:
+        """Receives until so many bytes are there that nobody has taken; at most `BUFFER_BYTES`."""
         if self._begin == self._end:
             self._begin = self._end = 0
         elif self._begin + nbytes > BUFFER_BYTES:
@@ -173,18 +193,17 @@ class DirectLane:
             self._begin, self._end = 0, len(kept)
             self._buffer[: self._end] = kept
         while self._end - self._begin < nbytes:
-            self._end += self._receive(self._buffer[self._end :])
-        self._begin += nbytes
-        return self._buffer[self._begin - nbytes : self._begin]
+            self._end += self._receive(self._buffer[self._end :] if self._end else self._buffer)
 
     def _receive(self, room: memoryview) -> int:
         """Receives something; returns how many bytes."""
-        receive, spin_until = self._sock.recv_into, time.monotonic() + self._spin_s
+        receive, now = self._sock.recv_into, time.monotonic
+        spin_until = now() + self._spin_s
         while True:
             try:
                 count = receive(room)
             except (BlockingIOError, InterruptedError):
-                if time.monotonic() >= spin_until:
+                if now() >= spin_until:
                     self._sleep(select.POLLIN)
             except OSError as error:
                 raise self._failure(error) from error

@@ -60,9 +60,9 @@ class DirectReader:
 
     def _read(self, keys: Sequence[bytes], into: Into, on_slice: OnSlice) -> int | None:
         lane = self.lane
-        number = lane.ask(GET, len(keys), keys=pack_keys(keys))
+        number = lane.ask(GET, len(keys), pack_keys(keys))
         shape = self._shape(len(keys))
-        targets = self._targets(shape, into)
+        targets, bindings = self._targets(shape, into), shape.bindings(keys)
         message, follow = lane.answer(number)
         if message.kind == OTHERWISE:
             return None
@@ -70,13 +70,11 @@ class DirectReader:
             if message.blocks > len(keys):
                 raise FrameError(f"{message.blocks} blocks of {len(keys)} are brought")
             shape = self._shape(message.blocks)
-            targets = self._targets(shape, into)
-        bindings, hashes = shape.bindings(keys[: message.blocks]), list[int]()
-        while True:
-            hashes += self._land(message, follow, targets, bindings, len(hashes))
-            if len(hashes) == len(targets):
-                break
+            targets, bindings = self._targets(shape, into), shape.bindings(keys[: message.blocks])
+        hashes = self._land(message, follow, targets, bindings, 0)
+        while len(hashes) < len(targets):
             message, follow = lane.answer(number)
+            hashes += self._land(message, follow, targets, bindings, len(hashes))
         for cell, target, value in zip(shape.cells, targets, hashes, strict=True):
             on_slice(*cell, target, value)
         return message.blocks

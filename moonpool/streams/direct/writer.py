@@ -62,7 +62,7 @@ class DirectWriter:
         with self.lane:
             places, follow = self._placed([data for data, _ in slices])
             blocks = pack_keys((*keys, *parents))
-            number = self.lane.ask(PUT, len(keys), follow, keys=blocks, numbers=hashes, extents=places, rest=about)
+            number = self.lane.ask(PUT, len(keys), blocks, hashes, places, about, follow)
             message, more = self.lane.answer(number)
             if message.kind == OTHERWISE:
                 return None

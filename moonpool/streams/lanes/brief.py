@@ -109,7 +109,7 @@ def decoded(data: bytes) -> Brief:
     if not GET <= kind <= OTHERWISE or rest > end:
         raise FrameError(f"a brief message of kind {kind} has {end} bytes, needs {rest}")
     numbers = _numbers(count).unpack_from(data, keys_end)
-    found = tuple(map(Place._make, _EXTENT.iter_unpack(data[numbers_end:rest]))) if extents else ()
+    found = tuple(Place(*one) for one in _EXTENT.iter_unpack(data[numbers_end:rest])) if extents else ()
     return Brief(kind, number, blocks, data[_HEAD.size : keys_end], numbers, found, first, pulled, data[rest:end])
 
 
@@ -135,15 +135,18 @@ class Answer(NamedTuple):
     """A brief message on its way out, and its payload where it lies: memory that stays as it is while it is seen."""
 
     message: Brief
-    pieces: list[memoryview]
+    pieces: Sequence[memoryview]
 
 
 def found(number: int, blocks: int, pieces: Sequence[memoryview], hashes: Sequence[int]) -> Iterator[Answer]:
     """The answer to a read, in parts: all slices of so many blocks, in order, and their bound hashes."""
     step = max(1, PART_BYTES // pieces[0].nbytes) if pieces else 1
-    for first in range(0, max(1, len(pieces)), step):
+    if len(pieces) <= step:
+        yield Answer(Brief(FOUND, number, blocks, b"", hashes), pieces)
+        return
+    for first in range(0, len(pieces), step):
         message = Brief(FOUND, number, blocks, numbers=hashes[first : first + step], first=first)
-        yield Answer(message, list(pieces[first : first + step]))
+        yield Answer(message, pieces[first : first + step])
 
 
 def otherwise(number: int) -> Answer:

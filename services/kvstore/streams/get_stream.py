@@ -150,9 +150,9 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         return True
 
     def on_brief(self, message: Brief, payload: Bytes) -> Iterator[Answer]:
-        begin, keys = time.monotonic(), unpack_keys(message.keys)
+        begin, keys, layout = time.monotonic(), unpack_keys(message.keys), self.format.layout
         check_owned(keys, self.tenant)
-        layout, wanted = self.format.layout, _Wanted(range(self.format.layout.layers), None, ())
+        wanted = _Wanted(range(layout.layers), None, ())
         blocks = self._resident(keys, wanted, BRIEF_BYTES) if self.outbox.is_clear else None
         if blocks is None:
             return

@@ -106,8 +106,8 @@ def put_of(blocks: Sequence[BlockKey], **changes: Any) -> tuple[tuple[Any, ...],
     cells = [(layer, key) for layer in range(LAYOUT.layers) for key in blocks]
     payload = [memoryview(slice_of(key, layer)) for layer, key in cells]
     hashes = [bind(slice_hash(data), key, layer) for data, (layer, key) in zip(payload, cells, strict=True)]
-    fields: dict[str, Any] = {"keys": pack_keys([*blocks, *blocks]), "numbers": hashes}
-    return (PUT, len(blocks), changes.pop("payload", payload)), fields | changes
+    fields: dict[str, Any] = {"keys": pack_keys([*blocks, *blocks]), "numbers": hashes, "payload": payload}
+    return (PUT, len(blocks)), fields | changes
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -262,8 +262,8 @@ async def test_who_leaves_in_the_middle_leaves_nothing(sockets: Path) -> None:
             assert lane.begin(TIMEOUT_S)
             with lane:
                 message, fields = put_of(KEYS[:2])
-                lane.ask(*message[:2], [memoryview(bytes(BLOCK))], **fields)
-                lane.ask(GET, 0)
+                lane.ask(*message, **fields | {"payload": [memoryview(bytes(BLOCK))]})
+                lane.ask(GET, 0, b"")
                 raise FrameError("enough")
 
         with pytest.raises(FrameError, match="enough"):
