@@ -231,7 +231,7 @@ async def test_what_is_improper_ends_its_lane_only(sockets: Path) -> None:
             with pytest.raises(StreamBroken):
                 await ask(lane, message.kind, message.blocks, **fields)
             async with asyncio.timeout(TIMEOUT_S):
-                await stream.gone()
+                await stream.ended()
 
     async with storing(sockets, "local") as store, opened(store, "Put", staging) as (_, lane):
         await asyncio.gather(*(try_(store, message) for message in IMPROPER))
@@ -269,7 +269,7 @@ async def test_who_leaves_in_the_middle_leaves_nothing(sockets: Path) -> None:
         with pytest.raises(FrameError, match="enough"):
             await asyncio.to_thread(begin)
         async with asyncio.timeout(TIMEOUT_S):
-            await stream.gone()
+            await stream.ended()
         assert store.gauges()["dram_reserved_bytes"] == 0
 
 
