@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import Buffer
 
 from moonpool.client.kv import InvalidRequest, KVClient, Unavailable
 from moonpool.v1 import kv_pb2
@@ -18,8 +19,8 @@ USUAL, DIRECT = 2, 2
 
 
 @asynccontextmanager
-async def stored(folder: Path, lane: str, **settings: Any) -> AsyncIterator[Rig]:
-    async with rig(**{"kv_lanes": lane, "kv_lanes_dir": folder, "dram_bytes": 64 << 20} | settings) as store:
+async def stored(folder: Path, lane: str) -> AsyncIterator[Rig]:
+    async with rig(kv_lanes=lane, kv_lanes_dir=folder, dram_bytes=64 << 20) as store:
         yield store
         await store.at_rest()
 
@@ -51,7 +52,8 @@ async def test_values_of_many_sizes_come_back(lane: str, folder: Path) -> None:
             for size in (*SIZES, largest):
                 keys = [b"%d-%d-%d" % (turn, size, number) for number in range(3)]
                 shared = client.memory[turn * 100 : turn * 100 + size]
-                values = dict(zip(keys, (data_of(size), shared, bytes(size)), strict=True))
+                contents: list[Buffer] = [data_of(size), shared, bytes(size)]
+                values = dict(zip(keys, contents, strict=True))
                 assert client.put(keys[0], values[keys[0]])
                 assert not client.put(keys[0], shared)
                 assert client.batch_put(values) == 2
@@ -120,7 +122,7 @@ async def test_after_an_operators_deletion_values_can_be_put_again(folder: Path)
             with pytest.raises(InvalidRequest, match="older than a deletion"):
                 client.put(b"1", b"old")
             assert client.put(b"1", b"new")
-            assert client.get(b"1") == b"new"
+            assert client.get(b"1") == bytearray(b"new")
 
         await with_client(store, "local", work)
 
@@ -150,7 +152,7 @@ async def test_a_store_that_ends_is_unavailable_and_not_waited_for(lane: str, fo
         def work(client: KVClient) -> None:
             for key in (b"1", b"2"):
                 assert client.put(key, b"data")
-                assert client.get(key) == b"data"
+                assert client.get(key) == bytearray(b"data")
             asyncio.run_coroutine_threadsafe(store.service.finish(), loop).result(10)
             with pytest.raises(Unavailable):
                 client.put(b"3", b"data")

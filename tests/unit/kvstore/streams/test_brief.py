@@ -34,7 +34,7 @@ TIMEOUT_S = 10.0
 
 @asynccontextmanager
 async def storing(folder: Path, lane: str, **settings: Any) -> AsyncIterator[Rig]:
-    async with rig(**{"kv_lanes": lane, "kv_lanes_dir": folder} | settings) as store:
+    async with rig(kv_lanes=lane, kv_lanes_dir=folder, **settings) as store:
         store.dialer = LaneDialer(LaneSettings.of(LaneConfig(kv_lanes=lane, kv_lanes_dir=folder)))
         yield store
         await store.at_rest()
@@ -142,7 +142,7 @@ async def test_what_takes_a_session_changes_nothing(sockets: Path) -> None:
         await store.stub.Forget(kv_pb2.ForgetRequest(deletions=[kv_pb2.Deletion(id="d", selection=selection)]))
         anns = kvstore_pb2.PutOpen(tenant="ann").SerializeToString()
         damaged = [memoryview(bytes(LAYOUT.slice_bytes))] * LAYOUT.layers
-        for keys, changes in [
+        cases: list[tuple[list[BlockKey], dict[str, Any]]] = [
             (KEYS[1:2], {"payload": damaged}),
             (KEYS[1:2], {"payload": damaged[:2]}),
             (KEYS[1:2], {"numbers": []}),
@@ -152,7 +152,8 @@ async def test_what_takes_a_session_changes_nothing(sockets: Path) -> None:
             ([KEYS[1]] * 2, {}),
             ([], {}),
             (KEYS[1:6], {}),
-        ]:
+        ]
+        for keys, changes in cases:
             message, fields = put_of(keys, **changes)
             assert (await ask(lane, *message, **fields)).kind == OTHERWISE, changes
         assert store.gauges()["dram_blocks"] == 1
@@ -201,8 +202,9 @@ async def test_a_damaged_block_takes_a_session_which_reports_it(sockets: Path) -
 async def test_a_tenant_has_its_own_keys_only(sockets: Path) -> None:
     """Lanes to those who speak for one tenant need `--kv-lanes-trusted`; the check is the streams' own."""
     async with storing(sockets, "tcp") as store:
-        for kind, resources in ((GetStream, store.service.servicer.get), (PutStream, store.service.servicer.put)):
-            stream = kind(resources, asyncio.Event())  # type: ignore[operator]
+        servicer, closing = store.service.servicer, asyncio.Event()
+        streams: list[GetStream | PutStream] = [GetStream(servicer.get, closing), PutStream(servicer.put, closing)]
+        for stream in streams:
             stream.format, stream.tenant = FORMAT, "ann"
             with pytest.raises(PermissionDenied, match="keys of its own tenant only"):
                 list(stream.on_brief(Brief(GET, 1, 1, keys=KEYS[0]), memoryview(b"")))
