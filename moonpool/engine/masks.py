@@ -205,7 +205,7 @@ class Masks:
                 self._allowed.failed[it.index] = _reason(it.grammar, repr(error))
                 continue
             bits = np.zeros(words, np.uint32)
-            self._allowed.masks[it.index] = memoryview(bits).cast("B")
+            self._allowed.masks[it.index] = bits.data.cast("B")
             self._rows.append(_Row(it.index, it.grammar, it.answer, parser, (bits.ctypes.data, bits.nbytes)))
 
     def _find(self, row: _Row) -> None:

@@ -9,6 +9,7 @@ import anthropic
 import openai
 import pytest
 from anthropic.types import MessageParam
+from openai.types.chat import ChatCompletion
 from openai.types.responses import ResponseFunctionToolCall
 
 from moonpool.cli.check import wait_at_rest
@@ -36,9 +37,15 @@ def claude(address: str) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def said(client: openai.OpenAI, tokens: int) -> openai.types.chat.ChatCompletion:
+def said(client: openai.OpenAI, tokens: int) -> ChatCompletion:
     """The chat's whole greedy answer."""
-    return client.chat.completions.create(**GREEDY, messages=TURNS, max_tokens=tokens)
+    whole: ChatCompletion = client.chat.completions.create(**GREEDY, messages=TURNS, max_tokens=tokens)
+    return whole
+
+
+def text_of(message: Any) -> str:
+    """Of a message in Anthropic's form."""
+    return "".join(block.text for block in message.content if block.type == "text")
 
 
 def test_messages(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
@@ -49,7 +56,7 @@ def test_messages(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
     with claude.messages.stream(**ask) as stream:
         streamed = stream.get_final_message()
     for message in (whole, streamed):
-        assert [block.text for block in message.content if block.type == "text"] == [chat.choices[0].message.content]
+        assert text_of(message) == chat.choices[0].message.content
         assert chat.usage is not None
         read = message.usage.cache_read_input_tokens or 0
         assert read >= BLOCK
@@ -79,10 +86,11 @@ async def test_by_asyncio(address: str, aio: openai.AsyncOpenAI, client: openai.
             return (await stream.get_final_completion()).choices[0].message.content
 
     async def response() -> str:
-        return (await aio.responses.create(**GREEDY, input=TEXT, max_output_tokens=8)).output_text
+        text: str = (await aio.responses.create(**GREEDY, input=TEXT, max_output_tokens=8)).output_text
+        return text
 
     async def message(other: anthropic.AsyncAnthropic) -> str:
-        return "".join(block.text for block in (await other.messages.create(**ask)).content if block.type == "text")
+        return text_of(await other.messages.create(**ask))
 
     async def streamed(other: anthropic.AsyncAnthropic) -> str:
         async with other.messages.stream(**ask) as stream:
