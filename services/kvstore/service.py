@@ -21,6 +21,7 @@ from moonpool.streams.credits import ByteCredits
 from moonpool.streams.deadlines import within
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.lanes.settings import LaneSettings
+from moonpool.streams.open_streams import OpenStreams
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
@@ -40,7 +41,6 @@ from services.kvstore.servicer import KVStoreServicer
 from services.kvstore.ssd.admission import Admission
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.streams.get_stream import GetResources
-from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal
