@@ -86,6 +86,8 @@ class StepDone:
     """No further step of the run follows."""
     share: float = 1.0
     waited_ns: int = 0
+    earlier: "tuple[StepDone, ...]" = ()
+    """Steps of the same run that were over before and not told, the first one first; they have none themselves."""
 
 
 @dataclass(frozen=True, slots=True)
