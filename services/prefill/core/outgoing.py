@@ -3,11 +3,8 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-MERGE_BYTES = 512 << 10
+MERGE_BYTES = 128 << 10
 """Slices of several layers leave in one batch until they make so many bytes: a message costs about 150 us."""
-TAIL_S = 1e-3
-"""While further layers of a step follow, less than leaves in such a time waits for them. So much may be left to be sent
-behind the last layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +28,6 @@ class Outgoing:
     io: int | None = None
     """Opening, sending or waiting for the verdict: one at a time."""
     open: bool = False
-    follow: bool = False
-    """Further layers of the step, or load, that was heard of last are still to come."""
     sent_bytes: int = 0
 
     @classmethod
@@ -64,13 +59,6 @@ class Outgoing:
             if span.end > first:
                 self.handed[span.layer] &= ~_bits(max(span.first, first), span.end)
         self.pending = kept
-
-    def enough(self, slice_bytes: int, bytes_per_s: float) -> bool:
-        """Whether a batch is to leave now, over a link of such a rate."""
-        if not self.follow:
-            return bool(self.pending)
-        least = min(MERGE_BYTES, TAIL_S * bytes_per_s)
-        return slice_bytes * sum([span.end - span.first for span in self.pending]) >= least
 
     def take(self, slice_bytes: int) -> list[Span]:
         """The next batch to send: one layer's spans, and more layers while they are small."""

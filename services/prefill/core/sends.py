@@ -1,6 +1,5 @@
 """Transfers to decode: opened when a job starts, fed while it is computed, closed when all of it has left."""
 
-from moonpool.cost import DEFAULT_BYTES_PER_S
 from services.prefill.core.actions import AwaitVerdict, CloseTransfer, OpenTransfer, Piece, SendSlices
 from services.prefill.core.outgoing import Outgoing, Span
 from services.prefill.core.state import Job, SendFlight, State, Table, TransferFlight
@@ -19,10 +18,9 @@ class Sends:
             self._state.do(OpenTransfer(job.outgoing.io, job.number))
 
     def add(self, job: Job, layer: int, first: int, end: int, step: int | None) -> None:
-        """Blocks [first, end) of a layer are whole, by a step or a load that goes from the first layer to the last."""
+        """Blocks [first, end) of a layer are whole."""
         if job.outgoing is not None:
             job.outgoing.add(layer, first, end, step)
-            job.outgoing.follow = layer + 1 < self._state.settings.layers
             self._pump(job, job.outgoing)
 
     def leading(self, job: Job, blocks: int) -> None:
@@ -30,7 +28,6 @@ class Sends:
         if job.outgoing is not None:
             for layer in range(self._state.settings.layers):
                 job.outgoing.add(layer, 0, blocks, None)
-            job.outgoing.follow = False
             self._pump(job, job.outgoing)
 
     def take_back(self, job: Job, first: int) -> None:
@@ -48,7 +45,6 @@ class Sends:
             self._state.unbind(job)
             return True
         assert job.outgoing.whole, "a slice was never handed over"
-        job.outgoing.follow = False  # stages tell their layers independently of each other
         self._pump(job, job.outgoing)
         return False
 
@@ -80,11 +76,9 @@ class Sends:
         """Sends what waits; after the last slice closes the transfer, for whose verdict no block is needed."""
         if outgoing.io is not None or not outgoing.open:
             return
-        table, size = job.table, self._state.settings.slice_bytes
+        table = job.table
         if outgoing.pending and table is not None:
-            if not outgoing.enough(size, self._state.tracker.speeds.transfer_bytes_per_s or DEFAULT_BYTES_PER_S):
-                return
-            pieces = tuple(_piece(span, table) for span in outgoing.take(size))
+            pieces = tuple(_piece(span, table) for span in outgoing.take(self._state.settings.slice_bytes))
             outgoing.io = self._state.begin(SendFlight(job.number, (table,)))
             self._state.do(SendSlices(outgoing.io, job.number, pieces))
         elif job.finished:
