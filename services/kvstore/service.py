@@ -93,14 +93,9 @@ class KVStoreService(StoreListener):
         threads = config.read_threads * max(1, len(config.data_dir))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-read")
         self._observer = Observer(self.metrics)
-        self._ledger = ledger or Ledger()
-        self.store = BlockStore(
-            *tiers,
-            self,
-            max_sessions=config.max_sessions,
-            lease_bytes=config.lease_budget_bytes,
-            deletions=self._ledger.deletions,
-        )
+        self._ledger = ledger = ledger or Ledger()
+        sessions, leases = config.max_sessions, config.lease_budget_bytes
+        self.store = BlockStore(*tiers, self, max_sessions=sessions, lease_bytes=leases, deletions=ledger.deletions)
         ssd = self.store.tiers.ssd
         rate, queue, observe = config.ssd_write_bytes_per_s, self.store.writes.queue, self._observer.committed
         self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, self._ledger.leave_out, rate)
