@@ -1,5 +1,6 @@
 """The last stage's end of a step: which tokens its sequences get, and log probabilities."""
 
+import time
 from collections.abc import Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,15 +19,20 @@ from moonpool.sampling import SampleSpec
 from moonpool.sched.steps import Scored, Several, Step
 
 
+_NO_MASKS: dict[int, memoryview] = {}
+"""Always the same: the sampler looks at masks only where they are others than before."""
+
+
 @dataclass(slots=True)
 class Found:
-    """As the fields of `StepResult`."""
+    """As the fields of `StepResult`; and how long masks were waited for."""
 
     sampled: list[int | None] = field(default_factory=list)
     several: dict[int, Several] = field(default_factory=dict)
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     scores: dict[int, Logprobs] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    awaited_ns: int = 0
 
 
 class Choosing:
@@ -80,7 +86,7 @@ class _Part:
         specs = [spec for _, spec in wanted if not spec.best]
         self._sampler = Sampler(specs, model.config.vocab_size, model.device, steps)
         self._seen: dict[int, memoryview] = {}
-        self._masks: dict[int, memoryview] = {}
+        self._masks = _NO_MASKS
 
     def choose(
         self,
@@ -114,8 +120,10 @@ class _Part:
     def _allowed(self, masks: Future[Allowed] | None, found: Found) -> dict[int, memoryview]:
         """Masks by row of those that are drawn, the same objects in all steps; `found` says where there is none."""
         if masks is None:
-            return self._masks
+            return _NO_MASKS
+        began_ns = time.monotonic_ns()
         made = masks.result()
+        found.awaited_ns += time.monotonic_ns() - began_ns
         found.failed.update((index, made.failed[index]) for _, index in self._drawn if index in made.failed)
         if made.masks is not self._seen:
             self._seen = made.masks

@@ -5,7 +5,7 @@ not change, so a decode step has next to nothing to do in Python.
 """
 
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from torch import Tensor
 from moonpool.engine.captures import GraphShape
 from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.masks import Allowed
+from moonpool.engine.messages import StepDone
 from moonpool.model.batch import PackedBatch
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import TELL_S, TOLD_TOGETHER, Step
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class Run:
     choosing: Choosing | None = None
     """Made with the first choice."""
     found: Found = field(default_factory=Found)
+    _untold: list[StepDone] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.batch = self.packed
@@ -62,3 +64,13 @@ class Run:
         self.packed = self.batch = self.packed.after(tokens)
         self.choosing.go_on(tokens)
         self.tails, self.layer, self.left = None, layer, self.left - 1
+
+    def told(self, done: StepDone) -> StepDone | None:
+        """What is told when a step is over; None where it waits for further ones of the run."""
+        if self.step.patient and not done.over and len(self._untold) + 1 < TOLD_TOGETHER:
+            first = self._untold[0] if self._untold else done
+            if done.end_ns - first.end_ns < TELL_S * 1e9:
+                self._untold.append(done)
+                return None
+        earlier, self._untold = tuple(self._untold), []
+        return replace(done, earlier=earlier) if earlier else done
