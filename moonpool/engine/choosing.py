@@ -18,7 +18,6 @@ from moonpool.model.stage import StageModel
 from moonpool.sampling import SampleSpec
 from moonpool.sched.steps import Scored, Several, Step
 
-
 _NO_MASKS: dict[int, memoryview] = {}
 """Always the same: the sampler looks at masks only where they are others than before."""
 
