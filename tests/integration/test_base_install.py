@@ -89,7 +89,7 @@ def test_conductor_and_kvstore_without_torch(
             "from moonpool.client import Client\n"
             f"with Client({address!r}) as client:\n"
             "    pause = threading.Event()\n"
-            "    for _ in range(200):\n"
+            "    for _ in range(1200):\n"
             "        ids = [instance.id for instance in client.cluster_state().instances]\n"
             "        if ids: break\n"
             "        pause.wait(0.05)\n"
