@@ -90,7 +90,7 @@ def test_predicted_and_measured_ttft_agree(tmp_path: Path) -> None:
 
 
 def noise_of(lessons: Sequence[Prediction]) -> float:
-    """By how much equal prompts differ that came one after the other, as a share (`benchmarks.predictions` has it so)."""
+    """By how much equal prompts differ that came one after the other, a share; as `benchmarks.predictions` has it."""
     times = [lesson.result.timing.ttft_s for lesson in lessons]
     differences = [abs(math.log(one / other)) for one, other in zip(times[::2], times[1::2], strict=True)]
     return statistics.median(differences) / math.sqrt(2.0)
