@@ -1,4 +1,4 @@
-"""`make bench`: runs benchmarks, keeps a JSON object of each in `benchmarks/results/`, and writes the page over them."""
+"""`make bench`: runs benchmarks, keeps a JSON object of each in `benchmarks/results/`, and writes the page of them."""
 
 import argparse
 import importlib
