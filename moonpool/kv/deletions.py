@@ -45,13 +45,22 @@ class Deletions:
             if not named:
                 del self._by_name[name]
 
-    def concerning(self, keys: Iterable[bytes], tenant: str, namespace: bytes) -> list[str]:
-        """Ids of those that name the tenant, the namespace or one of the keys; sorted."""
+    def concerning(self, keys: Iterable[bytes], tenant: str, namespace: bytes, ending: bytes = b"") -> list[str]:
+        """Ids of those that name the tenant, the namespace or one of the keys; sorted.
+
+        If `ending` is given, also of those that name any key which ends so: for that each name is looked at.
+        """
         if not self._selections:
             return []
         names: list[_Name] = [("tenant", tenant), ("namespace", namespace), *(("key", key) for key in keys)]
+        names += (name for name in self._by_name if _ends(name, ending)) if ending else ()
         found = {deletion for name in names for deletion in self._by_name.get(name, ())}
         return sorted(found)
+
+
+def _ends(name: _Name, ending: bytes) -> bool:
+    kind, value = name
+    return kind == "key" and isinstance(value, bytes) and value.endswith(ending)
 
 
 def _names(selection: Selection) -> Iterator[_Name]:
