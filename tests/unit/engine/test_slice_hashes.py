@@ -187,12 +187,12 @@ class Walk:
 def test_every_slice_that_may_leave_has_the_hash_of_its_bytes(checkpoint: Path, count: int, seed: int) -> None:
     with stages(checkpoint, count) as engine:
         it = Walk(engine, seed)
-        for number in range(35):
+        for number in range(60):
             it.arrive(number)
             while it.steps or it.loads:
                 if it.loads and (not it.steps or it.random.random() < 0.5):
                     it.load(it.loads.pop(0))
                 else:
                     it.run()
-        assert it.checked > 300
+        assert it.checked > 500
         assert min(it.aborted, it.loaded, it.failed, it.answered) > 0, "the walk went past it"
