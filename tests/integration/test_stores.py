@@ -34,9 +34,8 @@ REST_S = 20.0
 def plan(plan: StackPlan) -> StackPlan:
     """Three stores, and a prefill pool of two chains: whatever comes later must be loaded from a store, or computed."""
     pool = str(2 * BLOCKS + 2)
-    slow = with_flags(
-        slow_prefill(dataclasses.replace(plan, kvstore=3)), "prefill", "--blocks", pool, "--write-back-blocks", pool
-    )
+    slow = slow_prefill(dataclasses.replace(plan, kvstore=3))
+    slow = with_flags(slow, "prefill", "--blocks", pool, "--write-back-blocks", pool)
     return with_flags(slow, "conductor", "--no-peers")
 
 
