@@ -8,7 +8,7 @@ others; with `--blocks all` the part-filled last block of each request is counte
 
 import argparse
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
@@ -73,35 +73,19 @@ def rows_of(
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
-    return rows_of_traces(
-        options,
-        ("all policies", "lru"),
-        lambda trace, chains: rows_of(trace, chains, options.policies, options.capacities, progress),
-    )
-
-
-def rows_of_traces(
-    options: argparse.Namespace, absent: tuple[str, str], rows: Callable[[str, Chains], Iterable[Row]]
-) -> list[Row | Absent]:
-    """The rows of each trace that the flags of `trace_flags` choose.
-
-    Args:
-        options: the flags.
-        absent: what the row of a trace that cannot be read is of, and beside what.
-        rows: those of a trace and its chains.
-    """
-    found: list[Row | Absent] = []
+    rows: list[Row | Absent] = []
     for trace in options.traces:
         try:
-            chains = _chains(trace, options)
+            chains = chains_of_trace(trace, options)
         except Skipped as reason:
-            found.append(Absent(f"{trace} trace, {absent[0]}", absent[1], str(reason)))
+            rows.append(Absent(f"{trace} trace, all policies", "lru", str(reason)))
             continue
-        found += rows(trace, chains)
-    return found
+        rows += rows_of(trace, chains, options.policies, options.capacities, progress)
+    return rows
 
 
-def _chains(trace: str, options: argparse.Namespace) -> Chains:
+def chains_of_trace(trace: str, options: argparse.Namespace) -> Chains:
+    """The chains of one of `TRACES`, with the flags of `trace_flags`; raises Skipped when it cannot be read."""
     if trace == PUBLIC:
         return read_chains(trace_file(options.trace), options.blocks)
     if trace == "shipped":
