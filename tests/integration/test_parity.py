@@ -9,7 +9,6 @@ import dataclasses
 import json
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +31,7 @@ TIMES_ERROR = 4.5
 up to 4.5 for `transformers` itself, up to 2.8 for ours."""
 DRAW_TOLERANCE = 0.05
 """How far outside of its share a bfloat16 draw may lie. Measured: up to 0.017."""
-ANSWER_TOKENS, COMPANY_TOKENS = 32, 3000
+ANSWER_TOKENS, COMPANY_TOKENS = 32, 400
 
 
 @dataclass(frozen=True)
@@ -257,19 +256,29 @@ def greedy_or_sampled(seed: int) -> SamplingParams:
     return SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
 
 
-async def in_company(served: Served, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[GenerateResult]:
-    """Sends requests at once, while others run that began before: one for each decode instance, much longer."""
-    sampling = SamplingParams(max_tokens=COMPANY_TOKENS, ignore_eos=True)
-    async with AsyncClient(served.stack.address) as client, AsyncExitStack() as leaving:
-        for number in range(served.topology.each):
-            stream = client.stream(token_ids=served.prompt(20, seed=590 + number), sampling=sampling)
-            events = aiter(await leaving.enter_async_context(stream))
-            while not (await anext(events)).position:  # the first token is prefill's
-                pass
-        results = await served.gather(asked)
-        running = await asyncio.to_thread(served.stack.gauge, "decode-", "sequences_running")
-        assert running == served.topology.each, "the company has ended before the others"
-    return results
+async def in_company(
+    served: Served, asked: Sequence[tuple[list[int], SamplingParams]]
+) -> tuple[list[GenerateResult], int]:
+    """Sends requests at once, while others run, one after the other, for each decode instance; with the others' tokens
+    that decode has made."""
+    sampling, begun, over = SamplingParams(max_tokens=COMPANY_TOKENS, ignore_eos=True), asyncio.Event(), asyncio.Event()
+    async with AsyncClient(served.stack.address) as client:
+
+        async def others(number: int) -> int:
+            tokens = 0
+            while not over.is_set():
+                async for event in client.stream(token_ids=served.prompt(20, seed=590 + number), sampling=sampling):
+                    if event.position:  # the first token is prefill's
+                        begun.set()
+                tokens += COMPANY_TOKENS - 1
+            return tokens
+
+        async with asyncio.TaskGroup() as group:
+            company = [group.create_task(others(number)) for number in range(served.topology.each)]
+            await begun.wait()
+            results = await served.gather(asked)
+            over.set()
+    return results, sum(task.result() for task in company)
 
 
 def test_answers_are_the_same_alone_cached_and_in_company(served: Served) -> None:
@@ -278,7 +287,11 @@ def test_answers_are_the_same_alone_cached_and_in_company(served: Served) -> Non
         (served.prompt(30 + 11 * number, seed=600 + number), greedy_or_sampled(seed=number)) for number in range(6)
     ]
     alone = [asyncio.run(served.gather([one]))[0] for one in asked]
-    together = asyncio.run(in_company(served, asked))
+    before = served.stack.gauge("decode-", "steps")
+    together, others = asyncio.run(in_company(served, asked))
+    steps, decoded = served.stack.gauge("decode-", "steps") - before, others + len(asked) * (ANSWER_TOKENS - 1)
+    print(f"{decoded} tokens in {steps:g} steps")
+    assert steps < decoded, "no two requests shared a step"
     for (prompt, sampling), first, second in zip(asked, alone, together, strict=True):
         assert second.token_ids == first.token_ids or not served.topology.exact
         if sampling.seed is None:
