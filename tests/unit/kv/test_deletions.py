@@ -34,3 +34,20 @@ def test_those_of_keys_with_an_end_are_found() -> None:
     deletions.add("a", Selection(keys=frozenset([A]), tenants=frozenset(["aa"]), namespaces=frozenset([A])))
     for ending, found in ((b"aa", ["a", "both"]), (b"bb", ["both"]), (N, []), (b"", [])):
         assert deletions.concerning([], "nobody", bytes(32), ending) == found
+
+
+def test_what_several_name_is_found_as_long_as_one_of_them_is_known() -> None:
+    deletions = Deletions()
+    for name in ("d", "e", "f"):
+        deletions.add(name, Selection(keys=frozenset([A, B] if name == "f" else [A])))
+    deletions.add("e", Selection(keys=frozenset([A])))
+    assert deletions.concerning([A], "", N) == ["d", "e", "f"]
+    for left in (["e", "f"], ["f"], []):
+        deletions.remove({2: "d", 1: "e", 0: "f"}[len(left)])
+        assert deletions.concerning([A, B], "", N) == left
+
+
+def test_a_union_names_all_that_one_of_them_names() -> None:
+    some = [Selection(keys=frozenset([A])), Selection(frozenset([B]), frozenset(["x"])), Selection()]
+    assert Selection.union(some) == Selection(frozenset([A, B]), frozenset(["x"]))
+    assert Selection.union([]) == Selection()
