@@ -158,9 +158,15 @@ def test_decode_killed_under_four_answers(pair: CheckedStack) -> None:
         assert stream.result is not None
         assert [it.token_ids for it in stream.result.choices] == [it.token_ids for it in undisturbed.choices]
         assert len({tuple(it.token_ids) for it in undisturbed.choices}) == 4
-        assert len(stream.result.placements) == 2
+        assert_elsewhere(stream.result, killed)
         stack.restart(killed)
         wait_at_rest(stack.address, timeout_s=20)
+
+
+def assert_elsewhere(result: GenerateResult, killed: str) -> None:
+    """It was placed again, perhaps more than once: the first try may be quicker than the news of who is lost."""
+    assert len(result.placements) >= 2
+    assert result.placements[0].decode == killed != result.placement.decode
 
 
 @pytest.mark.slow
@@ -214,7 +220,10 @@ def test_instance_killed_in_the_middle(pair: CheckedStack, reference: Reference,
                 stack.services[killed].signal(signal.SIGKILL)
         assert stream.result is not None
         assert stream.result.token_ids == output
-        assert len(stream.result.placements) == (2 if victim == "decode" else 1)
+        if victim == "decode":
+            assert_elsewhere(stream.result, killed)
+        else:
+            assert len(stream.result.placements) == 1
         assert len(output) == 300
         reference.assert_greedy(prompt, output)
         stack.restart(killed)
