@@ -1,8 +1,10 @@
 """Hot prefixes on a running stack, spread by loading and copies, beside none of both: `python -m benchmarks.hot`.
 
 Most prompts begin with one of ten prefixes, the others are as long and their own. They come at random times, the same
-in both stacks. Compute is emulated by default: eight prefill instances, no kvstore. So what a prefix costs is the
-profile's time or the time on the links, and where prompts go is the conductor's decision.
+in both stacks. Compute is emulated: eight prefill instances, no kvstore. So what a prefix costs is the profile's time,
+or the time on the links, and where prompts go is the conductor's decision. They come so quickly that an instance which
+alone has two of the prefixes, and its part of the other prompts, has more to do than it can: 28 per second, of which
+each prefix has 2.7 that take 0.15 s each. With half of that a prompt hardly ever waits, and nothing needs to spread.
 """
 
 import argparse
@@ -31,7 +33,7 @@ REST_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt, and when it comes, seconds."""
+    """A prompt, and when it comes, seconds of the profile."""
 
     at_s: float
     prompt: list[int]
@@ -39,7 +41,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run: seconds, and the share of the prompts' tokens that was not computed.
+    """Of one run: seconds of the profile, and the share of the prompts' tokens that was not computed.
 
     `loaded` and `copied` count blocks that prefill instances have read from others, for prompts and by order; `late` is
     the per cent of the steps' time by which the machine was late.
@@ -60,7 +62,7 @@ class Figures:
 
 
 def arrivals(options: argparse.Namespace, number: int) -> list[Asked]:
-    """What comes in a run; equal seeds give equal ones."""
+    """What comes in a run, in seconds of the profile; equal seeds give equal ones."""
     drawn, now = random.Random(f"moonpool hot {options.seed} {number}"), 0.0
 
     def some(count: int) -> list[int]:
@@ -75,23 +77,25 @@ def arrivals(options: argparse.Namespace, number: int) -> list[Asked]:
     return found
 
 
-async def serve(address: str, asked: Sequence[Asked]) -> list[GenerateResult]:
-    """Sends all prompts at their times."""
+async def serve(address: str, asked: Sequence[Asked], scale: float) -> list[GenerateResult]:
+    """Sends all prompts at their times, of which `scale` seconds pass in one."""
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     loop = asyncio.get_running_loop()
     async with AsyncClient(address) as client:
         begun = loop.time()
 
         async def ask(one: Asked) -> GenerateResult:
-            await asyncio.sleep(begun + one.at_s - loop.time())
+            await asyncio.sleep(begun + one.at_s / scale - loop.time())
             return await client.generate(token_ids=one.prompt, sampling=sampling)
 
         return await asyncio.gather(*map(ask, asked))
 
 
-def figures(results: Sequence[GenerateResult], before: Sequence[Reading], after: Sequence[Reading]) -> Figures:
-    """Of all requests, and of the instances' gauges before and after them."""
-    ttft_s = sorted(result.timing.ttft_s for result in results)
+def figures(
+    results: Sequence[GenerateResult], before: Sequence[Reading], after: Sequence[Reading], scale: float
+) -> Figures:
+    """Of all requests, and of the gauges before and after them; `scale` seconds have passed in one."""
+    ttft_s = sorted(scale * result.timing.ttft_s for result in results)
     prompt = sum(result.usage.prompt_tokens for result in results)
     return Figures(
         statistics.median(ttft_s),
@@ -118,8 +122,8 @@ def one_run(options: argparse.Namespace, number: int, conductor: Sequence[str]) 
         )
         with LocalStack(plan) as stack:
             before = wait_at_rest(stack.address, REST_S)
-            results = asyncio.run(serve(stack.address, arrivals(options, number)))
-            return figures(results, before, wait_at_rest(stack.address, REST_S))
+            results = asyncio.run(serve(stack.address, arrivals(options, number), options.time_scale))
+            return figures(results, before, wait_at_rest(stack.address, REST_S), options.time_scale)
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
@@ -148,10 +152,10 @@ def flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
     add = parser.add_argument
     add("--engine", default="emulated:llama-70b-a800", help="real, or emulated:PROFILE (default %(default)s)")
-    add("--time-scale", type=float, default=0.0, help="emulated seconds that pass in one second; 0 = the profile's own")
+    add("--time-scale", type=float, default=0.5, help="seconds of the profile that pass in one second (default 0.5)")
     add("--prefill", type=int, default=8, help="instances (default 8)")
-    add("--requests", type=int, default=300, help="in a run (default 300)")
-    add("--rate", type=float, default=12.0, help="of them per second, Poisson (default 12)")
+    add("--requests", type=int, default=400, help="in a run (default 400)")
+    add("--rate", type=float, default=28.0, help="of them per second of the profile, Poisson (default 28)")
     add("--prefixes", type=int, default=10, help="hot ones (default 10)")
     add("--prefix-tokens", type=int, default=8192, help="of each (default 8192)")
     add("--share", type=float, default=0.95, help="of the requests that begin with one (default 0.95)")
