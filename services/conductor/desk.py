@@ -113,7 +113,7 @@ class Desk:
         self._post(Arrived(ask, serving.reusable_keys))
         return serving
 
-    def gone(self, serving: Serving, outgoing: Outgoing) -> None:
+    def client_left(self, serving: Serving, outgoing: Outgoing) -> None:
         """Who reads these messages has left, or has everything. Another call may have the request by now."""
         if serving.ask.number in self._serving and serving.outgoing is outgoing:
             self._post(ClientGone(serving.ask.number))

@@ -1,4 +1,4 @@
-"""A stream that is taken up again: what the client says of it, checked, and what it is told for the next time."""
+"""A stream that is resumed: checks what the client says it has, and makes what the client needs to resume again."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class ConductorServicer:
         except TimeoutError:
             raise DeadlineExceeded("the request took longer than it may") from None
         finally:
-            self._desk.gone(serving, outgoing)
+            self._desk.client_left(serving, outgoing)
 
     @staticmethod
     def _resumes(message: conductor_pb2.GenerateRequest, earlier: _Running) -> bool:
