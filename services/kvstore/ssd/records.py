@@ -59,10 +59,13 @@ class RecordHeader:
     def record_bytes(self) -> int:
         return self.header_bytes + _align(self.info.nbytes)
 
-    def check_slice(self, layer: int, data: memoryview) -> int:
-        """Verifies one layer's bytes; their hash, bound to the block. BadRecordError: they are not what was written."""
+    def check_slice(self, layer: int, data: memoryview, value: int | None = None) -> int:
+        """Verifies one layer's bytes, of which `value` is the hash; the same, bound to the block.
+
+        Raises BadRecordError: they are not what was written.
+        """
         key = self.info.key
-        value = bind(slice_hash(data), key, layer)
+        value = bind(slice_hash(data) if value is None else value, key, layer)
         found = slice_hash(data, seed=int.from_bytes(key[:8], "little") ^ layer) if self.seeded else value
         if found != self.hashes[layer]:
             raise BadRecordError(f"hash of layer {layer} is wrong")

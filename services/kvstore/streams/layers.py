@@ -8,7 +8,7 @@ further one may be twice as thick, as far as a piece's size and memory allow.
 import asyncio
 import collections
 import dataclasses
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -16,7 +16,8 @@ from moonpool.errors import Overloaded
 from moonpool.kv.frames import FRAME_BYTES
 from moonpool.streams.credits import ByteCredits
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.core.reads import LeasedBlock, ReadLease, Reads
+from services.kvstore.core.reads import ReadLease, Reads
+from services.kvstore.ssd.reader import Band, read_bands
 from services.kvstore.ssd.records import BadRecordError
 
 log = get_logger(__name__)
@@ -43,15 +44,7 @@ class Cell(NamedTuple):
     hash: int
 
 
-class _Piece(NamedTuple):
-    """Some layers of one block, and memory for each of them."""
-
-    block: int
-    source: LeasedBlock
-    outs: list[memoryview]
-
-
-_Fetch = Future[tuple[_Piece, Exception] | None]
+_Fetch = Future[tuple[int, Exception] | None]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -61,18 +54,7 @@ class _Band:
     layers: range
     ahead: int  # bytes taken from the read-ahead's budget and not handed out yet
     started: int = 0  # blocks before this one are in DRAM, being read, or read
-    slices: dict[int, list[memoryview]] = dataclasses.field(default_factory=dict)  # what has been read, by block
-
-
-def _read(first_layer: int, pieces: list[_Piece]) -> tuple[_Piece, Exception] | None:
-    """Blocking. Reads pieces up to the first that cannot be read; returns that one and why."""
-    for piece in pieces:
-        assert piece.source.reader is not None
-        try:
-            piece.source.reader.read_layers(first_layer, piece.outs)
-        except Exception as error:  # of whatever kind, the prefix ends before this block
-            return piece, error
-    return None
+    slices: dict[int, Sequence[memoryview]] = dataclasses.field(default_factory=dict)  # what has been read, by block
 
 
 @dataclasses.dataclass(eq=False)
@@ -226,47 +208,49 @@ class LayerReader:
         return blocks, self._limit
 
     def _submit(self, band: _Band, blocks: list[int]) -> None:
-        layout, sources = self.lease.format.layout, self.lease.sources
-        pieces: list[_Piece] = []
+        layout, bands = self.lease.format.layout, list[Band]()
         try:
             for block in blocks:
-                outs = [sources[block].memory(layer, layout) for layer in band.layers]
-                pieces.append(_Piece(block, sources[block], outs))
+                source = self.lease.sources[block]
+                assert source.reader is not None
+                bands.append((source.reader, [source.memory(layer, layout) for layer in band.layers]))
         except Overloaded as error:
             log.warning("no memory to read into", error=str(error))
             self._limit = blocks[0]
             return
-        fetch = self.pool.submit(_read, band.layers.start, pieces)
+        fetch = self.pool.submit(read_bands, band.layers.start, bands)
         self._fetches.add(fetch)
-        fetch.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._ended, fetch, band, pieces))
+        came = dict(zip(blocks, [outs for _, outs in bands], strict=True))
+        fetch.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._ended, fetch, band, came))
 
     async def _fetch_ended(self) -> None:
         self._progress.clear()
         await self._progress.wait()
 
-    def _ended(self, fetch: _Fetch, band: _Band, pieces: list[_Piece]) -> None:
+    def _ended(self, fetch: _Fetch, band: _Band, came: dict[int, Sequence[memoryview]]) -> None:
         self._fetches.discard(fetch)
         if fetch.cancelled():
-            self._limit = min(self._limit, pieces[0].block)
+            self._limit = min(self._limit, *came)
         elif (failure := fetch.result()) is not None:
-            self._fail(*failure)
+            self._fail([*came][failure[0]], failure[1])
         bits = sum(1 << layer for layer in band.layers)
-        for piece in pieces:
-            if piece.block < self._limit:
-                piece.source.filled |= bits
-                band.slices[piece.block] = piece.outs
+        for block, outs in came.items():
+            if block < self._limit:
+                self.lease.sources[block].filled |= bits
+                band.slices[block] = outs
         self._start_more()
         self._progress.set()
         if self._closed and not self._fetches:
             self.reads.close(self.lease)
 
-    def _fail(self, piece: _Piece, error: Exception) -> None:
-        assert piece.source.reader is not None
-        key = piece.source.reader.key.hex()[:16]
-        self._limit = min(self._limit, piece.block)
+    def _fail(self, block: int, error: Exception) -> None:
+        source = self.lease.sources[block]
+        assert source.reader is not None
+        key = source.reader.key.hex()[:16]
+        self._limit = min(self._limit, block)
         if isinstance(error, BadRecordError):
             log.warning("a stored block is bad", key=key, error=str(error))
-            self.reads.lost(piece.source)
+            self.reads.lost(source)
         else:
             log.warning("a stored block cannot be read now", key=key, error=str(error))
 

@@ -178,7 +178,7 @@ def test_a_scan_reads_small_records_together_and_of_large_ones_the_headers(tmp_p
 def test_reading_behind_the_end_is_a_bad_record(tmp_path: Path) -> None:
     files = write_segment(tmp_path / "s", 1)
     with pytest.raises(BadRecordError):
-        read_whole(files, tmp_path / "s", [memoryview(bytearray(10))], RECORD - 5)
+        read_whole(files, tmp_path / "s", memoryview(bytearray(10)), RECORD - 5)
     files.close_all()
 
 
