@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from moonpool.errors import Overloaded
-from moonpool.kv.frames import FRAME_BYTES
+from moonpool.kv.frames import FRAME_BYTES, Slice
 from moonpool.streams.credits import ByteCredits
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.core.reads import ReadLease, Reads
@@ -33,15 +33,6 @@ class Lost(NamedTuple):
     """A block cannot be read: it and all after it will not come (again)."""
 
     block: int
-
-
-class Cell(NamedTuple):
-    """One slice: layer, index of the block in the lease, bytes, hash."""
-
-    layer: int
-    block: int
-    data: memoryview
-    hash: int
 
 
 _Fetch = Future[tuple[int, Exception] | None]
@@ -90,12 +81,12 @@ class LayerReader:
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
-    async def groups(self) -> AsyncIterator[list[Cell] | Lost]:
+    async def groups(self) -> AsyncIterator[list[Slice] | Lost]:
         """Slices in order, in groups; after a `Lost` only of blocks before it. To be walked once the lease is complete.
 
         The bytes of a group stay as they are until `close`.
         """
-        group: list[Cell] = []
+        group: list[Slice] = []
         self._limit = self._told = self.lease.blocks
         self._start_more()
         while self._bands:
@@ -121,25 +112,26 @@ class LayerReader:
         while self._fetches:  # of blocks behind a lost one: the lease ends with them
             await self._fetch_ended()
 
-    def _gather(self, group: list[Cell], band: _Band, layer: int, block: int) -> int:
+    def _gather(self, group: list[Slice], band: _Band, layer: int, block: int) -> int:
         """Adds a layer's slices from `block` on to a group until it is full or one is not read yet; returns which."""
-        sources, depth = self.lease.sources, layer - band.layers.start
+        sources, depth, tokens = self.lease.sources, layer - band.layers.start, self.lease.format.layout.block_tokens
         end = min(self._limit, block + self._group_cells - len(group))
         while block < end:
             source = sources[block]
             if source.block is not None:
-                group.append(Cell(layer, block, source.block.slice(layer), source.block.hashes[layer]))
+                data, value = source.block.slice(layer), source.block.hashes[layer]
             elif source.reader is not None and block in band.slices:
-                group.append(Cell(layer, block, band.slices[block][depth], source.reader.hashes[layer]))
+                data, value = band.slices[block][depth], source.reader.hashes[layer]
                 if source.allocate is None:
                     self._walked += self._slice_bytes
                     band.ahead -= self._slice_bytes
             else:
                 break
+            group.append(Slice(layer, block, data, tokens, value))
             block += 1
         return block
 
-    def _parts(self, group: list[Cell]) -> Iterator[list[Cell] | Lost]:
+    def _parts(self, group: list[Slice]) -> Iterator[list[Slice] | Lost]:
         good = group if self._limit == self.lease.blocks else [cell for cell in group if cell.block < self._limit]
         if good:
             yield good
