@@ -61,7 +61,7 @@ def read(store: BlockStore, chain: Sequence[BlockKey]) -> int:
     lease = store.reads.open(chain, FORMAT, promote=True)
     for source in lease.sources:
         if source.reader is not None:
-            source.reader.read_layers(0, [source.memory(0, FORMAT.layout)])
+            source.reader.read_layers(0, source.memory(range(1), FORMAT.layout))
             source.filled = 1
     store.reads.close(lease)
     return lease.blocks

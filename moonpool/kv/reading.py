@@ -30,12 +30,12 @@ class Span(NamedTuple):
     Attributes:
         offset: of the first.
         out: memory for them, as long as they are.
-        hashed: their hash is wanted.
+        slice_bytes: of each of the slices that they are, whose hashes are wanted; 0 where none are.
     """
 
     offset: int
     out: memoryview
-    hashed: bool = True
+    slice_bytes: int = 0
 
 
 class Outcome(NamedTuple):
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         spans: how many leading ones are whole.
-        hashes: of those among them of which it is wanted.
+        hashes: of the slices in them.
         error: what kept the next one from being read; None at the end of the file.
     """
 
@@ -79,7 +79,7 @@ def read_slice_by_slice(fd: int, sector: int, spans: Sequence[Span]) -> Outcome:
     """A `Read` in Python; `sector` must be 0."""
     assert not sector, "direct reads are native code's"
     hashes: list[int] = []
-    for number, (offset, out, hashed) in enumerate(spans):
+    for number, (offset, out, size) in enumerate(spans):
         done = 0
         try:
             while done < len(out) and (count := os.preadv(fd, [out[done:]], offset + done)):
@@ -88,8 +88,7 @@ def read_slice_by_slice(fd: int, sector: int, spans: Sequence[Span]) -> Outcome:
             return Outcome(number, hashes, error)
         if done < len(out):
             return Outcome(number, hashes)
-        if hashed:
-            hashes.append(slice_hash(out))
+        hashes += [slice_hash(out[at : at + size]) for at in range(0, len(out), size)] if size else []
     return Outcome(len(spans), hashes)
 
 
@@ -102,17 +101,20 @@ def load_native(path: Path) -> Read:
 
     def read(fd: int, sector: int, spans: Sequence[Span]) -> Outcome:
         fields: list[int] = []
-        for offset, out, hashed in spans:
-            fields += offset, _address(out), len(out), hashed
-        asked, hashes, error = array("q", fields), array("Q", bytes(8 * len(spans))), ctypes.c_int()
+        for offset, out, size in spans:
+            fields += offset, _address(out), len(out), size
+        asked, hashes, error = array("q", fields), array("Q", bytes(8 * _slices(spans))), ctypes.c_int()
         memory = _address(_memory.scratch), SCRATCH_BYTES
         found = hash_function, hashes.buffer_info()[0], ctypes.addressof(error)
         count: int = native(fd, sector, asked.buffer_info()[0], len(spans), *memory, *found)
-        made = sum(span.hashed for span in spans[:count])
         failure = OSError(error.value, os.strerror(error.value)) if error.value else None
-        return Outcome(count, hashes[:made].tolist(), failure)
+        return Outcome(count, hashes[: _slices(spans[:count])].tolist(), failure)
 
     return read
+
+
+def _slices(spans: Sequence[Span]) -> int:
+    return sum(len(out) // size for _, out, size in spans if size)
 
 
 def _address(data: memoryview) -> int:

@@ -14,7 +14,7 @@ struct Span {
     int64_t offset;
     char* out;
     int64_t nbytes;
-    int64_t hashed;
+    int64_t slice_bytes;
 };
 
 using Hash = uint64_t (*)(const void* data, size_t nbytes);
@@ -99,8 +99,8 @@ int64_t read_through(int fd, const Span* spans, const Run& run, int64_t sector, 
 
 }  // namespace
 
-// Reads spans of a file; returns how many leading ones have come whole. `hashes` gets those of the spans among them that
-// are to be hashed, `error` what kept the next one from being read, 0 at the end of the file. Where `sector` is not 0,
+// Reads spans of a file; returns how many leading ones have come whole. `hashes` gets those of the slices in them, where
+// these have a size, `error` what kept the next one from being read, 0 at the end of the file. Where `sector` is not 0,
 // the file is open for direct reads: offsets, lengths and memory of each must be multiples of it, `scratch` is.
 extern "C" int64_t mp_read(int fd, int64_t sector, const Span* spans, int64_t count, char* scratch, int64_t size,
                            Hash hash, uint64_t* hashes, int* error) {
@@ -115,7 +115,10 @@ extern "C" int64_t mp_read(int fd, int64_t sector, const Span* spans, int64_t co
             const Span& span = next[number];
             if (got < span.nbytes) return done;
             got -= span.nbytes;
-            if (span.hashed) *hashes++ = hash(span.out, static_cast<size_t>(span.nbytes));
+            const int64_t size = span.slice_bytes;
+            for (int64_t at = 0; size && at < span.nbytes; at += size) {
+                *hashes++ = hash(span.out + at, static_cast<size_t>(size));
+            }
             done++;
         }
     }

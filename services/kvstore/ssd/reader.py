@@ -40,34 +40,30 @@ class SsdReader:
     def info(self) -> BlockInfo | None:
         return self._header.info if self._header is not None else None
 
-    def read_layers(self, first: int, outs: Sequence[memoryview]) -> None:
+    def read_layers(self, first: int, out: memoryview) -> None:
         """As `read_bands`, of one block; raises what keeps it from being read."""
-        failure = read_bands(first, [(self, outs)])
+        failure = read_bands(first, [(self, out)])
         if failure is not None:
             raise failure[1]
 
-    def spans(self, first: int, outs: Sequence[memoryview], start: memoryview) -> Iterator[Span]:
+    def spans(self, first: int, out: memoryview, start: memoryview) -> list[Span]:
         """Where layers from `first` on lie, and the header if it is unread; `start` is memory for it."""
-        if start:
-            yield Span(self._offset, start, hashed=False)
-        offset = self._offset + self._header_bytes + first * self.format.layout.slice_bytes
-        for out in outs:
-            yield Span(offset, out)
-            offset += len(out)
+        size = self.format.layout.slice_bytes
+        layers = Span(self._offset + self._header_bytes + first * size, out, size)
+        return [Span(self._offset, start), layers] if start else [layers]
 
     @property
     def unread_bytes(self) -> int:
         """Of the header."""
         return max(0, self._header_bytes) if self._header is None else 0
 
-    def check(self, first: int, outs: Sequence[memoryview], hashes: Sequence[int], start: memoryview) -> None:
+    def check(self, first: int, out: memoryview, hashes: Sequence[int], start: memoryview) -> None:
         """Verifies what was read, with its hashes; raises BadRecordError."""
         if self._header is None:  # several threads may read it at once; they find the same
             self._header = self._check(start)
         if self.deleted:
             raise BadRecordError("the block was deleted")
-        for layer, (out, value) in enumerate(zip(outs, hashes, strict=True), first):
-            self.hashes[layer] = self._header.check_slice(layer, out, value)
+        self.hashes.update(enumerate(self._header.check_slices(first, out, hashes), first))
 
     def _check(self, start: memoryview) -> RecordHeader:
         header = unpack_header(bytes(start))
@@ -86,12 +82,12 @@ class SsdReader:
             self.files.close_later(self.segment.path)
 
 
-Band = tuple[SsdReader, Sequence[memoryview]]
-"""A block, and memory of `slice_bytes` for each of some consecutive layers."""
+Band = tuple[SsdReader, memoryview]
+"""A block, and memory for some consecutive layers."""
 
 
 def read_bands(first: int, bands: Sequence[Band]) -> tuple[int, Exception] | None:
-    """Blocking. Reads verified layers of blocks of one disk, from `first` on, up to the first block that fails.
+    """Blocking. Reads verified layers of blocks, as many of each, from `first` on, up to the first block that fails.
 
     Returns which that is and why, if any. BadRecordError: the bytes read are not what was written, or were deleted;
     they never will be. OSError: reading failed, which says nothing of the record.
@@ -113,18 +109,18 @@ def _read_together(path: Path, first: int, bands: Sequence[Band]) -> tuple[int, 
     """As `read_bands`, of blocks in one segment: in one call, so that those one behind the other are one read."""
     memory = aligned_memory(sum(reader.unread_bytes for reader, _ in bands))
     starts, spans = list[memoryview](), list[Span]()
-    for reader, outs in bands:
+    for reader, out in bands:
         starts.append(memory[: reader.unread_bytes])
         memory = memory[len(starts[-1]) :]
-        spans += reader.spans(first, outs, starts[-1])
+        spans += reader.spans(first, out, starts[-1])
     outcome = reader.files.read(path, spans)
-    hashes = iter(outcome.hashes)
-    for number, ((reader, outs), start) in enumerate(zip(bands, starts, strict=True)):
-        values = list(itertools.islice(hashes, len(outs)))
-        if len(values) < len(outs):
+    layers = len(bands[0][1]) // reader.format.layout.slice_bytes
+    for number, ((reader, out), start) in enumerate(zip(bands, starts, strict=True)):
+        values = outcome.hashes[number * layers : (number + 1) * layers]
+        if len(values) < layers:
             return number, outcome.error or BadRecordError("the segment ends inside the record")
         try:
-            reader.check(first, outs, values, start)
+            reader.check(first, out, values, start)
         except BadRecordError as error:
             return number, error
     return None
@@ -132,7 +128,7 @@ def _read_together(path: Path, first: int, bands: Sequence[Band]) -> tuple[int, 
 
 def read_whole(files: Files, path: Path, out: memoryview, offset: int) -> None:
     """Blocking. Fills `out` from `offset` on. BadRecordError when the file ends before, OSError when the read fails."""
-    outcome = files.read(path, [Span(offset, out, hashed=False)])
+    outcome = files.read(path, [Span(offset, out)])
     if not outcome.spans:
         raise outcome.error or BadRecordError("the segment ends inside the record")
 
@@ -145,10 +141,7 @@ def read_record(files: Files, path: Path, key: BlockKey, offset: int, nbytes: in
     header = unpack_header(record)
     if header.info.key != key or header.record_bytes != nbytes:
         raise BadRecordError("the record is another block's")
-    size = header.info.format.layout.slice_bytes
-    for layer in range(header.info.format.layout.layers):
-        at = header.header_bytes + layer * size
-        header.check_slice(layer, view[at : at + size])
+    header.check_slices(0, view[header.header_bytes : header.header_bytes + header.info.nbytes])
     return record
 
 

@@ -59,17 +59,20 @@ class RecordHeader:
     def record_bytes(self) -> int:
         return self.header_bytes + _align(self.info.nbytes)
 
-    def check_slice(self, layer: int, data: memoryview, value: int | None = None) -> int:
-        """Verifies one layer's bytes, of which `value` is the hash; the same, bound to the block.
+    def check_slices(self, first: int, data: memoryview, hashes: Sequence[int] = ()) -> list[int]:
+        """Verifies consecutive layers' bytes, whose `hashes` may have been made; these, bound to the block.
 
         Raises BadRecordError: they are not what was written.
         """
-        key = self.info.key
-        value = bind(slice_hash(data) if value is None else value, key, layer)
-        found = slice_hash(data, seed=int.from_bytes(key[:8], "little") ^ layer) if self.seeded else value
-        if found != self.hashes[layer]:
-            raise BadRecordError(f"hash of layer {layer} is wrong")
-        return value
+        key, size = self.info.key, self.info.format.layout.slice_bytes
+        slices = [data[at : at + size] for at in range(0, len(data), size)]
+        bound = [bind(value, key, layer) for layer, value in enumerate(hashes or map(slice_hash, slices), first)]
+        seed = int.from_bytes(key[:8], "little")
+        found = [slice_hash(one, seed ^ at) for at, one in enumerate(slices, first)] if self.seeded else bound
+        wrong = [at for at, value in enumerate(found, first) if value != self.hashes[at]]
+        if wrong:
+            raise BadRecordError(f"hash of layer {wrong[0]} is wrong")
+        return bound
 
 
 def _align(nbytes: int) -> int:

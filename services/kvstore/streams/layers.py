@@ -8,7 +8,7 @@ further one may be twice as thick, as far as a piece's size and memory allow.
 import asyncio
 import collections
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ class _Band:
     layers: range
     ahead: int  # bytes taken from the read-ahead's budget and not handed out yet
     started: int = 0  # blocks before this one are in DRAM, being read, or read
-    slices: dict[int, Sequence[memoryview]] = dataclasses.field(default_factory=dict)  # what has been read, by block
+    read: dict[int, memoryview] = dataclasses.field(default_factory=dict)  # what has been, by block
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,17 +114,18 @@ class LayerReader:
 
     def _gather(self, group: list[Slice], band: _Band, layer: int, block: int) -> int:
         """Adds a layer's slices from `block` on to a group until it is full or one is not read yet; returns which."""
-        sources, depth, tokens = self.lease.sources, layer - band.layers.start, self.lease.format.layout.block_tokens
+        sources, size, tokens = self.lease.sources, self._slice_bytes, self.lease.format.layout.block_tokens
+        begin = (layer - band.layers.start) * size
         end = min(self._limit, block + self._group_cells - len(group))
         while block < end:
             source = sources[block]
             if source.block is not None:
                 data, value = source.block.slice(layer), source.block.hashes[layer]
-            elif source.reader is not None and block in band.slices:
-                data, value = band.slices[block][depth], source.reader.hashes[layer]
+            elif source.reader is not None and block in band.read:
+                data, value = band.read[block][begin : begin + size], source.reader.hashes[layer]
                 if source.allocate is None:
-                    self._walked += self._slice_bytes
-                    band.ahead -= self._slice_bytes
+                    self._walked += size
+                    band.ahead -= size
             else:
                 break
             group.append(Slice(layer, block, data, tokens, value))
@@ -205,31 +206,31 @@ class LayerReader:
             for block in blocks:
                 source = self.lease.sources[block]
                 assert source.reader is not None
-                bands.append((source.reader, [source.memory(layer, layout) for layer in band.layers]))
+                bands.append((source.reader, source.memory(band.layers, layout)))
         except Overloaded as error:
             log.warning("no memory to read into", error=str(error))
             self._limit = blocks[0]
             return
         fetch = self.pool.submit(read_bands, band.layers.start, bands)
         self._fetches.add(fetch)
-        came = dict(zip(blocks, [outs for _, outs in bands], strict=True))
+        came = dict(zip(blocks, [out for _, out in bands], strict=True))
         fetch.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._ended, fetch, band, came))
 
     async def _fetch_ended(self) -> None:
         self._progress.clear()
         await self._progress.wait()
 
-    def _ended(self, fetch: _Fetch, band: _Band, came: dict[int, Sequence[memoryview]]) -> None:
+    def _ended(self, fetch: _Fetch, band: _Band, came: dict[int, memoryview]) -> None:
         self._fetches.discard(fetch)
         if fetch.cancelled():
             self._limit = min(self._limit, *came)
         elif (failure := fetch.result()) is not None:
             self._fail([*came][failure[0]], failure[1])
         bits = sum(1 << layer for layer in band.layers)
-        for block, outs in came.items():
+        for block, out in came.items():
             if block < self._limit:
                 self.lease.sources[block].filled |= bits
-                band.slices[block] = outs
+                band.read[block] = out
         self._start_more()
         self._progress.set()
         if self._closed and not self._fetches:

@@ -328,18 +328,13 @@ def test_a_block_held_in_no_format_twice(tmp_path: Path) -> None:
 
 
 def bands_of(ssd: SsdTier, keys: Sequence[BlockKey]) -> list[Band]:
-    size = LAYOUT.slice_bytes
-    memory = [memoryview(bytearray(size * 3)) for _ in keys]
-    return [
-        (ssd.reader(key), [out[at : at + size] for at in (0, size, 2 * size)])
-        for key, out in zip(keys, memory, strict=True)
-    ]
+    return [(ssd.reader(key), memoryview(bytearray(LAYOUT.block_bytes))) for key in keys]
 
 
 def read_of(bands: Sequence[Band]) -> list[bytes]:
     for reader, _ in bands:
         reader.release()
-    return [b"".join(outs) for _, outs in bands]
+    return [bytes(out) for _, out in bands]
 
 
 def test_blocks_of_one_segment_are_read_in_one_call(tmp_path: Path) -> None:

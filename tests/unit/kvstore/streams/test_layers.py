@@ -49,19 +49,21 @@ class FakeReader:
         self._index, self._bad, self._asked = index, bad, asked
         self._error = error
 
-    def spans(self, first: int, outs: Sequence[memoryview], start: memoryview) -> list[Span]:
-        self._asked.append((self._index, first, len(outs)))
-        return [Span(layer, out) for layer, out in enumerate(outs, first)]
+    def spans(self, first: int, out: memoryview, start: memoryview) -> list[Span]:
+        self._asked.append((self._index, first, len(out) // SLICE))
+        return [Span(first, out)]
 
     def read(self, path: Path, spans: Sequence[Span]) -> Outcome:
-        for number, span in enumerate(spans):
-            if span.offset == self._bad and self._error is not None:
-                return Outcome(number, [0] * number, self._error)
-            span.out[:] = slice_of(self.key, span.offset, SHAPE)
-        return Outcome(len(spans), [0] * len(spans))
+        (first, out, _), *others = spans
+        assert not others
+        count = len(out) // SLICE
+        if self._error is not None and self._bad in range(first, first + count):
+            return Outcome(0, [], self._error)
+        out[:] = b"".join(slice_of(self.key, layer, SHAPE) for layer in range(first, first + count))
+        return Outcome(1, [0] * count)
 
-    def check(self, first: int, outs: Sequence[memoryview], hashes: Sequence[int], start: memoryview) -> None:
-        if self._bad in range(first, first + len(outs)):
+    def check(self, first: int, out: memoryview, hashes: Sequence[int], start: memoryview) -> None:
+        if self._bad in range(first, first + len(out) // SLICE):
             raise BadRecordError("bad")
 
     def release(self) -> None:
