@@ -119,8 +119,8 @@ def quantile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
-def rounds(address: str, options: argparse.Namespace, number: int) -> dict[str, list[float]]:
-    """TTFT of the calm requests by who floods."""
+def rounds(runner: asyncio.Runner, address: str, options: argparse.Namespace, number: int) -> dict[str, list[float]]:
+    """TTFT of the calm requests by who floods. The loop outlives calls that are cut off: gRPC tells their ends."""
     profile = load_profile(options.engine.removeprefix("emulated:"))
     scale = options.time_scale or profile.time_scale
     capacity = options.prefill * scale / prefill_seconds(profile.speeds, PROMPT_TOKENS, 0)
@@ -131,7 +131,7 @@ def rounds(address: str, options: argparse.Namespace, number: int) -> dict[str, 
         asked = [next(stream) for _ in range(options.requests if tenant != CALM else options.without)]
         flood = requests(f"flood {seed}", tenant, FLOOD_SHARE * capacity, VOCABULARY)
         if asked:
-            found[tenant] = asyncio.run(measured(address, asked, tenant, flood))
+            found[tenant] = runner.run(measured(address, asked, tenant, flood))
         wait_at_rest(address, REST_S)
     return found
 
@@ -164,9 +164,13 @@ def plan_of(options: argparse.Namespace, folder: Path) -> StackPlan:
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """All rows."""
     found: list[dict[str, list[float]]] = []
-    with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(options, Path(folder))) as stack:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalStack(plan_of(options, Path(folder))) as stack,
+        asyncio.Runner() as runner,
+    ):
         for number in range(options.runs):
-            found.append(rounds(stack.address, options, number))
+            found.append(rounds(runner, stack.address, options, number))
             p90 = {tenant or "alone": quantile(it, 0.9) for tenant, it in found[-1].items()}
             told = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in p90.items())
             progress(f"run {number + 1} of {options.runs}, TTFT p90: {told}")

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,9 @@ def versions() -> Iterator[tuple[str, str]]:
             continue
 
 
-def report(name: str, rows: Sequence[Row | Absent], *, date: str, skipped: str = "") -> dict[str, object]:
+def report(
+    name: str, rows: Sequence[Row | Absent], *, date: str, skipped: str = "", took_s: float = 0.0
+) -> dict[str, object]:
     """The JSON object of one benchmark.
 
     Args:
@@ -151,6 +154,7 @@ def report(name: str, rows: Sequence[Row | Absent], *, date: str, skipped: str =
         rows: its figures.
         date: when it was measured, ISO format.
         skipped: why there are no figures.
+        took_s: seconds that it took.
     """
     return {
         "benchmark": name,
@@ -158,6 +162,7 @@ def report(name: str, rows: Sequence[Row | Absent], *, date: str, skipped: str =
         "machine": machine(),
         "versions": dict(versions()),
         "skipped": skipped,
+        "took_s": round(took_s, 1),
         "rows": [dataclasses.asdict(row) | {"met": row.met} for row in rows if isinstance(row, Row)],
         "not_measured": [dataclasses.asdict(row) for row in rows if isinstance(row, Absent)],
     }
@@ -236,12 +241,18 @@ def run(
     options = parser.parse_args(argv)
     progress, screen = Console(stderr=True), Console(width=150)
     rows: Sequence[Row | Absent] = ()
-    skipped = ""
+    skipped, began = "", time.monotonic()
+
+    def tell(text: str) -> None:
+        progress.print(f"  {name}: {text}", highlight=False)
+
     try:
-        rows = measure(options, lambda text: progress.print(f"  {name}: {text}", highlight=False))
+        rows = measure(options, tell)
     except Skipped as reason:
         skipped = str(reason)
-    result = json.dumps(report(name, rows, date=options.date, skipped=skipped), indent=2)
+    took_s = time.monotonic() - began
+    tell(f"took {took_s:.0f} s, load average {os.getloadavg()[1]:.1f}")
+    result = json.dumps(report(name, rows, date=options.date, skipped=skipped, took_s=took_s), indent=2)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(result + "\n")

@@ -1,23 +1,31 @@
 """Goodput of emulated instances beside the simulator's: `python -m benchmarks.goodput`.
 
 Every policy of placement serves the beginning of a trace without limits, every way of admission the same with limits
-and more quickly; each on a stack of its own (8 + 8), and in the simulator. Goodput is the share of the requests that
-keep both limits. Nothing is fitted: the simulator knows the profile alone, so what the stack's processes take on the
-machine is part of the difference. `--time-scale 0.5` gives them two seconds for each of the profile's.
+and more quickly; on a stack (8 + 8), and in the simulator. Goodput is the share of the requests that keep both limits.
+Nothing is fitted: the simulator knows the profile alone, so what the stack's processes take on the machine is part of
+the difference. `--time-scale 0.5` gives them two seconds for each of the profile's. The modes share the stack's
+engines, of which each mode finds no KV, as its requests are another tenant's; the conductor begins anew, and so do
+decode instances where they foresee by what they have served. The policies draw the same in stack and simulation.
 """
 
 import argparse
 import asyncio
+import itertools
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarks.emulated import late, lateness
 from benchmarks.frame import Progress, Row, Skipped, bounded, paired, run
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
+from moonpool.cli.check import wait_at_rest
 from moonpool.cli.replay import Replay, cut, drive, served, summary_of
-from moonpool.cli.stack import LocalStack, StackPlan
+from moonpool.cli.stack import CONDUCTOR, LocalStack, StackPlan
 from moonpool.client import Slo as Limits
 from moonpool.engine.emulated.profile import load_profile
 from services.conductor.core.admission import Admission
@@ -33,7 +41,11 @@ WANTED = 15.0
 """Per cent that the simulator's goodput may be off."""
 STEP_TOKENS, MOST_TOKENS = 4096, 32_000
 STORE_BYTES = 1 << 30
-"""DRAM of a stack's kvstore: all emulated KV of a run."""
+"""DRAM of a stack's kvstore: all emulated KV of a mode."""
+POLICY_SEED = 0
+"""Of the draws, in stack and simulation."""
+WAIT_S = 120.0
+"""For services to start, end and come to rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +63,16 @@ class Mode:
     admission: Admission
     limited: bool
 
+    @property
+    def flags(self) -> list[str]:
+        """The conductor's."""
+        return ["--policy", self.policy, "--admission", self.admission.value, "--policy-seed", str(POLICY_SEED)]
+
     def simulated(self, config: ClusterConfig) -> ClusterConfig:
         """The cluster whose conductor has these flags."""
-        return replace(config, policy=self.policy, admission=SERVICES[self.admission] if self.limited else "all")
+        return replace(
+            config, policy=self.policy, seed=POLICY_SEED, admission=SERVICES[self.admission] if self.limited else "all"
+        )
 
 
 MODES = {
@@ -66,12 +85,30 @@ MODES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What a mode's requests went through on a stack, and what is to be simulated.
+
+    Attributes:
+        mode: of which.
+        config: the cluster as it is served.
+        requests: that came.
+        summary: of them.
+        late: per cent of the steps' time by which the machine was late.
+    """
+
+    mode: Mode
+    config: ClusterConfig
+    requests: Sequence[TraceRequest]
+    summary: Summary
+    late: float
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
-    """One run: per cent of the requests that kept both limits; and what became of them, for people."""
+    """One run of a mode: per cent of the requests that kept both limits."""
 
     stack: float
     simulated: float
-    told: str = ""
 
     @property
     def off(self) -> float:
@@ -82,31 +119,64 @@ class Figures:
 def arrivals(trace: Sequence[TraceRequest], requests: int, rate: float) -> list[TraceRequest]:
     """The first requests of a trace, cut to `MOST_TOKENS`, so many per second on the average.
 
+    Those of one instant come one after the other until the next one: a trace with times of three seconds says no more
+    than that, and which of them a conductor hears first would be chance.
+
     Raises:
         Skipped: the trace is too short.
     """
     if len(trace) < requests:
         raise Skipped(f"the trace has {len(trace)} requests, {requests} are wanted")
     found = [cut(one, MOST_TOKENS, 0, STEP_TOKENS // 8) for one in trace[:requests]]
-    begin, span = found[0].timestamp, found[-1].timestamp - found[0].timestamp
-    faster = span / 1000 * rate / (requests - 1)
-    return [replace(one, timestamp=(one.timestamp - begin) / faster) for one in found]
+    times = apart([one.timestamp for one in found])
+    faster = (times[-1] - times[0]) / 1000 * rate / (requests - 1)
+    return [replace(one, timestamp=(at - times[0]) / faster) for one, at in zip(found, times, strict=True)]
 
 
-def one_run(mode: Mode, wanted: Sequence[TraceRequest], options: argparse.Namespace) -> Figures:
-    """A fresh stack and a simulated cluster get the same requests."""
+def apart(times: Sequence[float]) -> list[float]:
+    """Sorted times, equal ones spread until the next one; the last ones as far apart as those before."""
+    instants = [(at, len(list(same))) for at, same in itertools.groupby(times)]
+    spans = [after - at for (at, _), (after, _) in itertools.pairwise(instants)]
+    spans.append(spans[-1] if spans else 0.0)
+    return [
+        at + span * place / count for (at, count), span in zip(instants, spans, strict=True) for place in range(count)
+    ]
+
+
+def begin(stack: LocalStack, mode: Mode) -> None:
+    """The conductor starts anew with a mode's flags; where limits are told, decode instances start anew as well."""
+    wait_at_rest(stack.address, WAIT_S)
+    conductor = stack.services[CONDUCTOR]
+    engines = [name for name, it in stack.services.items() if mode.limited and it.kind == "decode"]
+    for name in (CONDUCTOR, *engines):
+        stack.services[name].signal(signal.SIGTERM)
+    for name in (CONDUCTOR, *engines):
+        stack.services[name].wait(WAIT_S)
+    stack.spawn("conductor", CONDUCTOR, [*conductor.arguments, *mode.flags, "--listen", conductor.address])
+    for name in engines:
+        stack.spawn_again(name)
+    for name in (CONDUCTOR, *engines):
+        stack.services[name].wait_ready(WAIT_S)
+    stack.wait_joined(WAIT_S)
+
+
+def serve(stack: LocalStack, mode: Mode, wanted: Sequence[TraceRequest], options: argparse.Namespace) -> Measured:
+    """A stack gets a mode's requests."""
     slo = Slo(options.ttft_slo_s, options.tbt_slo_s)
     config = ClusterConfig(profile=load_profile(options.profile), slo=slo, step_tokens=STEP_TOKENS)
-    config = mode.simulated(config)
+    config = asyncio.run(served(stack.address, mode.simulated(config)))
     expected, vocab_size = slo_of(config), load_config(model_dir()).vocab_size
     limits = Limits(ttft_s=expected.ttft_s, tbt_s=expected.tbt_s) if mode.limited else None
-    with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(mode, options, Path(folder))) as stack:
-        config = asyncio.run(served(stack.address, config))
-        replay = Replay(wanted, config.block_tokens, options.time_scale, vocab_size, slo, limits)
-        measured = summary_of(asyncio.run(drive(stack.address, replay)), slo)
-    simulated, _ = simulate(config, wanted)
-    told = f"stack {described(measured)}; simulated {described(simulated)}"
-    return Figures(100 * measured.goodput_share, 100 * simulated.goodput_share, told)
+    own = [replace(one, tenant=mode.name) for one in wanted]
+    replay = Replay(own, config.block_tokens, options.time_scale, vocab_size, slo, limits)
+    before = wait_at_rest(stack.address, WAIT_S)
+    summary = summary_of(asyncio.run(drive(stack.address, replay)), slo)
+    return Measured(mode, config, own, summary, late(before, wait_at_rest(stack.address, WAIT_S)))
+
+
+def simulated(config: ClusterConfig, wanted: Sequence[TraceRequest]) -> Summary:
+    """The same in virtual time."""
+    return simulate(config, wanted)[0]
 
 
 def described(summary: Summary) -> str:
@@ -116,28 +186,45 @@ def described(summary: Summary) -> str:
     return f"{summary.goodput_share:.1%} ({outcomes}, p90 of TTFT {ttft_s:.3g} s, of TBT {tbt_s:.3g} s)"
 
 
-def plan_of(mode: Mode, options: argparse.Namespace, folder: Path) -> StackPlan:
-    """The stack whose conductor has a mode's flags."""
-    conductor = ["--policy", mode.policy, "--admission", mode.admission.value]
+def plan_of(options: argparse.Namespace, folder: Path) -> StackPlan:
+    """The stack that serves all modes."""
     return StackPlan(
         str(model_dir()), folder, engine=f"emulated:{options.profile}", time_scale=options.time_scale,
         prefill=options.prefill, decode=options.decode, block_tokens=STEP_TOKENS // 8, dram_bytes=STORE_BYTES,
-        log_level="warning", extra={"conductor": conductor, "prefill": ["--step-tokens", str(STEP_TOKENS)]},
+        log_level="warning", extra={"prefill": ["--step-tokens", str(STEP_TOKENS)]},
     )  # fmt: skip
 
 
-def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
-    """All rows."""
+def stacks(options: argparse.Namespace, progress: Progress) -> Iterator[Measured]:
+    """All modes, as often as there are runs."""
     trace = list(Trace(options.trace or trace_path("") or GENERATED))
-    found: list[Row] = []
-    for mode in (MODES[name] for name in options.only.split(",")):
-        wanted = arrivals(trace, options.requests, options.overload_rate if mode.limited else options.rate)
-        figures = []
-        for number in range(options.runs):
-            figures.append(one_run(mode, wanted, options))
-            progress(f"{mode.name}, run {number + 1} of {options.runs}: {figures[-1].told}")
-        found += rows(mode.name, figures)
-    return found
+    modes = [MODES[name] for name in options.only.split(",")]
+    rates = [options.overload_rate if mode.limited else options.rate for mode in modes]
+    wanted = [arrivals(trace, options.requests, rate) for rate in rates]
+    for number in range(options.runs):
+        with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(options, Path(folder))) as stack:
+            for mode, requests in zip(modes, wanted, strict=True):
+                begin(stack, mode)
+                found = serve(stack, mode, requests, options)
+                told = f"stack {described(found.summary)}, late by {found.late:.1f} %"
+                progress(f"run {number + 1} of {options.runs}, {mode.name}: {told}")
+                yield found
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """All rows. What was measured is simulated afterwards, on all cores."""
+    measured = list(stacks(options, progress))
+    figures: dict[str, list[Figures]] = {}
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        summaries = pool.map(simulated, [it.config for it in measured], [it.requests for it in measured])
+        for it, summary in zip(measured, summaries, strict=True):
+            found = Figures(100 * it.summary.goodput_share, 100 * summary.goodput_share)
+            figures.setdefault(it.mode.name, []).append(found)
+            progress(f"{it.mode.name}: simulated {described(summary)}, off by {found.off:.1f} %")
+    return [
+        *(row for name, runs in figures.items() for row in rows(name, runs)),
+        lateness([it.late for it in measured]),
+    ]
 
 
 def rows(name: str, figures: Sequence[Figures]) -> Iterator[Row]:

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.emulated import grown, late, lateness
 from benchmarks.frame import Progress, Row, paired, run
 from moonpool.bundled import model_dir
+from moonpool.cli.check import Reading, wait_at_rest
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
 
@@ -24,6 +26,7 @@ BESIDE = "no peers, no copies"
 SPREAD: Sequence[str] = ()
 ALONE = ("--no-peers", "--copy-share", "0")
 """Flags of the conductor in the two stacks."""
+REST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,24 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run: seconds, and the share of the prompts' tokens that was not computed."""
+    """Of one run: seconds, and the share of the prompts' tokens that was not computed.
+
+    `loaded` and `copied` count blocks that prefill instances have read from others, for prompts and by order; `late` is
+    the per cent of the steps' time by which the machine was late.
+    """
 
     ttft_s: float
     ttft_p90_s: float
     cached: float
+    loaded: float = 0.0
+    copied: float = 0.0
+    late: float = 0.0
+
+    @property
+    def told(self) -> str:
+        """For people."""
+        blocks = f"{self.loaded:.0f} blocks loaded, {self.copied:.0f} copied"
+        return f"p90 of TTFT {self.ttft_p90_s:.4f} s, {self.cached:.1%} cached, {blocks}, late by {self.late:.1f} %"
 
 
 def arrivals(options: argparse.Namespace, number: int) -> list[Asked]:
@@ -73,14 +89,17 @@ async def serve(address: str, asked: Sequence[Asked]) -> list[GenerateResult]:
         return await asyncio.gather(*map(ask, asked))
 
 
-def figures(results: Sequence[GenerateResult]) -> Figures:
-    """Of all requests."""
+def figures(results: Sequence[GenerateResult], before: Sequence[Reading], after: Sequence[Reading]) -> Figures:
+    """Of all requests, and of the instances' gauges before and after them."""
     ttft_s = sorted(result.timing.ttft_s for result in results)
     prompt = sum(result.usage.prompt_tokens for result in results)
     return Figures(
         statistics.median(ttft_s),
         ttft_s[min(int(0.9 * len(ttft_s)), len(ttft_s) - 1)],
         sum(result.usage.cached_tokens for result in results) / prompt,
+        grown("loaded_blocks", before, after),
+        grown("copied_blocks", before, after),
+        late(before, after),
     )
 
 
@@ -98,7 +117,9 @@ def one_run(options: argparse.Namespace, number: int, conductor: Sequence[str]) 
             extra={"conductor": list(conductor)},
         )
         with LocalStack(plan) as stack:
-            return figures(asyncio.run(serve(stack.address, arrivals(options, number))))
+            before = wait_at_rest(stack.address, REST_S)
+            results = asyncio.run(serve(stack.address, arrivals(options, number)))
+            return figures(results, before, wait_at_rest(stack.address, REST_S))
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
@@ -107,10 +128,8 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     for number in range(options.runs):
         ours, beside = one_run(options, number, SPREAD), one_run(options, number, ALONE)
         pairs.append((ours, beside))
-        progress(
-            f"run {number + 1} of {options.runs}: p90 of TTFT {ours.ttft_p90_s:.4f} s, {ours.cached:.1%} cached; "
-            f"{beside.ttft_p90_s:.4f} s and {beside.cached:.1%} with {BESIDE}"
-        )
+        progress(f"run {number + 1} of {options.runs}: {ours.told}")
+        progress(f"run {number + 1} of {options.runs}, {BESIDE}: {beside.told}")
     return list(rows(pairs))
 
 
@@ -122,6 +141,7 @@ def rows(pairs: Sequence[tuple[Figures, Figures]]) -> Iterator[Row]:
         yield paired(name, "ms", runs, BESIDE, less_is_better=True)
     shares = [(100 * ours.cached, 100 * beside.cached) for ours, beside in pairs]
     yield paired("prompt tokens not computed", "%", shares, BESIDE)
+    yield lateness([max(ours.late, beside.late) for ours, beside in pairs])
 
 
 def flags(parser: argparse.ArgumentParser) -> None:

@@ -88,7 +88,7 @@ class _Sessions:
 
 
 class DecodePath(_Sessions):
-    """Prefill's side of transfers: reserve, send every slice, wait for the verdict, give the seat back."""
+    """Prefill's side of transfers: reserve, send every slice, wait for the verdict, give the room back."""
 
     _seeds = itertools.count(1)
 
@@ -174,7 +174,7 @@ class DecodePath(_Sessions):
         return response.target, request_id
 
     async def cancel(self, target: kv_pb2.TransferTarget, request_id: str) -> None:
-        """Gives a seat back."""
+        """Gives promised room back."""
         message = decode_pb2.CancelSequence(
             request_id=request_id, transfer_id=target.transfer_id, generation=target.generation
         )

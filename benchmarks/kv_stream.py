@@ -1,7 +1,7 @@
 """KV frames between two processes over the real `ReceiveKV`, `Put` and `Get`, on each lane, beside raw TCP and copies.
 
 `python -m benchmarks.kv_stream [--json]`. The near ends are the real clients (`TransferSender`, `StoreWriter`,
-`BlockReader`), the far ends the real services' halves: decode's receiver with its pool, seats and ledger but no engine,
+`BlockReader`), the far ends the real services' halves: decode's receiver with its pool and requests but no engine,
 and a kvstore. Each measured pair is ours, then raw TCP in blocking writes of the frame's size, one after the other.
 "The same KV" is sent from the same pool and read into as much memory as decode's pool has; "one buffer" is sent again
 and again, from cache to cache. Also measured: that memory does not grow while many gigabytes pass, and how far a sender

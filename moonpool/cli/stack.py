@@ -28,6 +28,7 @@ UNJOINED = ("conductor", "gateway")
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
 CONDUCTOR = "conductor"
 """The first conductor; further ones are conductor-1, conductor-2 and so on."""
+PYTHON = (sys.executable,)
 LOG_TAIL_LINES = 25
 _LOADING = re.compile(r"loading: (\d+) (\d+)/(\d+)")
 DRAIN_S = 8.0
@@ -100,8 +101,9 @@ class ServiceProcess:
         arguments: Sequence[str],
         log_path: Path,
         on_loading: Callable[["ServiceProcess"], None] = lambda service: None,
+        launcher: Sequence[str] = PYTHON,
     ) -> None:
-        """Starts it; `on_loading` is called on a thread of its own whenever `loaded` has changed."""
+        """Starts it by a `launcher`; `on_loading` is called on a thread of its own whenever `loaded` has changed."""
         self.loaded: dict[int, tuple[int, int]] = {}
         """Layers that each stage of its engine has loaded, and how many it will have."""
         self._on_loading = on_loading
@@ -114,7 +116,7 @@ class ServiceProcess:
         environment = os.environ | {"MOONPOOL_DIE_WITH_PARENT": "1"}
         with _opened(log_path) as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"services.{kind}", *arguments],
+                [*launcher, "-m", f"services.{kind}", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -308,9 +310,13 @@ class LocalStack:
     def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
         """Starts one service, in the place of any earlier one of that id; does not wait until it is ready."""
         log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
-        service = ServiceProcess(kind, service_id, arguments, log_path, self._on_loading)
+        service = ServiceProcess(kind, service_id, arguments, log_path, self._on_loading, self.launcher(service_id))
         self.services[service_id] = service
         return service
+
+    def launcher(self, service_id: str) -> Sequence[str]:
+        """The command that starts a service's Python."""
+        return PYTHON
 
     def restart(self, service_id: str, *, kill: bool = False, timeout_s: float = 60.0) -> None:
         """Stops one member (by SIGTERM or SIGKILL), starts it again under its id, and waits until it has joined."""

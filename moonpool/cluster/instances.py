@@ -1,4 +1,4 @@
-"""What others say of an instance, checked before anybody connects to it or remembers it."""
+"""Checks the description of an instance (id, address) that a peer has sent, before it is used."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ one, and connects again when the stream breaks or the conductor restarts.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
@@ -15,6 +14,7 @@ from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapsh
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, StreamBroken
 from moonpool.rpc.channels import Channels
 from moonpool.streams.calling import ClientStream
+from moonpool.streams.deadlines import within
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
@@ -59,7 +59,7 @@ RoleTaker = Callable[[kv_pb2.InstanceKind.ValueType], None]
 
 def no_role(kind: kv_pb2.InstanceKind.ValueType) -> None:
     """For instances that keep the role that they have."""
-    log.warning("ordered to change its role, which it cannot", kind=kv_pb2.InstanceKind.Name(kind))
+    log.warning("order to change the role ignored: this instance has no other", kind=kv_pb2.InstanceKind.Name(kind))
 
 
 class _JoinCall(ClientStream[conductor_pb2.JoinRequest, conductor_pb2.JoinResponse]):
@@ -236,7 +236,7 @@ class JoinAgent:
             case "role":
                 self._on_role(answer.role.kind)
             case other:
-                log.warning("order not understood", order=other)
+                log.warning("unknown order from the conductor ignored", order=other)
 
     async def _write(self, call: _JoinCall) -> None:
         """Send changes soon, loads regularly."""
@@ -265,9 +265,7 @@ class JoinAgent:
                 await self._wake.changed.wait()
         except TimeoutError:
             return
-        with contextlib.suppress(TimeoutError):  # a distance between messages, unless what has changed is wanted soon
-            async with asyncio.timeout(self._flush_s):
-                await self._wake.soon.wait()
+        await within(self._flush_s, self._wake.soon)  # a distance between messages, unless changes are wanted soon
 
     async def _tell_all(self, call: _JoinCall) -> None:
         """Send a snapshot, and between its steps what changes meanwhile."""

@@ -1,4 +1,4 @@
-"""A few of many times."""
+"""Thins out a set of times, for wake-ups that need not be exact."""
 
 from collections.abc import Collection
 

@@ -101,7 +101,7 @@ class JournalWriter:
             yield
         except OSError as error:
             self._ended = True
-            log.warning("the journal ends", error=str(error))
+            log.warning("the journal cannot be written any more", error=str(error))
 
     def _begin(self, core: object) -> None:
         if self._file is not None:

@@ -1,11 +1,12 @@
 """Deleting KV from an engine instance, the same for prefill and decode: from its pool and from its write-back."""
 
+import asyncio
 import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from moonpool.cluster.selections import selection_from_proto
+from moonpool.cluster.selections import read_deletions
 from moonpool.errors import Unavailable
 from moonpool.kv.deletions import Deletions
 from moonpool.kv.selection import Selection, check_ttls
@@ -107,12 +108,11 @@ class Forgetting:
             InvalidRequest: a selection or a time is wrong.
             Unavailable: such a write does not end; to be asked again.
         """
-        ttl_s = check_ttls(request.ttl_s)
-        chosen = {one.id: selection_from_proto(one.selection) for one in request.deletions}
-        for name, selection in chosen.items():
-            if name not in self._carried_out:
-                self._begin(name, selection)
-        ending = {name: self._ending[name] for name in chosen if name in self._ending}
+        ttl_s, ending = check_ttls(request.ttl_s), dict[str, _Ending]()
+        for chosen in await read_deletions(request.deletions):
+            self._begin({name: selection for name, selection in chosen.items() if name not in self._carried_out})
+            ending |= {name: self._ending[name] for name in chosen if name in self._ending}
+            await asyncio.sleep(0)
         blocks = sum(one.blocks for one in ending.values()) + self._expire(ttl_s)
         writes = {job for one in ending.values() for job in one.writes}
         if not await self._write_back.ended(writes, WRITE_BACK_TIMEOUT_S):
@@ -121,15 +121,23 @@ class Forgetting:
             self._ending.pop(name, None)
         return kv_pb2.ForgetResponse(blocks=blocks, bytes=blocks * self._block_bytes)
 
-    def _begin(self, name: str, selection: Selection) -> None:
-        """From here on the pool has nothing of it, and what is written to kvstores is younger."""
-        blocks = self._carry_out(self._event(selection))
-        everything = self._namespace in selection.namespaces
+    def _begin(self, new: Mapping[str, Selection]) -> None:
+        """From here on the pool has nothing of it, and what is written to kvstores is younger.
+
+        The pool is looked through once. The blocks count as the first one's.
+        """
+        if not new:
+            return
+        together = Selection.union(new.values())
+        blocks = self._carry_out(self._event(together))
+        everything = self._namespace in together.namespaces
         writes = self._write_back.forget(
-            lambda keys, tenant: everything or tenant in selection.tenants or not selection.keys.isdisjoint(keys)
+            lambda keys, tenant: everything or tenant in together.tenants or not together.keys.isdisjoint(keys)
         )
-        self._ending[name] = _Ending(blocks, tuple(writes))
-        self._carried_out.add(name, selection)
+        for name, selection in new.items():
+            self._ending[name] = _Ending(blocks, tuple(writes))
+            self._carried_out.add(name, selection)
+            blocks = 0
 
     def _expire(self, ttl_s: Mapping[str, float]) -> int:
         if not ttl_s:

@@ -206,5 +206,5 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
         except StreamBroken:
             return  # the stream itself reports it
         except (MoonpoolError, TimeoutError) as error:
-            log.warning("read given up", blocks=len(lease.blocks), error=str(error))
+            log.warning("read ended early", blocks=len(lease.blocks), error=str(error))
         self.done(number)

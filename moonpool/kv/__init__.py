@@ -1,1 +1,1 @@
-"""KV as bytes: identity, layout, memory, frames, credits and the streams it travels on. Free of torch and numpy."""
+"""KV as bytes: block keys, layout, frames, slice hashes, the shared pool. Free of torch and numpy."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from moonpool.kv.selection import Selection
 
-_Name = tuple[str, str | bytes]
+_Table = dict[Any, "str | dict[str, None]"]
+"""The deletion that names something, or all that do. Most keys are named once, and there may be very many."""
 
 
 class Deletions:
@@ -14,7 +16,9 @@ class Deletions:
 
     def __init__(self) -> None:
         self._selections: dict[str, Selection] = {}
-        self._by_name: dict[_Name, dict[str, None]] = {}
+        self._by_tenant: _Table = {}
+        self._by_namespace: _Table = {}
+        self._by_key: _Table = {}
 
     def __len__(self) -> int:
         return len(self._selections)
@@ -33,28 +37,47 @@ class Deletions:
         """Takes one; another one of its id is replaced."""
         self.remove(deletion)
         self._selections[deletion] = selection
-        for name in _names(selection):
-            self._by_name.setdefault(name, {})[deletion] = None
+        for table, names in self._tables(selection):
+            _add(table, names, deletion)
 
     def remove(self, deletion: str) -> None:
         """Forgets one; unknown ids are fine."""
         selection = self._selections.pop(deletion, None)
-        for name in _names(selection) if selection is not None else ():
-            named = self._by_name[name]
-            del named[deletion]
-            if not named:
-                del self._by_name[name]
+        if selection is not None:
+            for table, names in self._tables(selection):
+                _remove(table, names, deletion)
 
     def concerning(self, keys: Iterable[bytes], tenant: str, namespace: bytes) -> list[str]:
         """Ids of those that name the tenant, the namespace or one of the keys; sorted."""
         if not self._selections:
             return []
-        names: list[_Name] = [("tenant", tenant), ("namespace", namespace), *(("key", key) for key in keys)]
-        found = {deletion for name in names for deletion in self._by_name.get(name, ())}
-        return sorted(found)
+        named = [self._by_tenant.get(tenant), self._by_namespace.get(namespace)]
+        if self._by_key:
+            named += map(self._by_key.get, keys)
+        return sorted({id_ for one in named if one for id_ in ((one,) if isinstance(one, str) else one)})
+
+    def _tables(self, selection: Selection) -> Iterator[tuple[_Table, frozenset[Any]]]:
+        yield self._by_tenant, selection.tenants
+        yield self._by_namespace, selection.namespaces
+        yield self._by_key, selection.keys
 
 
-def _names(selection: Selection) -> Iterator[_Name]:
-    yield from (("tenant", tenant) for tenant in selection.tenants)
-    yield from (("namespace", namespace) for namespace in selection.namespaces)
-    yield from (("key", key) for key in selection.keys)
+def _add(table: _Table, names: frozenset[Any], deletion: str) -> None:
+    if table.keys().isdisjoint(names):
+        table.update(dict.fromkeys(names, deletion))
+        return
+    for name in names:
+        there = table.setdefault(name, deletion)
+        if isinstance(there, dict):
+            there[deletion] = None
+        elif there != deletion:
+            table[name] = {there: None, deletion: None}
+
+
+def _remove(table: _Table, names: frozenset[Any], deletion: str) -> None:
+    for name in names:
+        there = table[name]
+        if isinstance(there, dict):
+            del there[deletion]
+        if not there or there == deletion:
+            del table[name]

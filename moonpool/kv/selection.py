@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from moonpool.errors import InvalidRequest
@@ -25,8 +25,15 @@ class Selection:
         """How many keys and names there are; nothing is chosen without one."""
         return len(self.keys) + len(self.tenants) + len(self.namespaces)
 
-    def __or__(self, other: Selection) -> Selection:
-        return Selection(self.keys | other.keys, self.tenants | other.tenants, self.namespaces | other.namespaces)
+    @classmethod
+    def union(cls, selections: Iterable[Selection]) -> Selection:
+        """All that one of them names."""
+        every = list(selections)
+        return cls(
+            frozenset[BlockKey]().union(*(one.keys for one in every)),
+            frozenset[str]().union(*(one.tenants for one in every)),
+            frozenset[bytes]().union(*(one.namespaces for one in every)),
+        )
 
     def takes(self, key: BlockKey, tenant: str, namespace: bytes) -> bool:
         """Whether a block is chosen."""

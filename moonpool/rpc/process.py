@@ -135,11 +135,11 @@ async def _supervise(main: Main, ctx: ProcessContext, drain_s: float, after_drai
                 log.info("stopping", drain_s=drain_s)
                 await asyncio.wait({running}, timeout=drain_s + after_drain_s)
             if not running.done():
-                log.warning("drained too long; cancelling what runs", after_s=drain_s)
+                log.warning("draining took too long; cancelling what runs", after_s=drain_s)
                 running.cancel()
                 await asyncio.wait({running}, timeout=CANCEL_GRACE_S)
                 if not running.done():
-                    log.error("still not ended; leaving anyway")
+                    log.error("tasks did not end after they were cancelled; exiting")
                     os._exit(EXIT_FAILED)
                 return EXIT_FAILED
             running.result()

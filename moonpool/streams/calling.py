@@ -153,7 +153,7 @@ class ClientStream(Generic[Req, Res]):
         assert self.error is not None
         raise self.error
 
-    async def gone(self) -> None:
+    async def ended(self) -> None:
         """Waits until the stream breaks."""
         await self._broken.wait()
 

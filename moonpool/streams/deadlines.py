@@ -1,13 +1,23 @@
-"""Deadlines of many short waits with one timer: what `asyncio.timeout` does, without a timer for each.
+"""Deadlines of waits: of one for an event, and of many short ones with one timer.
 
-Most waits are over long before their deadline. So the timer stays where it is when they end, looks when it goes off,
-and is set again for the earliest that is left then.
+`Deadlines` does what `asyncio.timeout` does, without a timer for each wait. Most waits are over long before their
+deadline. So the timer stays where it is when they end, looks when it goes off, and is set again for the earliest that
+is left then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import TracebackType
+
+
+async def within(seconds: float, event: asyncio.Event) -> bool:
+    """Waits for an event; False when that takes longer than `seconds`, which may be infinite."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    return False
 
 
 class Deadline:

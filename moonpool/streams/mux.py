@@ -178,7 +178,7 @@ class MuxStream(Generic[Req, Res]):
             raise StreamBroken(f"{self.spec.name}: closed")
         standing = self._connection
         if standing is not None and standing.ending:
-            await standing.gone()
+            await standing.ended()
         if standing is not None and standing.is_good:
             return standing
         if self._attempt is None or self._attempt.done():

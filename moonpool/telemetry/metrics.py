@@ -70,7 +70,7 @@ class Metrics:
         except OSError as error:
             raise ConfigError("metrics_listen", f"cannot listen at {listen}: {error.strerror or error}") from error
         address = format_address(host, server.server_port)
-        log.info("metrics", address=address)
+        log.info("serving metrics", address=address)
         try:
             yield address
         finally:

@@ -101,7 +101,7 @@ class Recorder:
         try:
             self._file.write(("\n".join(self._pending) + "\n").encode())
         except OSError as error:
-            log.warning("recording of spans ends", reason=str(error))
+            log.warning("spans cannot be written any more", reason=str(error))
             self._file.close()
             self._file = None
         self._pending.clear()

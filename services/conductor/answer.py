@@ -53,6 +53,10 @@ class Choice:
         count = len(had.tokens)
         return count >= self.resumed_at and self.tokens[:count] == had.tokens
 
+    def lags(self, had: Had) -> bool:
+        """Whether a client has these tokens and more: another conductor has told them."""
+        return len(had.tokens) > len(self.tokens) and had.tokens[: len(self.tokens)] == self.tokens
+
     def again(self, had: Had) -> conductor_pb2.TokenDelta | None:
         """What the answer has beyond what a client has that hears it from now on; None for nothing."""
         position = len(had.tokens)

@@ -109,7 +109,7 @@ class Cluster:
             return
         match action:
             case Resync(instance):
-                log.warning("resync", instance=instance)
+                log.warning("snapshot of the KV keys asked for", instance=instance)
                 tell(conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder()))
             case Replicate(instance, keys, source, tenant):
                 holder = self.find(source)

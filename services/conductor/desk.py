@@ -113,7 +113,7 @@ class Desk:
         self._post(Arrived(ask, serving.reusable_keys))
         return serving
 
-    def gone(self, serving: Serving, outgoing: Outgoing) -> None:
+    def client_left(self, serving: Serving, outgoing: Outgoing) -> None:
         """Who reads these messages has left, or has everything. Another call may have the request by now."""
         if serving.ask.number in self._serving and serving.outgoing is outgoing:
             self._post(ClientGone(serving.ask.number))
@@ -126,6 +126,7 @@ class Desk:
 
         Raises:
             InvalidRequest: what the client says that it has is not what it was told.
+            Unavailable: it has more than is known here yet.
         """
         if serving.ask.number not in self._serving:
             return False
@@ -181,17 +182,33 @@ class Desk:
                 return
             case Complete(_, finish):
                 self._complete(finish, serving)
+            case Fail(_, failure) if failure.fenced and self._taken_back(serving):
+                self._ended(action.request, serving)
+                return
             case Fail():
                 self._fail(action, serving)
             case Drop():
                 serving.outgoing.end()
-        del self._serving[action.request]
         timeline = serving.timeline(over=True)
         self._decisions.ended(serving.ask.id, timeline)
         if isinstance(action, Complete):
             self._recent.add(serving.ask.id, timeline)
+        self._ended(action.request, serving)
+
+    def _ended(self, number: int, serving: Serving) -> None:
+        """The core knows no request of this number any more."""
+        del self._serving[number]
         if self._recording is not None:
-            self._recording.ended(action.request, serving.answer.tokens)
+            self._recording.ended(number, serving.answer.tokens)
+
+    def _taken_back(self, serving: Serving) -> bool:
+        """Whether a sequence that another conductor has taken over is this one's again; see `Serving.fenced`."""
+        if not serving.fenced(next(self._numbers)):
+            return False
+        log.warning("taking a sequence back", request=serving.ask.id, resumes=serving.resumes)
+        self._serving[serving.ask.number] = serving
+        self._post(Arrived(serving.ask, serving.reusable_keys))
+        return True
 
     def _first_token(self, serving: Serving) -> None:
         self._decisions.first_token(serving.ask.id, serving.answer.ttft_s, serving.answer.lane)

@@ -1,4 +1,4 @@
-"""From the contract's messages to the picture's plain facts."""
+"""Translates the contract's messages to the plain values that the core's picture takes."""
 
 from moonpool.cluster.speeds import sane, speeds_from_proto
 from moonpool.kv.layout import KVLayout

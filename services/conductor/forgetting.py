@@ -152,7 +152,7 @@ class Forgetting:
             try:
                 await self.sweep()
             except Exception as error:
-                log.exception("a round of deletions failed; the next one comes", error=str(error))
+                log.exception("a round of deletions failed; it is repeated", error=str(error))
 
     async def sweep(self) -> None:
         """One round of `run`."""

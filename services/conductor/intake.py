@@ -89,4 +89,4 @@ class Intake:
             while await serving.outgoing.next() is not None:
                 pass
         finally:
-            self._desk.gone(serving, serving.outgoing)
+            self._desk.client_left(serving, serving.outgoing)

@@ -228,9 +228,9 @@ class ContextKeeper:
             try:
                 await work
             except MoonpoolError as error:
-                log.warning("a context is not kept as it should be", error=str(error))
+                log.warning("a context's KV could not be computed, pinned or counted", error=str(error))
             except Exception:
-                log.exception("a context is not kept as it should be")
+                log.exception("a context's KV could not be computed, pinned or counted")
 
         task = asyncio.create_task(guarded())
         self._tasks.add(task)

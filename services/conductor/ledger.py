@@ -138,7 +138,7 @@ class Ledger:
         try:
             await self._sync(store, records)
         except MoonpoolError as error:
-            log.warning("records not shared", kvstore=store.id, error=str(error))
+            log.warning("records could not be sent to a kvstore", kvstore=store.id, error=str(error))
             return False
         return True
 

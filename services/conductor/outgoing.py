@@ -1,4 +1,4 @@
-"""What a client is still to be told: messages in order, those that wait merged.
+"""The queue of messages to one client, in order; those that wait are merged.
 
 Tokens that come faster than the client reads are gathered, up to the answer's length; all of them where it wants the
 answer whole.

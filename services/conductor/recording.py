@@ -121,7 +121,7 @@ class Recording:
         self._queue.put(None)
         self._thread.join()
         if self.left_out:
-            log.warning("recording", left_out=self.left_out)
+            log.warning("requests are missing in the recording", requests=self.left_out)
 
     def _run(self) -> None:
         while (event := self._queue.get()) is not None:

@@ -1,4 +1,4 @@
-"""A stream that is taken up again: what the client says of it, checked, and what it is told for the next time."""
+"""A stream that is resumed: checks what the client says it has, and makes what the client needs to resume again."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def read_resume(message: conductor_pb2.GenerateRequest, request: Request, served
     _require("resume.point.secret", len(point.secret) in SECRET_LENGTHS, f"must have {least} to {most} bytes")
     _check_sequence(point.sequence, request.id, resume.count)
     alone = request.choices == 1 and not request.has_beams
-    resumed = Resumed(count if alone else 0, resume.count, point.sequence, _read_target(point))
+    resumed = Resumed(count if alone else 0, resume.count, point.sequence, target_of(point))
     return Resume(answers, point, resumed)
 
 
@@ -99,6 +99,15 @@ def resume_point(
     if target is not None:
         point.target.CopyFrom(target_proto(target))
     return point
+
+
+def target_of(point: conductor_pb2.ResumePoint) -> Target | None:
+    """Decode's promise, None without one; where the instance is, only its own word counts."""
+    if not point.HasField("target"):
+        return None
+    target, decode = point.target, point.target.decode
+    _require("resume.point.target.decode.id", 1 <= len(decode.id) <= MAX_ID_CHARS, f"1 to {MAX_ID_CHARS} characters")
+    return Target(decode.id, decode.incarnation, "", target.transfer_id, target.generation, 0)
 
 
 def _read_had(field: str, token_ids: Sequence[int], text_chars: int, request: Request, vocabulary: int) -> Had:
@@ -114,15 +123,6 @@ def _check_sequence(sequence: str, request_id: str, count: int) -> None:
     match = _ATTEMPT.fullmatch(attempt)
     earlier = not mark or (match is not None and int(match[1] or 0) < count)
     _require("resume.point.sequence", name == request_id and earlier, "is not an earlier placement of this request")
-
-
-def _read_target(point: conductor_pb2.ResumePoint) -> Target | None:
-    """The promise; where the instance is, only its own word counts."""
-    if not point.HasField("target"):
-        return None
-    target, decode = point.target, point.target.decode
-    _require("resume.point.target.decode.id", 1 <= len(decode.id) <= MAX_ID_CHARS, f"1 to {MAX_ID_CHARS} characters")
-    return Target(decode.id, decode.incarnation, "", target.transfer_id, target.generation, 0)
 
 
 def _require(field: str, condition: bool, message: str) -> None:

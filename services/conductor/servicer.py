@@ -49,11 +49,22 @@ TRACEPARENT = "traceparent"
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request whose call has not ended; `serving` once it was read, `limit` while its client is told."""
+    """A request whose call has not ended; `serving` once it was read, `limit` while its client is told.
+
+    `resume` is what the client has said, where it resumes the request.
+    """
 
     tenant: str
+    resume: conductor_pb2.Resume | None
     serving: Serving | None = None
     limit: asyncio.Timeout | None = None
+
+    def again(self, earlier: _Running) -> bool:
+        """Whether a client resumes once more while what it has said before is being read."""
+        this, before = self.resume, earlier.resume
+        if earlier.serving is not None or this is None or before is None:
+            return False
+        return secrets.compare_digest(this.point.secret, before.point.secret) and this.count > before.count
 
     def taken_over(self) -> None:
         """Another call has the request: this one ends soon."""
@@ -136,9 +147,12 @@ class ConductorServicer:
 
     def _enter(self, message: conductor_pb2.GenerateRequest, request_id: str) -> _Running:
         """Gives a call its place among those that run. A request that its own client resumes keeps the one it has."""
-        earlier, running = self._running.get(request_id), _Running(message.tenant)
+        earlier = self._running.get(request_id)
+        running = _Running(message.tenant, message.resume if message.HasField("resume") else None)
         if earlier is None:
             self._check_queue(message.tenant)
+        elif running.again(earlier):
+            raise Unavailable(f"{request_id!r} is being resumed already")
         elif not self._resumes(message, earlier):
             raise InvalidRequest("request_id", f"{request_id!r} is running already")
         elif earlier.serving is not None:
@@ -189,7 +203,7 @@ class ConductorServicer:
         except TimeoutError:
             raise DeadlineExceeded("the request took longer than it may") from None
         finally:
-            self._desk.gone(serving, outgoing)
+            self._desk.client_left(serving, outgoing)
 
     @staticmethod
     def _resumes(message: conductor_pb2.GenerateRequest, earlier: _Running) -> bool:

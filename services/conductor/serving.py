@@ -2,19 +2,19 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moonpool.contracts import logprobs_from_proto
-from moonpool.errors import InvalidRequest, StreamBroken
+from moonpool.errors import InvalidRequest, StreamBroken, Unavailable
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
 from moonpool.logprobs import Logprobs
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.conductor.answer import Answer
 from services.conductor.core.legs import LEAST_KNOWN
-from services.conductor.core.messages import Ask, Finish, Target
+from services.conductor.core.messages import Ask, Finish, Resumed, Target
 from services.conductor.outgoing import Outgoing
-from services.conductor.resume import Resume, resume_point
+from services.conductor.resume import Resume, resume_point, target_of
 from services.conductor.translate import FINISHES
 
 MAX_TIMES = 512
@@ -132,10 +132,14 @@ class Serving:
 
         Raises:
             InvalidRequest: what the client says that it has is not what it was told.
+            Unavailable: it has more than is known here. Another conductor went on meanwhile: the tokens come here too,
+                or the sequence is known to be the other one's soon, and the request ends here.
         """
         pairs = list(zip(self.answer.choices, resume.answers, strict=True))
-        if not all(choice.has(had) for choice, had in pairs):
+        if not all(choice.has(had) or choice.lags(had) for choice, had in pairs):
             raise InvalidRequest("resume.token_ids", "are not those that were told")
+        if any(choice.lags(had) for choice, had in pairs):
+            raise Unavailable("the client has tokens that have not come here yet")
         self.outgoing.drop()
         self.outgoing, self.resumes = Outgoing(whole=self.answer.request.whole), resume.resumed.fence
         placed = self._placed
@@ -144,6 +148,24 @@ class Serving:
             self.outgoing.placed(placed)
         for choice, had in pairs:
             self.outgoing.delta(choice.again(had))
+
+    def fenced(self, number: int) -> bool:
+        """Another conductor has taken the sequence over, by a call that its client made earlier than its last one here.
+
+        Returns:
+            Whether it is to be taken back; then it is a new request for the core, of this number.
+        """
+        resumed = self.ask.resumed
+        if self.resumes <= (resumed.fence if resumed is not None else 0):
+            return False
+        if self._placed is not None:
+            point = self._placed.resume
+            sequence, target = point.sequence, target_of(point)
+        else:
+            assert resumed is not None, "what was not placed here was resumed here"
+            sequence, target = resumed.sequence, resumed.target
+        self.ask = replace(self.ask, number=number, resumed=Resumed(self.rehash(), self.resumes, sequence, target))
+        return True
 
     # --- what comes from the instances ------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from moonpool.streams.calling import ClientStream
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from services.conductor.core.failures import FENCE
 
 log = get_logger(__name__)
 
@@ -235,7 +236,7 @@ class StepsStream:
         for fenced in response.fenced:
             follower = self._followers.pop(fenced.request_id, None)
             if follower is not None:
-                follower.fail(InvalidRequest("resume.count", "another conductor has the request, by a higher count"))
+                follower.fail(InvalidRequest(FENCE, "another conductor has the request, by a higher count"))
         self._rest()
 
     def _hand_on(self, tokens: decode_pb2.SequenceTokens) -> None:

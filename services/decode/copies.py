@@ -89,7 +89,7 @@ class Copies:
                     await self._engine.fetch(fetch)
                 await asyncio.to_thread(work)
             except Exception:  # a copy that is not made costs computing again
-                log.exception("swapping failed", io=io)
+                log.exception("copying blocks between pool and swap space failed", io=io)
                 ok = False
             began, self._copied_at = max(began, self._copied_at), self._clock()
             self._post(Ended(io, SwapEnd(ok, self._copied_at - began)))

@@ -152,7 +152,7 @@ class DecodeInstance:
 
     def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
         """Prompts are computed at prefill: nobody would ask for a copy here, and no conductor orders one."""
-        log.warning("order refused", error=f"{self.identity.id} keeps no copies", source=order.source.id)
+        log.warning("order to copy blocks refused: decode keeps no copies", source=order.source.id)
 
     def drain(self) -> None:
         """Refuses new requests from now on."""

@@ -1,4 +1,4 @@
-"""What answers have said: as it is kept here, and as conductors tell it when they start a request."""
+"""The tokens of an answer so far: as kept here, and as a conductor sends them when it starts the request."""
 
 from array import array
 from collections.abc import Sequence

@@ -68,7 +68,7 @@ def make_app(endpoints: Endpoints) -> Starlette:
         exception_handlers={
             MoonpoolError: errors.ours,
             HTTPException: errors.of_routes,
-            ClientDisconnect: errors.gone,
+            ClientDisconnect: errors.client_left,
             Exception: errors.defect,
         },
     )
@@ -92,7 +92,7 @@ class Errors:
         refused = refusal(HttpError(status, "unknown_url", what))
         return self._response(request, refused, error.headers)
 
-    async def gone(self, request: Request, error: Exception) -> Response:
+    async def client_left(self, request: Request, error: Exception) -> Response:
         """The client left before it was answered: nobody reads this."""
         return Response(status_code=HTTPStatus.BAD_REQUEST)
 

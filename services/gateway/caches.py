@@ -11,7 +11,7 @@ from typing import Any
 
 from moonpool.client import Context
 from moonpool.errors import InvalidRequest
-from services.gateway.fields import Body
+from services.gateway.fields import Body, Few, Many
 from services.gateway.turns import Conversation
 
 OBJECT = "context_cache_object"
@@ -25,7 +25,7 @@ _METADATA = re.compile(r"metadata\[(?P<name>[^\[\]]{1,64})\]")
 class LifeBody(Body):
     """What a body says of a cache's time and notes."""
 
-    metadata: dict[str, str] | None = None
+    metadata: Few[str] | None = None
     ttl: int | None = None
     expired_at: int | None = None
 
@@ -54,7 +54,7 @@ class CacheBody(Conversation, LifeBody):
     model: str | None = None
     name: str | None = None
     description: str | None = None
-    tags: list[str] | None = None
+    tags: Many[str] | None = None
 
     def check(self) -> None:
         super().check()

@@ -1,4 +1,4 @@
-"""What every endpoint does first: whose request it is, what its body says, and what of it is ignored."""
+"""What every endpoint does first: identifies the caller, reads and checks the body, notes the fields it ignores."""
 
 from __future__ import annotations
 

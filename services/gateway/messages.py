@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from moonpool.client import Message, SamplingParams
+from moonpool.client import Message, SamplingParams, ToolCall
 from moonpool.errors import InvalidRequest
-from services.gateway.fields import AnsweredBody, Body
+from services.gateway.fields import AnsweredBody, Body, Many
 from services.gateway.formats import messages_format
 from services.gateway.tools import Tools, checked, definition
 from services.gateway.turns import ContentPart, joined, text_of, tool_call
@@ -33,7 +33,7 @@ class Block(ContentPart):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | Many[ContentPart] | None = None
 
     def parts(self) -> Iterator[tuple[str, Body]]:
         if isinstance(self.content, list):
@@ -44,7 +44,7 @@ class MessageTurn(Body):
     """One turn."""
 
     role: Literal["system", "user", "assistant"]
-    content: str | list[Block]
+    content: str | Many[Block]
 
     def parts(self) -> Iterator[tuple[str, Body]]:
         if isinstance(self.content, list):
@@ -60,16 +60,18 @@ class MessageTurn(Body):
             yield {"role": self.role, "content": self.content}
             return
         texts: list[str] = []
-        message: Message = {"role": self.role, "content": ""}
+        calls: list[ToolCall] = []
         for index, block in enumerate(self.content):
             match self.role, block.type:
                 case "user", "tool_result":
                     yield _result(block, f"{place}.content.{index}")
                 case "assistant", "tool_use":
-                    message["tool_calls"] = [*message.get("tool_calls", ()), _call(block, f"{place}.content.{index}")]
+                    calls.append(_call(block, f"{place}.content.{index}"))
                 case _:
                     texts.append(text_of(block, f"{place}.content.{index}"))
-        message["content"] = "\n".join(texts)
+        message: Message = {"role": self.role, "content": "\n".join(texts)}
+        if calls:
+            message["tool_calls"] = calls
         if texts or self.role != "user":
             yield message
 
@@ -105,9 +107,9 @@ class MessagesPrompt(Body):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = _WITHOUT
 
     model: str | None = None
-    messages: list[MessageTurn]
-    system: str | list[ContentPart] | None = None
-    tools: list[MessagesTool] | None = None
+    messages: Many[MessageTurn]
+    system: str | Many[ContentPart] | None = None
+    tools: Many[MessagesTool] | None = None
     tool_choice: MessagesChoice | None = None
 
     def parts(self) -> Iterator[tuple[str, Body]]:
@@ -157,7 +159,7 @@ class MessagesBody(MessagesPrompt, AnsweredBody):
     unsupported = _WITHOUT
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Many[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

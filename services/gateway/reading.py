@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from http import HTTPStatus
 
+from pydantic_core import from_json
 from starlette.requests import Request
 
+from moonpool.errors import InvalidRequest
+from services.gateway.bounds import UNCHECKED_BYTES, check_parts
 from services.gateway.errors import HttpError
-from services.gateway.fields import BodyT, parse
+from services.gateway.fields import BodyT, validated
 
 JSON_TYPE = "application/json"
 
@@ -26,7 +29,7 @@ async def read_body(request: Request, cls: type[BodyT], max_bytes: int, timeout_
         raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
-            return parse(cls, await _read(request, max_bytes))
+            return validated(cls, await _json(await _read(request, max_bytes)))
     except TimeoutError:
         raise HttpError(
             HTTPStatus.REQUEST_TIMEOUT, "timeout", f"the body did not come within {timeout_s:g} s", close=True
@@ -40,6 +43,21 @@ async def _read(request: Request, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
     return bytes(body)
+
+
+async def _json(raw: bytes) -> object:
+    """What JSON says. Of what is large each step has a turn of the event loop of its own."""
+    large = len(raw) > UNCHECKED_BYTES
+    check_parts(raw)
+    if large:
+        await asyncio.sleep(0)
+    try:
+        content: object = from_json(raw)
+    except ValueError as error:
+        raise InvalidRequest("", f"invalid JSON: {error}") from None
+    if large:
+        await asyncio.sleep(0)
+    return content
 
 
 def _check_type(request: Request) -> None:

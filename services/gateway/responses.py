@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from moonpool.client import Message, SamplingParams
 from moonpool.errors import InvalidRequest
-from services.gateway.fields import AnsweredBody, Body
+from services.gateway.fields import AnsweredBody, Body, Few, Many
 from services.gateway.formats import responses_format
 from services.gateway.tools import Tools, checked
 from services.gateway.turns import ContentPart, Function, forced_call, joined, tool_call
@@ -21,8 +21,8 @@ _TEXTS = ("input_text", "output_text", "text")
 class Part(ContentPart):
     """A piece of an item; an answer's that is sent back has fields that say nothing here."""
 
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Many[Any] | None = None
+    logprobs: Many[Any] | None = None
 
 
 class Item(Body):
@@ -32,11 +32,11 @@ class Item(Body):
     id: str | None = None
     status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | Many[Part] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | Many[Part] | None = None
 
     def parts(self) -> Iterator[tuple[str, Body]]:
         for name, content in (("content", self.content), ("output", self.output)):
@@ -59,7 +59,9 @@ class Item(Body):
             call_id, name, arguments = (self._needed(field, place) for field in ("call_id", "name", "arguments"))
             if not turns or turns[-1]["role"] != "assistant":
                 turns.append({"role": "assistant", "content": ""})
-            turns[-1]["tool_calls"] = [*turns[-1].get("tool_calls", ()), tool_call(call_id, name, arguments)]
+            calls = turns[-1].setdefault("tool_calls", [])
+            assert isinstance(calls, list)  # made here
+            calls.append(tool_call(call_id, name, arguments))
 
     def _needed(self, name: str, place: str) -> str:
         value: str | None = getattr(self, name)
@@ -103,16 +105,16 @@ class ResponsesBody(AnsweredBody):
         "truncation": (None, "disabled"),
     }
 
-    input: str | list[Item]
+    input: str | Many[Item]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Few[str] | None = None
     text: TextField | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     top_logprobs: int | None = None
-    tools: list[ResponsesTool] | None = None
+    tools: Many[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 

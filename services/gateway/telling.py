@@ -1,4 +1,4 @@
-"""Calls as they are told: whole, or piece by piece while they are being written."""
+"""Calls of functions as clients get them: whole, or piece by piece while the model writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Endpoints that only tokenise: what they tell is what the engines see."""
+"""Endpoints that only tokenise: they answer with the tokens that the engines would get."""
 
 from __future__ import annotations
 

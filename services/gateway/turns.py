@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from moonpool.client import Message, ToolCall
 from moonpool.errors import InvalidRequest
-from services.gateway.fields import Body, GenerationBody
+from services.gateway.fields import Body, GenerationBody, Many
 from services.gateway.tools import Tools, checked, definition
 
 _REFUSED = ("function_call", "audio")
@@ -46,8 +46,8 @@ class Turn(Body):
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[CallPart] | None = None
+    content: str | Many[ContentPart] | None = None
+    tool_calls: Many[CallPart] | None = None
     tool_call_id: str | None = None
 
     def ignored(self) -> Iterator[str]:
@@ -148,8 +148,8 @@ class Tool(Body):
 class Conversation(Body):
     """A body with turns."""
 
-    messages: list[Turn] | None = None
-    tools: list[Tool] | None = None
+    messages: Many[Turn] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 

@@ -1,4 +1,4 @@
-"""What the page shows of the cluster and of requests, as JSON: for operators all of it, for others what is theirs."""
+"""The data of the page as JSON: cluster and requests. Operators get all of it, others what belongs to their tenant."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from moonpool.rpc.security import Security
 from moonpool.rpc.server import Service, serving
 from moonpool.rpc.tuning import raise_open_files_limit
 from moonpool.streams.credits import ByteCredits
+from moonpool.streams.deadlines import within
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.lanes.settings import LaneSettings
 from moonpool.telemetry.logs import get_logger
@@ -33,7 +34,7 @@ from services.kvstore.operate.gauges import gauges_of
 from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.observe import Observer
 from services.kvstore.operate.operations import Operations
-from services.kvstore.operate.writer import WriteBehind, within
+from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.policies import POLICIES
 from services.kvstore.servicer import KVStoreServicer
 from services.kvstore.ssd.admission import Admission

@@ -1,4 +1,4 @@
-"""Copies of hot blocks that the conductor has ordered: what the core is not told of them."""
+"""Copies of hot blocks that the conductor has ordered: checks the order, and reads the blocks for the core."""
 
 import itertools
 from collections.abc import Callable, Coroutine
@@ -43,7 +43,7 @@ class Copying:
             if message.source.kind not in SOURCES:
                 raise InvalidRequest("source.kind", "must be kvstore, prefill or decode")
         except MoonpoolError as error:
-            log.warning("order refused", error=str(error))
+            log.warning("order to copy blocks refused", error=str(error))
             return
         number, peer = next(self._numbers), message.source.kind != kv_pb2.INSTANCE_KIND_KVSTORE
         event = CopyIn(number, tuple(keys), Source(name_of(message.source), len(keys), peer), message.tenant)

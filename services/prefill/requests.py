@@ -1,4 +1,4 @@
-"""A prefill request: what the core is not told of it, and a bounded queue of events for the conductor."""
+"""A prefill request: its message, its tokens, and a bounded queue of events for the conductor."""
 
 import asyncio
 import dataclasses

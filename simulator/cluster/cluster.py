@@ -16,7 +16,7 @@ from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.prompts import Peers
 from simulator.cluster.reading import Readable
 from simulator.cluster.requests import Request, keys_of
-from simulator.cluster.seats import Told
+from simulator.cluster.sequences import Told
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
 from simulator.kernel.clock import PS, World, ps

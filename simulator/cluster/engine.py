@@ -12,7 +12,7 @@ from services.decode.core.events import StepDone, Stepped
 from services.decode.core.machine import DecodeCore
 from simulator.cluster.company import Company
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.seats import DecodeUse, Seat
+from simulator.cluster.sequences import DecodeSequence, DecodeUse
 from simulator.cluster.steps import Leap, StepTimes
 from simulator.kernel.clock import PS, World, ps
 
@@ -25,7 +25,7 @@ class Engine:
 
     Args:
         core: orders them.
-        seats: the sequences, by the core's numbers.
+        sequences: those of the instance, by the core's numbers.
         use: counts what is done.
         post: tells the core.
         ended: called when a run is over, with the sequences that ended or made their first tokens in it, and whether
@@ -39,14 +39,14 @@ class Engine:
         world: World,
         config: ClusterConfig,
         core: DecodeCore,
-        seats: dict[int, Seat],
+        sequences: dict[int, DecodeSequence],
         use: DecodeUse,
         post: Callable[[Stepped | StepDone], None],
-        ended: Callable[[list[Seat], bool], None],
-        begun: Callable[[list[Seat]], None],
+        ended: Callable[[list[DecodeSequence], bool], None],
+        begun: Callable[[list[DecodeSequence]], None],
         company: Company,
     ) -> None:
-        self._world, self._config, self._core, self._seats, self._use = world, config, core, seats, use
+        self._world, self._config, self._core, self._sequences, self._use = world, config, core, sequences, use
         self._post, self._ended, self._begun = post, ended, begun
         self._times = StepTimes.of(config.profile.speeds)
         self._run: Run | None = None
@@ -77,15 +77,15 @@ class Engine:
         """Begins a run."""
         self._member.computes(True)
         pace = self._member.pace
-        batch = [self._seats[number] for number in run.batch]
-        steps = min([run.steps, *(seat.left for seat in batch)])
+        batch = [self._sequences[number] for number in run.batch]
+        steps = min([run.steps, *(member.left for member in batch)])
         self._run, self._told = run, 0
         first, more = self._first_step(run), self._times.per_context_token * len(batch)
         if pace != 1.0:
             first, more = round(pace * first), round(pace * more)
         self._leap = Leap(self._world.now, steps, max(1, first), more)
         self._world.at(self._leap.end, self._over, self._leap, first=True)
-        if steps > 1 and (new := [seat for seat in batch if not seat.told]):
+        if steps > 1 and (new := [member for member in batch if not member.told]):
             self._world.at(self._leap.time_of(1), self._first, (run, new))
 
     def cut(self) -> None:
@@ -112,11 +112,11 @@ class Engine:
         )
         return self._times.step(len(run.batch) + len(ones), context) + ps(again)
 
-    def _first(self, begun: tuple[Run, list[Seat]]) -> None:
-        run, seats = begun
+    def _first(self, begun: tuple[Run, list[DecodeSequence]]) -> None:
+        run, members = begun
         if run is self._run:
             self.settle()
-            self._begun(seats)
+            self._begun(members)
 
     def _over(self, leap: Leap) -> None:
         run = self._run
@@ -124,22 +124,22 @@ class Engine:
             return
         steps = leap.steps - self._told
         seconds = self._advance(run, steps)
-        batch = [self._seats[number] for number in run.batch]
-        again = [self._seats[chunk.id] for chunk in run.chunks if chunk.sample]
-        for seat in again:
-            seat.advance(self._world.now, (), self._world.now)
+        batch = [self._sequences[number] for number in run.batch]
+        again = [self._sequences[chunk.id] for chunk in run.chunks if chunk.sample]
+        for member in again:
+            member.advance(self._world.now, (), self._world.now)
         self._run = None
         self._tell(run, [*batch, *again], steps, seconds)
         if self._run is None:
             self._member.computes(False)
 
-    def _tell(self, run: Run, sampled: list[Seat], steps: int, seconds: float) -> None:
-        over = [seat for seat in sampled if not seat.left]
+    def _tell(self, run: Run, sampled: list[DecodeSequence], steps: int, seconds: float) -> None:
+        over = [member for member in sampled if not member.left]
         size = self._config.block_tokens
-        filled = tuple((seat.number, key) for seat in sampled if (key := seat.filled(size)) is not None)
-        news = [seat for seat in sampled if not (seat.left and seat.told)]
+        filled = tuple((member.number, key) for member in sampled if (key := member.filled(size)) is not None)
+        news = [member for member in sampled if not (member.left and member.told)]
         self._ended(news, bool(over or filled or run.chunks))
-        ended = tuple((seat.number, STOPPED) for seat in over)
+        ended = tuple((member.number, STOPPED) for member in over)
         self._post(StepDone(run.step, False, seconds, ended, filled, steps))
 
     def _advance(self, run: Run, steps: int) -> float:
@@ -148,10 +148,10 @@ class Engine:
         first, gaps, last = leap.time_of(begin + 1), leap.durations(begin + 1, end), leap.time_of(end)
         blocks = tokens = 0
         for number in run.batch:
-            seat = self._seats[number]
-            seat.advance(first, gaps, last)
-            blocks += seat.blocks
-            tokens += seat.tokens
+            member = self._sequences[number]
+            member.advance(first, gaps, last)
+            blocks += member.blocks
+            tokens += member.tokens
         self._told = end
         elapsed, batch = last - leap.time_of(begin), len(run.batch)
         self._use.count(steps, batch, elapsed)

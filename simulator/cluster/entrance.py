@@ -1,4 +1,4 @@
-"""Who is let in: the conductor's own gate; and, as in the Mooncake paper, a check when a prompt has been computed."""
+"""Admission: the conductor's own gate; and, as in the Mooncake paper, a check when a prompt has been computed."""
 
 from moonpool.errors import ConfigError, InvalidRequest, Unavailable
 from services.conductor.core.admission import Admission, Slo

@@ -1,4 +1,4 @@
-"""Who is let in by the load of the whole decode pool, as section 7 of the Mooncake paper has it.
+"""Admission by the load of the whole decode pool, as in section 7 of the Mooncake paper.
 
 Its assumptions: all decode instances have equally much to do, all answers take equally long, and a request is judged by
 the load that is there, whatever it would add itself. A load is the time between tokens as a share of its limit.

@@ -3,7 +3,7 @@
 Each call that is started posts exactly one `Ended`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,6 @@ from services.conductor.core.messages import (
     Reserve,
     Result,
     Start,
-    Tokens,
     Undo,
 )
 from services.prefill.core.actions import TellToken
@@ -34,10 +33,11 @@ from simulator.cluster.config import ClusterConfig
 from simulator.cluster.decode import DecodeInstance
 from simulator.cluster.engines import Engines
 from simulator.cluster.entrance import keeps_tbt
+from simulator.cluster.following import Following
 from simulator.cluster.members import Members
 from simulator.cluster.prefill import PrefillInstance
-from simulator.cluster.requests import Made, Request, Sequence, keys_of_chain
-from simulator.cluster.seats import Resume
+from simulator.cluster.requests import Sequence, keys_of_chain
+from simulator.cluster.sequences import Resume
 from simulator.cluster.streams import DecodeStream, DecodeStreams
 from simulator.kernel.calls import NOTICED_S, Calls, Wire
 from simulator.kernel.clock import ps
@@ -88,61 +88,6 @@ class PrefillCall:
     def _over(self, result: Failure | Stale | None) -> None:
         self.wire.close()
         self.ended(self.io, result)
-
-
-@dataclass(slots=True, eq=False)
-class Following:
-    """Follows what runs together of a request at decode: tokens go to its answers, their number to the core."""
-
-    io: int
-    request: Request
-    post: Callable[[Event], None]
-    ended: Callable[[int, Result], None]
-    unfollow: Callable[[], None]
-    going: int
-    """Answers that decode has not ended."""
-
-    def members(self, positions: Iterable[int]) -> list["Member"]:
-        """One for each answer, whose next tokens come from a position on."""
-        return [Member(self, choice, position) for choice, position in enumerate(positions)]
-
-    def tokens(self, count: int, *, over: bool) -> None:
-        """One of the answers has so many more tokens; with `over` decode has ended it."""
-        self.going -= over
-        finish = Finish.STOP if self.request.whole else None
-        self.post(Tokens(self.io, count, finish, known=not self.going))
-        if not self.going:
-            self.ended(self.io, None)
-
-    def fail(self, why: str) -> None:
-        """None of the answers can go on."""
-        self.unfollow()
-        self.ended(self.io, Failure(Kind.STREAM, why))
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """Follows one of the answers."""
-
-    of: Following
-    choice: int
-    position: int
-    """Of the next token that comes; those that the answer has are dropped."""
-
-    def tokens(self, made: Made | None, *, over: bool) -> None:
-        """See `Follower.tokens`."""
-        answer, count = self.of.request.answers[self.choice], 0
-        if made is not None:
-            new = made.after(answer.made - self.position)
-            self.position += made.count
-            if new is not None:
-                answer.take(new)
-                count = new.count
-        self.of.tokens(count, over=over)
-
-    def fail(self, why: str) -> None:
-        """See `Follower.fail`."""
-        self.of.fail(why)
 
 
 class Orders:

@@ -6,28 +6,12 @@ opens a new one.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from simulator.cluster.decode import DecodeInstance
-from simulator.cluster.requests import Made
-from simulator.cluster.seats import Resume, Told
+from simulator.cluster.following import Member
+from simulator.cluster.sequences import Resume, Told
 from simulator.kernel.calls import NOTICED_S, Calls, Wire
 from simulator.kernel.clock import ps
-
-
-class Follower(Protocol):
-    """Follows one sequence."""
-
-    @property
-    def choice(self) -> int:
-        """Which of those that run together it is."""
-        ...
-
-    def tokens(self, made: Made | None, *, over: bool) -> None:
-        """Tokens have come; with `over` the sequence has ended with them."""
-
-    def fail(self, why: str) -> None:
-        """The sequence cannot go on."""
 
 
 class DecodeStream:
@@ -45,7 +29,7 @@ class DecodeStream:
         self._incarnation = decode.incarnation
         self._number = 0
         self._wire: Wire | None = None
-        self._followers: dict[int, Follower] = {}
+        self._followers: dict[int, Member] = {}
 
     def __len__(self) -> int:
         """Sequences on the stream."""
@@ -59,13 +43,13 @@ class DecodeStream:
             self._wire.send(partial(self._there, lambda: self._decode.stream_opened(number, self._conductor)))
         return self._wire
 
-    def start(self, transfer: int, followers: Sequence[Follower], known: tuple[int, ...], *, compute: bool) -> None:
+    def start(self, transfer: int, followers: Sequence[Member], known: tuple[int, ...], *, compute: bool) -> None:
         """Starts a sequence, or several together, and follows each; see `DecodeInstance.start`."""
         wire, number = self.open(), self._number
         self._followers.update(enumerate(followers, transfer))
         wire.send(partial(self._there, lambda: self._decode.start(number, transfer, known, compute=compute)))
 
-    def resume(self, order: Resume, followers: Sequence[Follower]) -> None:
+    def resume(self, order: Resume, followers: Sequence[Member]) -> None:
         """Asks for what was another conductor's, and follows it."""
         wire, number = self.open(), self._number
         self._followers.update(enumerate(followers, order.transfer))

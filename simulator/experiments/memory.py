@@ -14,7 +14,7 @@ from services.decode.core.config import Preemption
 from simulator.cluster.config import ClusterConfig, DecodeMemory
 from simulator.cluster.decode import DecodeInstance, Ears
 from simulator.cluster.requests import Made, Request, Sequence
-from simulator.cluster.seats import Told
+from simulator.cluster.sequences import Told
 from simulator.experiments.frame import Progress, Result
 from simulator.kernel.clock import PS, World
 from simulator.kernel.links import Network

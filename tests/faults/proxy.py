@@ -6,6 +6,7 @@ faults can be started from any thread.
 
 import asyncio
 import contextlib
+import math
 import socket
 import struct
 import threading
@@ -49,6 +50,9 @@ class _Proxy:
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
     held: int = 0
     """Reads that were held back since the last partition began."""
+    holding: asyncio.Event = field(default_factory=asyncio.Event)
+    left: float = math.inf
+    """Bytes of answers after which a partition begins."""
 
     async def open(self) -> str:
         self.flowing.set()
@@ -85,15 +89,30 @@ class _Proxy:
             link = _Link((writer, far_writer))
             self.links.add(link)
             try:
-                await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
+                await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer, answers=True))
             finally:
                 self.links.discard(link)
                 link.reset()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def part(self, after_bytes: int) -> None:
+        self.held, self.left = 0, after_bytes
+        self.holding.clear()
+        if not after_bytes:
+            self.flowing.clear()
+
+    def join(self) -> int:
+        self.left = math.inf
+        self.flowing.set()
+        return self.held
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers: bool = False) -> None:
         while data := await reader.read(CHUNK_BYTES):
+            self.left -= len(data) * answers
+            if self.left < 0:
+                self.flowing.clear()
             if not self.flowing.is_set():
                 self.held += 1
+                self.holding.set()
                 await self.flowing.wait()
             writer.write(data)
             await writer.drain()
@@ -136,25 +155,30 @@ class FaultProxies:
 
         return self._call(act())
 
-    def part(self, name: str) -> None:
-        """From now on connections stay open and nothing comes through."""
+    def part(self, name: str, after_bytes: int = 0) -> None:
+        """From now on connections stay open and nothing comes through; or from so many bytes of answers on."""
 
         async def act() -> None:
-            proxy = self._proxies[name]
-            proxy.held = 0
-            proxy.flowing.clear()
+            self._proxies[name].part(after_bytes)
 
         self._call(act())
+
+    def wait_held(self, name: str, timeout_s: float) -> None:
+        """Waits until something is held back."""
+
+        async def act() -> None:
+            async with asyncio.timeout(timeout_s):
+                await self._proxies[name].holding.wait()
+
+        self._call(act(), timeout_s + ORDER_TIMEOUT_S)
 
     def join(self, name: str) -> int:
         """Everything comes through again, in order; returns how many reads were held back."""
 
         async def act() -> int:
-            proxy = self._proxies[name]
-            proxy.flowing.set()
-            return proxy.held
+            return self._proxies[name].join()
 
         return self._call(act())
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(ORDER_TIMEOUT_S)
+    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float = ORDER_TIMEOUT_S) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)

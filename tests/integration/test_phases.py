@@ -9,17 +9,24 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+import grpc
 import pytest
 
-from moonpool.cli.check import read_gauges
 from moonpool.cli.stack import StackPlan
-from moonpool.client import AsyncClient, GenerateResult, SamplingParams
+from moonpool.client import AsyncClient, Client, GenerateResult, SamplingParams
+from moonpool.rpc.tls import open_blocking_channel
+from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
+from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.faults.judges import EmulatedJudge
+from tests.faults.proxy import FaultProxies
 from tests.faults.scene import judge_of
-from tests.faults.stack import children
+from tests.faults.stack import ProxiedStack, children
 from tests.integration.conftest import BLOCK, small_plan, tokens
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
@@ -28,7 +35,9 @@ ENGINE = "emulated:llama-70b-a800"
 SAMPLING = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 STREAMS = 6
 PHASE_TIMEOUT_S = 60.0
+ASK_S = 20.0
 GAUGES = {
+    "loading": ("prefill", "loads"),
     "queued": ("prefill", "sequences_waiting"),
     "computing": ("prefill", "steps_in_flight"),
     "streaming KV": ("prefill", "transfers"),
@@ -36,7 +45,7 @@ GAUGES = {
     "receiving": ("decode", "transfers_receiving"),
     "decoding": ("decode", "sequences_running"),
 }
-"""By which gauge of which instances a phase is seen. A load from a kvstore is too short here to be hit surely."""
+"""By which gauge of which instances a phase is seen."""
 CASES = [
     *(("prefill", phase) for phase in ("queued", "computing", "streaming KV", "decoding")),
     *(("decode", phase) for phase in ("promised", "receiving", "decoding")),
@@ -45,10 +54,25 @@ CASES = [
 ]
 
 
+LOADING = ("prefill", "decode", "kvstore", "conductor")
+HELD_AFTER_BYTES = 16 << 10
+"""Of what the kvstore answers: less than a prefix has, more than all else."""
+MEMBERS = ("kvstore-0", "prefill-0", "prefill-1", "decode-0", "decode-1")
+
+
+class Pair(CheckedStack, ProxiedStack):
+    """Checked, with a kvstore behind a proxy."""
+
+
 @pytest.fixture(scope="module")
-def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    """Two of each but for the kvstore. A step of prefill takes long, so that a prompt has several and others wait."""
-    slow = ["--emulated-slowdown", "10"]
+def proxies() -> Iterator[FaultProxies]:
+    with FaultProxies() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, proxies: FaultProxies) -> Iterator[CheckedStack]:
+    """Two of each but for the kvstore, whose KV goes over connections that a proxy can hold back."""
     plan = StackPlan(
         model=str(checkpoint),
         data_dir=tmp_path_factory.mktemp("phases"),
@@ -57,9 +81,9 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         decode=2,
         engine=ENGINE,
         block_tokens=BLOCK,
-        extra={"prefill": slow, "decode": slow},
+        extra={"prefill": ["--load-timeout-s", "120"], "kvstore": ["--kv-lanes", "grpc"]},
     )
-    with CheckedStack(plan) as stack:
+    with Pair(plan, proxies, ["kvstore"]) as stack:
         yield stack
 
 
@@ -76,36 +100,98 @@ async def answers(stack: CheckedStack, prompts: list[list[int]]) -> list[Generat
 
 
 def seen_in(stack: CheckedStack, phase: str) -> str:
-    """Waits until some instance is in a phase; which one."""
+    """Waits until some instance is in a phase; which one. Nobody else is asked: others may not be reached."""
     kind, gauge = GAUGES[phase]
     deadline, pause = time.monotonic() + PHASE_TIMEOUT_S, threading.Event()
-    while time.monotonic() < deadline:
-        for it in read_gauges(stack.address, stack.plan.tls):
-            if it.instance.startswith(kind) and it.name == gauge and it.value > 0:
-                return it.instance
-        pause.wait(0.01)
+    with ExitStack() as opened:
+        services = {name: it.address for name, it in stack.services.items() if it.kind == kind}
+        channels = {name: opened.enter_context(open_blocking_channel(it)) for name, it in services.items()}
+        while time.monotonic() < deadline:
+            for name, channel in channels.items():
+                if any(it.name == gauge and it.value > 0 for it in gauges(kind, channel)):
+                    return name
+            pause.wait(0.01)
     raise AssertionError(f"no {kind} instance was seen with {gauge} above 0")
+
+
+def gauges(kind: str, channel: grpc.Channel) -> Iterable[kv_pb2.Gauge]:
+    if kind == "prefill":
+        return PrefillServiceStub(channel).PrefillStats(prefill_pb2.PrefillStatsRequest(), timeout=ASK_S).gauges
+    return DecodeServiceStub(channel).DecodeStats(decode_pb2.DecodeStatsRequest(), timeout=ASK_S).gauges
+
+
+def prompts_of(victim: str, phase: str) -> tuple[list[int], list[list[int]]]:
+    """What the prompts of a case begin with, and the prompts."""
+    shared = tokens(40 * BLOCK, f"{victim} {phase}")
+    return shared, [shared + tokens(20 * BLOCK + 30 * it, f"{victim} {phase} {it}") for it in range(STREAMS)]
+
+
+async def with_a_kill(
+    stack: CheckedStack,
+    prompts: list[list[int]],
+    victim: str,
+    phase: str,
+    before: Callable[[], None] = lambda: None,
+    then: Callable[[], object] = lambda: None,
+) -> tuple[list[GenerateResult], str]:
+    """The answers, while whose phase it is, or the first of the victim's kind, is killed; and who that was."""
+    running = asyncio.create_task(answers(stack, prompts))
+    await asyncio.to_thread(before)
+    found = await asyncio.to_thread(seen_in, stack, phase)
+    hit = found if found.startswith(victim) else victim if victim == "conductor" else f"{victim}-0"
+    stack.services[hit].signal(signal.SIGKILL)
+    then()
+    return await running, hit
+
+
+def indexed(address: str) -> int:
+    """Blocks of the kvstore that a conductor knows of."""
+    with Client(address) as client:
+        return sum(it.indexed_blocks for it in client.cluster_state().instances if it.id == "kvstore-0")
+
+
+def forget(stack: CheckedStack) -> None:
+    """All members start anew, and all conductors know again what the kvstore has: nobody else has anything."""
+    known = [indexed(address) for address in stack.addresses]
+    stack.restart_all(MEMBERS)
+    deadline, pause = time.monotonic() + PHASE_TIMEOUT_S, threading.Event()
+    while [indexed(address) for address in stack.addresses] != known:
+        assert time.monotonic() < deadline, "the kvstore has lost blocks"
+        pause.wait(0.01)
+
+
+def check(judge: EmulatedJudge, prompts: list[list[int]], results: list[GenerateResult]) -> None:
+    for prompt, result in zip(prompts, results, strict=True):
+        assert len(result.token_ids) == SAMPLING.max_tokens
+        assert judge.wrong(prompt, result.token_ids, None) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("victim", "phase"), CASES)
 def test_whoever_is_killed_in_whatever_phase(pair: CheckedStack, judge: EmulatedJudge, victim: str, phase: str) -> None:
-    shared = tokens(40 * BLOCK, f"{victim} {phase}")
-    prompts = [shared + tokens(20 * BLOCK + 30 * number, f"{victim} {phase} {number}") for number in range(STREAMS)]
-
-    async def run() -> tuple[list[GenerateResult], str]:
-        running = asyncio.create_task(answers(pair, prompts))
-        found = await asyncio.to_thread(seen_in, pair, phase)
-        hit = found if found.startswith(victim) else victim if victim == "conductor" else f"{victim}-0"
-        pair.services[hit].signal(signal.SIGKILL)
-        return await running, hit
-
-    results, hit = asyncio.run(run())
+    _, prompts = prompts_of(victim, phase)
+    results, hit = asyncio.run(with_a_kill(pair, prompts, victim, phase))
     pair.restart(hit)
-    for prompt, result in zip(prompts, results, strict=True):
-        assert len(result.token_ids) == SAMPLING.max_tokens
-        assert judge.wrong(prompt, result.token_ids, None) == ""
+    check(judge, prompts, results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", LOADING)
+def test_whoever_is_killed_while_a_prefix_is_loaded(
+    pair: CheckedStack, proxies: FaultProxies, judge: EmulatedJudge, victim: str
+) -> None:
+    """The prefix is in the kvstore and nowhere else; what it answers is held back in the middle until then."""
+    shared, prompts = prompts_of(victim, "loading")
+    asyncio.run(answers(pair, [shared]))
+    pair.check_at_rest()
+    forget(pair)
+    proxies.part("kvstore-0", HELD_AFTER_BYTES)
+    held, join = partial(proxies.wait_held, "kvstore-0", PHASE_TIMEOUT_S), partial(proxies.join, "kvstore-0")
+    results, hit = asyncio.run(with_a_kill(pair, prompts, victim, "loading", held, join))
+    pair.restart(hit)
+    check(judge, prompts, results)
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,14 @@ def test_every_package_stands_on_a_floor() -> None:
     assert named == packages | {"services", "simulator", "kernels"}
 
 
+def test_every_core_is_plain_python() -> None:
+    contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    held = {
+        module for it in contracts if "asyncio" in it.get("forbidden_modules", ()) for module in it["source_modules"]
+    }
+    assert {f"services.{path.parent.name}.core" for path in (ROOT / "services").glob("*/core")} <= held
+
+
 def test_makefile_has_every_verb() -> None:
     """Each verb exists and explains itself."""
     make = shutil.which("make")

@@ -1,4 +1,4 @@
-"""Values that are being read: each asks for its block, and takes the slices of it that come."""
+"""Values that are being read: each asks for its block and collects its slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread that does what follows when a device has come to a mark: in order, one after the other."""
+"""A thread that waits for a device's marks and then does what depends on them, in order."""
 
 import queue
 import threading

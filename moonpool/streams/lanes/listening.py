@@ -150,7 +150,7 @@ class LaneServer:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
-                log.warning("cannot take a lane", lane=name, error=str(error))
+                log.warning("a connection for a lane could not be accepted", lane=name, error=str(error))
                 await asyncio.sleep(PAUSE_S)
                 continue
             if len(self._tasks) > MAX_HANDSHAKES:

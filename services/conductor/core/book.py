@@ -80,6 +80,6 @@ class Book:
         self.memberless.pop(number, None)
         self._rooms.remove(number)
         self._line.remove(number)
-        self._lengths.gone(number)
+        self._lengths.removed(number)
         for kind in TIMERS:
             self._timers.clear((kind, number))

@@ -1,4 +1,4 @@
-"""An event and an action of instances' roles (`services.conductor.core.roles`)."""
+"""The event and the action by which instances change their role (`services.conductor.core.roles` decides)."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Whose requests are here, and who of several tenants leaves some of decode's room to the others."""
+"""Counts requests by tenant, and says which tenant has more than its share and leaves some of decode's room free."""
 
 from collections import OrderedDict
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What is learnt apart by how many other requests a host has: seconds beside, and how much slower company makes."""
+"""Learns, by the number of other requests on a host, how much longer work takes there and what it waits besides."""
 
 from moonpool.cost import Regression
 

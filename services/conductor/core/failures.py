@@ -32,6 +32,9 @@ INNER = (Kind.TRANSFER, Kind.STREAM, Kind.FRAME, Kind.MISMATCH)
 UNANSWERED = (Kind.UNAVAILABLE, Kind.DEADLINE, Kind.STREAM, Kind.INTERNAL)
 """Whoever was asked may have done it all the same."""
 
+FENCE = "resume.count"
+"""The field of the failure of a sequence that another conductor has taken over."""
+
 NO_DECODE_ROOM = "no_decode_room"
 """Reason of a refusal because no decode instance has room."""
 
@@ -58,6 +61,11 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}" if self.field else self.message
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another conductor has taken the sequence over."""
+        return self.kind is Kind.INVALID and self.field == FENCE
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,9 @@ class Legs:
     def _claim_prefill(self, request: Request, plan: Plan, now: float) -> int:
         best = plan.prefill
         read = best.source, request.ask.place, best.read_s, plan.send_s
-        return self._picture.claim_prefill(best.id, best.busy_s, now, *read)
+        claim = self._picture.claim_prefill(best.id, best.busy_s, now, *read)
+        self._picture.prefills.coming.placed(claim, best.id, request.keys)
+        return claim
 
     def not_taken(self, attempt: Attempt, instance: str, stale: Stale, now: float) -> None:
         """The prefill instance has a longer queue than was thought: the prompt is not there."""

@@ -122,7 +122,7 @@ class Lengths:
             for counts in self._of(running.stratum):
                 counts.end(running.interval)
 
-    def gone(self, number: int) -> None:
+    def removed(self, number: int) -> None:
         """An answer was cut off or given up: how long it would have become is not known. Unknown ones are fine."""
         self._running.pop(number, None)
 

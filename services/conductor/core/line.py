@@ -1,4 +1,4 @@
-"""Those who wait for a placement that keeps their limits, and who of them looks for one when.
+"""Requests that wait for a placement within their limits, and when each of them is planned again.
 
 Where a request would be refused, one that has a deadline waits here instead. When load falls is known by forecast only,
 so they look again and again: the first in fair order each time, the others when their refusal said so. Who has laxer

@@ -1,4 +1,4 @@
-"""What will run on a decode instance at some later time, by what was placed there and how long answers become.
+"""Forecast of the load of a decode instance: what will run there later, by what was placed and how long answers become.
 
 The Mooncake paper refuses early by the load that decode will have when the prefill has ended, not by that of now:
 prompts that are being computed are no load yet, and many of the answers of now will have ended by then.

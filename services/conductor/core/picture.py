@@ -258,6 +258,7 @@ class Picture:
         A claim that was released before is fine.
         """
         self._reads.release(claim)
+        self.prefills.coming.over(claim)
         for instance in self._claims.pop(claim, ()):
             match instance:
                 case Prefill():

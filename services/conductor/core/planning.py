@@ -79,7 +79,7 @@ class Planning:
         views = stores.views(keys, wanted.prompt_key, prefixes) if stores is not None else []
         sources = self._sources.of(views, prefixes, lambda pool: pool.mask_of(wanted.suspects), wanted.now)
         model = PrefillModel(demand, wanted.shape, sources, self._threshold)
-        candidates = self._prefill(wanted, prefixes, model)
+        candidates = self._prefill(wanted, self._prefills.soon(prefixes, keys), model)
         decodes = self._decode(wanted, prefixes) if demand.decode_tokens else []
         best = candidates[0]
         plan = Plan(

@@ -19,7 +19,7 @@ TURNS = 4
 """So many times a request may go to each other instance before an instance counts as overlooked."""
 
 
-class Seated(Protocol):
+class Pooled(Protocol):
     """What a pool needs to know of an instance."""
 
     slot: int
@@ -38,7 +38,7 @@ class Seated(Protocol):
         ...
 
 
-I = TypeVar("I", bound=Seated)  # noqa: E741
+I = TypeVar("I", bound=Pooled)  # noqa: E741
 
 
 class Pool(Generic[I]):

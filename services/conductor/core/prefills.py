@@ -9,6 +9,7 @@ from moonpool.core.draws import draw_below
 from moonpool.core.fair import Place
 from moonpool.cost import Speeds, prefill_seconds
 from services.conductor.core.candidates import Candidates, Policy
+from services.conductor.core.coming import Coming, with_coming
 from services.conductor.core.company import Span, stretched
 from services.conductor.core.corrections import Corrections
 from services.conductor.core.cost import PrefillChoice, PrefillModel
@@ -160,6 +161,8 @@ class Prefills(Pool[Prefill]):
 
     def __init__(self, policy: Policy, seed: int = 0, decodes: Decodes | None = None) -> None:
         super().__init__(Ranks(CLASS_WIDTH, TypicalSeconds()))
+        self.coming = Coming()
+        """What is being computed where."""
         self._decodes = decodes
         self._policy = policy
         self._seed = seed
@@ -195,6 +198,11 @@ class Prefills(Pool[Prefill]):
             facts.stages,
             facts.step_tokens,
         )
+
+    def soon(self, prefixes: Sequence[tuple[int, int]], keys: Sequence[bytes]) -> Sequence[tuple[int, int]]:
+        """Who will hold how much of a chain when what is placed there is computed, given who holds it now."""
+        coming = self.coming.match(keys)
+        return with_coming(prefixes, [(blocks, it.slot) for name, blocks in coming.items() if (it := self.get(name))])
 
     def choose(
         self, demand: Demand, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, suspects: int
@@ -272,7 +280,12 @@ class Prefills(Pool[Prefill]):
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(super().digest(), self._decisions)
+        return digest_of(super().digest(), self._decisions, self.coming)
+
+    def check_invariants(self) -> None:
+        """As of all pools; and what is being computed is what was placed."""
+        super().check_invariants()
+        self.coming.check_invariants()
 
 
 def _others(instance: Prefill, company: Sequence[Span] | None) -> int:

@@ -1,4 +1,4 @@
-"""Rids instances of what they have: decode instances that drain, and slow ones, where others can take it over.
+"""Moves requests away from decode instances that drain and from slow ones, where others can take them over.
 
 A sequence that runs is *moved*: it goes on where it is and is followed as before, while the request is placed anew with
 the tokens that it has. The new place is told what the old one has made meanwhile, and goes on behind it; with its first

@@ -100,12 +100,12 @@ class Roles:
 
     def order(self, now: float, instance: str, out: list[Action]) -> None:
         """An instance is told to change its role, whatever the pressures are; unknown ones are fine."""
-        seat: Prefill | Decode | None = self.prefills.get(instance) or self.decodes.get(instance)
-        if seat is not None:
-            kind = OTHER[seat.facts.kind]
+        place: Prefill | Decode | None = self.prefills.get(instance) or self.decodes.get(instance)
+        if place is not None:
+            kind = OTHER[place.facts.kind]
             self.change = Change(instance, kind, now)
             self._anew()
-            out.append(ChangeRole(instance, seat.facts.incarnation, kind))
+            out.append(ChangeRole(instance, place.facts.incarnation, kind))
 
     def joined(self, now: float, facts: InstanceFacts) -> None:
         """An instance has joined: perhaps the one that has changed."""

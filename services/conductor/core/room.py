@@ -1,4 +1,4 @@
-"""Those who wait for room at decode, in fair order, and which of them a report wakes.
+"""Requests that wait for room at decode, in fair order, and which of them a report wakes.
 
 Freed room wakes the first that fit, so one request that is too big for the room of now does not make the others wait.
 Not for ever the other way round: for one that has waited for `HOLD_AFTER_S`, an instance is held free.

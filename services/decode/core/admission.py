@@ -1,4 +1,4 @@
-"""Who is promised room: what is expected to be needed fits, and the time between tokens that others were promised."""
+"""Which requests are promised room: their expected blocks must fit, and the promised time between tokens must hold."""
 
 from collections.abc import Collection
 

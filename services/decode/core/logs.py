@@ -1,4 +1,7 @@
-"""What is kept of requests that nobody follows: for so long, and so many bytes in all. The tokens are the shell's."""
+"""Logs of requests that no conductor follows: how long each is kept, and how many bytes all may take.
+
+The tokens themselves are the shell's.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

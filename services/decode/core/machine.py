@@ -284,7 +284,7 @@ class DecodeCore:
         self.parking.forget(request, out)
         self.room.give_back(request)
         self._roster.remove(request)
-        self.orphans.gone(request, out)
+        self.orphans.ended(request, out)
 
     def _at_once(self, event: Died | ForgetKV | LendBlocks | TakeBack, out: list[Action]) -> None:
         """Something that concerns the whole pool: the engine has died, KV is to be deleted, or others read it."""

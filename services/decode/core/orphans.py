@@ -73,7 +73,7 @@ class Orphans:
         mine = (it for it in self._requests.values() if it.stream == NOBODY and it.state is not State.LEAVING)
         return [request for request in mine if request.conductor == conductor]
 
-    def gone(self, request: Request, out: list[Action]) -> None:
+    def ended(self, request: Request, out: list[Action]) -> None:
         """A request has ended: what it has said is kept, if it may be asked for."""
         self._forget(request)
         logged = request.resumable and request.is_started

@@ -1,4 +1,4 @@
-"""What the next step is: who is in the batch, who gets a block, who gives one up, who catches up.
+"""Plans the next step: which sequences are in the batch, get a block, give one up or catch up.
 
 The members of a request do all of this together.
 """

@@ -1,4 +1,4 @@
-"""Preemption: who gives its blocks up, by which way, and how it comes back."""
+"""Preemption: which sequence gives up its blocks, by which way (swap, store, recompute), and how it comes back."""
 
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Outstanding

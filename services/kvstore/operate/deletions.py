@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from moonpool.cluster.selections import selection_from_proto
+from moonpool.cluster.selections import read_deletions
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import EVERY_TENANT, Selection, check_ttls
@@ -18,8 +16,10 @@ from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.writer import WriteBehind
 
+DROP_BLOCKS = 4096  # dropped before other tasks have a turn
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(slots=True)
 class Deletions:
     """Deletes what `operations` keeps. `timeout_s` bounds the wait for the disk; `clock` gives seconds since 1970."""
 
@@ -39,34 +39,36 @@ class Deletions:
         Raises Unavailable when nobody finds the blocks any more, but the disk did not take it; to be asked again.
         """
         ttl_s = check_ttls(ttl_s)
-        asked = {one.id: selection_from_proto(one.selection) for one in deletions}
-        expired = Forgotten()
+        asked, total = await read_deletions(deletions), Forgotten()
         async with self.turn:
-            new = {name: chosen for name, chosen in asked.items() if self._done(name) is None}
-            if new:
-                together = functools.reduce(operator.or_, new.values(), Selection())
-                for name, selection in new.items():
-                    self.ledger.deletions.add(name, selection)
-                done = await _in_turns(forget(self.operations.store, together))
-                self.operations.unpin_all(together.tenants)
-                self.unsaved.update(dict.fromkeys(new, Forgotten()) | {next(iter(new)): done})
+            for portion in asked:
+                await self._carry_out({name: one for name, one in portion.items() if self._done(name) is None})
             if ttl_s:
-                expired = await _in_turns(expire(self.operations.store, ttl_s, self.clock()))
+                total = await _in_turns(expire(self.operations.store, ttl_s, self.clock()))
         await self._erased()
-        counts = {name: count for name in asked if (count := self._done(name)) is not None}
-        await self.ledger.applied(
-            {name: (one.blocks, one.nbytes) for name, one in counts.items() if name in self.unsaved}
-        )
-        for name in counts:
-            self.unsaved.pop(name, None)
-        return sum(counts.values(), start=expired)
+        for portion in asked:
+            counts = {name: count for name in portion if (count := self._done(name)) is not None}
+            unsaved = counts.keys() & self.unsaved
+            await self.ledger.applied({name: dataclasses.astuple(counts[name]) for name in unsaved})
+            self.unsaved = {name: one for name, one in self.unsaved.items() if name not in unsaved}
+            total = sum(counts.values(), start=total)
+            await asyncio.sleep(0)
+        return total
+
+    async def _carry_out(self, new: Mapping[str, Selection]) -> None:
+        if new:
+            together = Selection.union(new.values())
+            for name, selection in new.items():
+                self.ledger.deletions.add(name, selection)
+            done = await _in_turns(forget(self.operations.store, together))
+            self.operations.unpin_all(together.tenants)
+            self.unsaved.update(dict.fromkeys(new, Forgotten()) | {next(iter(new)): done})
 
     async def catch_up(self) -> None:
         """Deletes what some folder, left out then, may hold still; all that is older where it is known no more what."""
         known, missing, store = self.ledger.deletions, self.ledger.incomplete, self.operations.store
         if missing:
-            chosen = (known[name] for name in missing if name in known)
-            await _in_turns(forget(store, functools.reduce(operator.or_, chosen, Selection())))
+            await _in_turns(forget(store, Selection.union(known[name] for name in missing if name in known)))
             if over := [at for name, at in missing.items() if name not in known]:
                 await _in_turns(expire(store, {EVERY_TENANT: 0.0}, max(over)))
             with contextlib.suppress(Unavailable):
@@ -75,8 +77,11 @@ class Deletions:
 
     async def drop(self, keys: Sequence[BlockKey]) -> Forgotten:
         """Drops blocks that may be put again; raises Unavailable as `forget`."""
+        dropped = Forgotten()
         async with self.turn:
-            dropped = drop(self.operations.store, keys)
+            for at in range(0, len(keys), DROP_BLOCKS):
+                dropped += drop(self.operations.store, keys[at : at + DROP_BLOCKS])
+                await asyncio.sleep(0)
         await self._erased()
         return dropped
 
@@ -95,9 +100,9 @@ class Deletions:
 
 async def _in_turns(steps: Steps) -> Forgotten:
     while True:
+        await asyncio.sleep(0)
         try:
             next(steps)
         except StopIteration as end:
             found: Forgotten = end.value
             return found
-        await asyncio.sleep(0)

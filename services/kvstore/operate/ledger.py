@@ -69,7 +69,7 @@ class Ledger:
             self.leave_out(number)
             if last and not self._envs:
                 raise ConfigError("data_dir", f"{folder} cannot be read: {error}") from error
-            log.error("a folder is left out of records", path=str(folder), error=str(error))
+            log.error("no more records are written to a data folder", path=str(folder), error=str(error))
             return []
 
     def leave_out(self, number: int) -> None:
@@ -83,6 +83,7 @@ class Ledger:
         """
         for record in filter(_is_deletion, records):
             deletion_from_record(record)  # raises before any is taken
+            await asyncio.sleep(0)
         newer = self.book.merge(records)
         self._note(newer)
         await self._write(newer)
@@ -131,7 +132,7 @@ class Ledger:
             except lmdb.Error as error:
                 if len(self._envs) == 1:
                     raise
-                log.error("a folder is left out of records", path=env.path(), error=str(error))
+                log.error("no more records are written to a data folder", path=env.path(), error=str(error))
                 self.leave_out(number)
 
     def close(self) -> None:

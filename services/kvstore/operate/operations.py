@@ -12,8 +12,8 @@ from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.reuse import Curve, ReuseSample
 from moonpool.streams.credits import ByteCredits
+from moonpool.streams.deadlines import within
 from services.kvstore.core.store import BlockStore
-from services.kvstore.operate.writer import within
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.streams.layers import LayerReader
 from services.kvstore.tenancy.pins import PinOutcome

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import lmdb
 
 from moonpool.errors import MoonpoolError
+from moonpool.streams.deadlines import within
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.core.write_queue import WriteQueue
 from services.kvstore.ssd.commit import WritePlan
@@ -30,14 +31,6 @@ ERASE_AGAIN_S = 0.02
 REPEAT_S = 60.0  # the same kind of error is logged once in this time, unless blocks became durable meanwhile
 _MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # as a full device does: by a plan
 _Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file it happened with
-
-
-async def within(timeout_s: float, event: asyncio.Event) -> bool:
-    """Waits for an event; False when that takes longer than `timeout_s`, which may be infinite."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            return await event.wait()
-    return False
 
 
 @dataclasses.dataclass(eq=False)

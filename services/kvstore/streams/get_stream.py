@@ -169,7 +169,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         except StreamBroken:
             return  # the stream itself reports it
         except (MoonpoolError, TimeoutError) as error:
-            log.warning("read given up", blocks=lease.blocks, error=str(error))
+            log.warning("read ended early", blocks=lease.blocks, error=str(error))
             if isinstance(error, DamagedSliceError):  # its reader never sees it and cannot say so
                 resources.reads.suspect(lease.keys[error.block])
         self.done(number)

@@ -40,7 +40,7 @@ from services.prefill.core.events import (
 )
 from services.prefill.core.invariants import check
 from services.prefill.core.loads import Loads
-from services.prefill.core.predict import queue_seconds, speeds_now
+from services.prefill.core.predict import queue_seconds, shared_blocks, speeds_now
 from services.prefill.core.queue import start_next
 from services.prefill.core.sends import Sends
 from services.prefill.core.state import (
@@ -194,6 +194,7 @@ class PrefillCore:
         job = Job.of(event, state.settings, state.now)
         held = len(state.manager.match(job.keys[: state.reusable_blocks(job)]))
         job.expected_tokens = max(job.expected_tokens, state.settings.reused_tokens(job.num_tokens, held))
+        job.shared_tokens = state.settings.reused_tokens(job.num_tokens, shared_blocks(state, job))
         state.jobs[event.job] = job
         self.taken = event.job
         state.waiting.add(job.place)

@@ -1,6 +1,10 @@
 """Predicted seconds of what is queued, and speeds that a step tells while it runs. Pure."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 from moonpool.cost import Speeds, prefill_seconds
+from moonpool.kv.keys import BlockKey
 from services.prefill.core.state import Job, State, StepFlight
 
 OVERDUE = 2.0
@@ -56,6 +60,22 @@ def _step_seconds(state: State, flight: StepFlight) -> float:
     return speeds.prefill_base_s + whole_s
 
 
+def shared_blocks(state: State, job: Job) -> int:
+    """Leading blocks of a job that comes which the jobs that are there compute: it will find them."""
+    limit, most = state.reusable_blocks(job), 0
+    for other in state.jobs.values():
+        if limit and other.reuse and other.keys and other.keys[0] == job.keys[0]:
+            most = max(most, _common(job.keys[:limit], other.keys))
+    return most
+
+
+def _common(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
+    """Leading keys that two chains share; equal keys follow equal ones only."""
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[at] != other[at])
+
+
 def _done_tokens(job: Job) -> int:
     """Leading tokens that are there, or are expected to come without being computed."""
-    return job.expected_tokens if job.table is None and job.token_at is None else job.computed
+    if job.table is None and job.token_at is None:
+        return max(job.expected_tokens, job.shared_tokens)
+    return max(job.computed, job.shared_tokens) if job.first_step_at is None and job.load is None else job.computed

@@ -90,6 +90,8 @@ class Job:
     expected_tokens: int
     """Leading tokens that are expected not to be computed; for predictions, until the job starts."""
     owner: Owner
+    shared_tokens: int = 0
+    """Leading tokens that jobs before it compute here, and register; for predictions, until its first step."""
     reuse: bool = True
     """False = nothing of it may be cached or loaded."""
     next_source: int = 0
@@ -131,7 +133,7 @@ class Job:
         place = Place(event.tenant, rank(now, event.priority), event.job, event.weight)
         given = event.job, event.num_tokens, event.keys, sources, event.copies
         owner = Owner(event.tenant, event.transient)
-        return cls(*given, outgoing, now, place, expected, owner, event.reuse)
+        return cls(*given, outgoing, now, place, expected, owner, reuse=event.reuse)
 
     @property
     def finished(self) -> bool:

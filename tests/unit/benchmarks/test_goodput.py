@@ -1,13 +1,13 @@
 """The benchmark that holds the simulator's goodput against a stack's: its modes, requests and rows."""
 
-import argparse
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from benchmarks.emulated import late, lateness
 from benchmarks.frame import Skipped
-from benchmarks.goodput import MODES, MOST_TOKENS, Figures, arrivals, flags, plan_of, rows
+from benchmarks.goodput import MODES, MOST_TOKENS, Figures, apart, arrivals, rows
+from moonpool.cli.check import Reading
 from moonpool.cli.replay import Replay
 from moonpool.client import Slo as Limits
 from moonpool.engine.emulated.profile import load_profile
@@ -20,17 +20,18 @@ CONFIG = ClusterConfig(profile=load_profile("llama-70b-a800"))
 
 
 def test_the_simulated_cluster_lets_in_whom_the_stack_lets_in() -> None:
-    parser = argparse.ArgumentParser()
-    flags(parser)
-    options = parser.parse_args([])
     for mode in MODES.values():
         config = mode.simulated(CONFIG)
         assert (config.policy, limits_of(config).admission) == (mode.policy, mode.admission)
         told = slo_of(config)
         assert (told.ttft_s, told.tbt_s) == ((30.0, pytest.approx(0.09)) if mode.limited else (None, None))
         assert keeps_tbt(config), "decode looks when it is asked for room, not later"
-        conductor = plan_of(mode, options, Path("/nowhere")).extra["conductor"]
-        assert conductor == ["--policy", mode.policy, "--admission", mode.admission.value]
+        flags = dict(zip(mode.flags[::2], mode.flags[1::2], strict=True))
+        assert flags == {
+            "--policy": mode.policy,
+            "--admission": mode.admission.value,
+            "--policy-seed": str(config.seed),
+        }
     assert {mode.admission for mode in MODES.values() if mode.limited} == set(Admission)
 
 
@@ -56,3 +57,18 @@ def test_rows_say_how_far_the_simulator_is_off() -> None:
     assert (off.value, off.limit_value, off.met) == (10.0, 15.0, True)
     assert Figures(0.0, 3.0).off == 100.0
     assert Figures(0.0, 0.0).off == 0.0
+
+
+def test_requests_of_one_instant_come_one_after_the_other() -> None:
+    assert apart([0.0, 0.0, 0.0, 3.0, 6.0, 6.0]) == [0.0, 1.0, 2.0, 3.0, 6.0, 7.5]
+    assert apart([5.0, 5.0]) == [5.0, 5.0]
+
+
+def test_lateness_is_of_the_steps_since() -> None:
+    def read(step_s: float, late_s: float) -> list[Reading]:
+        kinds = ("emulated_step_seconds", step_s), ("emulated_late_seconds", late_s), ("other", 9.0)
+        return [Reading(f"decode-{at}", name, value, None) for at in range(2) for name, value in kinds]
+
+    assert late(read(10.0, 5.0), read(30.0, 6.0)) == 5.0
+    assert late(read(10.0, 5.0), read(10.0, 5.0)) == 0.0
+    assert [lateness([value]).met for value in (4.0, 6.0)] == [True, False]

@@ -51,6 +51,45 @@ def test_the_page_shows_the_latest_and_the_way_there(tmp_path: Path) -> None:
     assert page(load(tmp_path)) == text
 
 
+def missing(name: str, beside: str, ratio: float, spread: float | None = 0.01) -> dict[str, object]:
+    """A row whose target of 0.5 is missed."""
+    figures = {"value": 1.0, "unit": "GB/s", "spread": spread, "limit_value": 4.0, "ratio": ratio}
+    return {"name": name, "limit_name": beside, "target": 0.5, "met": False} | figures
+
+
+def results(benchmark: str, date: str, *rows: dict[str, object]) -> list[dict[str, object]]:
+    return [{"benchmark": benchmark, "date": date, "skipped": "", "rows": list(rows)}]
+
+
+def test_every_missed_target_has_a_sentence() -> None:
+    rows = [
+        missing("DRAM, Put, blocks of 64 KiB", "raw TCP", 0.3),
+        missing("DRAM, Get, blocks of 64 KiB", "raw TCP", 0.31),
+        missing("something else", "raw TCP", 0.45, spread=0.2),
+        missing("something else", "a copy", 0.45, spread=0.01),
+        missing("a third", "raw TCP", 0.45, spread=None),
+    ]
+    text = page(results("kvstore", "2026-11-22", *rows))
+    assert "5 of 5 targets missed." in text
+    said = text.partition("Missed:\n\n")[2].splitlines()
+    assert len(said) == 3
+    put, get = (f"*DRAM, {kind}, blocks of 64 KiB* beside raw TCP" for kind in ("Put", "Get"))
+    assert said[0].startswith(f"- {put} (0.3 of 0.5), {get} (0.31 of 0.5). gRPC itself")
+    within, unknown = "The runs lie farther apart than what is missing.", "The cause is not known."
+    assert said[1] == f"- *something else* beside raw TCP (0.45 of 0.5). {within}"
+    third = "*a third* beside raw TCP (0.45 of 0.5)"
+    assert said[2] == f"- *something else* beside a copy (0.45 of 0.5), {third}. {unknown}"
+
+
+def test_old_figures_beside_what_was_no_ceiling_are_left_out_with_a_word() -> None:
+    decode = missing("decode, bfloat16, batch 1", "read from memory", 0.3)
+    text = page(results("kernels", "2026-11-20", decode, missing("error, rope", "allowed", 0.4)))
+    assert "1 of 1 targets missed." in text
+    assert "| decode" not in text
+    assert "Left out:\n\n- 1 older rows: they stood beside what was no ceiling" in text
+    assert "| decode" in page(results("kernels", "2026-11-22", decode))
+
+
 def test_a_row_says_when_its_spread_is_not_known(tmp_path: Path) -> None:
     keep(tmp_path, "2026-11-20", 0.6)
     (path,) = tmp_path.glob("*.json")

@@ -6,13 +6,38 @@ from typing import Any
 import pytest
 
 from moonpool.client import SamplingParams
-from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError
+from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Unavailable
 
 from .fakes import decode, expected, prefill
-from .resuming import GREEDY, Call, request
+from .resuming import GREEDY, Call, request, two
 from .stack import WAIT_S, Stack, stack
 
 SEVERAL = SamplingParams(max_tokens=8, n=3, logprobs=0, ignore_eos=True)
+
+
+class Kept:
+    """A call's context that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[Any] = []
+
+    def time_remaining(self) -> None:
+        """There is no limit."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def bare_write(self, message: Any) -> None:
+        self.written.append(message)
+
+
+class Unread(Kept):
+    """Its client reads one message and no more."""
+
+    async def bare_write(self, message: Any) -> None:
+        await super().bare_write(message)
+        if len(self.written) > 1:
+            await asyncio.Event().wait()
 
 
 def served(s: Stack) -> float:
@@ -86,6 +111,86 @@ async def test_whoever_is_not_its_client_may_not_have_it() -> None:
         await s.rest()
 
 
+async def test_a_client_that_knows_more_tries_again_until_they_have_come_here() -> None:
+    """Another conductor has told it, and was lost."""
+    d = decode(hold_at=3)
+    async with stack(prefill(), d) as s, asyncio.timeout(WAIT_S):
+        first = Call(s, request())
+        await first.read(3)
+        for tokens, text in ((expected(40, 8)[3:5], "55"), ([1], "1")):
+            ahead = first.resume(request())
+            ahead.resume.token_ids.extend(tokens)
+            ahead.from_position = len(ahead.resume.token_ids)
+            ahead.resume.text_chars += len(text)
+            with pytest.raises(Unavailable, match="not come here yet"):
+                await Call(s, ahead).read()
+        message, had = first.resume(request(), count=3), list(first.tokens)
+        message.resume.token_ids.extend(expected(40, 8)[3:5])
+        message.from_position = 5
+        d.hold_at = 6
+        d.go.set()
+        await first.read(6)
+        again = Call(s, message)
+        await again.read()
+        assert had + expected(40, 8)[3:5] + again.tokens == expected(40, 8)
+        await s.rest()
+
+
+@pytest.mark.parametrize("adopted", [False, True], ids=["placed here", "taken over here"])
+async def test_an_older_call_that_comes_later_elsewhere_does_not_keep_the_sequence(adopted: bool) -> None:
+    """It has the lower count: what it has taken over is taken back, and its client, who is gone, gets the error."""
+    p, d = prefill(), decode(hold_at=3)
+    async with two(p, d) as (first, second), asyncio.timeout(WAIT_S):
+        lost = Call(first, request())
+        await lost.read(3)
+        had, counts = list(lost.tokens), (1, 2, 3) if adopted else (0, 1, 2)
+        if adopted:
+            message = lost.resume(request(), count=counts[0])
+            first, second = second, first
+            lost_again = Call(first, message)
+            await d.until(lambda: len(d.resumed) == 1)
+        older, newer = (lost.resume(request(), count=count) for count in counts[1:])
+        again = Call(first, newer)
+        await (lost_again if adopted else lost).read()
+        late = Call(second, older)
+        with pytest.raises(InvalidRequest, match=r"resume\.count: another conductor has the request"):
+            await late.read()
+        d.go.set()
+        await again.read()
+        assert had + again.tokens == expected(40, 8)
+        assert [asked.fence for asked in d.resumed] == [1, *counts[1:]] if adopted else counts[1:]
+        assert (len(p.requests), d.history, d.cancelled) == (1, ["r"], [])
+        for each in (first, second):
+            await each.rest()
+
+
+async def test_who_resumes_again_while_it_is_read_tries_later() -> None:
+    """Its connection was lost twice; nobody else is told that it may try again."""
+    d = decode(hold_at=3)
+    async with stack(prefill(), d) as s, asyncio.timeout(WAIT_S):
+        lost = Call(s, request())
+        await lost.read(3)
+        messages = [lost.resume(request(), count=count) for count in (1, 2, 1, 2)]
+        messages[3].resume.point.secret = bytes(16)
+        had = list(lost.tokens)
+        lost.call.cancel()
+        await d.until(lambda: d.cancelled == ["r"])
+        await s.rest()
+        d.hold_at = -1
+        calls = [asyncio.create_task(s.servicer.Generate(it, Kept())) for it in messages]  # type: ignore[arg-type]
+        ends = await asyncio.gather(*calls[1:], return_exceptions=True)
+        assert [(type(end), str(end)) for end in ends] == [
+            (Unavailable, "'r' is being resumed already"),
+            (InvalidRequest, "request_id: 'r' is running already"),
+            (InvalidRequest, "request_id: 'r' is running already"),
+        ]
+        await calls[0]
+        again = Call(s, messages[1])
+        await again.read()
+        assert had + again.tokens == expected(40, 8)
+        await s.rest()
+
+
 async def test_it_keeps_its_place_among_those_that_run_and_a_lower_count_loses() -> None:
     """A full conductor neither refuses it nor lets another one have its place meanwhile."""
     d = decode(hold_at=5)
@@ -135,24 +240,6 @@ async def test_a_request_that_has_ended_meanwhile_is_read_from_decode() -> None:
         assert again.finished is not None
         assert again.finished.reason == call.finished.reason
         await s.rest()
-
-
-class Unread:
-    """A call whose client reads one message and no more."""
-
-    def __init__(self) -> None:
-        self.written: list[Any] = []
-
-    def time_remaining(self) -> None:
-        """There is no limit."""
-
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
-
-    async def bare_write(self, message: Any) -> None:
-        self.written.append(message)
-        if len(self.written) > 1:
-            await asyncio.Event().wait()
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """Deletions at an engine: each is carried out once, and what is written to kvstores says which it is younger than."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -10,49 +8,13 @@ from moonpool.engine.forgetting import DEMANDED_S, CarriedOut, Forgetting
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.forgetting import ForgetKV
-from moonpool.streams.credits import Traffic
-from moonpool.streams.store_writer import PutOutcome
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
 from moonpool.v1 import kv_pb2
+from tests.unit.fakes.writer import FakeWriter
 
 NAMESPACE = b"n" * 32
 KEY, OTHER = BlockKey(b"k" * 32), BlockKey(b"o" * 32)
 STORE = kv_pb2.Instance(id="kvstore-0", address="a")
-
-
-@dataclass
-class Writer:
-    """Notes what is written to it, each of which ends when it is told to."""
-
-    puts: list[tuple[bytes, Sequence[str]]] = field(default_factory=list)
-    ends: list[asyncio.Event] = field(default_factory=list)
-    began: asyncio.Condition = field(default_factory=asyncio.Condition)
-    sessions: int = 0
-    traffic: Traffic = field(default_factory=Traffic)
-
-    async def put(
-        self,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes],
-        tenant: str,
-        read: Callable[[int, int], tuple[memoryview, int]],
-        *,
-        timeout_s: float,
-        forgotten: Sequence[str] = (),
-    ) -> PutOutcome:
-        self.puts.append((keys[0], list(forgotten)))
-        self.ends.append(asyncio.Event())
-        async with self.began:
-            self.began.notify_all()
-        await self.ends[-1].wait()
-        return PutOutcome(0, len(keys))
-
-    async def aclose(self) -> None:
-        pass
-
-    async def until(self, puts: int) -> None:
-        async with asyncio.timeout(10.0), self.began:
-            await self.began.wait_for(lambda: len(self.puts) >= puts)
 
 
 class Rig:
@@ -60,7 +22,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.writer, self.looks = Writer(), list[ForgetKV]()
+        self.writer, self.looks = FakeWriter(), list[ForgetKV]()
         self.carried_out = CarriedOut(NAMESPACE, lambda: self.now)
         self.write_back = WriteBack(
             WriteBackLimits(blocks=8, workers=1),
@@ -101,7 +63,7 @@ async def test_a_deletion_is_carried_out_once_whoever_orders_it_and_how_often(ri
     again = asyncio.create_task(rig.delete("d", tenants=["ours"]))
     await asyncio.sleep(0)
     rig.store(OTHER, "ours")  # it is younger: nobody waits for it, and it is not dropped
-    rig.writer.ends[0].set()
+    rig.writer.go(1)
     assert [(await one).blocks for one in (first, again)] == [3, 3]
     assert [look.selection.tenants for look in rig.looks] == [{"ours"}]
     await rig.writer.until(2)
@@ -121,11 +83,37 @@ async def test_what_waits_is_dropped_and_what_is_written_says_what_it_is_younger
     rig.store(OTHER, "ours")
     rig.store(KEY, "theirs")
     for number in range(2):
-        rig.writer.ends[number].set()
+        rig.writer.go(number + 1)
         await rig.writer.until(number + 2)
     assert rig.writer.puts == [(KEY, []), (OTHER, ["d"]), (KEY, [])]
     working.cancel()
     await asyncio.wait([working])
+
+
+async def test_many_deletions_of_one_message_look_through_the_pool_a_few_times_and_leave_others_their_turns(
+    rig: Rig,
+) -> None:
+    """A pool may have many blocks, and a small message many deletions."""
+    deletions = [
+        kv_pb2.Deletion(id=str(number), selection=kv_pb2.Selection(tenants=[str(number)])) for number in range(5000)
+    ]
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    answer = await rig.forgetting.forget(kv_pb2.ForgetRequest(deletions=deletions))
+    beside.cancel()
+    looks = [look.selection.tenants for look in rig.looks]
+    assert frozenset().union(*looks) == {str(number) for number in range(5000)}
+    assert sum(map(len, looks)) == 5000
+    assert (answer.blocks, len(looks)) == (3 * len(looks), 3)
+    assert turns >= 5  # between portions when they are read, after each that is carried out
+    assert rig.carried_out.concerning([], "4999") == ["4999"]
 
 
 async def test_a_wrong_deletion_changes_nothing(rig: Rig) -> None:

@@ -148,17 +148,16 @@ async def test_unknown_fields_are_told(gateway: Answers) -> None:
         (b"{", "invalid JSON"),
         (b'{"messages": "\xff\xfe"}', "invalid JSON"),
         (b'{"x": "\\ud800"}', "invalid JSON"),
-        (b"[" * 1_000_000, "recursion limit"),
-        (b'{"a":' * 200_000, "recursion limit"),
+        (b"[" * 1_000, "recursion limit"),
+        (b'{"a":' * 1_000, "recursion limit"),
         (b'{"temperature": NaN, "messages": []}', "finite"),
         (b'{"seed": 1' + b"0" * 100_000 + b"}", "out of range"),
         (b"[]", "must be a JSON object"),
         (b"null", "must be a JSON object"),
         (b'{"messages":[' + b'{"role":"user","content":""},' * 20_000 + b"{}]}", "at most 16384 objects"),
-        (b'{"prompt_token_ids":[' + b"1," * 1_100_000 + b"1]}", "1048576 items"),
-        (b"[" + b"[]," * 1_100_000 + b"[]]", "1048576 items"),
+        (b'{"prompt_token_ids":[' + b"1," * 1_100_000 + b"1]}", "at most 1048576 items"),
     ],
-    ids=range(13),
+    ids=range(12),
 )
 async def test_what_is_no_request(gateway: Answers, raw: bytes, says: str) -> None:
     answered = await gateway.http.post(CHAT, content=raw, headers={"content-type": "application/json"})

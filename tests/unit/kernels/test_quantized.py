@@ -10,10 +10,11 @@ from kernels import quantized, reference
 from kernels.attention import write_kv
 from kernels.native import library
 from moonpool.kv.layout import KVLayout
-from tests.unit.kernels.cases import MODES, Case
+from tests.unit.kernels.cases import LAST_TOKEN, MODES, Case
 
 DTYPES = list(quantized.DTYPES.values())
 HEADS, TOKENS, SIZE = 2, 16, 32
+LENGTHS = (1, 15, 16, 17, 63, 64, 75, 256, 513, 2049)
 
 
 def pool(dtype: torch.dtype, blocks: int = 5) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,26 +105,42 @@ def test_zeros_and_stale_blocks(dtype: torch.dtype) -> None:
     assert scales[2, :, :, 1:].isnan().all(), "other tokens are left alone"
 
 
+def attended(stored: torch.dtype, dtype: torch.dtype, counts: list[int], tokens: list[int]) -> tuple[Case, Tensor]:
+    """Sequences of one prefix, with so many query rows and tokens each; and the scales of their pool."""
+    total, generator = max(tokens), torch.Generator().manual_seed(max(tokens))
+    blocks = -(-total // TOKENS)
+    _, values, scales = pool(stored, blocks + 7)
+    both = torch.randn(2, total, HEADS, SIZE, generator=generator)
+    both[1, -1] *= LAST_TOKEN
+    both = both.to(dtype)
+    table, position = torch.randperm(blocks + 7, generator=generator)[:blocks], torch.arange(total)
+    write_kv(both[0], both[1], values, table[position // TOKENS], position % TOKENS, scales=scales)
+    q = torch.randn(sum(counts), 6, SIZE, generator=generator).to(dtype)
+    tables = table.int().expand(len(counts), blocks).contiguous()
+    starts, lengths = torch.tensor([0, *counts]).cumsum(0).int(), torch.tensor(tokens, dtype=torch.int32)
+    stand_for = values[table].float() * scales[table][..., None]  # [blocks, heads, 2, tokens, size]
+    dense = stand_for.permute(2, 0, 3, 1, 4).flatten(1, 2)
+    return Case(q, values, tables, starts, lengths, [dense[:, :count] for count in tokens], scale=0.2), scales
+
+
+def rounds(mode: str, dtype: torch.dtype) -> float:
+    """Times the tolerance: in plain torch what is stored becomes `dtype` before it is used."""
+    return 2.0 if mode == "torch" and dtype is not torch.float32 else 1.0
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stored", DTYPES)
 def test_attention_over_it(stored: torch.dtype, dtype: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each sequence alone, the last key is out of tolerance when it is dropped, at every length."""
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)
-    _, values, scales = pool(stored, 12)
-    total = 75
-    generator = torch.Generator().manual_seed(total)
-    both = torch.randn(2, total, HEADS, SIZE, generator=generator).to(dtype)
-    table = torch.tensor([7, 2, 11, 0, 5])
-    position = torch.arange(total)
-    write_kv(both[0], both[1], values, table[position // TOKENS], position % TOKENS, scales=scales)
-    q = torch.randn(4, 6, SIZE, generator=generator).to(dtype)
-    tables = table.int().expand(2, 5).contiguous()
-    starts, lengths = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([70, total], dtype=torch.int32)
-    stand_for = values[table].float() * scales[table][..., None]  # [blocks, heads, 2, tokens, size]
-    dense = stand_for.permute(2, 0, 3, 1, 4).flatten(1, 2)
-    case = Case(q, values, tables, starts, lengths, [dense[:, :70], dense[:, :total]], scale=0.2)
-    rounds_twice = mode == "torch" and dtype is not torch.float32  # what is stored becomes `dtype` before it is used
-    case.check(case.run(scales=scales), times=2.0 if rounds_twice else 1.0)
+    case, scales = attended(stored, dtype, [1, 3], [70, 75])
+    case.check(case.run(scales=scales), rounds(mode, dtype))
+    for length in LENGTHS:
+        case, scales = attended(stored, dtype, [1], [length + 1])
+        case.check(case.run(scales=scales), rounds(mode, dtype))
+        with pytest.raises(AssertionError, match="of a row's size"):
+            case.check(case.run(scales=scales, context_lens=case.context_lens - 1), rounds(mode, dtype))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -26,3 +26,20 @@ def test_one_that_is_forgotten_or_replaced_concerns_nothing() -> None:
     deletions.remove("d")
     deletions.remove("d")
     assert (deletions.concerning([B], "", N), len(deletions)) == ([], 0)
+
+
+def test_what_several_name_is_found_as_long_as_one_of_them_is_known() -> None:
+    deletions = Deletions()
+    for name in ("d", "e", "f"):
+        deletions.add(name, Selection(keys=frozenset([A, B] if name == "f" else [A])))
+    deletions.add("e", Selection(keys=frozenset([A])))
+    assert deletions.concerning([A], "", N) == ["d", "e", "f"]
+    for left in (["e", "f"], ["f"], []):
+        deletions.remove({2: "d", 1: "e", 0: "f"}[len(left)])
+        assert deletions.concerning([A, B], "", N) == left
+
+
+def test_a_union_names_all_that_one_of_them_names() -> None:
+    some = [Selection(keys=frozenset([A])), Selection(frozenset([B]), frozenset(["x"])), Selection()]
+    assert Selection.union(some) == Selection(frozenset([A, B]), frozenset(["x"]))
+    assert Selection.union([]) == Selection()

@@ -50,3 +50,20 @@ def test_a_step_of_which_nothing_is_heard_tells_before_it_is_over() -> None:
     it.now += one_s
     it.run_step(min(it.steps))
     assert it.core.speeds(it.now + 100.0) == it.core.state.tracker.speeds, "nothing runs: nothing is overdue"
+
+
+def test_what_a_prompt_shares_with_one_before_it_is_counted_once() -> None:
+    """It is found when the prompt begins; one that was given up is not."""
+    it = World(staged(1, blocks=1000, step_tokens=4 * BT), TOLD)
+    first, second, alone_s = it.arrive(8 * BT), it.arrive(10 * BT), it.core.drain_seconds
+    assert alone_s() == pytest.approx(prefill_seconds(TOLD, 10 * BT, 0, steps=3))
+    other = it.arrive(6 * BT, reuse=False)
+    assert alone_s() == pytest.approx(prefill_seconds(TOLD, 16 * BT, 0, steps=4)), (
+        "it finds nothing, and shares nothing"
+    )
+    it.arrive(7 * BT)
+    assert alone_s() == pytest.approx(prefill_seconds(TOLD, 16 * BT + 1, 0, steps=5)), "all but its last token"
+    it.settle()
+    assert [client.token is not None for client in (first, second, other)] == [True] * 3
+    assert sum(end - begin for begin, end in second.counted) == 2 * BT
+    assert alone_s() == 0.0

@@ -1,16 +1,15 @@
 """Write-back: bounded, in the background, and every reference comes back once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from moonpool.errors import FrameError, InvalidRequest, Overloaded, StreamBroken
 from moonpool.kv.keys import BlockKey
-from moonpool.streams.credits import Traffic
-from moonpool.streams.store_writer import PutOutcome
 from moonpool.streams.writeback import MAX_PAUSE_S, WriteBack, WriteBackLimits
 from moonpool.v1 import kv_pb2
 from tests.slices import hashed
+from tests.unit.fakes.writer import FakeWriter
 from tests.unit.streams.turns import turn
 
 WAIT_S = 10.0
@@ -19,41 +18,6 @@ STORE = kv_pb2.Instance(id="store", incarnation=1, address="a:1")
 
 def keys(*numbers: int) -> list[BlockKey]:
     return [BlockKey(bytes([number]) * 32) for number in numbers]
-
-
-class FakeWriter:
-    """Puts wait for `go`; what they read is kept."""
-
-    def __init__(self) -> None:
-        self.go = asyncio.Event()
-        self.error: Exception | None = None
-        self.read: list[bytes] = []
-        self.sessions = 0
-        self.traffic = Traffic()
-        self.closed = False
-
-    async def put(
-        self,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes],
-        tenant: str,
-        read: Callable[[int, int], tuple[memoryview, int]],
-        *,
-        timeout_s: float,
-        forgotten: Sequence[str] = (),
-    ) -> PutOutcome:
-        self.sessions += 1
-        try:
-            await self.go.wait()
-            if self.error is not None:
-                raise self.error
-            self.read += [bytes(read(0, index)[0]) for index in range(len(keys))]
-            return PutOutcome(1, len(keys) - 1)
-        finally:
-            self.sessions -= 1
-
-    async def aclose(self) -> None:
-        self.closed = True
 
 
 class Bench:
@@ -103,7 +67,7 @@ async def running(bench: Bench) -> AsyncIterator[Bench]:
 
 async def test_stores_and_gives_back() -> None:
     async with running(Bench()) as bench:
-        bench.open_writer("a:1").go.set()
+        bench.open_writer("a:1").go()
         assert bench.submit([3, 1])
         assert bench.it.blocks_held == 2
         await bench.settle()
@@ -118,7 +82,7 @@ async def test_is_bounded_and_takes_leading_blocks() -> None:
         assert bench.submit([3, 4])
         assert not bench.submit([5])
         assert bench.it.blocks_dropped == 2
-        bench.open_writer("a:1").go.set()
+        bench.open_writer("a:1").go()
         await bench.settle()
         assert sorted(bench.released) == [1, 2, 3]
 
@@ -126,7 +90,7 @@ async def test_is_bounded_and_takes_leading_blocks() -> None:
 async def test_a_store_that_does_not_answer_keeps_no_other_waiting() -> None:
     other = kv_pb2.Instance(id="other", incarnation=1, address="b:1")
     async with running(Bench(blocks=6)) as bench:
-        bench.open_writer("b:1").go.set()
+        bench.open_writer("b:1").go()
         assert bench.submit([1, 2])
         assert bench.it.room(STORE, 9) == 4  # alone, it may have all
         assert bench.submit([1, 2], other)  # the same blocks, a second copy
@@ -136,14 +100,14 @@ async def test_a_store_that_does_not_answer_keeps_no_other_waiting() -> None:
             await bench.came_back.wait()
         assert bench.writers["b:1"].read == [b"\x00\x01", b"\x00\x02"]
         assert bench.released == [1, 2]
-        bench.open_writer("a:1").go.set()
+        bench.open_writer("a:1").go()
         await bench.settle()
         assert bench.released == [1, 2, 1, 2]
 
 
 async def test_what_was_submitted_early_is_stored_once_it_runs() -> None:
     bench = Bench()
-    bench.open_writer("a:1").go.set()
+    bench.open_writer("a:1").go()
     assert bench.submit([1])
     async with running(bench):
         await bench.settle()
@@ -153,7 +117,7 @@ async def test_what_was_submitted_early_is_stored_once_it_runs() -> None:
 async def test_a_failing_store_is_left_alone_for_a_while() -> None:
     async with running(Bench()) as bench:
         writer = bench.open_writer("a:1")
-        writer.go.set()
+        writer.go()
         for error in (StreamBroken("gone"), ZeroDivisionError("a defect")):
             writer.error = error
             assert bench.submit([1])
@@ -173,7 +137,7 @@ async def test_a_failing_store_is_left_alone_for_a_while() -> None:
 async def test_a_refusal_is_not_tried_again_and_the_store_is_left_alone_as_long_as_it_says() -> None:
     async with running(Bench()) as bench:
         writer = bench.open_writer("a:1")
-        writer.go.set()
+        writer.go()
         writer.error = Overloaded("full of pins", reason="kvstore_pinned", retry_after_s=10.0)
         assert bench.submit([1])
         await bench.settle()
@@ -226,7 +190,7 @@ async def test_deleted_jobs_are_dropped_and_those_under_way_are_waited_for() -> 
         forgetting = asyncio.ensure_future(bench.it.ended(doing, WAIT_S))
         await asyncio.sleep(0)
         assert not forgetting.done()
-        writer.go.set()
+        writer.go()
         assert await forgetting
         await bench.settle()
         assert bench.stored == [1, 3]

@@ -8,6 +8,7 @@ from tools.house import (
     function_lengths,
     imports,
     inspect,
+    large_folders,
     package_graph,
     private_accesses,
     string_patches,
@@ -85,11 +86,20 @@ def test_patches_by_dotted_path_are_found() -> None:
     assert [place.split(":")[1] for place in string_patches(source("tests/a.py", text))] == ["1", "2", "3"]
 
 
+def test_a_folder_has_all_lines_below_it() -> None:
+    lines = {"services/kvstore": 1000, "services/kvstore/core": 6000, "services/kvstores": 9000}
+    assert list(large_folders(lines)) == []
+    assert list(large_folders(lines | {"services/kvstore/ssd/deep": 1})) == [
+        "services/kvstore: 7,001 lines, at most 7,000"
+    ]
+
+
 def test_a_bound_that_is_broken_is_reported() -> None:
     good = source("moonpool/a.py", "def f() -> None:\n    return\n")
     assert inspect([good]).is_good
     assert not inspect([source("moonpool/a.py", good.text + "\n" * 400)]).is_good
     assert not inspect([good, source("tests/a.py", "other._hidden\n")]).is_good
+    assert not inspect([good, *(source(f"services/kvstore/{n}.py", "#\n" * 400) for n in range(18))]).is_good
     long = "def f() -> None:\n" + "    g()\n" * 9
     assert not inspect([source("moonpool/a.py", long)]).is_good
 

@@ -57,7 +57,7 @@ def test_who_was_cut_off_is_censored() -> None:
         seen(by_itself, number, 8)
         cut.begin(number, ONE)
         cut.grew(number, 8)
-        cut.gone(number)
+        cut.removed(number)
     assert len(cut) == 0
     assert by_itself.outlives(ONE, 8, so_far=7) < 0.3
     assert cut.outlives(ONE, 8, so_far=7) > 0.9

@@ -19,7 +19,7 @@ from services.kvstore.operate.deletions import Deletions
 from services.kvstore.operate.ledger import KEEP_S, Ledger
 from tests.slices import hashed
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import BLOCK, RECORD, block_of, data_of, keys_of, slice_of, writing
+from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, block_of, data_of, keys_of, slice_of, writing
 from tests.unit.kvstore.helpers import store as driven_store
 from tests.unit.kvstore.rig import Rig, answer, opened_get, opened_put, put_open, putting, rig
 
@@ -64,6 +64,29 @@ async def test_told_twice_at_once_it_is_done_once_and_both_are_answered_alike(tm
         assert await forget(store, order, more) == (5, 5 * (BLOCK + RECORD))
     async with rig(tmp_path, ledger=Ledger([tmp_path / "records"])) as store:
         assert await forget(store, more, order) == (5, 5 * (BLOCK + RECORD))
+
+
+async def test_many_deletions_and_many_keys_leave_others_their_turns() -> None:
+    """A small message can have many of them."""
+    driven = Driven()
+    driven.put(OURS, "0")
+    it, turns = Deletions(driven.operations, Ledger(), None, timeout_s=1.0), 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    orders = [deletion(str(number), tenants=[str(number)]) for number in range(5000)]
+    assert await it.forget(orders, {}) == Forgotten(3, 3 * BLOCK)
+    assert (await it.forget(orders, {}), "4999" in it) == (Forgotten(3, 3 * BLOCK), True)
+    assert turns >= 2 + 3 + 3 + 2 + 3  # three portions: between them, after each is carried out, after each is noted
+    before = turns
+    assert await it.drop(keys_of(9000)) == Forgotten()
+    assert turns - before >= 3
+    beside.cancel()
 
 
 async def test_a_deletion_that_the_disk_did_not_take_is_not_done_anew(tmp_path: Path) -> None:

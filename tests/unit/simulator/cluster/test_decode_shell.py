@@ -1,4 +1,4 @@
-"""Decode's shell, on an event loop in virtual time with a paced engine, decides as the simulator does.
+"""Decode's shell, on an event loop in virtual time with an emulated engine, decides as the simulator does.
 
 The simulator serves a small seeded trace and notes what its decode core was told and what it answered. The service's
 own shell, driver and journal are told the same requests, transfers and starts at the same times; copies to DRAM, loads
@@ -65,18 +65,18 @@ from tests.unit.streams.fakes import ROOT
 CAPACITY = 1 << 20
 
 
-class PacedEngine(FakeEngine):
+class TimedEngine(FakeEngine):
     """Steps take the time that an emulated engine's do; tokens are zeros."""
 
     def __init__(self, blocks: int, speeds: Speeds) -> None:
         super().__init__(blocks)
-        self._paced = speeds
+        self._speeds = speeds
 
     async def run(self, step: Step, *, on_layer: Any = None, on_step: Any = None) -> StepResult:
         assert on_layer is None or on_layer is LayerDone
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        await asyncio.sleep(step_seconds(self._paced, step, decode=True))
+        await asyncio.sleep(step_seconds(self._speeds, step, decode=True))
         tokens = tuple(None if sequence.sample is None else 0 for sequence in step.sequences)
         return StepResult(tokens, False, round(begun * 1e9), round(loop.time() * 1e9))
 
@@ -128,7 +128,7 @@ class Service:
     def __init__(self, config: ClusterConfig, script: list[Noted], journal: Path) -> None:
         self._loop = asyncio.get_running_loop()
         self._script = script
-        self.engine = PacedEngine(config.blocks, config.profile.speeds)
+        self.engine = TimedEngine(config.blocks, config.profile.speeds)
         outside: Any = Outside(script)
         self.shell = DecodeShell(
             DecodeCore(core_config(config, run_steps=1)), self.engine, CAPACITY, outside, lambda _: outside,

@@ -1,14 +1,16 @@
 """Experiment `overload`: what refusing early saves, and how swinging is measured."""
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
-from moonpool.cost import decode_step_seconds
+from moonpool.cost import decode_step_seconds, prefill_seconds
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
 from simulator.cluster.config import ClusterConfig, Slo
 from simulator.cluster.levels import PoolLoad
+from simulator.cluster.requests import DONE
 from simulator.experiments.frame import Source, simulate
 from simulator.experiments.overload import COMPARED, PICTURED, SMOOTH, correlation, overload, swing, swings
 
@@ -41,6 +43,25 @@ def test_whoever_is_let_in_by_all_is_refused_by_nobody() -> None:
     summary, cluster = simulate(CROWDED, SOURCE.read())
     assert summary.outcomes == {"done": 150}
     assert cluster.conductors[0].late.refused == 0
+
+
+@pytest.mark.slow
+def test_whoever_is_let_in_at_a_load_of_eight_tenths_is_served_within_the_limits() -> None:
+    """Nineteen of twenty, over ten seeds of 150 requests."""
+    profile, kept, let_in, busy = load_profile("llama-70b-a800"), 0.0, 0, []
+    for seed in range(1, 11):
+        asked = list(Source(requests=150, seed=seed).read())
+        work_s = sum(prefill_seconds(profile.speeds, it.input_length, 0) for it in asked)
+        span_s = (asked[-1].timestamp - asked[0].timestamp) / 1000
+        rate = 2 * 1.4 * span_s / work_s  # two instances; four tenths of the prompts' tokens are cached
+        config = replace(CROWDED, rate=rate, slo=Slo(10.0, 0.05), admission="promised", seed=seed)
+        summary, cluster = simulate(config, asked)
+        kept += summary.goodput_share * summary.requests
+        let_in += summary.outcomes[DONE]
+        busy.append(cluster.use()["prefill_busy"])
+    assert fmean(busy) == pytest.approx(0.8, abs=0.08)
+    assert let_in > 0.95 * 10 * 150, "hardly anybody is refused"
+    assert kept / let_in >= 0.95
 
 
 def test_unknown_names_are_refused() -> None:

@@ -32,7 +32,7 @@ class DecodeUse:
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class DecodeSequence:
     """One sequence at a decode instance."""
 
     sequence: Sequence

@@ -1,0 +1,165 @@
+"""What the page over the results says in words: why targets are missed, and which old figures it leaves out.
+
+A missed target that no reason here speaks of is shown as one whose cause is not known.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why targets are missed.
+
+    Attributes:
+        benchmark: name of the benchmark.
+        pattern: regular expression, found in "FIGURE beside REFERENCE".
+        why: one sentence or two.
+        machine: part of the machine's class; "" = any.
+    """
+
+    benchmark: str
+    pattern: str
+    why: str
+    machine: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """Figures that are kept in their files, but not shown: a later version of the benchmark measures otherwise.
+
+    Attributes:
+        benchmark: name of the benchmark.
+        before: date of the first run that counts.
+        pattern: regular expression, found in the figure's name.
+        why: what was wrong with them, or what takes their place.
+    """
+
+    benchmark: str
+    before: str
+    pattern: str
+    why: str
+
+
+GRPC_COSTS = (
+    "gRPC itself moves the same bytes at little more than half of raw TCP's rate (`kvstore`, rows beside bare gRPC); "
+    "both sides share two cores."
+)
+
+REASONS = (
+    Reason(
+        "engine",
+        "^small, decode",
+        "A step of this model takes a few milliseconds, and the services' own work around it (event loops, messages "
+        "between processes, sampling) is a good part of that.",
+    ),
+    Reason(
+        "engine",
+        "^qwen2.5-0.5b, decode, batch 8",
+        "Ahead, but by less than was wanted; which part is too slow is not known.",
+    ),
+    Reason(
+        "failover",
+        "^bundled model, stage stopped",
+        "One run only; why streams wait when a stage of prefill is stopped, and not when it is killed, is not known.",
+    ),
+    Reason(
+        "kernels",
+        "^prefill, bfloat16",
+        "The reference reaches a rate that only this processor's matrix tiles (AMX) allow; these kernels use none.",
+        machine="Intel",
+    ),
+    Reason(
+        "kernels",
+        "^decode",
+        "Fetching ahead was tuned on another processor (AMD); nothing was tuned on this one.",
+        machine="Intel",
+    ),
+    Reason("kv_stream", "over grpc", GRPC_COSTS),
+    Reason("kvstore", "^DRAM, ", GRPC_COSTS),
+    Reason(
+        "kvstore",
+        "^SSD, cold Get",
+        "Store and client take 1.8 to 2.4 processor seconds per GB, of which reading the device is 0.15 "
+        "([ADR 4](../../docs/adr/0004-ssd-tier.md)); both share two cores.",
+    ),
+    Reason(
+        "kvstore",
+        r"blocks of (64|256) KiB, one at a time, Moonpool over local",
+        "One operation takes 0.1 to 0.2 ms, of which its bytes need a tenth; the rest is Python "
+        "([ADR 37](../../docs/adr/0037-one-small-operation.md)).",
+    ),
+    Reason(
+        "kvstore",
+        "one at a time, Moonpool over (tcp|local)",
+        "With one block at a time nothing overlaps: store, system and client copy it one after the other "
+        "([ADR 37](../../docs/adr/0037-one-small-operation.md)).",
+    ),
+    Reason(
+        "predictions",
+        "^TTFT",
+        "Equal requests differ as much (rows *noise*), so a better prediction could not be told from this one.",
+    ),
+    Reason(
+        "predictions",
+        "^TPOT",
+        "Noise is a part of it (rows *noise*). The rest: what a step shares its cores with is foreseen on average only "
+        "([ADR 14](../../docs/adr/0014-costs.md)).",
+    ),
+    Reason(
+        "sampling",
+        "^step with masks",
+        "Masks are worked out on another thread while the step computes, which has one of two cores less meanwhile.",
+    ),
+    Reason(
+        "sampling",
+        "^share of a step outside native calls",
+        "Python takes 0.6 to 0.9 ms of a step whatever the model; in a small model's step that is much.",
+    ),
+    Reason(
+        "sampling",
+        "^step at temperature",
+        "The draw looks at every token of the vocabulary, which the small model's step is short beside.",
+    ),
+)
+
+RETIRED = (
+    Retired(
+        "kernels",
+        "2026-11-22",
+        "^(decode|prefill)",
+        "they stood beside what was no ceiling: KV came from the cache, and the product did not have its best shape",
+    ),
+    Retired(
+        "kv_stream",
+        "2026-11-22",
+        "^(ReceiveKV|Put|Get), (frames|growth)",
+        "measured over gRPC before streams had lanes; the rows by lane take their place",
+    ),
+    Retired("kv_stream", "2026-11-23", "growth of memory over 5 GB", "rows over 20 GB take their place"),
+    Retired(
+        "kvstore",
+        "2026-11-22",
+        "^(Put|Get), blocks of .*at a time$",
+        "measured over gRPC before streams had lanes; the rows by lane take their place",
+    ),
+    Retired(
+        "kvstore",
+        "2026-11-22",
+        "^SSD, sustained Put until durable$",
+        "the tier was twice as large as what was put, so nothing was reclaimed",
+    ),
+)
+
+
+def reason(benchmark: str, machine: str, figure: str, reference: str) -> str:
+    """Why a target is missed, "" when nothing is said of it."""
+    text = f"{figure} beside {reference}"
+    found = (it for it in REASONS if it.benchmark == benchmark and it.machine in machine)
+    return next((it.why for it in found if re.search(it.pattern, text)), "")
+
+
+def retired(benchmark: str, date: str, figure: str) -> str:
+    """Why a figure of a date is not shown, "" when it is."""
+    found = (it for it in RETIRED if it.benchmark == benchmark and date < it.before)
+    return next((it.why for it in found if re.search(it.pattern, figure)), "")

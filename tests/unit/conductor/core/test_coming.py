@@ -1,0 +1,71 @@
+"""Prefixes that are being computed: they count where they will be, for as long as their prompts have no token."""
+
+import itertools
+
+import pytest
+
+from services.conductor.core.coming import MARKS, Coming, with_coming
+
+from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts
+
+KEYS = [bytes([number]) * 32 for number in range(20)]
+OTHERS = KEYS[:6] + [bytes([100 + number]) * 32 for number in range(14)]
+
+
+def test_chains_are_compared_at_lengths_a_fifth_apart() -> None:
+    assert MARKS[:12] == (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16)
+    assert all(after / before <= 1.25 for before, after in itertools.pairwise(MARKS[3:]))
+
+
+def test_who_computes_the_beginning_of_a_chain_and_how_much_of_it() -> None:
+    coming = Coming()
+    assert coming.match(KEYS) == {}
+    coming.placed(1, "prefill-0", KEYS)
+    coming.placed(2, "prefill-1", OTHERS)
+    coming.placed(3, "prefill-0", OTHERS[:6])
+    coming.placed(4, "prefill-2", [])
+    coming.check_invariants()
+    assert coming.match(KEYS) == {"prefill-0": 19, "prefill-1": 6}
+    assert coming.match(KEYS[:9]) == {"prefill-0": 8, "prefill-1": 6}
+    assert coming.match(OTHERS) == {"prefill-0": 6, "prefill-1": 19}
+    assert coming.match([]) == {}
+    coming.over(1)
+    coming.over(1)
+    assert coming.match(KEYS) == {"prefill-0": 6, "prefill-1": 6}
+    for claim in (2, 3, 4, 5):
+        coming.over(claim)
+    coming.check_invariants()
+    assert coming.match(KEYS) == {}
+    assert coming.digest() == Coming().digest()
+
+
+def test_what_is_coming_is_laid_over_what_is_held() -> None:
+    held = [(2, 0b1110), (5, 0b0100)]
+    assert with_coming(held, []) == held
+    assert with_coming(held, [(5, 0), (3, 1)]) == [(2, 0b1111), (3, 0b0111), (5, 0b0101)]
+    assert with_coming(held, [(1, 1)]) == [(1, 0b1110), (2, 0b1110), (5, 0b0100)], "who holds more has more"
+
+
+@pytest.mark.parametrize("queue_s", [40.0, 20.0])
+def test_a_prompt_waits_for_its_prefix_where_that_is_sooner(queue_s: float) -> None:
+    """At the other instance it would be computed again; and what does not exist yet is loaded by nobody."""
+    engines = [facts(name, speeds=SECOND_PER_TOKEN) for name in ("prefill-0", "prefill-1")]
+    world = World(facts("decode-0"), *engines, peers=True)
+    first = world.picture.claim_prefill("prefill-0", 64.0, 0.0)
+    world.picture.prefills.coming.placed(first, "prefill-0", KEYS[:4])
+    world.report("prefill-1", drain_s=queue_s)
+    plan = world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4])
+    best, other = plan.candidates
+    wanted = [("prefill-0", 4, 64.0, 8.0), ("prefill-1", 0, queue_s, 72.0)]
+    assert sorted((it.id, it.local_blocks, it.queue_s, it.prefill_s) for it in (best, other)) == wanted
+    assert (best.id, plan.sources) == ("prefill-0", ())
+    world.picture.release(first, 1.0)
+    assert [it.local_blocks for it in world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4], now=1.0).candidates] == [0, 0]
+
+
+def test_a_short_queue_elsewhere_is_sooner() -> None:
+    engines = [facts(name, speeds=SECOND_PER_TOKEN) for name in ("prefill-0", "prefill-1")]
+    world = World(facts("decode-0"), *engines)
+    first = world.picture.claim_prefill("prefill-0", 64.0 + 9.0, 0.0)
+    world.picture.prefills.coming.placed(first, "prefill-0", KEYS[:4])
+    assert world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4]).prefill.id == "prefill-1"
