@@ -103,12 +103,14 @@ def load_native(path: Path) -> Read:
         fields: list[int] = []
         for offset, out, size in spans:
             fields += offset, _address(out), len(out), size
-        asked, hashes, error = array("q", fields), array("Q", bytes(8 * _slices(spans))), ctypes.c_int()
+        slices = _slices(spans)
+        asked, hashes, error = array("q", fields), array("Q", bytes(8 * slices)), ctypes.c_int()
         memory = _address(_memory.scratch), SCRATCH_BYTES
         found = hash_function, hashes.buffer_info()[0], ctypes.addressof(error)
         count: int = native(fd, sector, asked.buffer_info()[0], len(spans), *memory, *found)
         failure = OSError(error.value, os.strerror(error.value)) if error.value else None
-        return Outcome(count, hashes[: _slices(spans[:count])].tolist(), failure)
+        slices = slices if count == len(spans) else _slices(spans[:count])
+        return Outcome(count, hashes[:slices].tolist(), failure)
 
     return read
 

@@ -30,7 +30,7 @@ import xxhash
 
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.blocks import MAX_TENANT_BYTES, BlockFormat, BlockInfo
-from moonpool.kv.hashes import bind, slice_hash
+from moonpool.kv.hashes import key_bindings, layer_binding, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 
@@ -64,14 +64,17 @@ class RecordHeader:
 
         Raises BadRecordError: they are not what was written.
         """
-        key, size = self.info.key, self.info.format.layout.slice_bytes
-        slices = [data[at : at + size] for at in range(0, len(data), size)]
-        bound = [bind(value, key, layer) for layer, value in enumerate(hashes or map(slice_hash, slices), first)]
-        seed = int.from_bytes(key[:8], "little")
-        found = [slice_hash(one, seed ^ at) for at, one in enumerate(slices, first)] if self.seeded else bound
-        wrong = [at for at, value in enumerate(found, first) if value != self.hashes[at]]
-        if wrong:
-            raise BadRecordError(f"hash of layer {wrong[0]} is wrong")
+        size, (of_key,) = self.info.format.layout.slice_bytes, key_bindings([self.info.key])
+        layers = range(first, first + len(data) // size)
+        slices = [data[at : at + size] for at in range(0, len(data), size)] if self.seeded or not hashes else []
+        made = hashes or map(slice_hash, slices)
+        bound = [value ^ of_key ^ layer_binding(layer) for layer, value in zip(layers, made, strict=True)]
+        found = bound
+        if self.seeded:
+            found = [slice_hash(one, of_key ^ layer) for layer, one in zip(layers, slices, strict=True)]
+        for layer, value in zip(layers, found, strict=True):
+            if value != self.hashes[layer]:
+                raise BadRecordError(f"hash of layer {layer} is wrong")
         return bound
 
 
