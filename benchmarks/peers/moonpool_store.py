@@ -1,55 +1,59 @@
-"""Moonpool's kvstore for the comparison, on each lane: the DRAM tier alone, each operation one session."""
+"""Moonpool's kvstore for the comparison, on each lane: the DRAM tier alone, through the blocking client `KVClient`.
 
-import asyncio
+Values are put out of memory that the client shares with the store, as Mooncake's are out of registered memory, and read
+into the memory that all clients have.
+"""
+
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator, Sequence
 
-import uvloop
-
-from benchmarks.kvstore_client import StoreClient, connected
-from benchmarks.kvstore_shape import Memory, layout_of
+from benchmarks.kvstore_shape import Memory
 from benchmarks.peers.contract import Batches
 from benchmarks.processes import child
+from moonpool.client.kv import KVClient
 from moonpool.rpc.tuning import tune_grpc
+
+TIMEOUT_S = 300.0
 
 
 class _Client:
-    """Its event loop runs only while a call is being measured; it has a stream for each size of blocks."""
-
     def __init__(self, address: str, memory: Memory, lane: str) -> None:
-        self._address, self._memory, self._lane = address, memory, lane
-        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        self._stack = contextlib.AsyncExitStack()
-        self._clients: dict[int, StoreClient] = {}
-
-    async def _client(self, block_bytes: int) -> StoreClient:
-        if block_bytes not in self._clients:
-            entering = connected(self._address, layout_of(block_bytes), self._memory, self._lane)
-            self._clients[block_bytes] = await self._stack.enter_async_context(entering)
-        return self._clients[block_bytes]
-
-    def _run(
-        self, batches: Batches, block_bytes: int, of: Callable[[StoreClient], Callable[..., Awaitable[None]]]
-    ) -> None:
-        async def run() -> None:
-            operation = of(await self._client(block_bytes))
-            for keys in batches:
-                await operation(keys)
-
-        self._runner.run(run())
+        self._client = KVClient(
+            address, namespace="benchmark", lanes=lane, memory_bytes=memory.source.nbytes, timeout_s=TIMEOUT_S
+        )
+        self._client.memory[:] = memory.source
+        self._target = memory.target
 
     def put(self, batches: Batches, block_bytes: int) -> None:
-        self._run(batches, block_bytes, lambda client: client.put)
+        client, source = self._client, self._client.memory
+        for keys in batches:
+            if len(keys) == 1:
+                stored: int = client.put(keys[0], source[:block_bytes])
+            else:
+                stored = client.batch_put(_parts(keys, source, block_bytes))
+            if stored != len(keys):
+                raise RuntimeError(f"the store took {stored} of {len(keys)} blocks")
 
     def get(self, batches: Batches, block_bytes: int) -> None:
-        self._run(batches, block_bytes, lambda client: client.get)
+        client, target = self._client, self._target
+        for keys in batches:
+            if len(keys) == 1:
+                found = [client.get_into(keys[0], target[:block_bytes])]
+            else:
+                found = client.batch_get_into(_parts(keys, target, block_bytes))
+            if found != [block_bytes] * len(keys):
+                raise RuntimeError(f"the store does not have all of {len(keys)} blocks")
 
     def clear(self) -> None:
         """Nothing: blocks leave by eviction alone."""
 
     def close(self) -> None:
-        self._runner.run(self._stack.aclose())
-        self._runner.close()
+        self._client.close()
+
+
+def _parts(keys: Sequence[bytes], memory: memoryview, nbytes: int) -> dict[bytes, memoryview]:
+    """Memory of each block."""
+    return {key: memory[index * nbytes : (index + 1) * nbytes] for index, key in enumerate(keys)}
 
 
 class OnLane:

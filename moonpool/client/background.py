@@ -81,6 +81,13 @@ class BackgroundLoop:
         finally:
             future.cancel()
 
+    def check(self) -> None:
+        """Raises RuntimeError as `run` does, for a caller that may not need the loop."""
+        if self._closed:
+            raise RuntimeError("the client is closed")
+        if self._running is not None:
+            self._check_caller(self._running)
+
     def post(self, callback: Callable[[], None]) -> None:
         """Call `callback` soon on the loop; without effect when the loop does not run, as nothing is on it then."""
         running = self._running

@@ -154,6 +154,7 @@ class Collector:
                 text_chars=first.text_chars,
                 count=self.resumes,
                 further=further,
+                prompt_scored=bool(self._prompt_logprobs),
             )
         )
         return again

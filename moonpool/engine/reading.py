@@ -16,6 +16,7 @@ from moonpool.sched.lending import LendBlocks, Lending, TakeBack
 from moonpool.streams.credits import Traffic
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.link import Link
+from moonpool.streams.open_streams import OpenStreams
 from moonpool.streams.read_sessions import ReadSessions
 from moonpool.streams.receiving import FrameWriter, check_hello
 from moonpool.telemetry.gauges import Entry
@@ -69,21 +70,18 @@ class PoolReads:
         self._calls = calls
         self._manager = manager
         self._numbers = itertools.count(1)
-        self._streams: set[ReadStream] = set()
+        self._streams = OpenStreams()
 
     @property
     def traffic(self) -> Traffic:
         """What is under way to all readers."""
-        return sum((stream.traffic for stream in self._streams), Traffic())
+        return self._streams.traffic
 
     async def serve(self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: object) -> None:
         """One reader's stream, until it ends; raises as `ServerStream.run`."""
         stream = ReadStream(self)
-        self._streams.add(stream)
-        try:
+        with self._streams.running(stream):
             await stream.run(requests, context)
-        finally:
-            self._streams.discard(stream)
 
     def lend(self, keys: Sequence[BlockKey]) -> "Lease":
         """Holds the leading blocks of `keys` that are here."""

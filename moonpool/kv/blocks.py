@@ -1,6 +1,7 @@
 """What a stored block is: its format, its identity, and its bytes while they lie in DRAM."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from moonpool.errors import InvalidRequest
@@ -30,6 +31,12 @@ class BlockFormat:
     def __post_init__(self) -> None:
         if len(self.namespace) != KEY_BYTES:
             raise InvalidRequest("namespace", f"must be {KEY_BYTES} bytes, has {len(self.namespace)}")
+
+
+@functools.lru_cache(256)
+def block_format(namespace: bytes, layout: KVLayout) -> BlockFormat:
+    """A format, the same object for the same kind of KV: then comparing two of them takes no time."""
+    return BlockFormat(namespace, layout)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

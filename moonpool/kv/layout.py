@@ -50,6 +50,10 @@ class KVLayout:
     dtype: str
     version: int = LAYOUT_VERSION
 
+    def __hash__(self) -> int:
+        """Of what differs most: layouts are keys of what is looked up for every message."""
+        return hash((self.layers, self.kv_heads, self.head_dim, self.block_tokens))
+
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "head_dim", "block_tokens", "version"):
             value = getattr(self, name)

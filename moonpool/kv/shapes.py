@@ -29,7 +29,7 @@ class FrameShape:
     def __init__(self, layers: range, blocks: int, heads: range, block_tokens: int) -> None:
         runs = [Run(layer, 0, blocks, heads.start, heads.stop, block_tokens) for layer in layers]
         self.cells = [(layer, block) for layer in layers for block in range(blocks)]
-        self._layers = layers
+        self._of_layers = list(map(layer_binding, layers))
         self._fields = tuple(itertools.chain.from_iterable(runs))
         self._runs = len(runs)
         self._template = kv_pb2.FrameHeader()
@@ -56,7 +56,7 @@ class FrameShape:
     def bindings(self, keys: Sequence[bytes]) -> list[int]:
         """What is XORed to the slices' hashes to bind them to their blocks' keys and their layers, or unbind them."""
         of_keys = key_bindings(keys)
-        return [of_key ^ of_layer for of_layer in map(layer_binding, self._layers) for of_key in of_keys]
+        return [of_key ^ of_layer for of_layer in self._of_layers for of_key in of_keys]
 
 
 @functools.lru_cache(MAX_SHAPES)

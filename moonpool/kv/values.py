@@ -40,6 +40,7 @@ def value_namespace(name: str) -> bytes:
     return _hash(_NAMESPACE_CONTEXT, name.encode())
 
 
+@functools.lru_cache(1024)
 def tenant_tag(tenant: str) -> bytes:
     """What the keys of all values of a tenant end with."""
     return _hash(_TAG_CONTEXT, tenant.encode())[:_TAG_BYTES]

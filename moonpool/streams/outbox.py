@@ -21,6 +21,7 @@ from moonpool.rpc.codec import has_payload
 from moonpool.rpc.wire import Payload, PayloadMessage, payload_bytes, serialize
 from moonpool.rpc.writing import CANCEL_GRACE_S, write_each
 from moonpool.streams.credits import ByteCredits, CreditReturn
+from moonpool.streams.lanes.brief import Answer
 from moonpool.streams.lanes.held import Held
 from moonpool.streams.lanes.outbound import Item, Unsent
 
@@ -66,6 +67,10 @@ class Outbox:
             StreamBroken: The outbox is closed, or the peer reads nothing and too many messages wait.
         """
         self._append(serialize(PayloadMessage(message)) if has_payload(type(message)) else message, 0)
+
+    def answer(self, item: Answer) -> None:
+        """Queues a lane's brief message without waiting; its payload is seen until it has left. Raises as `post`."""
+        self._append(item, 0)
 
     def hold(self, stuck: Callable[[Exception], None], start: Callable[[Item], Unsent | None]) -> None:
         """From now on payloads are held.
@@ -117,7 +122,7 @@ class Outbox:
         size = payload_bytes(payload)
         if not self._room.take(size):
             return False
-        clear = self._is_clear
+        clear = self.is_clear
         if self._stuck is not None and not clear and not isinstance(payload, bytes | memoryview):
             payload = b"".join(payload)  # nobody waits until the lane is done with it
         self._put(message, payload, size)
@@ -257,14 +262,14 @@ class Outbox:
         return data
 
     @property
-    def _is_clear(self) -> bool:
+    def is_clear(self) -> bool:
         """Nothing is to go out before what comes now."""
         return not self._queue and not self._writing
 
     def _append(self, data: Item, size: int) -> None:
         if self._closed is not None:
             raise self._closed
-        if self._start is not None and self._is_clear:
+        if self._start is not None and self.is_clear:
             if isinstance(data, Held):
                 data.begun = True
             unsent = self._start(data)

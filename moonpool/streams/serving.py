@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from google.protobuf.message import Message
 
 from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, StreamBroken, Unavailable
+from moonpool.kv.scattered import Bytes
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.calling import LANE_GRACE_S
+from moonpool.streams.credits import Traffic
+from moonpool.streams.lanes.brief import Answer, Brief, otherwise
 from moonpool.streams.lanes.inbound import Came
 from moonpool.streams.lanes.landing import Landed, Landing, Lent
 from moonpool.streams.lanes.lane import Lane
@@ -47,9 +50,11 @@ class ServerStream(Generic[Req]):
         silent: whether the stream ended because nothing came for `silence_s`.
         borrows: payloads that lie in a region of the peer are lent: `on_message` copies what it needs of them before
             it verifies that, and keeps nothing else (`lent`, `give_back`).
+        briefs: brief messages are taken on lanes.
     """
 
     borrows = False
+    briefs = False
 
     def __init__(
         self,
@@ -100,6 +105,8 @@ class ServerStream(Generic[Req]):
         if self._lanes is not None:
             hello = cast("Any", message).hello
             self._offered = self._lanes.offer(hello, lambda opened: self._attach(opened, type(message)))
+            if self._offered is not None:
+                self._offered.brief = self.briefs
         return self._offered
 
     def on_message(self, message: Req, payload: Any) -> None:
@@ -110,6 +117,13 @@ class ServerStream(Generic[Req]):
             payload: Its bytes: a memoryview, or any `Bytes` where the stream borrows.
         """
         raise NotImplementedError
+
+    def on_brief(self, message: Brief, payload: Bytes) -> Iterable[Answer]:
+        """Answers a brief message; nothing, or a MoonpoolError before the first answer, where that takes a session.
+
+        Its payload is lent. What it raises that is no MoonpoolError ends the stream.
+        """
+        return ()
 
     def place(self, message: Req, nbytes: int) -> Landing | None:
         """Where a payload of so many bytes that comes on a lane is to land; None: it comes with its message."""
@@ -138,6 +152,11 @@ class ServerStream(Generic[Req]):
     def finish(self) -> None:
         """Lets `write_answers` return when everything that waits has been written."""
         self.outbox.finish()
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way."""
+        return Traffic(unsent=len(self.outbox))
 
     @property
     def tasks(self) -> int:
@@ -276,11 +295,31 @@ class ServerStream(Generic[Req]):
                 self._borrow(message, payload)
             else:
                 self.on_message(message, payload)
-            if len(self.outbox) > self._max_unsent:
-                lane.pause()
-                self._group.create_task(self._resume(lane))
+            self._check_unsent(lane)
 
-        await self._lane_ended(await lane.run(take, self.place, lend=self.borrows))
+        def brief(message: Brief, payload: Bytes) -> None:
+            self._answer(message, payload)
+            self._check_unsent(lane)
+
+        taken = lane.run(take, self.place, lend=self.borrows, brief=brief if self.briefs else None)
+        await self._lane_ended(await taken)
+
+    def _answer(self, message: Brief, payload: Bytes) -> None:
+        answered = False
+        try:
+            for answer in self.on_brief(message, payload):
+                self.outbox.answer(answer)
+                answered = True
+        except MoonpoolError as error:
+            if answered:
+                self.outbox.close(error)
+        if not answered:
+            self.outbox.answer(otherwise(message.number))
+
+    def _check_unsent(self, lane: Lane[Req]) -> None:
+        if len(self.outbox) > self._max_unsent:
+            lane.pause()
+            self._group.create_task(self._resume(lane))
 
     async def _resume(self, lane: Lane[Req]) -> None:
         await self.room()

@@ -23,6 +23,9 @@ from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
 from moonpool.streams.once import Once
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
+ReadSlice = Callable[[int, int], tuple[memoryview, int]]
+"""Gives the layer slice of (layer, index into keys) and its hash."""
+
 
 @dataclass(frozen=True, slots=True)
 class PutOutcome:
@@ -142,7 +145,7 @@ class StoreWriter:
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         tenant: str,
-        read: Callable[[int, int], tuple[memoryview, int]],
+        read: ReadSlice,
         *,
         timeout_s: float,
         forgotten: Sequence[str] = (),
@@ -185,7 +188,7 @@ class StoreWriter:
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         tenant: str,
-        read: Callable[[int, int], tuple[memoryview, int]],
+        read: ReadSlice,
         timeout_s: float,
         forgotten: Sequence[str],
     ) -> PutOutcome:
@@ -229,7 +232,7 @@ class StoreWriter:
         session: MuxSession[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse],
         opening: kvstore_pb2.PutOpen,
         keys: Sequence[bytes],
-        read: Callable[[int, int], tuple[memoryview, int]],
+        read: ReadSlice,
         timeout_s: float,
     ) -> Held | None:
         """Tells the store of a session.
@@ -266,7 +269,7 @@ class StoreWriter:
 def missing_slices(
     keys: Sequence[bytes],
     missing: set[int],
-    read: Callable[[int, int], tuple[memoryview, int]],
+    read: ReadSlice,
     layout: KVLayout,
     frame_bytes: int,
 ) -> Iterator[Slice]:

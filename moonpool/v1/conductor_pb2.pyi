@@ -373,10 +373,15 @@ class Resume(_message.Message):
     TEXT_CHARS_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     FURTHER_FIELD_NUMBER: _builtins.int
+    PROMPT_SCORED_FIELD_NUMBER: _builtins.int
     text_chars: _builtins.int
     """Characters (code points) of the answer's text so far."""
     count: _builtins.int
     """How often this request was resumed, this time included; from 1. The highest wins."""
+    prompt_scored: _builtins.bool
+    """The client has the prompt's log probabilities. Where `Sampling.prompt_logprobs` wants them and it has not, it has no
+    tokens either, and the prompt is computed again.
+    """
     @_builtins.property
     def point(self) -> Global___ResumePoint:
         """The last `Placed.resume`."""
@@ -397,10 +402,11 @@ class Resume(_message.Message):
         text_chars: _builtins.int = ...,
         count: _builtins.int = ...,
         further: _abc.Iterable[Global___AnswerSoFar] | None = ...,
+        prompt_scored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["point", b"point"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "further", b"further", "point", b"point", "text_chars", b"text_chars", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "further", b"further", "point", b"point", "prompt_scored", b"prompt_scored", "text_chars", b"text_chars", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

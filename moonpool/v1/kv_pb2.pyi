@@ -283,22 +283,26 @@ class Lane(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    BRIEF_FIELD_NUMBER: _builtins.int
     kind: Global___LaneKind.ValueType
     """What kind."""
     address: _builtins.str
     """Path of a unix socket, or "host:port"."""
     token: _builtins.bytes
     """Random bytes that open it once."""
+    brief: _builtins.bool
+    """Brief messages are taken on it too (moonpool/streams/lanes/brief.py)."""
     def __init__(
         self,
         *,
         kind: Global___LaneKind.ValueType = ...,
         address: _builtins.str = ...,
         token: _builtins.bytes = ...,
+        brief: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "kind", b"kind", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "brief", b"brief", "kind", b"kind", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,14 +96,14 @@ class Desk:
             arrived=answer.arrived,
             deadline=deadline,
             tenant=request.tenant,
-            scored=request.sampling.prompt_logprobs is not None,
+            scored=request.sampling.prompt_logprobs is not None if resume is None else resume.unscored,
             resumed=resume.resumed if resume is not None else None,
             priority=request.priority,
             weight=request.weight,
             least_tokens=request.least_tokens,
         )
         serving = Serving(
-            ask, answer, self._first_token, self._delivered, list(request.prompt_keys), secret_for(request, resume)
+            ask, answer, self._first_token, self._delivered, list(request.prompt_keys), secret_for(resume)
         )
         self._serving[ask.number] = serving
         if resume is not None:

@@ -106,7 +106,7 @@ def _explain(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:
         instance=choice.id,
         local_blocks=choice.local_blocks,
         used_blocks=choice.used_blocks,
-        queue_s=choice.queue_s,
+        queue_s=choice.queue_s + choice.later_s,
         load_s=choice.load_s,
         prefill_s=choice.prefill_s,
         excluded=choice.excluded,

@@ -39,23 +39,18 @@ class Resume:
         answers: each of them.
         point: what the client was told last. It proves that it is the same client.
         resumed: the same for the core.
+        unscored: the prompt's log probabilities are wanted, and it has not got them.
     """
 
     answers: tuple[Had, ...]
     point: conductor_pb2.ResumePoint
     resumed: Resumed
+    unscored: bool = False
 
 
-def secret_for(request: Request, resume: Resume | None) -> bytes:
-    """The client's own; for a new request one that nobody can guess, b"" where there is no resuming."""
-    if resume is not None:
-        return resume.point.secret
-    return secrets.token_bytes(SECRET_BYTES) if _resumable(request) else b""
-
-
-def _resumable(request: Request) -> bool:
-    """The prompt's log probabilities are at the first conductor alone."""
-    return request.sampling.prompt_logprobs is None
+def secret_for(resume: Resume | None) -> bytes:
+    """The client's own; for a new request one that nobody can guess."""
+    return secrets.token_bytes(SECRET_BYTES) if resume is None else resume.point.secret
 
 
 def read_resume(message: conductor_pb2.GenerateRequest, request: Request, served: Served) -> Resume | None:
@@ -67,7 +62,6 @@ def read_resume(message: conductor_pb2.GenerateRequest, request: Request, served
     if not message.HasField("resume"):
         _require("from_position", message.from_position == 0, "must be 0 unless a stream is resumed")
         return None
-    _require("resume", _resumable(request), "a request with sampling.prompt_logprobs cannot be resumed")
     resume, point = message.resume, message.resume.point
     for field, part in (("resume", resume), ("resume.point", point)):
         unknown = UnknownFieldSet(part)
@@ -86,9 +80,11 @@ def read_resume(message: conductor_pb2.GenerateRequest, request: Request, served
     least, most = SECRET_LENGTHS[0], SECRET_LENGTHS[-1]
     _require("resume.point.secret", len(point.secret) in SECRET_LENGTHS, f"must have {least} to {most} bytes")
     _check_sequence(point.sequence, request.id, resume.count)
+    unscored = _lacks_scores(resume.prompt_scored, request, answers)
     alone = request.choices == 1 and not request.has_beams
-    resumed = Resumed(count if alone else 0, resume.count, point.sequence, target_of(point))
-    return Resume(answers, point, resumed)
+    target = None if unscored else target_of(point)  # no decode instance has the prompt's log probabilities
+    resumed = Resumed(count if alone else 0, resume.count, point.sequence, target)
+    return Resume(answers, point, resumed, unscored)
 
 
 def resume_point(
@@ -115,6 +111,15 @@ def _read_had(field: str, token_ids: Sequence[int], text_chars: int, request: Re
     known = not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocabulary)
     _require(field, known, f"token ids must be in [0, {vocabulary})")
     return Had(array("i", token_ids), text_chars)
+
+
+def _lacks_scores(scored: bool, request: Request, answers: Sequence[Had]) -> bool:
+    """Whether the client is still to be told the prompt's log probabilities, which come before the first token."""
+    wanted, begun = request.sampling.prompt_logprobs is not None, any(it.tokens for it in answers)
+    field = "resume.prompt_scored"
+    _require(field, wanted or not scored, "only where sampling.prompt_logprobs wants a prompt's log probabilities")
+    _require(field, scored or not (wanted and begun), "must be set: who has tokens was told them before")
+    return wanted and not scored
 
 
 def _check_sequence(sequence: str, request_id: str, count: int) -> None:

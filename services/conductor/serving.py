@@ -32,12 +32,12 @@ class Serving:
     kv_delivered: is told when the KV has arrived at decode, maybe after the answer's end.
         outgoing: what its client is to be told.
         keys: of all full blocks of the prompt and the tokens at the last placement.
-        secret: who knows it may resume the request; b"" = nobody.
+        secret: who knows it may resume the request.
         resumes: how often its client has resumed it.
         placement: the last one; `placements` how many there were, `sequence` under which engines have it.
         started: decode was told to start there.
         opening_logprobs: of the tokens with which decode begins, where they are wanted.
-        prompt_unscored: the client wants the prompt's log probabilities, and was not told them.
+        prompt_unscored: the client wants the prompt's log probabilities, and they are not known here.
         transient: its KV was deleted meanwhile: engines keep nothing of it.
     story: what it has gone through; usage and times are the answer's.
     """
@@ -62,9 +62,10 @@ class Serving:
     _spec: kv_pb2.SequenceSpec | None = None
     _finished: conductor_pb2.Finished | None = None
     _placed: conductor_pb2.Placed | None = None
+    _scored: conductor_pb2.PromptLogprobs | None = None
 
     def __post_init__(self) -> None:
-        self.prompt_unscored = self.answer.request.sampling.prompt_logprobs is not None
+        self.prompt_unscored = self.ask.scored
         self.outgoing = Outgoing(whole=self.answer.request.whole)
         self.story.tenant = self.answer.request.tenant
         self.story.arrived_at = time.time() - (time.monotonic() - self.answer.arrived)
@@ -100,7 +101,7 @@ class Serving:
         return self._hashed
 
     def placed(self, placement: conductor_pb2.Placement, sequence: str, target: Target | None) -> None:
-        """Tells the client where its request goes, and how to resume it if it can be.
+        """Tells the client where its request goes, and how to resume it.
 
         Under the name that it has already it is placed once: a prefill instance has not taken it.
         """
@@ -112,7 +113,7 @@ class Serving:
             placement=placement,
             prompt_tokens=len(request.prompt),
             seed=request.sampling.seed or 0,
-            resume=resume_point(self.secret, placement, sequence, target) if self.secret else None,
+            resume=resume_point(self.secret, placement, sequence, target),
             corrected=corrected,
         )
         self.outgoing.placed(self._placed)
@@ -146,6 +147,8 @@ class Serving:
         if placed is not None and placed.resume != resume.point:
             placed.corrected = placed.resume.sequence == resume.point.sequence
             self.outgoing.placed(placed)
+        if resume.unscored and self._scored is not None:
+            self.outgoing.prompt_logprobs(self._scored)
         for choice, had in pairs:
             self.outgoing.delta(choice.again(had))
 
@@ -164,6 +167,7 @@ class Serving:
         else:
             assert resumed is not None, "what was not placed here was resumed here"
             sequence, target = resumed.sequence, resumed.target
+        target = None if self.prompt_unscored else target  # as for a client that resumes without them
         self.ask = replace(self.ask, number=number, resumed=Resumed(self.rehash(), self.resumes, sequence, target))
         return True
 
@@ -256,8 +260,8 @@ class Serving:
         if len(scores) != len(request.prompt) - 1 or not scores.consistent:
             raise StreamBroken(f"{len(scores)} log probabilities came for a prompt of {len(request.prompt)} tokens")
         self.prompt_unscored = False
-        scored = conductor_pb2.PromptLogprobs(token_ids=request.prompt, logprobs=first.prompt_logprobs)
-        self.outgoing.prompt_logprobs(scored)
+        self._scored = conductor_pb2.PromptLogprobs(token_ids=request.prompt, logprobs=first.prompt_logprobs)
+        self.outgoing.prompt_logprobs(self._scored)
 
     def _check(self, found: Logprobs | None, tokens: int) -> None:
         """Log probabilities are there if they are wanted, one for each of some tokens.

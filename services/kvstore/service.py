@@ -21,6 +21,7 @@ from moonpool.streams.credits import ByteCredits
 from moonpool.streams.deadlines import within
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.lanes.settings import LaneSettings
+from moonpool.streams.open_streams import OpenStreams
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
@@ -40,7 +41,6 @@ from services.kvstore.servicer import KVStoreServicer
 from services.kvstore.ssd.admission import Admission
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.streams.get_stream import GetResources
-from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources
 from services.kvstore.streams.rooms import RoomQueue
 from services.kvstore.streams.watch import Journal
@@ -93,14 +93,9 @@ class KVStoreService(StoreListener):
         threads = config.read_threads * max(1, len(config.data_dir))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-read")
         self._observer = Observer(self.metrics)
-        self._ledger = ledger or Ledger()
-        self.store = BlockStore(
-            *tiers,
-            self,
-            max_sessions=config.max_sessions,
-            lease_bytes=config.lease_budget_bytes,
-            deletions=self._ledger.deletions,
-        )
+        self._ledger = ledger = ledger or Ledger()
+        sessions, leases = config.max_sessions, config.lease_budget_bytes
+        self.store = BlockStore(*tiers, self, max_sessions=sessions, lease_bytes=leases, deletions=ledger.deletions)
         ssd = self.store.tiers.ssd
         rate, queue, observe = config.ssd_write_bytes_per_s, self.store.writes.queue, self._observer.committed
         self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, self._ledger.leave_out, rate)

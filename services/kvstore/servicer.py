@@ -10,6 +10,7 @@ from moonpool.kv.values import check_owned
 from moonpool.rpc.roles import own_tenant, tenant_of
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.lanes.listening import LaneServer
+from moonpool.streams.open_streams import OpenStreams
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import kv_pb2
 from moonpool.v1 import kvstore_pb2 as pb
@@ -18,7 +19,6 @@ from services.kvstore.core.tiered_store import find
 from services.kvstore.operate.deletions import Deletions
 from services.kvstore.operate.operations import Operations
 from services.kvstore.streams.get_stream import GetResources, GetStream
-from services.kvstore.streams.open_streams import OpenStreams
 from services.kvstore.streams.put_stream import PutResources, PutStream
 from services.kvstore.streams.watch import Journal
 

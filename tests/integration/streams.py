@@ -1,6 +1,7 @@
 """Several streams at once, and something that happens to them when all are under way."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
@@ -28,11 +29,14 @@ async def _follow(
     client: AsyncClient, prompt: list[int], sampling: SamplingParams, under_way: asyncio.Barrier
 ) -> GenerateResult:
     stream = client.stream(token_ids=prompt, sampling=sampling)
-    output: list[int] = []
+    outputs: defaultdict[int, list[int]] = defaultdict(list)
+    least = 0
     async for event in stream:
-        before, output = len(output), output + list(event.token_ids)
-        if before < UNDER_WAY <= len(output):
+        outputs[event.choice] += event.token_ids
+        before, least = least, min(len(outputs[choice]) for choice in range(sampling.n))
+        if before < UNDER_WAY <= least:
             await under_way.wait()
     assert stream.result is not None
-    assert stream.result.token_ids == output, "each token came once, in its place"
+    told = [choice.token_ids for choice in stream.result.choices]
+    assert told == [outputs[choice] for choice in range(sampling.n)], "each token came once, in its place"
     return stream.result

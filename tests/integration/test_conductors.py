@@ -15,7 +15,7 @@ from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 from tests.integration.streams import disturbed
 
-GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True, logprobs=1)
+GREEDY = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=0)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,7 @@ def test_streams_go_on_at_the_other_conductor(both: CheckedStack, reference: Ref
         reference.assert_greedy(prompt, result.token_ids)
         assert [it.token_id for it in result.logprobs] == result.token_ids
         reference.assert_logprobs(prompt, result.logprobs, 1)
+        assert [it and it.token_id for it in result.prompt_logprobs] == [None, *prompt[1:]]
     wait_at_rest(second, timeout_s=20)
     stack.restart("conductor")
     assert stack.gauge("decode", "sequences_adopted") == len(prompts)

@@ -17,7 +17,8 @@ from tests.integration.stack import CheckedStack
 from tests.integration.streams import disturbed
 
 ENGINE = "emulated:llama-70b-a800"
-SAMPLING = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+SEED = 5
+SAMPLING = SamplingParams(max_tokens=200, temperature=1.0, seed=SEED, ignore_eos=True)
 """About six seconds."""
 
 
@@ -45,12 +46,16 @@ def judge(checkpoint: Path) -> EmulatedJudge:
     return found
 
 
-def run(stack: CheckedStack, judge: EmulatedJudge, name: str, disturb: Callable[[], None]) -> list[GenerateResult]:
-    """The answers of some streams to which something happens; all are right."""
+def run(
+    stack: CheckedStack, judge: EmulatedJudge, name: str, disturb: Callable[[], None], answers: int = 1
+) -> list[GenerateResult]:
+    """What comes of some streams, of so many answers each, to which something happens; all are right."""
     prompts = [tokens(100 + 60 * number, f"{name} {number}") for number in range(4)]
-    results = asyncio.run(disturbed(stack.addresses, prompts, SAMPLING, disturb))
+    results = asyncio.run(disturbed(stack.addresses, prompts, replace(SAMPLING, n=answers), disturb))
     for prompt, result in zip(prompts, results, strict=True):
-        assert judge.wrong(prompt, result.token_ids, None) == ""
+        for number, choice in enumerate(result.choices):
+            assert len(choice.token_ids) == SAMPLING.max_tokens
+            assert judge.wrong(prompt, choice.token_ids, SEED + number) == ""
     return results
 
 
@@ -76,9 +81,12 @@ async def until_used(stack: CheckedStack, decode: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_draining_instance_hands_its_sequences_over(pair: CheckedStack, judge: EmulatedJudge) -> None:
+@pytest.mark.parametrize("answers", [1, 3])
+def test_a_draining_instance_hands_its_sequences_over(pair: CheckedStack, judge: EmulatedJudge, answers: int) -> None:
+    """Also those of several answers, each behind what there is of it: the prompt is placed once more, and no token is
+    lost or doubled."""
     victim = pair.services["decode-1"]
-    results = run(pair, judge, "drain", lambda: victim.signal(signal.SIGTERM))
+    results = run(pair, judge, f"drain {answers}", lambda: victim.signal(signal.SIGTERM), answers)
     assert victim.wait(20.0) == 0
     assert {result.placement.decode for result in results} == {"decode-0"}
     assert max(len(result.placements) for result in results) == 2

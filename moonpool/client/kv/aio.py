@@ -11,7 +11,7 @@ from typing import NamedTuple, Self, TypeVar
 from pydantic import ValidationError
 from typing_extensions import Buffer
 
-from moonpool.client.kv.connection import Connection, named
+from moonpool.client.kv.connection import PORTION, Connection
 from moonpool.client.kv.reading import Wanted, read_some
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.blocks import NO_PARENT
@@ -25,10 +25,6 @@ from moonpool.streams.lanes.regions import SharedMemory
 from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
 
 DEFAULT_TIMEOUT_S = 30.0
-PORTION = 4096
-"""Values that travel in one session, or are asked for in one call."""
-PORTION_BYTES = 64 << 20
-"""Of values that are put in one session, unless one alone is larger: the store needs room for all of them at once."""
 
 T = TypeVar("T")
 
@@ -84,11 +80,14 @@ class AsyncKVClient:
         dialer = LaneDialer(settings, lambda: [self._shared.shared] if self._shared is not None else [])
         self._namespace = value_namespace(namespace)
         key = api_key or os.environ.get("MOONPOOL_API_KEY", "")
-        self._connection = Connection(address, self._namespace, tls, key, dialer)
+        self._connection = self._connect(address, self._namespace, tls, key, dialer)
         self._asked_tenant = tenant
         self._identity: _Identity | None = None
         self._timeout_s = timeout_s
         self._usual: KVLayout | None = None  # of the values used last: a guess for the next
+
+    def _connect(self, address: str, namespace: bytes, tls: Tls | None, key: str, lanes: LaneDialer) -> Connection:
+        return Connection(address, namespace, tls, key, lanes)
 
     @property
     def memory(self) -> memoryview:
@@ -127,12 +126,12 @@ class AsyncKVClient:
         identity = await self._speaking_as(timeout_s)
         groups: dict[KVLayout, list[tuple[BlockKey, ValueSource]]] = {}
         for key, data in items.items():
-            source = ValueSource(_bytes_of(data, "data"))
+            source = ValueSource(bytes_of(data, "data"))
             groups.setdefault(source.layout, []).append((value_key(self._namespace, identity.tenant, key), source))
         stored = 0
         for layout, group in groups.items():
             self._usual = layout
-            for portion in _portions(group, min(PORTION, max(1, PORTION_BYTES // layout.block_bytes))):
+            for portion in _portions(group, self._connection.portion(layout)):
                 stored += await self._put(identity, layout, portion, timeout_s)
         return stored
 
@@ -178,9 +177,9 @@ class AsyncKVClient:
         guesses: dict[KVLayout | None, list[Wanted]] = {}
         wanted = []
         for key, buffer in items.items():
-            memory = _bytes_of(buffer, "buffer", writable=True)
+            memory = bytes_of(buffer, "buffer", writable=True)
             wanted.append(Wanted(value_key(self._namespace, tenant, key), memory))
-            guesses.setdefault(_layout_for(memory.nbytes), []).append(wanted[-1])
+            guesses.setdefault(layout_for(memory.nbytes), []).append(wanted[-1])
         await self._read(guesses, timeout_s)
         return [one.length() for one in wanted]
 
@@ -250,11 +249,9 @@ class AsyncKVClient:
         tenant, deletions = identity
         parents = [NO_PARENT] * len(keys)
         try:
-            async with self._connection.streams(layout) as streams:
-                with named():
-                    outcome = await streams.writer.put(
-                        keys, parents, tenant, read, timeout_s=timeout_s, forgotten=deletions
-                    )
+            outcome = await self._connection.put(
+                layout, keys, parents, tenant, read, timeout_s=timeout_s, forgotten=deletions
+            )
         except InvalidRequest:
             left = await self._not_otherwise_there(layout, group, timeout_s)
             if len(left) == len(group):
@@ -291,9 +288,7 @@ class AsyncKVClient:
 
     async def _read_some(self, layout: KVLayout, wanted: Sequence[Wanted], timeout_s: float) -> Sequence[Wanted]:
         """Reads values of one layout; those from the first on that is not there."""
-        async with self._connection.streams(layout) as streams:
-            with named():
-                return wanted[await read_some(streams.reader, layout, wanted, timeout_s) :]
+        return wanted[await read_some(self._connection, layout, wanted, timeout_s) :]
 
 
 def _lane_config(lanes: str | None) -> LaneConfig:
@@ -305,7 +300,7 @@ def _lane_config(lanes: str | None) -> LaneConfig:
         raise ConfigError(field, first["msg"].removeprefix("Value error, ")) from None
 
 
-def _bytes_of(data: Buffer, field: str, *, writable: bool = False) -> memoryview:
+def bytes_of(data: Buffer, field: str, *, writable: bool = False) -> memoryview:
     """The bytes of an object; raises InvalidRequest unless it is contiguous, and can be written if it must."""
     try:
         view = memoryview(data)
@@ -316,7 +311,7 @@ def _bytes_of(data: Buffer, field: str, *, writable: bool = False) -> memoryview
     return view.cast("B") if view.nbytes else memoryview(bytearray())
 
 
-def _layout_for(nbytes: int) -> KVLayout | None:
+def layout_for(nbytes: int) -> KVLayout | None:
     """That of a value which just fits into a buffer; None for a buffer that is larger than any value."""
     try:
         return layout_of(nbytes)

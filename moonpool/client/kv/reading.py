@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moonpool.client.kv.connection import Connection
 from moonpool.errors import InvalidRequest
 from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.values import ValueTarget
-from moonpool.streams.block_reader import BlockReader, PrefixLost
+from moonpool.streams.prefix_read import PrefixLost
 
 
 @dataclass(slots=True, eq=False)
@@ -40,13 +41,13 @@ class Wanted:
         return nbytes
 
 
-async def read_some(reader: BlockReader, layout: KVLayout, wanted: Sequence[Wanted], timeout_s: float) -> int:
+async def read_some(connection: Connection, layout: KVLayout, wanted: Sequence[Wanted], timeout_s: float) -> int:
     """Reads values of one layout up to the first that is not there; returns its index.
 
     Values before it are `found`. A block that was lost or damaged counts as not there.
 
     Raises:
-        TransferFailed, StreamBroken, FrameError, Mismatch: as `BlockReader.read`.
+        MoonpoolError: as `Connection.read`.
     """
     for one in wanted:
         one.target = ValueTarget(layout, one.memory)
@@ -61,15 +62,13 @@ async def read_some(reader: BlockReader, layout: KVLayout, wanted: Sequence[Want
         assert target is not None, "each has one"
         return target.place(layer)
 
-    keys, layers = [one.key for one in wanted], range(layout.layers)
+    keys = [one.key for one in wanted]
     try:
-        count = await reader.read(
-            keys, layers=layers, on_slice=take, on_layer=lambda _: None, timeout_s=timeout_s, into=into
-        )
+        count = await connection.read(layout, keys, on_slice=take, into=into, timeout_s=timeout_s)
     except PrefixLost as lost:
-        return await read_some(reader, layout, wanted[: lost.blocks], timeout_s) if lost.blocks else 0
+        return await read_some(connection, layout, wanted[: lost.blocks], timeout_s) if lost.blocks else 0
     except DamagedSliceError as damaged:
-        return await read_some(reader, layout, wanted[: damaged.block], timeout_s) if damaged.block else 0
+        return await read_some(connection, layout, wanted[: damaged.block], timeout_s) if damaged.block else 0
     for one in wanted[:count]:
         one.found = True
     return count

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
@@ -29,6 +29,16 @@ MAX_FAILURES = 1024
 log = get_logger(__name__)
 
 M = TypeVar("M", bound=Message)
+
+
+class LaneEnd(NamedTuple):
+    """A lane that is open at the client: its name, its socket, regions of both ways, and the number of the mailbox."""
+
+    name: str
+    sock: LaneSocket
+    own: OwnRegions
+    readable: dict[int, Mapped]
+    mailbox: int | None
 
 
 class LaneDialer:
@@ -110,27 +120,34 @@ class LaneDialer:
             OSError: nobody is there.
             TimeoutError: it took too long.
         """
+        end = await self.join(offer, incarnation, lend_bytes)
+        own, readable, mailbox = end.own, end.readable, end.mailbox
+        lane = Lane(end.name, end.sock, cls, own=own, readable=readable, mailbox=mailbox, acknowledge=acknowledge)
+        self._lanes = [each for each in self._lanes if not each.closed]
+        self._lanes.append(lane)  # type: ignore[arg-type]
+        return lane
+
+    async def join(
+        self, offer: kv_pb2.Lane, incarnation: int, lend_bytes: int, share: Sequence[Shared] = ()
+    ) -> LaneEnd:
+        """As `dial`, but nobody uses it yet; `share` is more memory that the peer may read, where it may read any."""
         name = lane_name(offer.kind)
         if name not in self._settings.names:
             raise FrameError(f"{name} was not asked for")
         async with asyncio.timeout(self._dial_s):
             sock = LaneSocket(await _connected(name, offer.address))
             try:
-                own, readable, mailbox = await self._open_with(sock, offer, incarnation, lend_bytes)
+                return await self._open_with(sock, offer, incarnation, lend_bytes, share)
             except BaseException as error:
                 sock.close(error if isinstance(error, Exception) else StreamBroken("given up"))
                 raise
-        lane = Lane(name, sock, cls, own=own, readable=readable, mailbox=mailbox, acknowledge=acknowledge)
-        self._lanes = [each for each in self._lanes if not each.closed]
-        self._lanes.append(lane)  # type: ignore[arg-type]
-        return lane
 
     async def _open_with(
-        self, sock: LaneSocket, offer: kv_pb2.Lane, incarnation: int, lend_bytes: int
-    ) -> tuple[OwnRegions, dict[int, Mapped], int | None]:
+        self, sock: LaneSocket, offer: kv_pb2.Lane, incarnation: int, lend_bytes: int, share: Sequence[Shared]
+    ) -> LaneEnd:
         """Shows the token and the regions, and waits for the answer."""
         local = offer.kind == kv_pb2.LANE_KIND_LOCAL
-        shared = list(self._share()) if local and not lend_bytes else []  # payloads go one way on a stream
+        shared = [*self._share(), *share] if local and not lend_bytes else []  # payloads go one way on a stream
         mailbox = Mailbox(lend_bytes) if local and lend_bytes else None
         opening = kv_pb2.LaneOpen(token=offer.token, incarnation=incarnation)
         opening.regions.extend(kv_pb2.Region(bytes=os.fstat(each.fd).st_size) for each in shared)
@@ -148,7 +165,7 @@ class LaneDialer:
         answer = await sock.receive_message(kv_pb2.LaneOpened)
         if answer.refused:
             raise MoonpoolError(f"refused: {answer.refused}")
-        return OwnRegions(shared), readable, next(iter(readable), None)
+        return LaneEnd(lane_name(offer.kind), sock, OwnRegions(shared), readable, next(iter(readable), None))
 
     def _open(self, name: str) -> int:
         return sum(lane.name == name and not lane.closed for lane in self._lanes)

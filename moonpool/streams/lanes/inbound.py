@@ -6,7 +6,7 @@ The event loop calls when there is something to be received. All of it that is t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -14,9 +14,10 @@ from google.protobuf.message import DecodeError, Message
 from moonpool.errors import FrameError, InvalidRequest, MoonpoolError
 from moonpool.kv.frames import MAX_FRAME_SLICES
 from moonpool.kv.landing import land
-from moonpool.kv.scattered import Scattered, new_bytes
+from moonpool.kv.scattered import Bytes, Scattered, new_bytes
 from moonpool.rpc.codec import plain_deserializer
 from moonpool.rpc.limits import MESSAGE_BYTES
+from moonpool.streams.lanes.brief import BRIEF, Brief, Place, decoded
 from moonpool.streams.lanes.landing import Landed, Landing, Lent
 from moonpool.streams.lanes.regions import Mapped
 from moonpool.streams.lanes.sockets import BUFFER_BYTES, LENGTHS, LaneSocket
@@ -43,11 +44,13 @@ class Taker(NamedTuple):
             What it raises ends the reading.
         place: says where the payload of a message, of so many bytes, is to land; None for memory of its own.
         lend: payloads that lie in regions and land nowhere are lent.
+        brief: gets brief messages, each with its payload, which is lent until it returns; None where there are none.
     """
 
     take: Callable[[Any, Came], None]
     place: Callable[[Any, int], Landing | None] = lambda message, nbytes: None
     lend: bool = False
+    brief: Callable[[Brief, Bytes], None] | None = None
 
 
 class _Incoming(NamedTuple):
@@ -188,7 +191,8 @@ class Inbound(Generic[M]):
         if lengths is None:
             return False
         size, follow = LENGTHS.unpack(lengths)
-        if size + follow > MESSAGE_BYTES:
+        brief, size = size & BRIEF, size & ~BRIEF
+        if size + follow > MESSAGE_BYTES or (brief and LENGTHS.size + size > BUFFER_BYTES):
             raise FrameError(f"a message of {size} bytes with {follow} bytes of payload")
         if LENGTHS.size + size > BUFFER_BYTES:
             sock.skip(LENGTHS.size)
@@ -199,7 +203,7 @@ class Inbound(Generic[M]):
         if data is None:
             return False
         sock.skip(data.nbytes)
-        self._message(bytes(data[LENGTHS.size :]), follow)
+        (self._brief if brief else self._message)(bytes(data[LENGTHS.size :]), follow)
         return True
 
     def _more(self, incoming: _Incoming) -> bool:
@@ -249,6 +253,31 @@ class Inbound(Generic[M]):
         else:
             self._hand(message, _NO_PAYLOAD)
 
+    def _brief(self, text: bytes, follow: int) -> None:
+        """A brief message is there; its payload follows, or lies somewhere."""
+        self._work += MESSAGE_COST
+        message = decoded(text)
+        if message.pulled:
+            self._pulled(message.pulled)
+        if not follow:
+            self._briefly(message, _NO_PAYLOAD)
+            return
+        memory = new_bytes(follow)
+        self._await([memory], lambda _: self._briefly(message, memory))
+
+    def _briefly(self, message: Brief, payload: Bytes) -> None:
+        if message.extents:
+            assert isinstance(payload, memoryview), "what follows a message is in one piece"
+            parts = self._parts(message.extents, payload)
+            payload = parts[0] if len(parts) == 1 else Scattered(parts)
+            self._work += payload.nbytes
+        if self._taker is None or self._taker.brief is None:
+            raise FrameError("brief messages are not taken here")
+        try:
+            self._taker.brief(message, payload)
+        except Exception as error:
+            self._fail(error)
+
     def _follows(self, message: M, nbytes: int) -> None:
         landing = self._place(message, nbytes)
         if landing is None:
@@ -264,7 +293,7 @@ class Inbound(Generic[M]):
 
     def _pull(self, frame: kv_pb2.LaneFrame, message: M, follow: memoryview) -> None:
         """Copies a payload from where it lies, or lends it."""
-        parts = self._parts(frame, follow)
+        parts = self._parts(frame.extents, follow)
         awaited = self._mailbox is None or any(extent.region != self._mailbox for extent in frame.extents)
         nbytes = sum([part.nbytes for part in parts])
         self._work += nbytes
@@ -302,10 +331,10 @@ class Inbound(Generic[M]):
         if self._awaited and (self._awaited >= PULLS_AT_ONCE or not self._sock.has_more):
             self._tell(self.take_pulls())
 
-    def _parts(self, frame: kv_pb2.LaneFrame, follow: memoryview) -> list[memoryview]:
+    def _parts(self, extents: Iterable[kv_pb2.Extent | Place], follow: memoryview) -> list[memoryview]:
         """Where the extents of a payload say that it lies."""
-        extents = frame.extents
-        if len(extents) > MAX_FRAME_SLICES or sum([extent.length for extent in extents]) > MESSAGE_BYTES:
+        lengths = [extent.length for extent in extents]
+        if len(lengths) > MAX_FRAME_SLICES or sum(lengths) > MESSAGE_BYTES:
             raise FrameError("the payload of a message is too large")
         parts: list[memoryview] = []
         at = 0

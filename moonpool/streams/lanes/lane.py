@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
+from moonpool.kv.scattered import Bytes
+from moonpool.streams.lanes.brief import Brief
 from moonpool.streams.lanes.faults import Breaker, breaker
 from moonpool.streams.lanes.inbound import Came, Inbound, Taker
 from moonpool.streams.lanes.landing import Landing
@@ -85,6 +87,7 @@ class Lane(Generic[M]):
         place: Callable[[M, int], Landing | None] = _nowhere,
         *,
         lend: bool = False,
+        brief: Callable[[Brief, Bytes], None] | None = None,
     ) -> Exception:
         """Hands over what comes, in order, until the lane ends; returns why it has. To be called once at a time.
 
@@ -93,13 +96,14 @@ class Lane(Generic[M]):
                 wait.
             place: Says where the payload of a message, of so many bytes, is to land; None for memory of its own.
             lend: Payloads that lie in regions and land nowhere are lent.
+            brief: Gets brief messages; None where there are none.
 
         Raises:
             Exception: What `take` raised, or what `place` did that is no MoonpoolError.
         """
         if self._error is not None:
             return self._error
-        return await self._in.run(Taker(take, place, lend))
+        return await self._in.run(Taker(take, place, lend, brief))
 
     def pause(self) -> None:
         """Hands over nothing until `resume`: what comes stays with the system."""

@@ -7,20 +7,21 @@ peer says that it has pulled it (out of a region).
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from google.protobuf.message import Message
 
 from moonpool.errors import FrameError, StreamBroken
+from moonpool.streams.lanes.brief import Answer, Place
 from moonpool.streams.lanes.faults import LANE_BROKEN, Breaker
 from moonpool.streams.lanes.held import Held
 from moonpool.streams.lanes.regions import Mapped, OwnRegions, Ring
 from moonpool.streams.lanes.sockets import LENGTHS, LaneSocket
 from moonpool.v1 import kv_pb2
 
-Item = Message | bytes | Held
-"""What an outbox gives: a message, an encoded message, or one whose payload is held."""
+Item = Message | bytes | Held | Answer
+"""What an outbox gives: a message, an encoded message, one whose payload is held, or a brief one."""
 
 
 class Unsent(NamedTuple):
@@ -66,13 +67,14 @@ class Outbound:
         """Sends what the system takes at once; what it does not take must be given to `finish` before anything else."""
         held = item if isinstance(item, Held) else None
         try:
+            if isinstance(item, Answer):
+                return self._start_answer(item)
             if isinstance(item, kv_pb2.LaneFrame):
                 return self._send(item, [], None)
             if held is None:
                 data = item if isinstance(item, bytes) else item.SerializeToString()  # type: ignore[union-attr]
                 return self._send(self._frame(data), [], None)
-            if self._breaks is not None and self._breaks():
-                self._sock.close(StreamBroken(LANE_BROKEN))
+            self._break_perhaps()
             return self._start_held(held)
         except Exception as error:  # whoever writes next meets it
             if held is not None:
@@ -140,19 +142,39 @@ class Outbound:
         left = self._sock.send_now([LENGTHS.pack(len(data), sum(part.nbytes for part in parts)) + data, *parts])
         return Unsent(left, held) if left else None
 
+    def _break_perhaps(self) -> None:
+        if self._breaks is not None and self._breaks():
+            self._sock.close(StreamBroken(LANE_BROKEN))
+
+    def _start_answer(self, item: Answer) -> Unsent | None:
+        message, pieces = item
+        nbytes = sum([piece.nbytes for piece in pieces])
+        self._break_perhaps()
+        place = self._mailed(pieces, nbytes)
+        follow = nbytes if place is None else 0
+        left = self._sock.send_now([message.encoded(follow, place), *(pieces if follow else ())])
+        return Unsent(left) if left else None
+
     def _posted(self, item: Held, frame: kv_pb2.LaneFrame) -> bool:
         """Whether the payload was copied to the region that the peer lends, and `frame` says where."""
-        offset = self._ring.take(item.nbytes) if self._ring is not None and item.nbytes else None
-        if offset is None or self._lent is None:
+        place = self._mailed(item.parts, item.nbytes)
+        if place is None:
             return False
+        frame.extents.add(**place._asdict())
+        return True
+
+    def _mailed(self, parts: Sequence[memoryview], nbytes: int) -> Place | None:
+        """Where in the region that the peer lends a payload was copied to; None where it has no room."""
+        offset = self._ring.take(nbytes) if self._ring is not None and nbytes else None
+        if offset is None or self._lent is None:
+            return None
         number, region = self._lent
         at = offset
-        for part in item.parts:
+        for part in parts:
             region.part(at, part.nbytes)[:] = part
             at += part.nbytes
-        frame.extents.add(region=number, offset=offset, length=item.nbytes)
         self._unpulled.append(None)
-        return True
+        return Place(number, nbytes, offset)
 
     def _shown(self, item: Held, frame: kv_pb2.LaneFrame) -> list[memoryview] | None:
         """If some of the payload lies in our regions: says in `frame` where all of it is; parts that must follow."""

@@ -26,7 +26,7 @@ MAX_OPEN_BYTES = 4096
 
 BUFFER_BYTES = 64 << 10
 """What is shorter is received together with what comes behind it."""
-_MAX_PARTS = 512
+MAX_PARTS = 512
 
 
 class NothingSaid(StreamBroken):
@@ -99,26 +99,36 @@ class LaneSocket:
         if self._begin == self._end and len(targets) == 1 and targets[0].nbytes < BUFFER_BYTES:
             self._more()
         if self._begin < self._end:
-            return _behind(targets, self._from_buffer(targets[0]))
-        count = self._received(self._sock.recvmsg_into, targets[:_MAX_PARTS])
-        return _behind(targets, count) if count else None
+            return behind(targets, self._from_buffer(targets[0]))
+        count = self._received(self._sock.recvmsg_into, targets[:MAX_PARTS])
+        return behind(targets, count) if count else None
 
     def send_now(self, parts: Sequence[memoryview | bytes]) -> list[memoryview]:
         """Sends what the system takes at once; returns what it did not. Raises as `send`."""
         if self.error is not None:
             raise self.error
+        if len(parts) == 1 and (whole := self._sent_whole(parts[0])) is not None:
+            return whole
         left = [view for part in parts if (view := memoryview(part)).nbytes]
         nbytes = sum([view.nbytes for view in left])
         while nbytes:
             try:
-                sent = self._sock.sendmsg(left if len(left) <= _MAX_PARTS else left[:_MAX_PARTS])
+                sent = self._sock.sendmsg(left if len(left) <= MAX_PARTS else left[:MAX_PARTS])
             except (BlockingIOError, InterruptedError):
                 return left
             except OSError as error:
                 raise self._failure(error) from error
             nbytes -= sent
-            left = _behind(left, sent) if nbytes else []
+            left = behind(left, sent) if nbytes else []
         return left
+
+    def _sent_whole(self, data: memoryview | bytes) -> list[memoryview] | None:
+        """Sends one part, the usual case; what the system did not take of it, None where it took nothing."""
+        try:
+            sent = self._sock.send(data)
+        except OSError:  # whoever tries again hears what it is
+            return None
+        return [] if sent == len(data) else [memoryview(data)[sent:]]
 
     async def send(self, parts: Sequence[memoryview | bytes]) -> None:
         """Returns when the system has taken all parts: their memory is free then. To be called by one task at a time.
@@ -183,6 +193,16 @@ class LaneSocket:
             raise self._failure(error) from error
         if sent != len(data):
             raise StreamBroken("a short message was not taken at once")
+
+    def taken_over(self) -> socket.socket:
+        """Hands the socket to who uses it from now on, and closes it; nothing of this may be called any more.
+
+        Raises:
+            FrameError: something has come that nobody asked for.
+        """
+        if self.has_more:
+            raise FrameError("the peer speaks without being asked")
+        return self._sock
 
     def close(self, error: Exception) -> None:
         """Closes it; who waits gets `error`. Idempotent."""
@@ -280,7 +300,7 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _behind(parts: list[memoryview], sent: int) -> list[memoryview]:
+def behind(parts: list[memoryview], sent: int) -> list[memoryview]:
     """What is left of parts after their first bytes."""
     for index, part in enumerate(parts):
         if sent < part.nbytes:

@@ -27,7 +27,9 @@ class PrefillChoice(NamedTuple):
 
     `load_s` is what computing does not hide of loading. `source` is whom it would load from, whose link is busy with it
     for `read_s`. `busy_s` is how much later the next prompt begins for this one: less than its own time where stages
-    overlap. `overhead_s` is what calls take; `factors` are those by which queue, load and prefill are corrected.
+    overlap. `later_s` is what prompts that come later are expected to take of the step in which this one ends, if it
+    waits. `overhead_s` is what calls take; `factors` are those by which queue, load, prefill and `later_s` are
+    corrected.
     `shared`: share of its work there beside which other engines of its host compute; None = there are none. `others`:
     requests that its host has as it is placed.
     """
@@ -42,10 +44,11 @@ class PrefillChoice(NamedTuple):
     source: str = ""
     excluded: str = ""
     overhead_s: float = 0.0
-    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    factors: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
     shared: float | None = None
     others: int = 0
     read_s: float = 0.0
+    later_s: float = 0.0
 
     @property
     def alone_s(self) -> float:
@@ -53,9 +56,14 @@ class PrefillChoice(NamedTuple):
         return self.overhead_s + self.load_s + self.prefill_s
 
     @property
-    def ttft_s(self) -> float:
-        """Predicted time to first token."""
+    def known_s(self) -> float:
+        """Predicted time to first token by what is known now: places are compared by it."""
         return self.queue_s + self.alone_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted time to first token, with what is expected to come later."""
+        return self.known_s + self.later_s
 
 
 class DecodeChoice(NamedTuple):

@@ -1,5 +1,7 @@
 """Learns, by the number of other requests on a host, how much longer work takes there and what it waits besides."""
 
+from collections.abc import Sequence
+
 from moonpool.cost import Regression
 
 CROWDS = 5
@@ -51,6 +53,40 @@ class Overheads:
         return tuple(self._latest)
 
 
+class ByCrowd:
+    """A regression for each crowd.
+
+    Args:
+        first: coefficients before anything was measured.
+        spreads: how uncertain each is.
+    """
+
+    __slots__ = ("_first", "_known", "_regressions")
+
+    def __init__(self, first: Sequence[float], spreads: Sequence[float]) -> None:
+        self._first = tuple(first)
+        self._regressions = [
+            Regression(first, spreads, change=CHANGE, drift=DRIFT, least_s=LEAST_S) for _ in range(CROWDS)
+        ]
+        self._known = [False] * CROWDS
+
+    def coefficients(self, others: int) -> tuple[float, ...]:
+        """With so many other requests; where nothing was measured, those of the nearest crowd."""
+        near = nearest(crowd_of(others), self._known)
+        return self._first if near is None else self._regressions[near].coefficients
+
+    def observe(self, others: int, sizes: Sequence[float], seconds: float, known_s: float = 0.0) -> None:
+        """See `Regression.observe`."""
+        crowd = crowd_of(others)
+        self._regressions[crowd].observe(sizes, seconds, known_s)
+        self._known[crowd] = True
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Everything that later predictions depend on."""
+        return tuple(one.state for one in self._regressions), tuple(self._known)
+
+
 class Slowness:
     """How many times as long as alone work takes in company. The more requests a host has, the more its services take.
 
@@ -58,28 +94,20 @@ class Slowness:
         first: what is believed at first; 1 = company costs nothing, as of emulated engines, and that stays so.
     """
 
-    __slots__ = ("_by_crowd", "_first", "_known")
+    __slots__ = ("_learnt",)
 
     def __init__(self, first: float = SLOW) -> None:
-        self._first = first
-        spread = SLOW_SPREAD if first > 1.0 else 0.0
-        self._by_crowd = [
-            Regression((first,), (spread,), change=CHANGE, drift=DRIFT, least_s=LEAST_S) for _ in range(CROWDS)
-        ]
-        self._known = [False] * CROWDS
+        self._learnt = ByCrowd((first,), (SLOW_SPREAD if first > 1.0 else 0.0,))
 
     def of(self, others: int) -> float:
         """With so many other requests; where nothing was measured, as of the nearest crowd."""
-        near = nearest(crowd_of(others), self._known)
-        return self._first if near is None else min(max(self._by_crowd[near].coefficients[0], 1.0), MOST_SLOW)
+        return min(max(self._learnt.coefficients(others)[0], 1.0), MOST_SLOW)
 
     def observe(self, others: int, beside_s: float, alone_s: float, seconds: float) -> None:
         """Learns what work took of which `beside_s` was done in company and `alone_s` was not, as it takes alone."""
-        crowd = crowd_of(others)
-        self._by_crowd[crowd].observe((beside_s,), seconds, known_s=alone_s)
-        self._known[crowd] = True
+        self._learnt.observe(others, (beside_s,), seconds, alone_s)
 
     @property
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
-        return tuple(one.state for one in self._by_crowd), tuple(self._known)
+        return self._learnt.state

@@ -68,7 +68,7 @@ class Decode:
     turn: int = 0
     answers: dict[int, Answer] = field(default_factory=dict)
     vigil: Vigil = field(default_factory=Vigil)
-    pace: Pace = field(default_factory=Pace)
+    pace: Pace = field(init=False)
     link: Link = field(default_factory=Link)
     own_sequences: int = 0
     unreported: int = 0  # of these, those that no report includes
@@ -80,6 +80,7 @@ class Decode:
     room_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.pace = Pace(decode_step_seconds(self.speeds, 1, TYPICAL_CONTEXT))
         self.count()
 
     @property

@@ -128,7 +128,7 @@ class Planning:
                 speeds, slowed = learnt.speeds, choice.factors[2] / learnt.factors[2]
                 alone_s = model.cost(speeds, facts.stages, facts.step_tokens, source.blocks).alone_s * slowed
                 missing = (source.blocks - choice.local_blocks) * wanted.shape.block_tokens * wanted.shape.token_bytes
-                ttft_s = choice.queue_s + choice.overhead_s + alone_s
+                ttft_s = choice.queue_s + choice.later_s + choice.overhead_s + alone_s
                 found.append((ttft_s, choice.id, source.read_s(speeds, missing)))
         if not found:
             return None

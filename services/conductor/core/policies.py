@@ -11,7 +11,7 @@ from operator import attrgetter
 from services.conductor.core.candidates import Candidates, Policy
 from services.conductor.core.cost import PrefillChoice
 
-_TTFT_S = attrgetter("ttft_s")
+_KNOWN_S = attrgetter("known_s")
 _QUEUE_S = attrgetter("queue_s")
 _ALONE_S = attrgetter("alone_s")
 
@@ -24,7 +24,7 @@ class KVCacheCentric:
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
         """By the predicted time to first token."""
-        return candidates.least(limit, _TTFT_S, _ALONE_S)
+        return candidates.least(limit, _KNOWN_S, _ALONE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class CacheAware:
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
         """By the predicted time to first token."""
-        return candidates.least(limit, _TTFT_S, _ALONE_S)
+        return candidates.least(limit, _KNOWN_S, _ALONE_S)
 
 
 @dataclass(frozen=True, slots=True)

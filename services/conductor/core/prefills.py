@@ -133,7 +133,7 @@ class Prefill:
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
         """Learns from what a prompt took here that was predicted so."""
-        parts = choice.queue_s, choice.load_s, choice.prefill_s
+        parts = choice.queue_s, choice.load_s, choice.prefill_s, choice.later_s
         self.learnt.observe(parts, choice.factors, there_s, choice.shared, choice.others)
 
     def computed(self, now: float) -> None:
@@ -253,21 +253,23 @@ class Prefills(Pool[Prefill]):
         load_s, prefill_s, busy_s, used, source, read_s = cost
         factors = learnt.factors
         queue_s = (free_at - now) * factors[0] if free_at > now else 0.0
+        step_tokens = facts.step_tokens if queue_s else 0
+        later_s = prefill_seconds(learnt.speeds, step_tokens, 0) * factors[3] if step_tokens else 0.0
         company = self._decodes.company(facts.host, now) if self._decodes is not None else None
         others, shared = _others(instance, company), None
         if company is not None:
-            alone_s = queue_s + load_s + prefill_s
+            alone_s = queue_s + later_s + load_s + prefill_s
             whole_s, shared = stretched(alone_s, company, learnt.slowness.of(others))
             by = whole_s / alone_s if alone_s else 1.0
-            queue_s, load_s, prefill_s = queue_s * by, load_s * by, prefill_s * by
-            factors = factors[0] * by, factors[1] * by, factors[2] * by
+            queue_s, later_s, load_s, prefill_s = queue_s * by, later_s * by, load_s * by, prefill_s * by
+            factors = factors[0] * by, factors[1] * by, factors[2] * by, factors[3] * by
         belief = self.belief(instance)
         if belief < 1.0:
             load_s, prefill_s, busy_s = load_s * belief, prefill_s * belief, busy_s * belief
-            factors = factors[0], factors[1] * belief, factors[2] * belief
+            factors = factors[0], factors[1] * belief, factors[2] * belief, factors[3]
         predicted = queue_s, load_s, prefill_s, busy_s
         overhead_s = learnt.overheads.seconds(others)
-        beside = shared, others, read_s
+        beside = shared, others, read_s, later_s
         return PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, overhead_s, factors, *beside)
 
     def _excluded(

@@ -136,17 +136,17 @@ class Reads:
             self.used(lease.keys, warm, lease.blocks - len(warm))
         return False
 
-    def resident(self, keys: Sequence[BlockKey], block_format: BlockFormat, most: int) -> list[DramBlock]:
-        """The leading blocks of a chain if they are `most` and all in DRAM, else none. For use at once: no lease."""
+    def resident(self, keys: Sequence[BlockKey], block_format: BlockFormat, most: int) -> list[DramBlock] | None:
+        """The leading blocks of a chain, for use at once: no lease. None if they are more, or not all in DRAM."""
         blocks: list[DramBlock] = []
         for key in keys:
             block = self.tiers.dram.get(key)
             if block is None:
-                return [] if self.tiers.durable(key) else blocks
+                return None if self.tiers.durable(key) else blocks
             if not block.is_of(block_format):
                 break
             if len(blocks) == most:
-                return []
+                return None
             blocks.append(block)
         return blocks
 

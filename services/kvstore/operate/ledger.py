@@ -44,7 +44,7 @@ class Ledger:
         self.book = RecordBook()
         self.deletions = Deletions()
         self._applied = RecordBook()
-        self._clock = clock
+        self._clock, self._turn = clock, asyncio.Lock()  # of calls of `take`
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-ledger")
         self._envs: dict[int, lmdb.Environment] = {}  # by number of the folder
         found = [self._load(number, folder, last=number == len(folders) - 1) for number, folder in enumerate(folders)]
@@ -81,12 +81,16 @@ class Ledger:
 
         Raises, without having taken any, InvalidRequest if one is wrong, Overloaded if all together are too large.
         """
-        for record in filter(_is_deletion, records):
-            deletion_from_record(record)  # raises before any is taken
-            await asyncio.sleep(0)
-        newer = self.book.merge(records)
-        self._note(newer)
-        await self._write(newer)
+        async with self._turn:
+            for record in filter(_is_deletion, records):
+                deletion_from_record(record)  # raises before any is taken
+                await asyncio.sleep(0)
+            newer = self.book.merge(records)
+            for record in [one for one in newer if one.kind == DELETION]:
+                if not record.value or self.book.get(DELETION, record.tenant, record.id) is record:
+                    self._note([record])  # its time may be over meanwhile
+                await asyncio.sleep(0)
+            await self._write(newer)
 
     def _note(self, records: Iterable[kv_pb2.Record]) -> None:
         for record in records:

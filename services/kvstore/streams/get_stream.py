@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from google.protobuf.message import Message
@@ -12,11 +12,13 @@ from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, Slice, part_bytes
 from moonpool.kv.hashes import bind, slice_hash
-from moonpool.kv.keys import BlockKey
+from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.scattered import Bytes
 from moonpool.kv.shapes import frame_shape
 from moonpool.kv.values import check_owned
 from moonpool.streams.credits import ByteCredits
+from moonpool.streams.lanes.brief import BRIEF_BYTES, Answer, Brief, found
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.read_sessions import ReadSessions
 from moonpool.streams.receiving import FrameWriter
@@ -24,8 +26,8 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.core.reads import ReadLease, Reads
+from services.kvstore.streams.kv_stream import KVStream
 from services.kvstore.streams.layers import LayerReader, Lost
-from services.kvstore.streams.open_streams import KVStream
 
 log = get_logger(__name__)
 
@@ -131,23 +133,42 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
 
     def _sent_together(self, number: int, keys: Sequence[BlockKey], wanted: _Wanted) -> bool:
         """Whether all of a small read in DRAM could be sent with its opening, without waiting and without a lease."""
-        begin, resources, layout = time.monotonic(), self._resources, self.format.layout
-        most = min(MAX_FRAME_SLICES, resources.together_bytes // part_bytes(wanted.heads, layout))
-        blocks = resources.reads.resident(keys, self.format, most // len(wanted.layers))
+        begin, layout = time.monotonic(), self.format.layout
+        blocks = self._resident(keys, wanted, self._resources.together_bytes)
         if not blocks:
             return False
         shape = frame_shape(wanted.layers, len(blocks), wanted.heads or range(layout.kv_heads), layout.block_tokens)
         try:
             pieces, hashes = wanted.parts(shape.cells, blocks)
         except DamagedSliceError as error:
-            resources.reads.suspect(keys[error.block])
+            self._resources.reads.suspect(keys[error.block])
             raise
         wrap = self.opened_with(number, len(blocks), wanted.forgotten)
         if not self.frames.offer(shape.header(number, 0, hashes), pieces, wrap):
             return False
-        resources.reads.used(keys, blocks)
-        resources.on_read(False, time.monotonic() - begin)
+        self._used(keys, blocks, begin)
         return True
+
+    def on_brief(self, message: Brief, payload: Bytes) -> Iterator[Answer]:
+        begin, keys, layout = time.monotonic(), unpack_keys(message.keys), self.format.layout
+        check_owned(keys, self.tenant)
+        wanted = _Wanted(range(layout.layers), None, ())
+        blocks = self._resident(keys, wanted, BRIEF_BYTES) if self.outbox.is_clear else None
+        if blocks is None:
+            return
+        shape = frame_shape(wanted.layers, len(blocks), range(layout.kv_heads), layout.block_tokens)
+        pieces, hashes = wanted.parts(shape.cells, blocks)
+        yield from found(message.number, len(blocks), pieces, hashes)
+        self._used(keys, blocks, begin)
+
+    def _resident(self, keys: Sequence[BlockKey], wanted: _Wanted, most_bytes: int) -> list[DramBlock] | None:
+        most = min(MAX_FRAME_SLICES, most_bytes // part_bytes(wanted.heads, self.format.layout))
+        return self._resources.reads.resident(keys, self.format, most // len(wanted.layers))
+
+    def _used(self, keys: Sequence[BlockKey], blocks: Sequence[DramBlock], begin: float) -> None:
+        self._resources.reads.used(keys, blocks)
+        if blocks:
+            self._resources.on_read(False, time.monotonic() - begin)
 
     async def _serve(self, number: int, reader: LayerReader, wanted: _Wanted, begin: float, more: bool) -> None:
         resources, lease = self._resources, reader.lease

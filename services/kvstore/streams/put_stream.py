@@ -8,25 +8,26 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from google.protobuf.message import Message
 
 from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded
 from moonpool.kv.frames import FrameOpener, OpenRun
-from moonpool.kv.keys import unpack_keys
+from moonpool.kv.keys import KEY_BYTES, unpack_keys
 from moonpool.kv.layout import MAX_SLICE_BYTES
 from moonpool.kv.scattered import Bytes
 from moonpool.kv.shapes import shape_of
 from moonpool.kv.values import check_owned
 from moonpool.rpc.roles import permitted
 from moonpool.streams.credits import CreditReturn, Traffic
+from moonpool.streams.lanes.brief import STORED, Answer, Brief, about
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, portions
 from services.kvstore.core.writes import DeletedBlocks, Writes
 from services.kvstore.dram.arena import RETRY_AFTER_S
-from services.kvstore.streams.open_streams import KVStream
+from services.kvstore.streams.kv_stream import KVStream
 from services.kvstore.streams.rooms import RoomQueue
 
 MAX_UNFINISHED_BYTES = 4 * MAX_SLICE_BYTES
@@ -117,7 +118,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _begin(self, entry: _Entry, message: kvstore_pb2.PutOpen, payload: Bytes) -> kvstore_pb2.PutResponse | None:
         """Takes a session that came whole; the answer then. Opens others, now or when there is room."""
-        spec = self._spec(message)
+        layers, heads = range(message.layer_begin, message.layer_end), range(message.head_begin, message.head_end)
+        spec = self._spec(message, message.keys, message.parent_keys, layers, heads)
         waits = self._waits(spec)
         if message.HasField("frame"):
             if message.frame.session != entry.number:
@@ -135,13 +137,24 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._opened(entry, session)
         return None
 
-    def _spec(self, message: kvstore_pb2.PutOpen) -> PutSpec:
-        keys = unpack_keys(message.keys, max_keys=MAX_SESSION_BLOCKS)
+    def on_brief(self, message: Brief, payload: Bytes) -> Iterator[Answer]:
+        layout, end = self.format.layout, message.blocks * KEY_BYTES
+        whole = range(layout.layers), range(layout.kv_heads)
+        spec = self._spec(about(message.rest), message.keys[:end], message.keys[end:], *whole)
+        hashes, slices = message.numbers, len(spec.keys) * layout.layers
+        if len(hashes) != slices or payload.nbytes != slices * layout.slice_bytes or self._waits(spec):
+            return
+        present = self._writes.put_whole(spec, payload, hashes, self._loop.time())
+        if present is not None:
+            yield Answer(Brief(STORED, message.number, numbers=present), [])
+
+    def _spec(
+        self, message: kvstore_pb2.PutOpen, of_blocks: bytes, of_parents: bytes, layers: range, heads: range
+    ) -> PutSpec:
+        keys = unpack_keys(of_blocks, max_keys=MAX_SESSION_BLOCKS)
         check_owned(keys, self.tenant)
         tenant = permitted(message.tenant, self.tenant)
-        parents = unpack_keys(message.parent_keys, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
-        layers = range(message.layer_begin, message.layer_end)
-        heads = range(message.head_begin, message.head_end)
+        parents = unpack_keys(of_parents, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
         now, forgotten = int(time.time()), frozenset(message.forgotten)
         return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten, message.durable)
 

@@ -8,6 +8,7 @@ from moonpool.client import InvalidRequest, Overloaded, SamplingParams, StreamBr
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import NotConnected
 from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
 
 from .conftest import Dial
 
@@ -59,6 +60,26 @@ def test_what_a_conductor_is_told(dial: Dial) -> None:
             len(again.resume.token_ids),
         )
         assert (again.text, again.tenant, again.sampling.temperature) == ("hi", "t", 0.5)
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_a_conductor_is_told_whether_the_prompt_s_log_probabilities_are_here(dial: Dial, tokens: int) -> None:
+    scored = pb.PromptLogprobs(token_ids=[3, 4], logprobs=kv_pb2.Logprobs(logprobs=[-0.5], ranks=[1]))
+    told = losing(tokens)
+
+    def script(request: pb.GenerateRequest) -> Script:
+        placed, *others = told(request)
+        if placed is LOST or request.resume.prompt_scored:
+            return [placed, *others]
+        has = [pb.GenerateResponse(prompt_logprobs=scored)] if others != [LOST] else []
+        return [placed, *has, *others]
+
+    fake = FakeConductor(script)
+    with dial(fake, resume_timeout_s=1.0) as client:
+        result = client.generate(prompt="hi", sampling=SamplingParams(temperature=0.5, prompt_logprobs=0))
+    assert [request.resume.prompt_scored for request in fake.requests] == [False, tokens > 0]
+    assert [it and it.logprob for it in result.prompt_logprobs] == [None, -0.5]
+    assert result.token_ids == list(TOKENS)
 
 
 def test_another_conductor_goes_on_and_later_requests_go_there_first(dial: Dial) -> None:

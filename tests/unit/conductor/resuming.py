@@ -42,6 +42,7 @@ class Call:
         self.answers: defaultdict[int, list[int]] = defaultdict(list)
         self.texts: defaultdict[int, str] = defaultdict(str)
         self.logprobs: list[float] = []
+        self.scored: list[pb.PromptLogprobs] = []
         self.finished: pb.Finished | None = None
 
     @property
@@ -57,18 +58,26 @@ class Call:
     async def read(self, tokens: int = 1 << 30, choices: int = 1) -> None:
         """Until there are so many tokens of each answer, or to the end."""
         while min(len(self.answers[choice]) for choice in range(choices)) < tokens:
-            try:
-                message = await anext(aiter(self.call))
-            except StopAsyncIteration:
+            if not await self.step():
                 return
-            if message.HasField("placed"):
-                self.placed.append(message.placed)
-            elif message.HasField("delta"):
-                self.answers[message.delta.choice] += message.delta.token_ids
-                self.texts[message.delta.choice] += message.delta.text
-                self.logprobs += message.delta.logprobs.logprobs
-            else:
-                self.finished = message.finished
+
+    async def step(self) -> bool:
+        """Reads a message; returns False at the end."""
+        try:
+            message = await anext(aiter(self.call))
+        except StopAsyncIteration:
+            return False
+        if message.HasField("placed"):
+            self.placed.append(message.placed)
+        elif message.HasField("delta"):
+            self.answers[message.delta.choice] += message.delta.token_ids
+            self.texts[message.delta.choice] += message.delta.text
+            self.logprobs += message.delta.logprobs.logprobs
+        elif message.HasField("prompt_logprobs"):
+            self.scored.append(message.prompt_logprobs)
+        else:
+            self.finished = message.finished
+        return True
 
     def resume(self, message: pb.GenerateRequest, count: int = 1) -> pb.GenerateRequest:
         """The request with which a client goes on behind what it has."""
@@ -86,6 +95,7 @@ class Call:
                 text_chars=first.text_chars,
                 count=count,
                 further=further,
+                prompt_scored=bool(self.scored),
             )
         )
         return again

@@ -55,7 +55,7 @@ async def test_each_request_is_observed_once_with_its_ratio() -> None:
         assert await counts(s.metrics) == (1.0, 1.0)
         found = await samples(s.metrics)
         assert found[f"{TTFT}_sum"] * result.placement.predicted_ttft_s == pytest.approx(result.timing.ttft_s)
-        assert found[f"{TPOT}_sum"] * 0.25 == pytest.approx(result.timing.tpot_s)
+        assert found[f"{TPOT}_sum"] * result.placement.predicted_tpot_s == pytest.approx(result.timing.tpot_s)
         assert found[f"{TPOT}_bucket +Inf"] == 1.0
 
         explanation = await s.client.explain("r")

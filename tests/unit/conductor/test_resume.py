@@ -140,10 +140,8 @@ async def test_no_text_is_lost_or_doubled_wherever_it_is_taken_up() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"request_id": ""}, "request_id"),
-    (
-        {"sampling": kv_pb2.Sampling(max_tokens=8, prompt_logprobs=1, seed=4)},
-        r"resume: a request with sampling\.prompt",
-    ),
+    ({"sampling": kv_pb2.Sampling(max_tokens=8, prompt_logprobs=1, seed=4)}, r"resume\.prompt_scored: must be set"),
+    ({"resume": pb.Resume(prompt_scored=True)}, r"resume\.prompt_scored: only where sampling\.prompt_logprobs"),
     ({"sampling": kv_pb2.Sampling(max_tokens=8, n=3, seed=4)}, r"resume\.further: must have 2"),
     ({"resume": pb.Resume(further=[pb.AnswerSoFar()])}, r"resume\.further: must have 0"),
     ({"from_position": 5}, "from_position"),

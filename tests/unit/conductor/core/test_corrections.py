@@ -4,7 +4,7 @@ import pytest
 
 from moonpool.cost import Speeds
 from services.conductor.core.company import FOREVER, Span, stretched
-from services.conductor.core.corrections import Corrections
+from services.conductor.core.corrections import LATER, Corrections, Factors
 from services.conductor.core.crowds import SLOW, Slowness
 from services.conductor.core.decodes import Answer, Decodes
 from services.conductor.core.facts import LoadFacts
@@ -13,6 +13,8 @@ from tests.unit.conductor.core.worlds import World, decode_at, facts
 TOLD = Speeds(prefill_per_token_s=1e-3, load_bytes_per_s=1e9)
 TOKENS = 64
 DECODE = facts("decode-0")
+NONE: Factors = (1.0, 1.0, 1.0, 1.0)
+FIRST: Factors = (1.0, 1.0, 1.0, LATER)
 
 
 def world() -> World:
@@ -22,7 +24,7 @@ def world() -> World:
 def test_what_an_instance_tells_is_believed_first() -> None:
     learnt = Corrections(TOLD)
     assert learnt.speeds is TOLD
-    assert (learnt.overheads.seconds(0), learnt.factors) == (0.0, (1.0, 1.0, 1.0))
+    assert (learnt.overheads.seconds(0), learnt.factors) == (0.0, FIRST)
     other = Speeds(prefill_per_token_s=2e-3)
     learnt.told(other)
     assert learnt.speeds is other
@@ -33,31 +35,50 @@ def test_overhead_is_learnt_apart() -> None:
     for _ in range(30):
         learnt.overheads.observe(0, 0.009)
     assert learnt.overheads.seconds(0) == 0.009
-    assert learnt.factors == (1.0, 1.0, 1.0)
+    assert learnt.factors == FIRST
 
 
 def test_each_part_has_a_factor_of_its_own() -> None:
     learnt = Corrections(TOLD)
     for number in range(600):
-        sizes = 0.05 * (number % 2), 0.02 * (number % 3), 0.01 * (1 + number % 7)
-        learnt.observe(sizes, (1.0, 1.0, 1.0), 1.3 * sizes[0] + 1.2 * sizes[1] + 0.9 * sizes[2])
-    assert learnt.factors == pytest.approx((1.3, 1.2, 0.9), rel=0.05)
+        waits = number % 4
+        sizes = 0.02 * waits, 0.02 * (number % 3), 0.01 * (1 + number % 7), 0.04 if waits else 0.0
+        there_s = 1.3 * sizes[0] + 1.2 * sizes[1] + 0.9 * sizes[2] + 0.6 * sizes[3]
+        learnt.observe(sizes, NONE, there_s)
+    assert learnt.factors == pytest.approx((1.3, 1.2, 0.9, 0.6), rel=0.05)
     assert learnt.speeds.prefill_per_token_s == pytest.approx(0.9e-3, rel=0.05)
     assert learnt.speeds.load_bytes_per_s == pytest.approx(1e9 / 1.2, rel=0.05)
 
 
-def test_those_that_waited_teach_the_factor_of_waiting_alone() -> None:
+def test_those_that_waited_teach_nothing_of_loading_and_computing() -> None:
     learnt = Corrections(TOLD)
     for _ in range(30):
-        learnt.observe((0.1, 0.0, 0.1), (1.0, 1.0, 1.0), 0.24)
+        learnt.observe((0.1, 0.0, 0.1, 0.0), NONE, 0.24)
     assert learnt.factors[0] == pytest.approx(1.4, rel=0.05)
-    assert learnt.factors[1:] == (1.0, 1.0)
+    assert learnt.factors[1:] == FIRST[1:]
+
+
+def test_a_prompt_that_waits_shares_the_step_in_which_it_ends_with_later_ones() -> None:
+    """So much more is expected as they have taken of it, however long the queue was."""
+    it = World(DECODE, facts("prefill-0", speeds=TOLD, step_tokens=TOKENS))
+    assert it.plan(TOKENS).prefill.later_s == 0.0, "it does not wait"
+    it.report("prefill-0", now=0.0, drain_s=0.5)
+    first = it.plan(TOKENS).prefill
+    assert first.later_s == pytest.approx(LATER * 0.064)
+    assert first.ttft_s == pytest.approx(0.5 + 0.064 + first.later_s)
+    for number in range(60):
+        it.report("prefill-0", now=0.0, drain_s=0.1 * (1 + number % 5))
+        plan = it.plan(TOKENS)
+        it.picture.first_token(plan, TOKENS, 0.1 * (1 + number % 5) + 0.064 + 0.05, 0.0, 0.0)
+    it.report("prefill-0", now=0.0, drain_s=0.3)
+    assert it.plan(TOKENS).prefill.later_s == pytest.approx(0.05, rel=0.2)
+    assert it.plan(TOKENS).prefill.queue_s == pytest.approx(0.3, rel=0.05)
 
 
 def test_what_was_foreseen_is_compared_without_the_factors_of_then() -> None:
     one, other = Corrections(TOLD), Corrections(TOLD)
-    one.observe((0.0, 0.0, 0.1), (1.0, 1.0, 1.0), 0.15)
-    other.observe((0.0, 0.0, 0.2), (3.0, 0.5, 2.0), 0.15)
+    one.observe((0.0, 0.0, 0.1, 0.0), NONE, 0.15)
+    other.observe((0.0, 0.0, 0.2, 0.0), (3.0, 0.5, 2.0, 0.2), 0.15)
     assert one.factors == pytest.approx(other.factors)
     assert one.factors[2] > 1.1
 
@@ -145,7 +166,7 @@ def test_what_company_costs_is_learnt_beside_the_speed() -> None:
         alone_s = 0.05 + 0.01 * (number % 5)
         _, shared = stretched(alone_s * learnt.factors[2], company, learnt.slowness.of(1))
         there_s, _ = stretched(1.2 * alone_s, company, 2.0)
-        learnt.observe((0.0, 0.0, alone_s), (1.0, 1.0, 1.0), there_s, shared, 1)
+        learnt.observe((0.0, 0.0, alone_s, 0.0), NONE, there_s, shared, 1)
     assert learnt.factors[2] == pytest.approx(1.2, rel=0.1)
     assert learnt.slowness.of(1) == pytest.approx(2.0, rel=0.1)
 
@@ -154,7 +175,7 @@ def test_what_was_placed_before_company_was_known_to_be_slow_does_not_teach_too_
     """Many prompts are under way that were predicted by the first belief; work takes four times as long."""
     learnt = Corrections(TOLD)
     for _ in range(40):
-        learnt.observe((0.0, 0.0, 0.1), (1.0, 1.0, 1.0), 0.4, 1.0, 8)
+        learnt.observe((0.0, 0.0, 0.1, 0.0), NONE, 0.4, 1.0, 8)
     assert learnt.slowness.of(8) * learnt.factors[2] == pytest.approx(4.0, rel=0.1)
 
 
@@ -175,7 +196,7 @@ def test_company_of_more_requests_is_learnt_apart() -> None:
 def test_company_costs_an_emulated_engine_nothing() -> None:
     learnt = Corrections(TOLD, slow=1.0)
     for _ in range(20):
-        learnt.observe((0.0, 0.0, 0.05), (1.0, 1.0, 1.0), 0.06, shared=1.0, others=1)
+        learnt.observe((0.0, 0.0, 0.05, 0.0), NONE, 0.06, shared=1.0, others=1)
     assert learnt.slowness.of(1) == 1.0
     assert learnt.factors[2] == pytest.approx(1.2, rel=0.05)
 

@@ -191,7 +191,7 @@ def test_the_best_prefills_equal_a_full_scan(
     best = sorted((seconds(pool.by_slot[p.slot].learnt.speeds, p.slot), p) for _, p in first)
     choices = [choice for choice in pool.choose(demand, model, prefixes, now, 0) if not choice.excluded]
     assert [choice.id for choice in choices] == [pool.by_slot[place.slot].facts.id for _, place in best]
-    assert [choice.ttft_s for choice in choices] == [total for total, _ in best]
+    assert [choice.known_s for choice in choices] == [total for total, _ in best]
 
 
 @settings(deadline=None, max_examples=100)

@@ -86,6 +86,12 @@ async def test_many_deletions_and_many_keys_leave_others_their_turns() -> None:
     before = turns
     assert await it.drop(keys_of(9000)) == Forgotten()
     assert turns - before >= 3
+    before, ledger = turns, Ledger()
+    values = [deletion(str(number), tenants=["ours"]).SerializeToString() for number in range(20)]
+    await ledger.take(
+        [kv_pb2.Record(kind=DELETION, id=str(n), value=it, expires_at=1e12) for n, it in enumerate(values)]
+    )
+    assert (len(ledger.deletions), turns - before) == (20, 40)  # after each is checked, and after each is known
     beside.cancel()
 
 

@@ -1,0 +1,177 @@
+"""The blocking client over lanes: what goes over direct ones, and what happens where they end or are not to be had."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typing_extensions import Buffer
+
+from moonpool.client.kv import InvalidRequest, KVClient, Unavailable
+from moonpool.v1 import kv_pb2
+from tests.unit.client.kv.test_values import NAME, SIZES, data_of
+from tests.unit.kvstore.rig import Rig, rig
+
+USUAL, DIRECT = 2, 2
+"""Streams of each size."""
+
+
+@asynccontextmanager
+async def stored(folder: Path, lane: str) -> AsyncIterator[Rig]:
+    async with rig(kv_lanes=lane, kv_lanes_dir=folder, dram_bytes=64 << 20) as store:
+        yield store
+        await store.at_rest()
+
+
+async def with_client(store: Rig, lane: str, work: Callable[[KVClient], None], **options: Any) -> None:
+    """Works with a client in a thread of its own."""
+
+    def run() -> None:
+        with KVClient(store.address, namespace=NAME, lanes=lane, **options) as client:
+            work(client)
+
+    await asyncio.to_thread(run)
+
+
+@pytest.fixture(autouse=True)
+def folder(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOONPOOL_KV_LANES_DIR", str(sockets))
+    return sockets
+
+
+@pytest.mark.parametrize("lane", ["local", "tcp"])
+async def test_values_of_many_sizes_come_back(lane: str, folder: Path) -> None:
+    """The second time round what is small goes over direct lanes."""
+    largest = (4 << 20) + 1
+
+    def work(client: KVClient) -> None:
+        client.memory[:] = data_of(client.memory.nbytes, 3)
+        for turn in range(2):
+            for size in (*SIZES, largest):
+                keys = [b"%d-%d-%d" % (turn, size, number) for number in range(3)]
+                shared = client.memory[turn * 100 : turn * 100 + size]
+                contents: list[Buffer] = [data_of(size), shared, bytes(size)]
+                values = dict(zip(keys, contents, strict=True))
+                assert client.put(keys[0], values[keys[0]])
+                assert not client.put(keys[0], shared)
+                assert client.batch_put(values) == 2
+                for key, value in values.items():
+                    assert client.get(key) == value
+                    buffer = bytearray(size + 10)
+                    assert client.get_into(key, buffer) == size
+                    assert buffer[:size] == value
+                found = client.batch_get([*keys, b"none", keys[0]])
+                assert found == [*map(bytes, values.values()), None, bytes(values[keys[0]])]
+                assert client.exists(keys[1])
+                assert client.batch_delete(keys) == 3
+                assert [client.get(key) for key in keys] == [None] * 3
+        assert client.lane == lane
+
+    async with stored(folder, lane) as store:
+        await with_client(store, lane, work, memory_bytes=8 << 20)
+        counts = store.service.lanes.opened
+        direct, usual = DIRECT * len(SIZES), USUAL * len({*SIZES, largest})
+        assert usual + direct <= counts[lane] <= usual + direct + 2 * DIRECT  # buffers are of other sizes
+
+
+async def test_more_sizes_than_direct_lanes_stay_open(folder: Path) -> None:
+    sizes = [64 << place for place in range(10)] + [(64 << place) - 10 for place in range(1, 11)]
+
+    def work(client: KVClient) -> None:
+        for turn in range(2):
+            for size in sizes:
+                assert client.put(b"%d-%d" % (turn, size), data_of(size))
+                assert client.get_into(b"%d-%d" % (turn, size), bytearray(size)) == size
+
+    async with stored(folder, "local") as store:
+        await with_client(store, "local", work)
+
+
+async def test_several_threads_share_a_client(folder: Path) -> None:
+    async with stored(folder, "local") as store:
+
+        def all_threads(client: KVClient) -> None:
+            def one(number: int) -> bool:
+                data = data_of(50_000, number + 1)
+                keys = [b"%d-%d" % (number, turn) for turn in range(20)]
+                return all(client.put(key, data) and client.get(key) == data for key in keys)
+
+            async def run() -> list[bool]:
+                return await asyncio.gather(*(asyncio.to_thread(one, number) for number in range(4)))
+
+            assert all(asyncio.run(run()))
+
+        await with_client(store, "local", all_threads)
+
+
+async def test_after_an_operators_deletion_values_can_be_put_again(folder: Path) -> None:
+    async with stored(folder, "local") as store:
+        loop = asyncio.get_running_loop()
+
+        async def forget() -> None:
+            deletion = kv_pb2.Deletion(id="d", selection=kv_pb2.Selection(tenants=[""]))
+            await store.stub.Forget(kv_pb2.ForgetRequest(deletions=[deletion]))
+
+        def work(client: KVClient) -> None:
+            for key in (b"1", b"2"):
+                assert client.put(key, b"old")
+            asyncio.run_coroutine_threadsafe(forget(), loop).result(10)
+            assert client.get(b"1") is None
+            with pytest.raises(InvalidRequest, match="older than a deletion"):
+                client.put(b"1", b"old")
+            assert client.put(b"1", b"new")
+            assert client.get(b"1") == bytearray(b"new")
+
+        await with_client(store, "local", work)
+
+
+async def test_a_damaged_value_is_a_miss_and_the_store_drops_it(folder: Path) -> None:
+    async with stored(folder, "local") as store:
+
+        def work(client: KVClient) -> None:
+            values = {b"%d" % number: data_of(65_536, number + 1) for number in range(3)}
+            assert client.batch_put(values) == 3
+            assert client.batch_get(list(values)) == list(values.values())
+            dram = store.service.store.tiers.dram
+            block = next(block for block in dram.values() if block.data == values[b"1"])
+            block.data[70] ^= 1
+            assert client.batch_get(list(values)) == [values[b"0"], None, values[b"2"]]
+            assert client.put(b"1", values[b"1"])
+            assert client.get(b"1") == values[b"1"]
+
+        await with_client(store, "local", work)
+
+
+@pytest.mark.parametrize("lane", ["local", "tcp"])
+async def test_a_store_that_ends_is_unavailable_and_not_waited_for(lane: str, folder: Path) -> None:
+    async with stored(folder, lane) as store:
+        loop = asyncio.get_running_loop()
+
+        def work(client: KVClient) -> None:
+            for key in (b"1", b"2"):
+                assert client.put(key, b"data")
+                assert client.get(key) == bytearray(b"data")
+            asyncio.run_coroutine_threadsafe(store.service.finish(), loop).result(10)
+            with pytest.raises(Unavailable):
+                client.put(b"3", b"data")
+            with pytest.raises(Unavailable):
+                client.get(b"1")
+
+        await with_client(store, lane, work)
+
+
+async def test_a_closed_client_says_so(folder: Path) -> None:
+    async with stored(folder, "local") as store:
+        clients: list[KVClient] = []
+
+        def work(client: KVClient) -> None:
+            clients.append(client)
+            for key in (b"1", b"2"):
+                assert client.put(key, b"data")
+
+        await with_client(store, "local", work)
+        with pytest.raises(RuntimeError, match="closed"):
+            clients[0].put(b"3", b"data")
+        clients[0].close()
