@@ -149,6 +149,12 @@ RETIRED = (
         "^SSD, sustained Put until durable$",
         "the tier was twice as large as what was put, so nothing was reclaimed",
     ),
+    Retired(
+        "serving",
+        "2026-11-21",
+        "",
+        "of a model of 4.7 million weights, whose time is mostly Python's; `engine` measures decode with larger ones",
+    ),
 )
 
 

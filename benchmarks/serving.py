@@ -1,10 +1,10 @@
 """Time to first token through all four services: cold, cached, and with the prefix in the kvstore.
 
-`python -m benchmarks.serving [--model bundled|SHAPE|FOLDER] [--json]`. One instance of each kind in bfloat16; the
-engines share the cores as in `moonpool up`. The bundled model has 4.7 M parameters and shows mostly the services' own
-cost; a shape of `moonpool model create` (`small`: 8 layers of 512) has random weights. Prompts are fresh in every run,
-so nothing is cached unless the row says so. Every request decodes after its first token. `benchmarks.engine` has the
-rates beside other engines.
+`python -m benchmarks.serving [--model MODEL,MODEL] [--json]`. One instance of each kind in bfloat16; the engines share
+the cores as in `moonpool up`. A model is a shape of `moonpool model create` (`small`: 8 layers of 512) with random
+weights, a folder, or `bundled`, which has 4.7 M parameters and shows mostly the services' own cost. Prompts are fresh
+in every run, so nothing is cached unless the row says so. Every request decodes after its first token.
+`benchmarks.engine` has the rates beside other engines.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Serving:
                 cold.append(ours)
                 cached.append(again)
             self._progress(f"prompt {number} of {self._runs}")
-        name, limit_ms = f"TTFT cold, {PROMPT} tokens", 1e3 * PROMPT / self._limits.prompt_tokens_per_s
+        name, limit_ms = f"{self._model}, TTFT cold, {PROMPT} tokens", 1e3 * PROMPT / self._limits.prompt_tokens_per_s
         return [
             paired(name, "ms", [(own, limit_ms) for own in cold], "the best matrix product", less_is_better=True),
             self._beside_cold("TTFT cached, the same prompt", cached, cold, FULL_HIT_TARGETS.get(self._model)),
@@ -73,6 +73,7 @@ class Serving:
     def _beside_cold(
         self, name: str, ours: Sequence[float], cold: Sequence[float], target: float | None = None
     ) -> Row | Absent:
+        name = f"{self._model}, {name}"
         if len(ours) < len(cold):
             return Absent(name, "our TTFT cold", "the prefix did not come from the kvstore in every run")
         pairs = list(zip(ours, cold, strict=True))
@@ -109,19 +110,25 @@ def checkpoint_of(name: str, folder: Path) -> Path:
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
+    return [row for name in options.model.split(",") for row in measure_model(name, options.runs, progress)]
+
+
+def measure_model(name: str, runs: int, progress: Progress) -> list[Row | Absent]:
+    """The rows of one model."""
     with tempfile.TemporaryDirectory() as folder:
-        model = checkpoint_of(options.model, Path(folder))
+        model = checkpoint_of(name, Path(folder))
         limits = measured_limits(model)
         progress(f"{model.name}: {limits}")
         # Decode has what it has served: without --no-peers a prefix might come from there.
         plan = StackPlan(str(model), Path(folder), dtype="bfloat16", extra={"conductor": ["--no-peers"]})
         with LocalStack(plan) as stack, Client(stack.address) as client:
-            return Serving(model.name, stack, client, limits, options.runs, progress).rows()
+            return Serving(model.name, stack, client, limits, runs, progress).rows()
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
-    parser.add_argument("--model", default="bundled", help="bundled, a shape of `moonpool model create`, or a folder")
+    models = "shapes of `moonpool model create`, folders or `bundled`, with commas between them"
+    parser.add_argument("--model", default="small,qwen2.5-0.5b", help=models)
 
 
 if __name__ == "__main__":

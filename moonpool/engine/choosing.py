@@ -1,5 +1,6 @@
 """The last stage's end of a step: which tokens its sequences get, and log probabilities."""
 
+import time
 from collections.abc import Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,13 +21,14 @@ from moonpool.sched.steps import Scored, Several, Step
 
 @dataclass(slots=True)
 class Found:
-    """As the fields of `StepResult`."""
+    """As the fields of `StepResult`; and how long masks were waited for."""
 
     sampled: list[int | None] = field(default_factory=list)
     several: dict[int, Several] = field(default_factory=dict)
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     scores: dict[int, Logprobs] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    awaited_ns: int = 0
 
 
 class Choosing:
@@ -113,7 +115,9 @@ class _Part:
         """Masks by row of those that are drawn; where there is none, `found` says why."""
         if masks is None:
             return {}
+        began_ns = time.monotonic_ns()
         made, allowed = masks.result(), {}
+        found.awaited_ns += time.monotonic_ns() - began_ns
         for at, (_, index) in enumerate(self._drawn):
             mask = made.get(index)
             if isinstance(mask, CannotFollow):

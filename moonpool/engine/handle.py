@@ -58,7 +58,8 @@ class Engine(Protocol):
         The step is sent when this coroutine first runs, so steps start in the order of the calls' first run. Up to
         `stages` may be in flight. `on_layer` is called on the event loop for every `LayerDone`, always before the
         result returns; with several stages the layers of one stage are in order. `on_step` is called for each step of a
-        run but the last, whose result is returned. Neither must raise.
+        run but the last, whose result is returned; those of a patient run may come with a later one's
+        (`StepResult.earlier`). Neither must raise.
         Cancelling the coroutine does not stop the step: abort it, and treat its blocks as in use until a later step's
         result has come.
 

@@ -48,7 +48,7 @@ class EngineSpec:
     device: str = "cpu"
     """Device of the first stage, as `moonpool.engine.devices.names` has them; further stages are on the next ones."""
     graphs: bool = True
-    """Decode steps are captured as graphs, where the device is not a plain CPU."""
+    """Decode steps are captured as graphs, where the device is not a plain CPU; of no use to prefill."""
     deterministic: bool = False
     """Results of a sequence do not depend on what else is in a step."""
     max_tokens: int = 0
@@ -86,6 +86,8 @@ class StepDone:
     """No further step of the run follows."""
     share: float = 1.0
     waited_ns: int = 0
+    earlier: "tuple[StepDone, ...]" = ()
+    """Steps of the same run that were over before and not told, the first one first; they have none themselves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class _Flight:
     error: Exception | None = None
 
     def tell(self, event: LayerDone | StepDone) -> None:
-        """A layer is done, or one of the run's steps but the last."""
+        """A layer is done, or some of the run's steps but the last."""
         try:
             if isinstance(event, LayerDone) and self.on_layer is not None and self.error is None:
                 self.on_layer(event)
@@ -90,7 +90,8 @@ def _result(stages: Sequence[StepDone]) -> StepResult:
     sampled = () if aborted else last.sampled
     told = last.several, last.logprobs, last.scores, last.failed
     share = sum(done.share for done in stages) / len(stages)
-    return StepResult(sampled, aborted, start_ns, end_ns, *told, share, max(done.waited_ns for done in stages))
+    earlier = tuple(_result([done]) for done in last.earlier)
+    return StepResult(sampled, aborted, start_ns, end_ns, *told, share, max(done.waited_ns for done in stages), earlier)
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,7 @@ Packed sequences and rows of the sampler are made once and changed in place from
 not change, so a decode step has next to nothing to do in Python.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from torch import Tensor
 from moonpool.engine.captures import GraphShape
 from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.masks import Wanted
+from moonpool.engine.messages import StepDone
 from moonpool.model.batch import PackedBatch
-from moonpool.sched.steps import Step
+from moonpool.sched.steps import TELL_S, TOLD_TOGETHER, Step
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class Run:
     choosing: Choosing | None = None
     """Made with the first choice."""
     found: Found = field(default_factory=Found)
+    _untold: list[StepDone] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.batch = self.packed
@@ -61,3 +63,13 @@ class Run:
         self.choosing.go_on(tokens)
         self.masks = [mask.after(tokens) for mask in self.masks]
         self.tails, self.layer, self.left = None, layer, self.left - 1
+
+    def told(self, done: StepDone) -> StepDone | None:
+        """What is told when a step is over; None where it waits for further ones of the run."""
+        if self.step.patient and not done.over and len(self._untold) + 1 < TOLD_TOGETHER:
+            first = self._untold[0] if self._untold else done
+            if done.end_ns - first.end_ns < TELL_S * 1e9:
+                self._untold.append(done)
+                return None
+        earlier, self._untold = tuple(self._untold), []
+        return replace(done, earlier=earlier) if earlier else done

@@ -204,7 +204,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     Args:
         config: the flags.
         stages: of the pipeline.
-        decode: the instance is a decode instance (of interest to emulated compute alone).
+        decode: the instance is one: emulated compute takes its times, a GPU makes graphs of decode steps.
 
     Raises:
         ConfigError: the pool would hold no block, or the profile of emulated compute is wrong.
@@ -234,7 +234,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         core_page=(config.core_page or str(default_page())) if lends else "",
         core_share=config.core_share,
         device=config.device,
-        graphs=config.cuda_graphs == "auto",
+        graphs=decode and config.cuda_graphs == "auto",
         deterministic=config.deterministic,
         max_tokens=longest,
         speeds=_calibrated(config.profile, layout),

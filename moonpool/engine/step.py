@@ -108,8 +108,8 @@ class StageRunner:
         if following is None:
             # Gates are done before the report: its receiver may open gates of the next step at once.
             self.gates.done(step_id)
-        share = self.share() * self._ran(run.step, clocks)
-        report = partial(self._report, step_id, found, clocks, share, aborted=not done, over=following is None)
+        share = self.share() * self._ran(run.step, clocks, found.awaited_ns)
+        report = partial(self._report, run, found, clocks, share, aborted=not done, over=following is None)
         memory.over(report, aborted=not done)
         return following is not None
 
@@ -212,30 +212,31 @@ class StageRunner:
             self.give_way()
         return _Clocks(start_ns, time.monotonic_ns(), time.thread_time_ns())
 
-    def _ran(self, step: Step, clocks: _Clocks) -> float:
+    def _ran(self, step: Step, clocks: _Clocks, awaited_ns: int) -> float:
         """Which share of the time since a step began to compute this thread ran: else something else had its core.
 
-        1 where it may have waited for something other than cores: other stages, a device, a gate.
+        Time in which it waited for masks is left out. 1 where it may have waited for something else than cores and
+        them: other stages, a device, a gate.
         """
         alone = self.model.is_first and self.model.is_last and self.place.device is None and not step.gated
-        took_ns = time.monotonic_ns() - clocks.began_ns
+        took_ns = time.monotonic_ns() - clocks.began_ns - awaited_ns
         return min(1.0, (time.thread_time_ns() - clocks.ran_ns) / took_ns) if alone and took_ns else 1.0
 
-    def _report(self, step_id: int, found: Found, clocks: _Clocks, share: float, *, aborted: bool, over: bool) -> None:
-        self.emit(
-            StepDone(
-                step_id,
-                self.stage,
-                tuple(found.sampled),
-                aborted,
-                clocks.start_ns,
-                time.monotonic_ns(),
-                several=found.several,
-                logprobs=found.logprobs,
-                scores=found.scores,
-                failed=found.failed,
-                over=over,
-                share=share,
-                waited_ns=clocks.began_ns - clocks.start_ns,
-            )
+    def _report(self, run: Run, found: Found, clocks: _Clocks, share: float, *, aborted: bool, over: bool) -> None:
+        done = StepDone(
+            run.step.step_id,
+            self.stage,
+            tuple(found.sampled),
+            aborted,
+            clocks.start_ns,
+            time.monotonic_ns(),
+            several=found.several,
+            logprobs=found.logprobs,
+            scores=found.scores,
+            failed=found.failed,
+            over=over,
+            share=share,
+            waited_ns=clocks.began_ns - clocks.start_ns,
         )
+        if (told := run.told(done)) is not None:
+            self.emit(told)

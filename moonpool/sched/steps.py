@@ -15,6 +15,10 @@ from moonpool.sampling import SampleSpec
 
 PATIENCE = 3.0
 """Times what it takes that a patient step waits at most."""
+TOLD_TOGETHER = 16
+"""Patient steps of a run whose results come together at most,"""
+TELL_S = 0.05
+"""when the first of them has not waited for so long: then they come with the step that is over next."""
 
 
 def _nothing() -> None:
@@ -97,7 +101,8 @@ class Step:
     """Blocks (from, to) that are copied in all layers before anything else: a sequence is about to write to a block
     that others refer to. No block is a target twice, or a target and a source."""
     patient: bool = False
-    """Nobody waits for its tokens one by one: what else this host computes may go first, see `PATIENCE`."""
+    """Nobody waits for its tokens one by one: what else this host computes may go first (`PATIENCE`), and results of a
+    run's steps may come together (`TOLD_TOGETHER`)."""
     steps: int = 1
     """Of the run that begins with it, at most. It ends before with a step that samples an end token, or nothing for a
     sequence, and with the one in which it is cut. All its sequences sample, and have blocks for all of it."""
@@ -156,3 +161,5 @@ class StepResult:
     """Of the cores that it wanted, that it had, as a mean over its time: others of the host had the rest."""
     waited_ns: int = 0
     """From its beginning on, for as long a patient step let others of the host go before."""
+    earlier: "tuple[StepResult, ...]" = ()
+    """Of steps of the same run that are told with this one, the first one first."""

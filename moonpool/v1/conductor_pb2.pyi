@@ -1357,7 +1357,7 @@ class CandidateExplanation(_message.Message):
     used_blocks: _builtins.int
     """Leading blocks it would use after loading."""
     queue_s: _builtins.float
-    """Predicted waiting, seconds."""
+    """Predicted waiting, seconds, with what prompts that come later are expected to take of the step in which this one ends."""
     load_s: _builtins.float
     """Predicted loading, seconds."""
     prefill_s: _builtins.float

@@ -1,11 +1,12 @@
 """The runs that the core orders: what the engine is given of them, and what becomes of the tokens that it samples."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from moonpool.cluster import Notify
 from moonpool.engine.handle import Engine
+from moonpool.kv.keys import BlockKey
 from moonpool.sched.steps import Step, StepResult
 from moonpool.telemetry.spans import Recorder
 from services.decode.core.actions import Run
@@ -91,21 +92,36 @@ class Running:
         self._over(run, sequences, result)
 
     def _goes_on(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
-        """One of the run's steps but the last is over: nobody has ended with it."""
-        filled = []
-        for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=True)):
-            assert token is not None, "the run would be over"
-            if sequence.request.ending:
-                continue
-            filled += sequence.filled(self._block_tokens)
-            sequence.append(token, result.logprobs.get(index))
-            sequence.tell()
-        seconds, waited_s = self._seconds(run, sequences, result)
-        self._post(Stepped(run.step, 1, seconds, tuple(filled), waited_s))
+        """Some of the run's steps but the last are over."""
+        self._took_steps(run, sequences, (*result.earlier, result))
+
+    def _took_steps(self, run: Run, sequences: list[LiveSequence], results: Sequence[StepResult]) -> None:
+        """Steps are over with which nobody has ended."""
+        filled, seconds, waited_s = list[tuple[int, BlockKey]](), 0.0, 0.0
+        for result in results:
+            filled += self._take(sequences, result)
+            its_s, its_wait_s = self._seconds(run, sequences, result)
+            seconds, waited_s = seconds + its_s, waited_s + its_wait_s
+        for sequence in sequences:
+            if not sequence.request.ending:
+                sequence.tell()
+        self._post(Stepped(run.step, len(results), seconds, tuple(filled), waited_s))
         if filled:
             self._notify()
 
+    def _take(self, sequences: list[LiveSequence], result: StepResult) -> list[tuple[int, BlockKey]]:
+        """Takes a step's tokens; returns the blocks that it has filled."""
+        filled = []
+        for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=True)):
+            assert token is not None, "the run would be over"
+            if not sequence.request.ending:
+                filled += sequence.filled(self._block_tokens)
+                sequence.append(token, result.logprobs.get(index))
+        return filled
+
     def _over(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
+        if result.earlier:
+            self._took_steps(run, sequences, result.earlier)
         ended: Ended = []
         filled = []
         candidates: list[tuple[int, Candidates]] = []

@@ -16,7 +16,7 @@ from moonpool.kv.frames import MAX_FRAME_SLICES
 from moonpool.kv.landing import land
 from moonpool.kv.scattered import Bytes, Scattered, new_bytes
 from moonpool.rpc.codec import plain_deserializer
-from moonpool.rpc.limits import MESSAGE_BYTES
+from moonpool.rpc.limits import MESSAGE_BYTES, check_message
 from moonpool.streams.lanes.brief import BRIEF, Brief, Place, decoded
 from moonpool.streams.lanes.landing import Landed, Landing, Lent
 from moonpool.streams.lanes.regions import Mapped
@@ -365,6 +365,7 @@ class Inbound(Generic[M]):
 
 def _frame(data: bytes) -> kv_pb2.LaneFrame:
     try:
+        check_message(kv_pb2.LaneFrame, data)
         return kv_pb2.LaneFrame.FromString(data)
-    except DecodeError as error:
+    except (DecodeError, InvalidRequest) as error:
         raise FrameError(f"malformed LaneFrame: {error}") from error

@@ -168,7 +168,7 @@ class Stepped:
     seconds: float
     """Of all of them."""
     filled: tuple[tuple[int, BlockKey], ...] = ()
-    """Sequences whose last but one block became full, with its key; of a single step."""
+    """Sequences of which a block became full, with its key, in their order."""
     waited_s: float = 0.0
     """Before these seconds: patient steps let others of the host go first."""
 

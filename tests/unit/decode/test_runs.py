@@ -30,11 +30,12 @@ async def test_a_run_goes_on_across_blocks() -> None:
         assert sum(it.engine.runs) == len(it.engine.steps) == it.service.shell.running.steps == MANY - 1
 
 
-@pytest.mark.parametrize("run_steps", [1, MANY])
-async def test_tokens_for_which_nobody_waits_are_told_together(run_steps: int) -> None:
+@pytest.mark.parametrize(("run_steps", "together"), [(1, 1), (MANY, 1), (MANY, 5), (MANY, MANY)])
+async def test_tokens_for_which_nobody_waits_are_told_together(run_steps: int, together: int) -> None:
     tokens, count = prompt(20), 2 * GATHERED_TOKENS + 6
     answer = continuation(tokens, count)
     async with decoding(run_steps=run_steps) as it, conducting(it) as conductor:
+        it.engine.together = together
         target = await reserve(it, spec("a", tokens, max_tokens=count))
         await transfer(it, target, tokens)
         await conductor.start("a", target, answer[0], gather=True)
@@ -43,6 +44,9 @@ async def test_tokens_for_which_nobody_waits_are_told_together(run_steps: int) -
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == answer[1:]
         assert conductor.messages <= 3
+        await it.rest()
+        assert set(it.service.manager.keys()) == set(block_keys(ROOT, [*tokens, *answer[:-1]], BLOCK))
+        assert it.service.shell.running.steps == count - 1
         assert all(step.patient for step in it.engine.steps)
 
 

@@ -1,5 +1,7 @@
 """What is chosen of a step's last hidden states, and of the further steps of its run."""
 
+import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import cast
 
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.footprint import LOGIT_ROWS
+from moonpool.engine.masks import Mask
 from moonpool.model.batch import PackedBatch
 from moonpool.model.stage import StageModel
 from moonpool.sampling import SampleSpec, SamplingParams
@@ -40,13 +43,13 @@ class Chosen:
         self.batch = PackedBatch.build([(it.token_ids, it.start, it.block_table) for it in shares], 16)
         self.choosing = Choosing(cast("StageModel", self.model), Step(1, shares, steps=3), ())
 
-    def choose(self, *rows: dict[int, float]) -> Found:
+    def choose(self, *rows: dict[int, float], masks: Future[dict[int, Mask]] | None = None) -> Found:
         """Logits of each row, 0 but for some tokens."""
         logits = torch.zeros(len(rows), VOCAB)
         for row, values in enumerate(rows):
             for token, value in values.items():
                 logits[row, token] = value
-        return self.choosing.choose(logits, self.batch, None)
+        return self.choosing.choose(logits, self.batch, masks)
 
 
 def test_logits_of_a_run_of_many_sequences_are_held_some_rows_at_a_time() -> None:
@@ -66,3 +69,27 @@ def test_a_sequence_goes_on_with_its_own_token_beside_a_beam() -> None:
     assert it.choose({5: 1.0}, logits).sampled == [5, 7]
     it.choosing.go_on([5, 7])
     assert it.choose({5: 1.0}, logits).sampled == [5, 9]
+
+
+class Late(Future[dict[int, Mask]]):
+    """Masks that are made while they are waited for.
+
+    Attributes:
+        took_ns: to make them.
+    """
+
+    def result(self, timeout: float | None = None) -> dict[int, Mask]:
+        began_ns = time.monotonic_ns()
+        made: dict[int, Mask] = {1: bytes([0, 0, 1]) + bytes(VOCAB // 8 - 3)}
+        while time.monotonic_ns() == began_ns:
+            pass
+        self.took_ns = time.monotonic_ns() - began_ns
+        return made
+
+
+def test_time_in_which_masks_are_waited_for_is_told() -> None:
+    it, masks = Chosen(SampleSpec(), SampleSpec()), Late()
+    found = it.choose({5: 1.0}, {7: 1.0}, masks=masks)
+    assert found.sampled == [5, 16]
+    assert 0 < masks.took_ns <= found.awaited_ns
+    assert not it.choose({5: 1.0}, {7: 1.0}).awaited_ns

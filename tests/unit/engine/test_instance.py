@@ -59,6 +59,9 @@ def test_plan(folder: Path) -> None:
     assert engine_setup(config(folder, max_tokens=99)).max_tokens == 99
     with pytest.raises(ConfigError, match="kv_bytes"):
         engine_setup(config(folder, kv_bytes=100))
+    assert not plan.spec.graphs  # of decode steps
+    graphs = {how: engine_setup(config(folder, cuda_graphs=how), decode=True).spec.graphs for how in ("auto", "off")}
+    assert graphs == {"auto": True, "off": False}
 
 
 def test_a_calibration_of_this_model_is_told_in_place_of_what_is_timed_at_start(folder: Path, tmp_path: Path) -> None:

@@ -125,6 +125,8 @@ class FakeEngine:
         self.drops: list[tuple[int, int]] = []
         self.waited_ns = 0
         """So long each step says that it has waited for others."""
+        self.together = 1
+        """Steps of a patient run that are told at once."""
         self._gates: dict[int, int] = {}
         self._changed = asyncio.Condition()
         self._order = asyncio.Lock()
@@ -175,15 +177,19 @@ class FakeEngine:
         self, step: Step, on_layer: Callable[[LayerDone], None] | None, on_step: Callable[[StepResult], None] | None
     ) -> StepResult:
         self.runs.append(0)
+        over: list[StepResult] = []
         while True:
             self.steps.append(step)
             self.runs[-1] += 1
             result = await self._run(step, on_layer)
             following = None if result.aborted or step.step_id in self.cuts else after(step, result.sampled)
             if following is None:
-                return result
-            assert on_step is not None
-            on_step(result)
+                return replace(result, earlier=tuple(over))
+            over.append(result)
+            if not step.patient or len(over) >= self.together:
+                assert on_step is not None
+                on_step(replace(result, earlier=tuple(over[:-1])))
+                over.clear()
             step = following
 
     async def _run(self, step: Step, on_layer: Callable[[LayerDone], None] | None) -> StepResult:

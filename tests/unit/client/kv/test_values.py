@@ -32,7 +32,7 @@ async def stored(**settings: Any) -> AsyncIterator[tuple[Rig, AsyncKVClient]]:
         await store.at_rest()
 
 
-@pytest.mark.parametrize("lane", ["grpc", "local", "tcp"])
+@pytest.mark.parametrize("lane", ["grpc", "local"])
 async def test_values_of_many_sizes_come_back(lane: str, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_KV_LANES_DIR", str(sockets))
     values = {b"%d" % size: data_of(size) for size in SIZES}

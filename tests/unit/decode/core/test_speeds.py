@@ -75,6 +75,9 @@ def test_a_patient_step_may_wait_before_it_is_overdue() -> None:
     assert patient.overdue(5.07, speeds) == speeds
     assert other.overdue(5.07, speeds).decode_base_s == pytest.approx(0.07)
     assert patient.overdue(5.2, speeds).decode_base_s == pytest.approx(0.05)
+    several = Flight(replace(run, steps=9), 9, 5.0)  # of which some may come together
+    assert several.overdue(5.17, speeds) == speeds
+    assert several.overdue(5.27, speeds).decode_base_s == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -148,6 +148,17 @@ async def test_what_is_not_proper_ends_the_lane(sent: bytes, says: str) -> None:
     pool.close()
 
 
+async def test_a_message_of_very_many_extents_is_refused_before_they_are_objects() -> None:
+    pool = pool_of()
+    async with pair(pool) as lane:
+        sending = asyncio.create_task(lane.socks[0].send([LENGTHS.pack(2 << 20, 0) + b"\x12\x00" * (1 << 20)]))
+        with pytest.raises(FrameError, match="LaneFrame has too many fields"):
+            await read(lane.server)
+        sending.cancel()
+        await asyncio.wait([sending])
+    pool.close()
+
+
 async def test_a_server_s_own_memory_is_no_region_of_a_client_s_message() -> None:
     """The lent region is for writing: a client cannot have the server read it."""
     async with pair(mailbox=MAILBOX) as lane:
