@@ -1,17 +1,12 @@
 """One default stack and a gateway for the tests of this folder; each leaves all services running."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
 
 from tests.integration.conftest import small_plan
 from tests.integration.stack import CheckedStack
-
-MODEL = "tiny-llama"
-TURNS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "the tide of a moon pool " * 8}]
 
 
 @pytest.fixture(scope="package")
@@ -26,15 +21,3 @@ def address(stack: CheckedStack) -> str:
     flags = ["--id", "gateway-0", "--listen", "127.0.0.1:0", "--drain-s", "5"]
     flags += ["--conductor", stack.address, "--model", stack.plan.model]
     return stack.spawn("gateway", "gateway-0", flags).wait_ready(60)
-
-
-@pytest.fixture
-def client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-async def aio(address: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as client:
-        yield client

@@ -20,7 +20,6 @@ from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
 TWO = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 SYSTEM: Message = {"role": "system", "content": "the tide of a moon pool rises at noon " * 6}
 QUESTION: Message = {"role": "user", "content": "when?"}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +203,7 @@ def test_caching_over_http_as_kimis_users_know_it(gateway: httpx2.Client, client
     assert gateway.get(f"/v1/caching/{name}").status_code == 404
 
 
-def test_the_command_line_makes_uses_lists_renews_and_deletes(stack: CheckedStack, tmp_path: Path) -> None:
+def test_the_command_line_makes_lists_renews_and_deletes(stack: CheckedStack, tmp_path: Path) -> None:
     def run(*arguments: str, status: int = 0) -> Any:
         done = CliRunner().invoke(app, [*arguments, "--address", stack.address, "--json"])
         assert done.exit_code == status, done.output
@@ -212,21 +211,13 @@ def test_the_command_line_makes_uses_lists_renews_and_deletes(stack: CheckedStac
 
     file = tmp_path / "turns.json"
     file.write_text(json.dumps([SYSTEM]))
-    functions = tmp_path / "tools.json"
-    functions.write_text(json.dumps([TOOL]))
-    create = ("context", "create", str(file), "--messages", "--name", "n", "--tag", "cli", "--tenant", "cli")
-    made = run(*create, "--tools", str(functions))
+    made = run("context", "create", str(file), "--messages", "--name", "n", "--tag", "cli", "--tenant", "cli")
     assert (made["name"], made["tags"], made["messages"]) == ("n", ["cli"], [SYSTEM])
-    assert json.loads(made["tools"]) == [TOOL]
     assert [one["id"] for one in run("context", "list", "--tenant", "cli")] == [made["id"]]
     renewed = run("context", "renew", "cli", "--ttl-s", "90000", "--tenant", "cli")
     assert renewed["expires_at"] > made["expires_at"] + 80000
     with Client(stack.address) as client:
-        ready = settled(client, "cli", "cli")
-    asked = ("--prompt", str(QUESTION["content"]), "--chat", "--max-tokens", "2", "--tenant", "cli")
-    used = run("generate", *asked, "--context", "cli", "--context-ttl-s", "180000")
-    assert used["usage"]["cached_tokens"] >= ready.blocks * BLOCK
-    assert run("context", "show", "cli", "--tenant", "cli")["expires_at"] > renewed["expires_at"] + 80000
+        settled(client, "cli", "cli")
     gone = run("context", "delete", "cli", "--tenant", "cli")
     assert (gone["context"], gone["complete"], gone["blocks"] > 0) == (made["id"], True, True)
     deleted = run("delete", "--tenant", "cli", "--key", "00" * 32)

@@ -8,12 +8,16 @@ import shutil
 import socket
 import subprocess
 import urllib.request
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import jsonschema
 import openai
 import pytest
+from anthropic.types import MessageParam
+from openai.types.chat import ChatCompletionMessageParam
 
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.load.prompts import Shape
@@ -22,10 +26,11 @@ from moonpool.cli.up import curl_line
 from moonpool.client import Client, Message, SamplingParams
 from tests.integration.conftest import BLOCK, tokens, wait_busy
 from tests.integration.reference import LOGPROB_TOLERANCE, Reference
-from tests.integration.shared.conftest import MODEL, TURNS
 from tests.integration.shared.schemas import SCHEMAS, Schema
 from tests.integration.stack import CheckedStack
 
+TURNS: list[ChatCompletionMessageParam] = [{"role": "user", "content": "the tide of a moon pool " * 8}]
+MODEL = "tiny-llama"
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["x", "yy"]}},
@@ -33,6 +38,18 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+async def aio(address: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as client:
+        yield client
 
 
 def test_chat_equals_the_sdk(stack: CheckedStack, client: openai.OpenAI) -> None:
@@ -71,6 +88,40 @@ async def test_asyncio_client(aio: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in aio.models.list()] == [MODEL]
 
 
+def test_several_answers(client: openai.OpenAI) -> None:
+    """Each is that of its own request with the next seed, whole and streamed."""
+
+    def ask(seed: int, n: int) -> list[str]:
+        whole = client.completions.create(model=MODEL, prompt="the sea", max_tokens=6, seed=seed, n=n)
+        return [choice.text for choice in whole.choices]
+
+    expected = ask(5, 1) + ask(6, 1)
+    assert ask(5, 2) == expected
+    texts = ["", ""]
+    for chunk in client.completions.create(model=MODEL, prompt="the sea", max_tokens=6, seed=5, n=2, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+
+
+def test_anthropics_client(address: str, client: openai.OpenAI) -> None:
+    """The same answer in Anthropic's form, whole and streamed."""
+    chat = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=8, temperature=0)
+    messages: list[MessageParam] = [{"role": "user", "content": str(TURNS[0]["content"])}]
+    with anthropic.Anthropic(base_url=f"http://{address}", api_key="any", max_retries=0) as other:
+        whole = other.messages.create(model=MODEL, max_tokens=8, messages=messages, extra_body={"temperature": 0})
+        with other.messages.stream(
+            model=MODEL, max_tokens=8, messages=messages, extra_body={"temperature": 0}
+        ) as stream:
+            streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert [block.text for block in message.content if block.type == "text"] == [chat.choices[0].message.content]
+        assert chat.usage is not None
+        read = message.usage.cache_read_input_tokens or 0
+        assert read >= BLOCK
+        assert message.usage.input_tokens + read == chat.usage.prompt_tokens
+
+
 def test_tokens_and_text(address: str, client: openai.OpenAI) -> None:
     """What `/tokenize` says is what the engines see; tokens are as good a prompt as their text."""
     told = post(address, "/tokenize", {"messages": TURNS})
@@ -81,6 +132,19 @@ def test_tokens_and_text(address: str, client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=4, temperature=0)
     assert whole.choices[0].text == chat.choices[0].message.content
     assert post(address, "/detokenize", {"tokens": told["tokens"]})["prompt"].startswith("<s>[user] the tide")
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    """The chat's answer in OpenAI's newer form, whole and streamed."""
+    chat = client.chat.completions.create(model=MODEL, messages=TURNS, max_tokens=8, temperature=0)
+    ask: dict[str, Any] = {"model": MODEL, "input": TURNS[0]["content"], "max_output_tokens": 8, "temperature": 0}
+    whole = client.responses.create(**ask)
+    with client.responses.stream(**ask) as stream:
+        *_, last = stream
+    assert last.type == "response.incomplete"  # cut by its length
+    assert whole.output_text == last.response.output_text == chat.choices[0].message.content
+    assert whole.usage is not None
+    assert whole.usage.input_tokens_details.cached_tokens >= BLOCK
 
 
 def test_several_prompts(client: openai.OpenAI) -> None:
@@ -108,6 +172,25 @@ def test_tools_reach_the_chat_template(address: str, client: openai.OpenAI) -> N
     answer = client.chat.completions.create(model=MODEL, messages=turns, tools=[tool], max_tokens=1)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == told["count"]
+
+
+def test_a_call_that_is_required(client: openai.OpenAI) -> None:
+    """A model that knows of no functions calls one: its answer is held to the schema of the arguments."""
+    schema = {
+        "type": "object",
+        "properties": {"tide": {"enum": ["high", "low"]}},
+        "required": ["tide"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"type": "function", "function": {"name": "tide", "parameters": schema}}
+    for turns in ([TURNS[0]], [TURNS[0]] * 2):
+        whole = client.chat.completions.create(
+            model=MODEL, messages=turns, tools=[tool], tool_choice="required", max_tokens=200, temperature=0
+        )
+        assert whole.choices[0].message.tool_calls
+        (call,) = whole.choices[0].message.tool_calls
+        assert call.type == "function"
+        assert json.loads(call.function.arguments)["tide"] in ("high", "low")
 
 
 def test_special_tokens_in_the_text(address: str, client: openai.OpenAI) -> None:
@@ -175,14 +258,17 @@ def test_refusals(client: openai.OpenAI) -> None:
 
 
 def test_client_that_leaves(stack: CheckedStack, address: str) -> None:
-    """While it waits for the whole: nothing is held anywhere afterwards."""
-    body = json.dumps({"messages": TURNS, "max_tokens": 1000, "ignore_eos": True})
-    host, _, port = address.rpartition(":")
-    with socket.create_connection((host, int(port))) as connection:
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-        wait_busy(stack.address, "decode-0", 20)
-    wait_at_rest(stack.address, 20)
+    """In the middle of a stream, and while it waits for the whole: nothing is held anywhere afterwards."""
+    for stream in (True, False):
+        body = json.dumps({"messages": TURNS, "max_tokens": 1000, "ignore_eos": True, "stream": stream})
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+            if stream:
+                assert connection.recv(15) == b"HTTP/1.1 200 OK"
+            wait_busy(stack.address, "decode-0", 20)
+        wait_at_rest(stack.address, 20)
 
 
 def test_trace_reaches_the_conductor(stack: CheckedStack, client: openai.OpenAI) -> None:
