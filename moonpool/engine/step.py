@@ -46,8 +46,8 @@ class StageRunner:
     gate_timeout_s: float
     masks: Masks | None = None
     """Of the last stage; None = answers have no format."""
-    give_way: Callable[[], None] = lambda: None
-    """Called in the beginning of a patient step."""
+    give_way: Callable[[Callable[[], bool]], None] = lambda aborted: None
+    """Called in the beginning of a patient step, with what tells whether the step was aborted."""
     share: Callable[[], float] = lambda: 1.0
     """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
     graphs: DecodeGraphs | None = None
@@ -209,7 +209,7 @@ class StageRunner:
         """Gives way first where the step is patient."""
         start_ns = time.monotonic_ns()
         if step.patient:
-            self.give_way()
+            self.give_way(partial(self.gates.aborted, step.step_id))
         return _Clocks(start_ns, time.monotonic_ns(), time.thread_time_ns())
 
     def _ran(self, step: Step, clocks: _Clocks, awaited_ns: int) -> float:

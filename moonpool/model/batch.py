@@ -40,6 +40,7 @@ class PackedBatch:
     # [S] int64: tokens that each sequence's table holds.
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     room: int = 0  # steps that the tables have room for, this one included; 0: not looked at yet
+    within: int = 0  # further steps in which no sequence begins a block
     # What the layers of one stage compute once per batch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
@@ -104,8 +105,13 @@ class PackedBatch:
             raise _too_short(short, int(positions[short]) + 1, int(its["capacity"][short]) // size, size)
         its["token_ids"][:] = tokens
         its["context_lens"] += 1
-        np.remainder(positions, size, out=its["offsets"])
-        its["block_ids"][:] = tables[np.arange(len(tables)), positions // size]
+        if self.within:  # mostly: behind a step caches are cold, so each kind of operation takes its time
+            its["offsets"] += 1
+            self.within -= 1
+        else:
+            np.remainder(positions, size, out=its["offsets"])
+            its["block_ids"][:] = tables[np.arange(len(tables)), positions // size]
+            self.within = size - 1 - int(its["offsets"].max())
         self.angles.clear()
         for plan in self.plans.values():
             plan.go_on(tables)
@@ -113,6 +119,8 @@ class PackedBatch:
 
     def filled(self) -> list[int]:
         """Blocks that the step fills, of a batch with one token of each sequence."""
+        if self.within:
+            return []
         filled: list[int] = self.arrays["block_ids"][self.arrays["offsets"] == self.block_tokens - 1].tolist()
         return filled
 

@@ -112,11 +112,14 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
         assert await generate(engine, 10, prompt, (9, 2, 5, 11), 6) == expected
 
         if engine.run_steps > 1:
-            told: list[StepResult] = []
             share = part([*prompt, expected[0]], len(prompt), (9, 2, 5, 11), sample=True)
             run = Step(20, (replace(share, end_token_ids=frozenset(expected[-1:])),), steps=9)
-            last = await engine.run(run, on_step=told.append)
-            assert [it.sampled for it in (*told, last)] == [(token,) for token in expected[1:]]
+            for step in (run, replace(run, step_id=21, patient=True)):
+                told: list[StepResult] = []
+                told.append(await engine.run(step, on_step=told.append))
+                steps = [it for one in told for it in (*one.earlier, one)]
+                assert [it.sampled for it in steps] == [(token,) for token in expected[1:]]
+                assert step.patient or not any(one.earlier for one in told)
 
         # The prefix's KV is taken out of the pool and comes back layer by layer, behind gates.
         saved = {(layer, block): bytes(engine.pool.slice(layer, block)) for layer in range(layers) for block in (9, 2)}
@@ -174,5 +177,5 @@ async def test_a_gpu_that_is_not_there_is_named(checkpoint: Path) -> None:
 async def test_a_broken_checkpoint_is_named(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     with pytest.raises(CheckpointError, match="safetensors"):
-        async with start_engine(spec(tmp_path, stages=2), start_timeout_s=60):
+        async with start_engine(spec(tmp_path, stages=1), start_timeout_s=60):
             pytest.fail("it came up")

@@ -81,6 +81,19 @@ def test_the_next_step_is_packed_as_if_anew(first: Sequence[Sequence[int]]) -> N
         batch.after([1, 1, 1])
 
 
+def test_many_steps_are_packed_as_if_anew() -> None:
+    """Most of them within the blocks that they are in."""
+    batch = at((10, 20, 1), [1], [2], [3])
+    filled = {}
+    for step in range(1, 13):
+        batch = batch.after([step, 7, 5])
+        anew = at((10 + step, 20 + step, 1 + step), [step], [7], [5])
+        assert all(getattr(batch, name).tolist() == getattr(anew, name).tolist() for name in FIELDS)
+        if batch.filled():
+            filled[step] = batch.filled()
+    assert filled == {6: [4], 12: [7]}
+
+
 def test_a_plan_goes_on_to_blocks_of_the_pool_only() -> None:
     batch = at((46, 15, 48), [1], [2], [3])
     plan = make_plan(torch.zeros(10, 1, 2, 16, 8), batch.block_tables, batch.query_start, batch.context_lens)
