@@ -72,7 +72,7 @@ format: $(STAMP)  ## rewrite the code in the house's format
 protos: $(STAMP)  ## regenerate moonpool/v1 from protos/
 	$(BIN)/python tools/gen_protos.py
 
-bench: $(STAMP)  ## measure everything, into benchmarks/results/ and its page
+bench: $(STAMP)  ## measure, for hours, into benchmarks/results/ and its page (docs/measuring.md)
 	$(BIN)/python -m benchmarks
 
 load: $(STAMP)  ## load each service alone, for some seconds

@@ -7,12 +7,12 @@ of all block references, a request's hits stop at its first miss; written are re
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.eviction import chains_of_trace, trace_flags
-from benchmarks.frame import Absent, Progress, Row, Skipped, run
+from benchmarks.eviction import of_traces, trace_flags
+from benchmarks.frame import Absent, Progress, Row, run
 from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
@@ -61,7 +61,7 @@ def read(store: BlockStore, chain: Sequence[BlockKey]) -> int:
     lease = store.reads.open(chain, FORMAT, promote=True)
     for source in lease.sources:
         if source.reader is not None:
-            source.reader.read_layers(0, [source.memory(0, FORMAT.layout)])
+            source.reader.read_layers(0, source.memory(range(1), FORMAT.layout))
             source.filled = 1
     store.reads.close(lease)
     return lease.blocks
@@ -94,27 +94,26 @@ def write(store: BlockStore) -> None:
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
-    rows: list[Row | Absent] = []
-    for trace in options.traces:
-        try:
-            chains = chains_of_trace(trace, options)
-        except Skipped as reason:
-            rows.append(Absent(f"{trace} trace, all rules", ALL, str(reason)))
-            continue
-        for dram, ssd in options.sizes:
-            where = f"{trace}, {dram} blocks in DRAM, {ssd} on SSD, {REUSED}"
-            outcomes = {}
-            for rule in (ALL, REUSED):
-                with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                    outcomes[rule] = replay(chains, Admission(rule), dram, ssd, Path(folder))
-                progress(f"{trace}, {dram} and {ssd} blocks, {rule}: {outcomes[rule]}")
-            every, reused = outcomes[ALL], outcomes[REUSED]
-            hits = reused.hit_share / every.hit_share if every.hit_share else 1.0
-            rows.append(Row(where, reused.hit_share, "hit share", 0.0, ALL, every.hit_share, hits))
-            spared = every.written_share / reused.written_share if reused.written_share else 1.0
-            written = reused.written_share, "records per block put", 0.0, ALL, every.written_share
-            rows.append(Row(f"{where}, written", *written, spared))
-    return rows
+    return of_traces(options, "rules", ALL, lambda trace, chains: rows_of(trace, chains, options, progress))
+
+
+def rows_of(
+    trace: str, chains: Sequence[Sequence[BlockKey]], options: argparse.Namespace, progress: Progress
+) -> Iterator[Row]:
+    """Hit share and records written with `REUSED` at each size of the tiers, beside those with `ALL`."""
+    for dram, ssd in options.sizes:
+        where = f"{trace}, {dram} blocks in DRAM, {ssd} on SSD, {REUSED}"
+        outcomes = {}
+        for rule in (ALL, REUSED):
+            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+                outcomes[rule] = replay(chains, Admission(rule), dram, ssd, Path(folder))
+            progress(f"{trace}, {dram} and {ssd} blocks, {rule}: {outcomes[rule]}")
+        every, reused = outcomes[ALL], outcomes[REUSED]
+        hits = reused.hit_share / every.hit_share if every.hit_share else 1.0
+        yield Row(where, reused.hit_share, "hit share", 0.0, ALL, every.hit_share, hits)
+        spared = every.written_share / reused.written_share if reused.written_share else 1.0
+        written = reused.written_share, "records per block put", 0.0, ALL, every.written_share
+        yield Row(f"{where}, written", *written, spared)
 
 
 def sizes(text: str) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """Plain reads and appends of this machine's disk, for comparison, and dropping files from the page cache."""
 
+import mmap
 import os
 import threading
 import time
@@ -81,8 +82,10 @@ def whole_blocks(blocks: int, block_bytes: int, pitch: int) -> list[Piece]:
     return [(block * pitch, block_bytes) for block in range(blocks)]
 
 
-def read_seconds(path: Path, pieces: Sequence[Piece], depth: int) -> float:
+def read_seconds(path: Path, pieces: Sequence[Piece], depth: int, *, direct: bool = False) -> float:
     """Seconds until `depth` threads have read all pieces, in order, each into memory that was touched before.
+
+    With `direct` past the page cache: offsets and lengths are multiples of a sector's.
 
     Raises:
         OSError: a piece is not in the file.
@@ -91,8 +94,10 @@ def read_seconds(path: Path, pieces: Sequence[Piece], depth: int) -> float:
     lock = threading.Lock()
     failed: list[BaseException] = []
     longest = max(length for _, length in pieces)
-    memories = [memoryview(bytearray(b"\1") * longest) for _ in range(depth)]
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    memories = [memoryview(mmap.mmap(-1, longest)) for _ in range(depth)]
+    for memory in memories:
+        memory[:] = b"\1" * longest
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
 
     def reader(memory: memoryview) -> None:
         try:

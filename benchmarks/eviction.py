@@ -8,7 +8,7 @@ others; with `--blocks all` the part-filled last block of each request is counte
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
@@ -73,18 +73,28 @@ def rows_of(
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
+    policies, capacities = options.policies, options.capacities
+    return of_traces(
+        options, "policies", "lru", lambda trace, chains: rows_of(trace, chains, policies, capacities, progress)
+    )
+
+
+def of_traces(
+    options: argparse.Namespace, of: str, limit: str, rows_of: Callable[[str, Chains], Iterable[Row]]
+) -> list[Row | Absent]:
+    """The rows of each trace that was chosen, by its name and chains; one that is absent, of all `of`, if it is."""
     rows: list[Row | Absent] = []
     for trace in options.traces:
         try:
-            chains = chains_of_trace(trace, options)
+            chains = _chains_of(trace, options)
         except Skipped as reason:
-            rows.append(Absent(f"{trace} trace, all policies", "lru", str(reason)))
-            continue
-        rows += rows_of(trace, chains, options.policies, options.capacities, progress)
+            rows.append(Absent(f"{trace} trace, all {of}", limit, str(reason)))
+        else:
+            rows += rows_of(trace, chains)
     return rows
 
 
-def chains_of_trace(trace: str, options: argparse.Namespace) -> Chains:
+def _chains_of(trace: str, options: argparse.Namespace) -> Chains:
     """The chains of one of `TRACES`, with the flags of `trace_flags`; raises Skipped when it cannot be read."""
     if trace == PUBLIC:
         return read_chains(trace_file(options.trace), options.blocks)

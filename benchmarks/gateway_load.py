@@ -93,11 +93,11 @@ class HttpClient:
         self._writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         answer = bytearray(await self._reader.read(1 << 16))
         first = time.perf_counter() - began
+        assert answer.startswith(b"HTTP/1.1 200 OK"), answer
         while answer[-len(END) :] != END:
             piece = await self._reader.read(1 << 16)
             assert piece, answer
             answer += piece
-        assert answer.startswith(b"HTTP/1.1 200 OK"), answer
         assert b'"completion_tokens":%d,' % self._answer_tokens in answer, answer
         return first
 

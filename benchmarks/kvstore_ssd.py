@@ -3,8 +3,9 @@
 Sustained Put: the tier is full before the clock starts, and several times what it holds is put, so that space is
 reclaimed all the time (`--ssd-put-gigabytes 20 --ssd-tier-gigabytes 2` for a long stretch). Cold Get: the store was
 restarted, so that its DRAM is empty, and its files were dropped from the page cache. Plain reads are `preadv` of the
-same sizes in the same order by as many threads, from a file like a segment, and once more with whole blocks. Plain
-appends sync as often as the store does.
+same sizes in the same order by as many threads, from a file like a segment, through the page cache with the kernel's
+reading ahead, each thread into the same few bytes. They are read once more in whole blocks, and directly in such pieces
+as the store reads. Plain appends sync as often as the store does.
 """
 
 import argparse
@@ -16,11 +17,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.disk import append_seconds, drop_cache, layer_major, make_file, read_seconds, whole_blocks
+from benchmarks.disk import Piece, append_seconds, drop_cache, layer_major, make_file, read_seconds, whole_blocks
 from benchmarks.frame import Progress, Row, paired
 from benchmarks.kvstore_client import connected, some_at_once
 from benchmarks.kvstore_shape import Memory, chain, layout_of, split
-from benchmarks.processes import Child, child
+from benchmarks.processes import Child, child, own_cpu_s
+from services.kvstore.streams.layers import PIECE_BYTES
 
 READ_TARGET = 0.8
 WRITE_TARGET = 0.8
@@ -83,33 +85,48 @@ async def put_seconds(
         return time.perf_counter() - begin
 
 
-async def get_seconds(address: str, memory: Memory, seed: int, blocks: int, progress: Progress) -> float:
-    """Seconds until all chains have been read.
+class Cost(NamedTuple):
+    """Of a stretch: seconds, and processor seconds of all who take part."""
+
+    seconds: float
+    cpu_s: float
+
+
+async def get_cost(process: Child, memory: Memory, seed: int, blocks: int, progress: Progress) -> Cost:
+    """What it costs to read all chains.
 
     Raises:
         RuntimeError: the data read differs from the data put.
     """
     memory.clear_target()
-    async with connected(address, LAYOUT, memory) as client:
-        begin = time.perf_counter()
+    async with connected(process.address, LAYOUT, memory) as client:
+        begin, cpu_s = time.perf_counter(), process.cpu_s() + own_cpu_s()
         jobs = [functools.partial(client.get, keys, first) for keys, first in chains(seed, blocks)]
         await some_at_once(told(jobs, "cold Get", progress), AT_ONCE)
-        seconds = time.perf_counter() - begin
+        cost = Cost(time.perf_counter() - begin, process.cpu_s() + own_cpu_s() - cpu_s)
     if wrong := memory.differs(min(blocks, MEMORY_BYTES // LAYOUT.block_bytes), LAYOUT.block_bytes):
         raise RuntimeError(f"{wrong} blocks that were read differ from those put")
-    return seconds
+    return cost
+
+
+def read_cost(path: Path, pieces: Sequence[Piece], threads: int, *, direct: bool = False) -> Cost:
+    """What plain reads cost."""
+    cpu_s = own_cpu_s()
+    seconds = read_seconds(path, pieces, threads, direct=direct)
+    return Cost(seconds, own_cpu_s() - cpu_s)
 
 
 class Figures:
-    """Seconds of each run, the store's and the references'."""
+    """Seconds of each run, or what it cost; the store's and the references'."""
 
     def __init__(self) -> None:
         self.put: list[float] = []
         self.put_dram: list[float] = []
         self.append: list[float] = []
-        self.get: list[float] = []
-        self.read: list[float] = []
-        self.read_whole: list[float] = []
+        self.get: list[Cost] = []
+        self.read: list[Cost] = []
+        self.read_whole: list[Cost] = []
+        self.read_direct: list[Cost] = []
 
     def rows(self, sizes: "Sizes") -> list[Row]:
         """The figures as GB/s."""
@@ -123,14 +140,26 @@ class Figures:
 
         slower = [max(both) for both in zip(self.append, self.put_dram, strict=True)]
         put, moved = f"SSD, sustained Put until durable, {sizes.put / sizes.held:.0f} times the tier", sizes.put
-        get, read = "SSD, cold Get", sizes.read
+        get, read, plain = "SSD, cold Get", sizes.read, "plain reads of the same size, order and depth"
+        gigabytes = read * LAYOUT.block_bytes / 1e9
+        cpu = [(a.cpu_s / gigabytes, b.cpu_s / gigabytes) for a, b in zip(self.get, self.read, strict=True)]
+
+        beside: tuple[tuple[Sequence[Cost], str, float | None], ...] = (
+            (self.read, plain, READ_TARGET),
+            (self.read_whole, "plain reads of whole blocks", None),
+            (self.read_direct, f"direct reads of {PIECE_BYTES >> 10} KiB", None),
+        )
         return [
             row(put, moved, self.put, slower, "the lesser of append with the same sync and Put to DRAM", WRITE_TARGET),
             row(put, moved, self.put, self.append, "append with the same sync", None),
             row(put, moved, self.put, self.put_dram, "Put to DRAM", None),
-            row(get, read, self.get, self.read, "plain reads of the same size, order and depth", READ_TARGET),
-            row(get, read, self.get, self.read_whole, "plain reads of whole blocks", None),
+            *(row(get, read, _seconds(self.get), _seconds(costs), name, target) for costs, name, target in beside),
+            paired(f"{get}, processors", "s/GB", cpu, plain, less_is_better=True),
         ]
+
+
+def _seconds(costs: Sequence[Cost]) -> list[float]:
+    return [cost.seconds for cost in costs]
 
 
 class Sizes(NamedTuple):
@@ -163,14 +192,14 @@ async def put_sustained(
         return await put_seconds(process.address, memory, seed, blocks, "sustained Put", progress, durable=True)
 
 
-async def get_cold(folder: Path, memory: Memory, seed: int, sizes: Sizes, progress: Progress) -> float:
-    """Seconds to read blocks that a store held before it was restarted and its files left the page cache."""
+async def get_cold(folder: Path, memory: Memory, seed: int, sizes: Sizes, progress: Progress) -> Cost:
+    """What it costs to read blocks that a store held before it was restarted and its files left the page cache."""
     blocks = sizes.read
     with store(folder, 2 * blocks_bytes(blocks)) as process:
         await put_seconds(process.address, memory, seed, blocks, "Put of what is read", progress, durable=True)
     with store(folder, 2 * blocks_bytes(blocks), threads=sizes.threads) as process:
         drop_cache(folder)
-        return await get_seconds(process.address, memory, seed, blocks, progress)
+        return await get_cost(process, memory, seed, blocks, progress)
 
 
 def blocks_bytes(blocks: int) -> int:
@@ -189,13 +218,15 @@ async def one_run(
     figures.put_dram.append(in_dram)
     figures.get.append(await get_cold(folder / "get", memory, seed, sizes, progress))
     pitch = LAYOUT.block_bytes + HEADER_BYTES
+    bands = LAYOUT.block_bytes // PIECE_BYTES
     orders = (
-        (figures.read, layer_major(blocks, LAYOUT.layers, LAYOUT.slice_bytes, pitch, CHAIN_BLOCKS)),
-        (figures.read_whole, whole_blocks(blocks, LAYOUT.block_bytes, pitch)),
+        (figures.read, layer_major(blocks, LAYOUT.layers, LAYOUT.slice_bytes, pitch, CHAIN_BLOCKS), False),
+        (figures.read_whole, whole_blocks(blocks, LAYOUT.block_bytes, pitch), False),
+        (figures.read_direct, layer_major(blocks, bands, PIECE_BYTES, pitch, CHAIN_BLOCKS), True),
     )
-    for seconds, pieces in orders:
+    for costs, pieces, direct in orders:
         drop_cache(folder)
-        seconds.append(read_seconds(folder / "plain", pieces, sizes.threads))
+        costs.append(read_cost(folder / "plain", pieces, sizes.threads, direct=direct))
 
 
 async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
@@ -216,5 +247,5 @@ async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
             progress(f"SSD: run {number + 1} of {options.runs}")
     rows = figures.rows(sizes)
     for row in rows:
-        progress(f"{row.name}: {row.value:.2f} GB/s, {row.ratio:.2f} of {row.limit_name}")
+        progress(f"{row.name}: {row.value:.2f} {row.unit}, {row.ratio:.2f} of {row.limit_name}")
     return rows

@@ -1,11 +1,12 @@
 """What choosing a token costs: each parameter beside greedy, and within a step, as the masks of structured answers.
 
-`python -m benchmarks.sampling [--json]`. Steps are those of one stage in this process, in bfloat16 with random weights,
-a context of 256 tokens each; the tokenizer is made up (`moonpool model create`). They go in runs of 32, as in an engine
-(docs/adr/0028-lookahead.md). All sequences of a structured run follow the same JSON schema and begin it anew when they
-have ended, which ends the run; plain ones sample from the same contexts. Both draw at temperature 1, and alternate;
-batch 8. At batch 32 runs that draw with top-p alternate with greedy ones, and the time is taken that those spend
-outside native code, their beginnings included.
+`python -m benchmarks.sampling [--json]`. Steps are those of one stage in this process, in bfloat16, a context of 256
+tokens each. They go in runs of 32, as in an engine (docs/adr/0028-lookahead.md). All sequences of a structured run
+follow the same JSON schema and begin it anew when they have ended, which ends the run; plain ones sample from the same
+contexts. Both draw at temperature 1, and alternate; batch 8. Two shapes have the vocabulary that their model has, and
+`small` takes both in turn: its steps are so short that what is added to them shows. Weights are random and tokenizers
+made up (`moonpool model create`), but for SmolLM2-135M-Instruct, where it was fetched. At batch 32 runs that draw with
+top-p alternate with greedy ones, and the time is taken that those spend outside native code, their beginnings included.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from benchmarks.frame import Absent, Progress, Row, bounded, paired, run
 from kernels.native import library
 from kernels.native.library import Library
 from moonpool.checkpoint import Tokenizer, kv_layout, load_config
+from moonpool.cli.named import cache_folder, cached
 from moonpool.engine.devices.opening import place_on
 from moonpool.engine.gates import Gates
 from moonpool.engine.masks import Masks
@@ -43,13 +45,21 @@ from moonpool.sched.steps import LayerDone, SequenceStep, Step
 from moonpool.v1 import kv_pb2
 
 VOCABULARIES = (49_152, 151_936)
+"""Of SmolLM2 and of Qwen2.5."""
 BATCH, CONTEXT, BLOCK_TOKENS = 8, 256, 64
 RUN = 32
 """Steps of a run."""
-SHAPE = "small"
 MANY = 32
-MANY_SHAPES = ((SHAPE, 32_000), (SHAPE, 151_936), ("qwen2.5-0.5b", 151_936))
-"""Shapes whose steps have so many sequences, and vocabularies."""
+SMALL, SMOLLM2, QWEN = "small", "smollm2-135m", "qwen2.5-0.5b"
+SHAPES = (
+    (SMALL, 32_000, False, True),
+    (SMALL, 49_152, True, False),
+    (SMALL, 151_936, True, True),
+    (SMOLLM2, 49_152, True, False),
+    (QWEN, 151_936, True, True),
+)
+"""Shapes, vocabularies, whether steps of theirs are measured with masks, and with many sequences."""
+TRAINED = "SmolLM2-135M-Instruct"
 WANTED = 1 / 1.05
 """A step with masks takes at most 5 % longer."""
 WANTED_TOP_P = 0.9
@@ -85,11 +95,10 @@ FEATURES = {
 
 
 class Stage:
-    """One stage of a made-up model, and sequences that it generates for."""
+    """One stage of a checkpoint, and sequences that it generates for."""
 
-    def __init__(self, folder: Path, shape: str, vocabulary: int, batch: int) -> None:
-        create(shape, folder, overrides={"vocab_size": vocabulary})
-        config = load_config(folder)
+    def __init__(self, checkpoint: Path, batch: int) -> None:
+        config = load_config(checkpoint)
         self._blocks = -(-(CONTEXT + RUN) // BLOCK_TOKENS)
         self._pool = KVPool.create(
             kv_layout(config, "bfloat16", BLOCK_TOKENS), batch * self._blocks, [(0, config.num_layers)]
@@ -99,8 +108,8 @@ class Stage:
         aside: Callable[[], AbstractContextManager[None]] = nullcontext
         if native is not None:
             aside = native.aside
-        self._masks = Masks(lambda: Tokenizer.load(folder), vocabulary, self._ends, aside)
-        model = load_stage(folder, config, torch.bfloat16, 0, config.num_layers)
+        self._masks = Masks(lambda: Tokenizer.load(checkpoint), config.vocab_size, self._ends, aside)
+        model = load_stage(checkpoint, config, torch.bfloat16, 0, config.num_layers)
         self._events: list[LayerDone | StepDone | Fetched] = []
         [part] = self._pool.parts
         self._runner = StageRunner(
@@ -163,10 +172,10 @@ class Stage:
 
 
 @contextmanager
-def stage(shape: str, vocabulary: int, batch: int) -> Iterator[Stage]:
-    """A stage of a model with this vocabulary, and so many sequences."""
-    with tempfile.TemporaryDirectory() as path, closing(Stage(Path(path) / "model", shape, vocabulary, batch)) as made:
-        yield made
+def checkpoint_of(shape: str, vocabulary: int) -> Iterator[Path]:
+    """A model of a shape with this vocabulary."""
+    with tempfile.TemporaryDirectory() as path:
+        yield create(shape, Path(path) / "model", overrides={"vocab_size": vocabulary})
 
 
 class Clock:
@@ -213,12 +222,11 @@ def paired_runs(
     return pairs
 
 
-def many_rows(shape: str, vocabulary: int, runs: int, steps: int) -> Iterator[Row]:
+def many_rows(checkpoint: Path, of: str, runs: int, steps: int) -> Iterator[Row]:
     """Steps of many sequences: drawn with top-p beside greedy, and what is outside native calls."""
-    native = library.get()
-    with stage(shape, vocabulary, MANY) as made:
+    native, of = library.get(), f"{of}, batch {MANY}"
+    with closing(Stage(checkpoint, MANY)) as made:
         pairs = paired_runs(partial(made.plain, TOP_P), partial(made.plain, SampleSpec()), runs, steps)
-        of = f"{shape}, vocabulary {vocabulary}, batch {MANY}"
         name = f"step at temperature 0.8 with top-p 0.95, {of}"
         yield paired(name, "ms", pairs, "the greedy step", less_is_better=True, target=WANTED_TOP_P)
         if native is None:
@@ -231,11 +239,11 @@ def many_rows(shape: str, vocabulary: int, runs: int, steps: int) -> Iterator[Ro
             yield bounded(name, "of the step", shares, "wanted", MOST_OUTSIDE)
 
 
-def mask_row(vocabulary: int, runs: int, steps: int) -> Row:
+def mask_row(checkpoint: Path, of: str, runs: int, steps: int) -> Row:
     """A step with masks beside one without."""
-    with stage(SHAPE, vocabulary, BATCH) as made:
+    with closing(Stage(checkpoint, BATCH)) as made:
         pairs = paired_runs(made.structured, partial(made.plain, PLAIN), runs, steps)
-    name = f"step with masks, vocabulary {vocabulary}, batch {BATCH}"
+    name = f"step with masks, {of}, batch {BATCH}"
     return paired(name, "ms", pairs, "the step without", less_is_better=True, target=WANTED)
 
 
@@ -260,16 +268,31 @@ def _choosing(logits: torch.Tensor, spec: SampleSpec, times: int = 5) -> float:
     return 1e6 / len(logits) * min(once(logits.clone()) for _ in range(times))
 
 
-def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
+def rows_of(options: argparse.Namespace) -> Iterator[Row | Absent]:
     """All rows."""
-    rows: list[Row | Absent] = []
     for vocabulary in VOCABULARIES:
-        for row in (mask_row(vocabulary, options.runs, options.steps), *feature_rows(vocabulary, options.runs)):
-            rows.append(row)
-            progress(f"{row.name}: {row.value:.2f} {row.unit}, ratio {row.ratio:.3f}")
-    for shape, vocabulary in MANY_SHAPES:
-        for row in many_rows(shape, vocabulary, options.runs, options.steps):
-            rows.append(row)
+        yield from feature_rows(vocabulary, options.runs)
+    for shape, vocabulary, masked, many in SHAPES:
+        with checkpoint_of(shape, vocabulary) as checkpoint:
+            of = f"{shape}, vocabulary {vocabulary}"
+            if masked:
+                yield mask_row(checkpoint, of, options.runs, options.steps)
+            if many:
+                yield from many_rows(checkpoint, of, options.runs, options.steps)
+    trained = cached("smollm2", cache_folder())
+    if trained is None:
+        name = f"step with masks, {TRAINED}, batch {BATCH}"
+        yield Absent(name, "the step without", "it is not here (`moonpool model fetch smollm2`)")
+    else:
+        yield mask_row(trained, TRAINED, options.runs, options.steps)
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
+    """All rows, each told when it is there."""
+    rows: list[Row | Absent] = []
+    for row in rows_of(options):
+        rows.append(row)
+        if isinstance(row, Row):
             progress(f"{row.name}: {row.value:.3f} {row.unit}, ratio {row.ratio:.3f}")
     return rows
 

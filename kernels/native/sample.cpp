@@ -77,6 +77,9 @@ struct Work {
             odd |= v != v;
             most = vmax(v, most);
         }
+        return best(most, odd);
+    }
+    static float best(vf most, vi odd) {
         int32_t any = 0;
         for (int i = 0; i < W; i++) any |= odd[i];
         return any ? NAN : max_of(most);
@@ -99,7 +102,7 @@ struct Work {
     bool adjusted() const { return row.bias_count || row.banned_count || row.history_count; }
     void adjust();
     void mask();
-    void write_mask(int64_t run, const uint32_t* words);
+    float mask_run(int64_t run, const uint32_t* words);
     int32_t lowest_of_highest() const;
     double weigh(bool by_run);
     void keep(Cut cut);
@@ -136,21 +139,35 @@ void Work::adjust() {
     if (row.presence != 0) each_once(row.prompt_tokens, [&](float& it) { it -= row.presence; });
 }
 
-// Minus infinity where words of 32 tokens each say so.
-void Work::write_mask(int64_t index, const uint32_t* words) {
+// Logits of tokens whose bit is set, the lowest for the first, and minus infinity for the others.
+INLINE vf permitted(vf v, uint32_t bits) {
+    vf none = splat(-INFINITY);
+#if defined(MP_AVX512)
+    return (vf)_mm512_mask_mov_ps((__m512)none, (__mmask16)bits, (__m512)v);
+#else
     vu lanes;
     for (int i = 0; i < W; i++) lanes[i] = 1u << i;
-    int64_t first = index * RUN, left = s.vocab - first;
-    for (int64_t i = 0; i < RUN && i < left; i += W) {
-        vu bits = (vu){} + (words[i / 32] >> i % 32);
-        vi out = (vi)((bits & lanes) == 0);
-        if (left - i >= W) {
-            vf v = load(logits + first + i);
-            store(logits + first + i, (vf)(((vi)v & ~out) | ((vi)splat(-INFINITY) & out)));
-        } else {
-            for (int64_t j = 0; j < left - i; j++) if (out[j]) logits[first + i + j] = -INFINITY;
-        }
+    vi out = (vi)((((vu){} + bits) & lanes) == 0);
+    return (vf)(((vi)v & ~out) | ((vi)none & out));
+#endif
+}
+// Minus infinity where words of 32 tokens each say so; the highest of the others, NaN where one of them is.
+float Work::mask_run(int64_t index, const uint32_t* words) {
+    float* to = logits + index * RUN;
+    int64_t left = s.vocab - index * RUN;
+    if (left < RUN) {
+        for (int64_t i = 0; i < left; i++) if (!(words[i / 32] >> i % 32 & 1)) to[i] = -INFINITY;
+        return best_of_run(index);
     }
+    vf most = splat(-INFINITY);
+    vi odd = {};
+    for (int i = 0; i < RUN; i += W) {
+        vf v = permitted(load(to + i), words[i / 32] >> i % 32);
+        store(to + i, v);
+        odd |= v != v;
+        most = vmax(v, most);
+    }
+    return best(most, odd);
 }
 void Work::mask() {
     int64_t size = (s.vocab + 7) / 8;
@@ -158,12 +175,11 @@ void Work::mask() {
     for (int64_t i = 0; i < runs; i++) {
         uint32_t words[RUN / 32] = {};
         int64_t left = size - i * (RUN / 8);
-        if (left > 0) memcpy(words, row.mask + i * (RUN / 8), left < RUN / 8 ? left : RUN / 8);
+        if (left >= RUN / 8) memcpy(words, row.mask + i * (RUN / 8), RUN / 8);
+        else if (left > 0) memcpy(words, row.mask + i * (RUN / 8), left);
         uint32_t any = 0, all = ~0u;
         for (uint32_t word : words) any |= word, all &= word;
-        if (!any) { desk.best[i] = -INFINITY; continue; }
-        if (all != ~0u) write_mask(i, words);
-        desk.best[i] = best_of_run(i);
+        desk.best[i] = !any ? -INFINITY : all == ~0u ? best_of_run(i) : mask_run(i, words);
     }
 }
 

@@ -28,9 +28,7 @@ MAX_NAME_CHARS = 64
 """X.509's bound of a common name."""
 _UTC = datetime.UTC
 
-app = typer.Typer(
-    name="moonpool certs", help="A local certificate authority.", no_args_is_help=True, add_completion=False
-)
+app = typer.Typer()
 
 
 @app.callback()
@@ -129,11 +127,6 @@ class Authority:
         path = folder / f"{name}.pem"
         _write(path, made.public_bytes(serialization.Encoding.PEM), 0o644)
         return path
-
-
-def run(args: list[str]) -> None:
-    """Runs `moonpool certs ...`; errors are raised, for the caller to print."""
-    app(args, prog_name="moonpool certs", standalone_mode=False)
 
 
 def _builder(

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -24,11 +24,13 @@ HELP = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an an
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns so far, and how answers are sampled."""
+    """The turns so far, what goes before them, and how answers are sampled."""
 
     client: Client
     sampling: SamplingParams
     system: str = ""
+    context: str = ""
+    tenant: str = ""
     turns: list[Message] = field(default_factory=list)
 
     def ask(self, text: str, out: TextIO) -> GenerateResult | None:
@@ -43,7 +45,9 @@ class Conversation:
         asked: list[Message] = [*self.turns, {"role": "user", "content": text}]
         begin: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
         said: list[str] = []
-        stream = self.client.stream(messages=[*begin, *asked], sampling=self.sampling)
+        stream = self.client.stream(
+            messages=[*begin, *asked], sampling=self.sampling, context=self.context, tenant=self.tenant
+        )
         with contextlib.suppress(KeyboardInterrupt), stream:
             for event in stream:
                 said.append(event.text)
@@ -123,8 +127,13 @@ def typed_lines() -> Iterator[str]:
             return
 
 
-def chat(address: str, model: str, sampling: SamplingParams, system: str) -> None:
+def chat(address: str, model: str, converse: Callable[[Client], Conversation]) -> None:
     """Chats on the terminal, or with a pipe: then each line is a turn, and the first error ends it.
+
+    Args:
+        address: see `serving`.
+        model: see `serving`.
+        converse: begins the conversation.
 
     Raises:
         MoonpoolError: no stack, or a request of a pipe failed.
@@ -133,6 +142,5 @@ def chat(address: str, model: str, sampling: SamplingParams, system: str) -> Non
     with serving(address, model) as there, Client(addresses(there)) as client:
         served = client.cluster_state().model
         print(f"{served or 'a model that is still loading'} at {there}", file=sys.stderr)
-        conversation = Conversation(client, sampling, system)
         lines = typed_lines() if typed else sys.stdin
-        run_chat(conversation, lines, sys.stdout, sys.stderr, forgiving=typed)
+        run_chat(converse(client), lines, sys.stdout, sys.stderr, forgiving=typed)

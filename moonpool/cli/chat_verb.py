@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli.options import Address
+from moonpool.cli.options import Address, UsedContext
 
 
 def chat(
@@ -18,11 +18,18 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.2,
     top_p: Annotated[float, typer.Option(help="Least share of probability that tokens are drawn from.")] = 0.9,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    context: UsedContext = "",
+    tenant: Annotated[str, typer.Option(help="Whose chat it is, and whose context.")] = "",
 ) -> None:
     """Chat with the model; after each answer: what the cache saved, and the speeds. In a pipe each line is a turn."""
+    from moonpool.cli.chat import Conversation
     from moonpool.cli.chat import chat as run_chat
     from moonpool.cli.named import chosen_model
     from moonpool.client import SamplingParams
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run_chat(address, chosen_model(model) if model else "", sampling, system)
+    run_chat(
+        address,
+        chosen_model(model) if model else "",
+        lambda client: Conversation(client, sampling, system, context, tenant),
+    )

@@ -17,13 +17,7 @@ from moonpool.errors import InvalidRequest
 
 EXIT_INCOMPLETE = 1
 
-app = typer.Typer(
-    name="moonpool context",
-    help="Named contexts: beginnings of prompts that are kept, with their KV.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer()
 delete_app = typer.Typer(name="moonpool delete", add_completion=False, pretty_exceptions_enable=False)
 
 Tenant = Annotated[str, typer.Option(help="Whose context it is.")]
@@ -43,13 +37,17 @@ def create(
     tag: Annotated[list[str] | None, typer.Option(help="A further name for requests; may be given again.")] = None,
     ttl_s: Annotated[float, typer.Option(min=0.0, help="Seconds it lives; 0 = an hour.")] = 0.0,
     messages: Annotated[bool, typer.Option(help="The file is a JSON list of turns with role and content.")] = False,
+    tools: Annotated[str, typer.Option(help="File with a JSON list of functions, as requests have them.")] = "",
     as_json: Json = False,
 ) -> None:
     """Keep the beginning of conversations; its KV is computed now, and pinned."""
     text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     turns = _turns(text) if messages else [Message(role="system", content=text)]
+    functions = _tools(Path(tools).read_text(encoding="utf-8")) if tools else None
     with Client(addresses(address)) as client:
-        context = client.contexts.create(messages=turns, name=name, tags=tag or [], ttl_s=ttl_s, tenant=tenant)
+        context = client.contexts.create(
+            messages=turns, tools=functions, name=name, tags=tag or [], ttl_s=ttl_s, tenant=tenant
+        )
     _print(context, as_json=as_json)
 
 
@@ -147,6 +145,16 @@ def _turns(text: str) -> list[Message]:
         raise InvalidRequest("file", f"must be a JSON list of turns with role and content: {error}") from None
 
 
+def _tools(text: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest("tools", f"must be a JSON list of functions: {error}") from None
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise InvalidRequest("tools", "must be a JSON list of functions")
+    return found
+
+
 def _bytes(option: str, given: list[str]) -> list[bytes]:
     try:
         return [bytes.fromhex(one) for one in given]
@@ -174,11 +182,6 @@ def _left(context: Context) -> str:
     seconds = max(0, round(context.expires_at - time.time()))
     hours, minutes = seconds // 3600, seconds % 3600 // 60
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds % 60} s"
-
-
-def run(args: list[str]) -> None:
-    """Runs `moonpool context VERB ...`; errors are raised, for the caller to print."""
-    app(args, prog_name="moonpool context")
 
 
 def run_delete(args: list[str]) -> None:

@@ -7,30 +7,12 @@ from collections.abc import Sequence
 
 import typer
 
-from moonpool.client import Client, GenerateArguments, GenerateResult, Message, SamplingParams, Slo, TokenLogprobs
+from moonpool.client import Client, GenerateArguments, GenerateResult, SamplingParams, TokenLogprobs
 
 
-def run_generate(
-    conductors: Sequence[str],
-    prompt: str,
-    sampling: SamplingParams,
-    *,
-    chat: bool,
-    slo: Slo,
-    tenant: str,
-    priority: int,
-    as_json: bool,
-) -> None:
+def run_generate(conductors: Sequence[str], asked: GenerateArguments, *, as_json: bool) -> None:
     """Streams the answer to standard output and the figures to standard error, or prints one JSON object."""
-    messages: list[Message] | None = [{"role": "user", "content": prompt}] if chat else None
-    asked: GenerateArguments = {
-        "prompt": None if chat else prompt,
-        "messages": messages,
-        "sampling": sampling,
-        "slo": slo,
-        "tenant": tenant,
-        "priority": priority,
-    }
+    sampling = asked.get("sampling") or SamplingParams()
     with Client(conductors) as client:
         if as_json:
             answer = client.generate(**asked)

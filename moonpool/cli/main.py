@@ -13,7 +13,8 @@ import typer
 from moonpool.cli import chat_verb, traces
 from moonpool.cli import model as model_verbs
 from moonpool.cli.bench import bench_app
-from moonpool.cli.options import PASS_THROUGH, Address, KVDtype, Model, addresses
+from moonpool.cli.lazy import group_of
+from moonpool.cli.options import PASS_THROUGH, Address, KVDtype, Model, UsedContext, UsedContextTtl, addresses
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
@@ -45,20 +46,13 @@ _service("gateway", "Run one gateway: the HTTP interfaces of OpenAI and Anthropi
 
 def _verbs(name: str, module: str, summary: str) -> None:
     """Adds a verb that has verbs of its own, in a module of the command's."""
-
-    @app.command(name, help=summary, context_settings=PASS_THROUGH)
-    def run(context: typer.Context) -> None:
-        importlib.import_module(f"moonpool.cli.{module}").run(context.args)
+    verbs = typer.Typer(cls=group_of(f"moonpool.cli.{module}"), help=summary, no_args_is_help=True)
+    app.add_typer(verbs, name=name)
 
 
-_verbs("certs", "certs", "Make certificates for TLS between services: certs create FOLDER.")
-_verbs("context", "contexts", "Named contexts: context create|list|show|renew|delete.")
-_verbs(
-    "simulate",
-    "simulate",
-    "Experiments in virtual time: simulate cache|scale|scheduling|ratio|overload|roles|conductors|pipeline|hot|"
-    "transfer|memory|faults.",
-)
+_verbs("certs", "certs", "A local certificate authority for TLS between services.")
+_verbs("context", "contexts", "Named contexts: beginnings of prompts that are kept, with their KV.")
+_verbs("simulate", "simulate", "Experiments in virtual time. Without --trace, requests are generated from --seed.")
 
 
 @app.command("kvstore", context_settings=PASS_THROUGH)
@@ -167,12 +161,14 @@ def generate(
         float | None, typer.Option(min=0.0, help="Seconds to wait at the conductor before that; default: as it says.")
     ] = None,
     tenant: Annotated[str, typer.Option(help="Whose request it is.")] = "",
+    context: UsedContext = "",
+    context_ttl_s: UsedContextTtl = 0.0,
     priority: Annotated[int, typer.Option(help="Lower ones of the tenant's requests are served earlier.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
     """Generate text from a prompt."""
     from moonpool.cli.generate import run_generate
-    from moonpool.client import SamplingParams, Slo
+    from moonpool.client import GenerateArguments, SamplingParams, Slo
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(
@@ -181,8 +177,15 @@ def generate(
         response_format=response_format,  # type: ignore[arg-type]  # the conductor names what it does not know
         grammar=Path(grammar[1:]).read_text() if grammar.startswith("@") else grammar,
     )  # fmt: skip
-    slo, where = Slo(ttft_s=ttft_slo_s, queue_s=queue_s), addresses(address)
-    run_generate(where, text, sampling, chat=chat, slo=slo, tenant=tenant, priority=priority, as_json=as_json)
+    asked: GenerateArguments = {
+        "sampling": sampling, "slo": Slo(ttft_s=ttft_slo_s, queue_s=queue_s), "tenant": tenant, "priority": priority,
+        "context": context, "context_ttl_s": context_ttl_s,
+    }  # fmt: skip
+    if chat:
+        asked["messages"] = [{"role": "user", "content": text}]
+    else:
+        asked["prompt"] = text
+    run_generate(addresses(address), asked, as_json=as_json)
 
 
 @app.command("delete", context_settings=PASS_THROUGH)

@@ -13,6 +13,10 @@ Address = Annotated[
 Model = Annotated[
     str, typer.Option(help="Hugging Face folder, GGUF file, hub id, or smollm2 (fetched once); empty = the bundled one")
 ]
+UsedContext = Annotated[str, typer.Option("--context", help="Id or tag of a context that goes before the prompt.")]
+UsedContextTtl = Annotated[
+    float, typer.Option("--context-ttl-s", min=0.0, help="Seconds that the context lives from now on; 0 = as it was.")
+]
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a verb that reads its flags itself."""

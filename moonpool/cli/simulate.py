@@ -24,13 +24,7 @@ from simulator.experiments import serving
 from simulator.experiments import transfer as transfer_experiment
 from simulator.experiments.frame import Progress, Result, Source
 
-app = typer.Typer(
-    name="moonpool simulate",
-    help="Experiments in virtual time. Without --trace, requests are generated from --seed.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer()
 
 Trace = Annotated[
     Path | None,
@@ -357,8 +351,3 @@ def faults(
     except AssertionError as failure:
         print(f"moonpool simulate faults: {failure}", file=sys.stderr)
         raise typer.Exit(1) from failure
-
-
-def run(args: list[str]) -> None:
-    """Runs `moonpool simulate EXPERIMENT ...`; errors are raised, for the caller to print."""
-    app(args, prog_name="moonpool simulate")

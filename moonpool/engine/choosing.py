@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moonpool.engine.footprint import LOGIT_ROWS
-from moonpool.engine.masks import CannotFollow, Mask
+from moonpool.engine.masks import Allowed
 from moonpool.logprobs import Logprobs
 from moonpool.model.batch import PackedBatch
 from moonpool.model.likely import logprobs, most_likely
@@ -17,6 +17,9 @@ from moonpool.model.sampler import NOT_FINITE, NOTHING_LEFT, Sampled, Sampler
 from moonpool.model.stage import StageModel
 from moonpool.sampling import SampleSpec
 from moonpool.sched.steps import Scored, Several, Step
+
+_NO_MASKS: dict[int, memoryview] = {}
+"""Always the same: the sampler looks at masks only where they are others than before."""
 
 
 @dataclass(slots=True)
@@ -54,10 +57,10 @@ class Choosing:
             if sequence.scored is not None
         ]
 
-    def choose(self, hidden: Tensor, batch: PackedBatch, masks: Future[dict[int, Mask]] | None) -> Found:
+    def choose(self, hidden: Tensor, batch: PackedBatch, masks: Future[Allowed] | None) -> Found:
         """Everything that is wanted of the `hidden` states [T, hidden] after the last layer.
 
-        `masks`: which tokens may follow, by index of the sequence, where not all may.
+        `masks`: which tokens may follow, where not all may.
         """
         found = Found([None] * self._count)
         for part in self._parts:
@@ -81,12 +84,14 @@ class _Part:
         self._drawn = [(row, index) for row, (index, spec) in enumerate(wanted) if not spec.best]
         specs = [spec for _, spec in wanted if not spec.best]
         self._sampler = Sampler(specs, model.config.vocab_size, model.device, steps)
+        self._seen: dict[int, memoryview] = {}
+        self._masks = _NO_MASKS
 
     def choose(
         self,
         hidden: Tensor,
         batch: PackedBatch,
-        masks: Future[dict[int, Mask]] | None,
+        masks: Future[Allowed] | None,
         found: Found,
         room: Tensor | None,
     ) -> Tensor:
@@ -111,20 +116,18 @@ class _Part:
         """See `Choosing.go_on`."""
         self._sampler.go_on([tokens[index] for _, index in self._drawn])
 
-    def _allowed(self, masks: Future[dict[int, Mask]] | None, found: Found) -> dict[int, bytes]:
-        """Masks by row of those that are drawn; where there is none, `found` says why."""
+    def _allowed(self, masks: Future[Allowed] | None, found: Found) -> dict[int, memoryview]:
+        """Masks by row of those that are drawn, the same objects in all steps; `found` says where there is none."""
         if masks is None:
-            return {}
+            return _NO_MASKS
         began_ns = time.monotonic_ns()
-        made, allowed = masks.result(), {}
+        made = masks.result()
         found.awaited_ns += time.monotonic_ns() - began_ns
-        for at, (_, index) in enumerate(self._drawn):
-            mask = made.get(index)
-            if isinstance(mask, CannotFollow):
-                found.failed[index] = str(mask)
-            elif mask is not None:
-                allowed[at] = mask
-        return allowed
+        found.failed.update((index, made.failed[index]) for _, index in self._drawn if index in made.failed)
+        if made.masks is not self._seen:
+            self._seen = made.masks
+            self._masks = {at: made.masks[index] for at, (_, index) in enumerate(self._drawn) if index in made.masks}
+        return self._masks
 
     def _note(self, chosen: Sampled, found: Found) -> None:
         for at, (_, index) in enumerate(self._drawn):

@@ -141,12 +141,16 @@ class Turns:
     _took_s: float = 0.0
     _began: float = 0.0
 
-    def give_way(self) -> None:
-        """Returns when nobody else computes, at the latest after `PATIENCE` times what the last such step took."""
+    def give_way(self, aborted: Callable[[], bool]) -> None:
+        """Returns when nobody else computes, at the latest after `PATIENCE` times what the last such step took.
+
+        Args:
+            aborted: whether the step that is to begin is wanted no more; then nothing is waited for.
+        """
         arrived = self.clock()
-        while self.others_compute() and self.clock() < arrived + PATIENCE * self._took_s:
+        while not aborted() and self.others_compute() and self.clock() < arrived + PATIENCE * self._took_s:
             self.nap(LOOK_S)
-        self._began = self.clock()
+        self._began = 0.0 if aborted() else self.clock()  # what an aborted step takes says nothing of others
 
     def share(self) -> float:
         """Which share of the cores that it wanted a step had, which ends now; from when on it did not wait."""

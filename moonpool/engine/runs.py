@@ -4,6 +4,7 @@ Packed sequences and rows of the sampler are made once and changed in place from
 not change, so a decode step has next to nothing to do in Python.
 """
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from moonpool.engine.captures import GraphShape
 from moonpool.engine.choosing import Choosing, Found
-from moonpool.engine.masks import Wanted
+from moonpool.engine.masks import Allowed
 from moonpool.engine.messages import StepDone
 from moonpool.model.batch import PackedBatch
 from moonpool.sched.steps import TELL_S, TOLD_TOGETHER, Step
@@ -25,7 +26,8 @@ class Run:
     """As it was ordered: the run's first."""
     packed: PackedBatch
     """On the host."""
-    masks: list[Wanted]
+    masks: Future[Allowed] | None
+    """Of the step under way, where some are wanted."""
     tails: list[int] | None
     """Of each sequence, its last rows whose hidden states after the last layer are wanted; None = all rows."""
     layer: int
@@ -57,11 +59,10 @@ class Run:
         return tokens
 
     def go_on(self, tokens: list[int], layer: int) -> None:
-        """Makes it the run's next step, which begins at `layer` and goes on with these tokens."""
+        """Makes it the run's next step, which begins at `layer` and goes on with these tokens; `masks` are set."""
         assert self.choosing is not None
         self.packed = self.batch = self.packed.after(tokens)
         self.choosing.go_on(tokens)
-        self.masks = [mask.after(tokens) for mask in self.masks]
         self.tails, self.layer, self.left = None, layer, self.left - 1
 
     def told(self, done: StepDone) -> StepDone | None:

@@ -6,7 +6,6 @@ looks at a tensor before the lane has come to it, and what follows from a layer 
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.devices.opening import Place
 from moonpool.engine.gates import Gates, Watch
 from moonpool.engine.graphs import DecodeGraphs
-from moonpool.engine.masks import Mask, Masks, Wanted
+from moonpool.engine.masks import Masks, Wanted
 from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import Links
 from moonpool.engine.runs import Run
@@ -47,8 +46,8 @@ class StageRunner:
     gate_timeout_s: float
     masks: Masks | None = None
     """Of the last stage; None = answers have no format."""
-    give_way: Callable[[], None] = lambda: None
-    """Called in the beginning of a patient step."""
+    give_way: Callable[[Callable[[], bool]], None] = lambda aborted: None
+    """Called in the beginning of a patient step, with what tells whether the step was aborted."""
     share: Callable[[], float] = lambda: 1.0
     """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
     graphs: DecodeGraphs | None = None
@@ -74,12 +73,12 @@ class StageRunner:
         Returns:
             Whether its run goes on: `go_on` runs the next step of it, `run` another one.
         """
+        masks = self.masks.begin(Wanted.of(step)) if self.masks is not None else None
         clocks = self._begin(step)
         self.place.memory.begin(step)
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
         full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
         packed = PackedBatch.build(parts, self.place.memory.kv.shape[4], full_hits=full_hits)
-        masks = Wanted.of(step) if self.masks is not None else []
         run = Run(step, packed, masks, self._tails(step), self.model.layer_begin, step.steps - 1)
         return self._step(run, clocks)
 
@@ -95,15 +94,16 @@ class StageRunner:
 
     def _step(self, run: Run, clocks: _Clocks) -> bool:
         step_id, memory = run.step.step_id, self.place.memory
-        masks = self.masks.begin(run.masks) if self.masks is not None else None
         done = self._received(run) and (self._layers(run) if run.shape is None else self._graph(run))
         if done and self.model.is_last:
-            self.place.lane.run(partial(self._choose, run, masks))
+            self.place.lane.run(partial(self._choose, run))
         self.place.lane.mark().wait()
+        following = run.following() if done and not self.gates.is_cut(step_id) else None
+        if following is not None and self.masks is not None:
+            run.masks = self.masks.go_on(following)
         # Sent whatever has happened, so that the next stage knows.
         self.links.send(step_id, run.hidden if done else None)
         found = run.found if done else Found()
-        following = run.following() if done and not self.gates.is_cut(step_id) else None
         self._following = None if following is None else (run, following)
         if following is None:
             # Gates are done before the report: its receiver may open gates of the next step at once.
@@ -195,10 +195,10 @@ class StageRunner:
         assert run.shape is not None
         run.hidden = self.graphs.run(run.shape, run.batch, run.hidden)
 
-    def _choose(self, run: Run, masks: Future[dict[int, Mask]] | None) -> None:
+    def _choose(self, run: Run) -> None:
         if run.choosing is None:
             run.choosing = Choosing(self.model, run.step, self.gates.dropped(run.step.step_id))
-        run.found = run.choosing.choose(run.hidden, run.batch, masks)
+        run.found = run.choosing.choose(run.hidden, run.batch, run.masks)
 
     # --- when it is done -------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class StageRunner:
         """Gives way first where the step is patient."""
         start_ns = time.monotonic_ns()
         if step.patient:
-            self.give_way()
+            self.give_way(partial(self.gates.aborted, step.step_id))
         return _Clocks(start_ns, time.monotonic_ns(), time.thread_time_ns())
 
     def _ran(self, step: Step, clocks: _Clocks, awaited_ns: int) -> float:

@@ -47,13 +47,17 @@ class Deletions:
             for table, names in self._tables(selection):
                 _remove(table, names, deletion)
 
-    def concerning(self, keys: Iterable[bytes], tenant: str, namespace: bytes) -> list[str]:
-        """Ids of those that name the tenant, the namespace or one of the keys; sorted."""
+    def concerning(self, keys: Iterable[bytes], tenant: str, namespace: bytes, ending: bytes = b"") -> list[str]:
+        """Ids of those that name the tenant, the namespace or one of the keys; sorted.
+
+        If `ending` is given, also of those that name any key which ends so: for that each name is looked at.
+        """
         if not self._selections:
             return []
         named = [self._by_tenant.get(tenant), self._by_namespace.get(namespace)]
         if self._by_key:
             named += map(self._by_key.get, keys)
+            named += (ids for key, ids in self._by_key.items() if key.endswith(ending)) if ending else ()
         return sorted({id_ for one in named if one for id_ in ((one,) if isinstance(one, str) else one)})
 
     def _tables(self, selection: Selection) -> Iterator[tuple[_Table, frozenset[Any]]]:

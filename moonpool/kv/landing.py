@@ -85,7 +85,7 @@ def load_native(path: Path) -> Land:
         AttributeError: it, or the xxhash package, lacks a function.
         BuildError: what it does is wrong.
     """
-    library, hashes = ctypes.PyDLL(str(path)), ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+    library, hashes = ctypes.PyDLL(str(path)), _hashes()
     create = hashes.XXH3_createState
     create.restype = ctypes.c_void_p
     given = _Functions(
@@ -93,7 +93,7 @@ def load_native(path: Path) -> Land:
         _address(ctypes.pythonapi.PyBuffer_Release),
         _address(ctypes.pythonapi.PyList_Size),
         _address(ctypes.pythonapi.PyList_GetItem),
-        _address(_best(hashes, "XXH3_64bits")),
+        hash_address(),
         _address(hashes.XXH3_64bits_reset),
         _address(_best(hashes, "XXH3_64bits_update")),
         _address(hashes.XXH3_64bits_digest),
@@ -113,6 +113,15 @@ def load_native(path: Path) -> Land:
     if not _is_right(land):
         raise BuildError("it copies or hashes wrongly")
     return land
+
+
+def _hashes() -> ctypes.CDLL:
+    return ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+
+
+def hash_address() -> int | None:
+    """Where the function lies that makes `slice_hash`: uint64_t (*)(const void* data, size_t nbytes)."""
+    return _address(_best(_hashes(), "XXH3_64bits"))
 
 
 def _best(library: ctypes.CDLL, name: str) -> object:
@@ -177,12 +186,13 @@ class Lander:
         return native
 
 
-def _build() -> Path:
+def library() -> Path:
+    """Blocking. Native code for slices, built if need be; raises BuildError where it cannot be had."""
     architecture = ARCHITECTURES.get(platform.machine())
     if architecture is None:
         raise BuildError(f"none for this processor ({platform.machine()})")
     return build(architecture.targets[-1], SOURCES)  # the plainest: the C library and xxhash look at the processor
 
 
-land = Lander(_build)
+land = Lander(library)
 """This process's."""

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from moonpool.sampling import SampleSpec
 
+Mask = bytes | memoryview
+"""Bit i, from the lowest of the first byte on, says whether token i may be chosen."""
 
-def adjust(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes]) -> None:
+
+def adjust(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, Mask]) -> None:
     """Apply bias, bans, penalties and masks, in this order, to `logits` [R, vocab], contiguous, in place.
 
-    `masks`: by row; bit i, from the lowest of the first byte on, says whether token i may be chosen.
+    `masks`: by row.
     """
     flat, vocab = logits.view(-1), logits.shape[1]
     _bias(flat, vocab, specs)
@@ -29,7 +32,7 @@ def adjust(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, byte
         _mask(logits[row], mask)
 
 
-def _mask(row: Tensor, mask: bytes) -> None:
+def _mask(row: Tensor, mask: Mask) -> None:
     allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(row), bitorder="little")
     row.masked_fill_(torch.from_numpy(allowed == 0).to(row.device), -torch.inf)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor
 from kernels.native.library import Library
 from kernels.native.structures import SAMPLING_ROW, Sampling
 from moonpool.logprobs import Logprobs
+from moonpool.model.adjust import Mask
 from moonpool.sampling import SampleSpec, stream_seed
 
 _OF_PARAMS = attrgetter(
@@ -66,7 +66,7 @@ class NativeRows:
         self._hashed = self._seeds.ctypes.data, self._positions.ctypes.data, draws, self._numbers.ctypes.data
         self._drawn = max(scales) >= 0
         self._plain = draws == len(specs) and all(spec.params.logprobs is None for spec in specs)
-        self._masked = False
+        self._masks: Mapping[int, Mask] = {}
         self._tokens, self._failed = array("i", bytes(4 * draws)), array("i", bytes(4 * len(specs)))
         self._told = array("f", bytes(4 * draws)), array("I", bytes(4 * draws))
         likely = bytes(4 * len(specs) * self._most)
@@ -86,19 +86,19 @@ class NativeRows:
             self._rows["history_count"][row] += 1
             self._ends[row] = end + 1
 
-    def choose(self, logits: Tensor, masks: Mapping[int, bytes], numbers: Sequence[float] | None = None) -> Choice:
+    def choose(self, logits: Tensor, masks: Mapping[int, Mask], numbers: Sequence[float] | None = None) -> Choice:
         """Choose tokens of each row of `logits` [R, vocab], contiguous float32, which are overwritten.
 
         Args:
             logits: of the model.
-            masks: as `moonpool.model.sampler.sample` has them.
+            masks: as `moonpool.model.sampler.sample` has them; the same object as before has the same memory.
             numbers: in [0, 1), for each row and each of its samples, in place of those of seeds and positions.
         """
         if numbers is not None:
             self._numbers[:] = numbers
         elif self._drawn:
             self._native.uniform(*self._hashed)
-        if masks or self._masked:
+        if masks is not self._masks:
             self._mask(masks)
         self._call.logits = logits.data_ptr()
         self._native.sample(self._call)
@@ -134,13 +134,13 @@ class NativeRows:
         self._data.frombytes(part)
         return at
 
-    def _mask(self, masks: Mapping[int, bytes]) -> None:
-        """Refers to the masks' own memory, which is there until the call is over."""
+    def _mask(self, masks: Mapping[int, Mask]) -> None:
+        """Refers to the masks' own memory."""
         self._rows["mask"] = 0
         for row, mask in masks.items():
-            self._rows["mask"][row] = ctypes.cast(ctypes.c_char_p(mask), ctypes.c_void_p).value
+            self._rows["mask"][row] = np.frombuffer(mask, np.uint8).ctypes.data
             self._rows["mask_bytes"][row] = len(mask)
-        self._masked = bool(masks)
+        self._masks = masks
 
     def _found(self) -> Choice:
         found = Choice([], {}, {})

@@ -25,7 +25,7 @@ from torch import Tensor
 from kernels.choice import choose
 from kernels.native import library
 from moonpool.logprobs import Logprobs
-from moonpool.model.adjust import adjust
+from moonpool.model.adjust import Mask, adjust
 from moonpool.model.draw import draw, scale_of
 from moonpool.model.likely import logprobs
 from moonpool.model.native_sampler import NativeRows
@@ -67,7 +67,7 @@ class Sampler:
             scales = [scale_of(it.params) if it.params.temperature >= _GREEDY_BELOW else -1.0 for it in specs]
             self._rows = NativeRows(native, vocab, specs, scales, steps)
 
-    def sample(self, logits: Tensor, masks: Mapping[int, bytes] = MappingProxyType({})) -> Sampled:
+    def sample(self, logits: Tensor, masks: Mapping[int, Mask] = MappingProxyType({})) -> Sampled:
         """See `sample`."""
         assert logits.dim() == 2
         assert logits.shape[0] == len(self._specs)
@@ -90,16 +90,15 @@ class Sampler:
             self._specs = [spec.after(token) for spec, token in zip(self._specs, tokens, strict=True)]
 
 
-def sample(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes] = MappingProxyType({})) -> Sampled:
+def sample(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, Mask] = MappingProxyType({})) -> Sampled:
     """Choose the tokens of each row of `logits` [R, vocab] float32 by the row's parameters: one for each sample.
 
-    `logits` must be contiguous and are overwritten. `masks`: of rows that may not have all tokens, a bit for each token
-    from the lowest bit of the first byte on.
+    `logits` must be contiguous and are overwritten. `masks`: of rows that may not have all tokens.
     """
     return Sampler(specs, logits.shape[-1], logits.device).sample(logits, masks)
 
 
-def _by_torch(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, bytes]) -> Sampled:
+def _by_torch(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, Mask]) -> Sampled:
     told = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     untouched = logits[told]
     adjust(logits, specs, masks)

@@ -60,6 +60,19 @@ SHAPES: Mapping[str, Shape] = {
     "tiny-qwen3": _shape("Qwen3ForCausalLM", 64, 128, 4, 4, 2, 512, head_dim=32, tie_word_embeddings=True),
     # For measurements on a laptop.
     "small": _shape("LlamaForCausalLM", 512, 1408, 8, 8, 4, 32000, max_position_embeddings=8192),
+    "smollm2-135m": _shape(
+        "LlamaForCausalLM",
+        576,
+        1536,
+        30,
+        9,
+        3,
+        49152,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=100000.0,
+        tie_word_embeddings=True,
+    ),
     "qwen2.5-0.5b": _shape(
         "Qwen2ForCausalLM",
         896,

@@ -35,7 +35,7 @@ ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
 ResAny = TypeVar("ResAny", bound=Message)
 Place = Callable[[ResAny, int], Landing | None]
 
-AHEAD_BYTES = 4 << 20
+UNDER_WAY_BYTES = 4 << 20
 """Payloads of one session that a lane may have at once."""
 LINGER_S = 0.005
 """How long the last credits to be handed back wait for a message to travel with."""
@@ -142,7 +142,7 @@ class MuxSession(Generic[Req, Res]):
                     continue
                 under_way.append(held)
                 ahead += held.nbytes
-                while under_way and (ahead >= AHEAD_BYTES or under_way[0].done.done()):
+                while under_way and (ahead >= UNDER_WAY_BYTES or under_way[0].done.done()):
                     first = under_way.popleft()
                     ahead -= first.nbytes
                     await outbox.done_with(first, timeout_s)

@@ -26,7 +26,7 @@ from moonpool.streams.lanes.held import Held
 from moonpool.streams.lanes.outbound import Item, Unsent
 
 ROOM_BYTES = 4 << 20
-AHEAD_BYTES = 256 << 10
+BURST_BYTES = 256 << 10
 """A task that puts so many bytes lets the writer go on before it puts more."""
 TURN_BYTES = 4 << 20
 """After so many bytes that went out at once, others get a turn of the event loop."""
@@ -104,7 +104,7 @@ class Outbox:
         size = payload_bytes(payload)
         try:
             self._ahead += size
-            if self._ahead >= (AHEAD_BYTES if self._queue else TURN_BYTES):
+            if self._ahead >= (BURST_BYTES if self._queue else TURN_BYTES):
                 self._ahead = 0
                 await asyncio.sleep(0)  # what waits goes out before this is copied, not after all that still comes
             await self._room.acquire(size, timeout_s=timeout_s)

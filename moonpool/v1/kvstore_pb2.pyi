@@ -534,8 +534,8 @@ class FindResponse(_message.Message):
 
     @_builtins.property
     def deletions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Deletions of the tenant's or the namespace's blocks that this store knows of: whoever puts blocks that are younger
-        names them (PutOpen.forgotten).
+        """Deletions that this store knows of, of the tenant's or the namespace's blocks, and, where no keys were asked for, of
+        single values of the tenant: whoever puts blocks that are younger names them (PutOpen.forgotten).
         """
 
     def __init__(

@@ -9,6 +9,7 @@ instance carries out a deletion once, by its id, however often and by however ma
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
@@ -70,6 +71,7 @@ class Forgetting:
         self._on_its_way = on_its_way
         self._ttl_s = ttl_s
         self._told: dict[tuple[str, int], set[str]] = {}  # deletions that a member has carried out
+        self._learnt = asyncio.Event()  # who joined has brought deletions that members have not heard of
         ledger.heard.append(self._heard)
 
     @property
@@ -126,7 +128,7 @@ class Forgetting:
                 self._on_its_way(deletion_from_record(record))
 
     async def admit(self, instance: kv_pb2.Instance) -> None:
-        """An instance wants to join: it carries out what it has not heard of.
+        """An instance wants to join: it carries out what it has not heard of, and members what it has brought.
 
         Raises:
             Unavailable: it has not done so yet, and is to try again.
@@ -136,6 +138,8 @@ class Forgetting:
                 await self.ledger.exchange(instance)
             await self.ledger.pull()
             await self._bring_up(instance, JOIN_TIMEOUT_S)
+            if self.owed:
+                self._learnt.set()
         except Unsupported:
             if self.deletions or self._ttl_s:
                 raise Unavailable(
@@ -148,7 +152,10 @@ class Forgetting:
         """Repeats deletions to members that have not carried them out, and deletes what is too old; until cancelled."""
         pause_s = min([AGAIN_S, *(seconds / SWEEPS_PER_TTL for seconds in self._ttl_s.values())])
         while True:
-            await asyncio.sleep(pause_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._learnt.wait()
+            self._learnt.clear()
             try:
                 await self.sweep()
             except Exception as error:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from moonpool.kv.keys import BlockKey, unpack_keys
-from moonpool.kv.values import check_owned
+from moonpool.kv.values import check_owned, tenant_tag
 from moonpool.rpc.roles import own_tenant, tenant_of
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.lanes.listening import LaneServer
@@ -55,11 +55,11 @@ class KVStoreServicer:
 
     async def Find(self, request: pb.FindRequest, context: object) -> pb.FindResponse:  # noqa: N802
         keys, tenant, store = _own(request.keys), tenant_of(request.tenant), self.operations.store
-        deletions = store.writes.deletions.concerning((), tenant, request.namespace)
-        found, layouts = find(store.tiers, keys, request.namespace)
-        return pb.FindResponse(
-            layouts=[layout.to_proto() for layout in layouts], found=found, deletions=deletions, tenant=tenant
-        )
+        ending = b"" if keys else tenant_tag(tenant)  # whoever puts asks for no keys, at first and after a refusal
+        deletions = store.writes.deletions.concerning((), tenant, request.namespace, ending)
+        found, known = find(store.tiers, keys, request.namespace)
+        layouts = [layout.to_proto() for layout in known]
+        return pb.FindResponse(layouts=layouts, found=found, deletions=deletions, tenant=tenant)
 
     async def Remove(self, request: pb.RemoveRequest, context: object) -> pb.RemoveResponse:  # noqa: N802
         dropped = await self.deletions.drop(_own(request.keys))

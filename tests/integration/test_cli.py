@@ -222,7 +222,7 @@ def test_down(up: tuple[subprocess.Popen[str], str]) -> None:
     done = inside("down")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"stopped {address}"
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     assert inside("down").stdout.strip() == "no stack is running"
 
 

@@ -36,13 +36,13 @@ def own_trace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_generated_trace() -> None:
-    """60 requests of conversations on 4 prefill and 4 decode instances: all right, most of the reusable KV reused.
+    """60 requests of conversations on 2 prefill and 2 decode instances: all right, most of the reusable KV reused.
 
     So few at once that a turn follows the answer it continues, however long that took.
     """
-    flags = ["--prefill", "4", "--decode", "4", "--requests", "60", "--time-scale", "8", "--max-concurrency", "4"]
+    flags = ["--prefill", "2", "--decode", "2", "--requests", "60", "--time-scale", "8", "--max-concurrency", "4"]
     report = replay(*flags)
-    assert report.processes == 10
+    assert report.processes == 6
     assert sum(report.prefills.values()) == sum(report.decodes.values()) == report.summary.requests == 60
     assert 0.5 * report.reusable_share < report.hit_rate <= 1.1 * report.reusable_share
     # A busy machine adds time; nothing is quicker than the profile's shortest steps.

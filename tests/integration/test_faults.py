@@ -84,7 +84,7 @@ def test_client_leaves_in_prefill(stack: CheckedStack) -> None:
 
     async def run() -> None:
         async with AsyncClient(stack.address) as client:
-            prompt = tokens(1800, "leave prefill")
+            prompt = tokens(3600, "leave prefill")
             task = asyncio.create_task(client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=200)))
             await asyncio.to_thread(wait_busy, stack.address, "prefill-0", timeout_s=20)
             task.cancel()
@@ -120,6 +120,29 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield running
 
 
+def test_a_prefix_is_read_from_a_peer(pair: CheckedStack, reference: Reference) -> None:
+    """The prefill instance that has it is lost: another one reads it from the decode instance's pool.
+
+    The first test of this stack: once reads were slow, on a busy machine, computing may be found to be quicker.
+    """
+    prompt = tokens(6 * BLOCK + 3, "peer")
+    with Client(pair.address) as client:
+        first = client.generate(token_ids=prompt, sampling=GREEDY)
+        wait_at_rest(pair.address, timeout_s=20)
+        lost, peer = first.placement.prefill, first.placement.decode
+        before = pair.gauge(peer, "peer_read_bytes")
+        pair.services[lost].signal(signal.SIGKILL)
+        pair.services[lost].wait(10)
+        second = client.generate(token_ids=prompt, sampling=GREEDY)
+        explained = client.explain(second.request_id)
+        pair.restart(lost)
+    assert (second.placement.kvstore, second.usage.cached_tokens) == (peer, 6 * BLOCK)
+    assert [it.source for it in explained.candidates if it.instance == second.placement.prefill] == [peer]
+    assert pair.gauge(peer, "peer_read_bytes") > before
+    assert second.token_ids == first.token_ids
+    reference.assert_greedy(prompt, second.token_ids)
+
+
 def test_decode_killed_under_four_answers(pair: CheckedStack) -> None:
     """Another one goes on behind what there is of each; all are those of the undisturbed request."""
     prompt, stack = tokens(70, "four answers"), pair
@@ -135,9 +158,15 @@ def test_decode_killed_under_four_answers(pair: CheckedStack) -> None:
         assert stream.result is not None
         assert [it.token_ids for it in stream.result.choices] == [it.token_ids for it in undisturbed.choices]
         assert len({tuple(it.token_ids) for it in undisturbed.choices}) == 4
-        assert len(stream.result.placements) == 2
+        assert_elsewhere(stream.result, killed)
         stack.restart(killed)
         wait_at_rest(stack.address, timeout_s=20)
+
+
+def assert_elsewhere(result: GenerateResult, killed: str) -> None:
+    """It was placed again, perhaps more than once: the first try may be quicker than the news of who is lost."""
+    assert len(result.placements) >= 2
+    assert result.placements[0].decode == killed != result.placement.decode
 
 
 @pytest.mark.slow
@@ -191,31 +220,14 @@ def test_instance_killed_in_the_middle(pair: CheckedStack, reference: Reference,
                 stack.services[killed].signal(signal.SIGKILL)
         assert stream.result is not None
         assert stream.result.token_ids == output
-        assert len(stream.result.placements) == (2 if victim == "decode" else 1)
+        if victim == "decode":
+            assert_elsewhere(stream.result, killed)
+        else:
+            assert len(stream.result.placements) == 1
         assert len(output) == 300
         reference.assert_greedy(prompt, output)
         stack.restart(killed)
         wait_at_rest(stack.address, timeout_s=20)
-
-
-def test_a_prefix_is_read_from_a_peer(pair: CheckedStack, reference: Reference) -> None:
-    """The prefill instance that has it is lost: another one reads it from the decode instance's pool."""
-    prompt = tokens(6 * BLOCK + 3, "peer")
-    with Client(pair.address) as client:
-        first = client.generate(token_ids=prompt, sampling=GREEDY)
-        wait_at_rest(pair.address, timeout_s=20)
-        lost, peer = first.placement.prefill, first.placement.decode
-        before = pair.gauge(peer, "peer_read_bytes")
-        pair.services[lost].signal(signal.SIGKILL)
-        pair.services[lost].wait(10)
-        second = client.generate(token_ids=prompt, sampling=GREEDY)
-        explained = client.explain(second.request_id)
-        pair.restart(lost)
-    assert (second.placement.kvstore, second.usage.cached_tokens) == (peer, 6 * BLOCK)
-    assert [it.source for it in explained.candidates if it.instance == second.placement.prefill] == [peer]
-    assert pair.gauge(peer, "peer_read_bytes") > before
-    assert second.token_ids == first.token_ids
-    reference.assert_greedy(prompt, second.token_ids)
 
 
 @pytest.mark.parametrize("grace", ["runs on", pytest.param("parks", marks=pytest.mark.slow)])

@@ -23,30 +23,20 @@ from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.faults.scene import judge_of
-from tests.integration.conftest import BLOCK, small_plan, tokens
+from tests.integration.conftest import BLOCK, slow_prefill, small_plan, tokens
 from tests.integration.stack import CheckedStack
 
 pytestmark = pytest.mark.slow
 
-PROFILE = """
-name: slow-prefill
-hardware: none; a prompt token takes a millisecond, KV of one crosses a link in two
-model: {kv_bytes_per_token: 128, max_tokens: 4096}
-kv: {layers: 4, kv_heads: 2}
-prefill: {base_s: 0.01, per_token_s: 1.0e-3, per_pair_s: 0.0}
-decode: {base_s: 1.0e-3, per_sequence_s: 0.0, per_context_token_s: 0.0}
-rates: {load_bytes_per_s: 1.0e+9, transfer_bytes_per_s: 6.4e+4}
-"""
+RATES = "rates: {load_bytes_per_s: 1.0e+9, transfer_bytes_per_s: 6.4e+4}"
+"""KV of a token crosses a link in two milliseconds."""
 PREFIX, LONG = 64 * BLOCK, 4000
 ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture
 def plan(checkpoint: Path, tmp_path: Path) -> StackPlan:
-    profile = tmp_path / "slow-prefill.yaml"
-    profile.write_text(PROFILE)
-    small = small_plan(checkpoint, tmp_path)
-    return dataclasses.replace(small, prefill=2, kvstore=0, dtype="auto", engine=f"emulated:{profile}")
+    return slow_prefill(dataclasses.replace(small_plan(checkpoint, tmp_path), prefill=2, kvstore=0), RATES)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ corrections by measurement, and the time that the stack itself takes. `pytest -s
 """
 
 import asyncio
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ NOISE = ["--emulated-jitter", "0.1", "--emulated-speed-error", "0.5", "--emulate
 LESSONS = 12
 """Prompts from which the conductor learns how fast the instance really is, before predictions are judged."""
 MEDIAN_ERROR = 0.10
-"""Bound of the median relative error of all predictions after that."""
+"""Bound of the median relative error of all predictions after that. On a machine so busy that equal prompts differ by
+more than half of it, twice that difference is the bound: nobody foresees it."""
 WORST_KIND_ERROR = 0.35
 """Bound of the median relative error of one kind of request: alone, with a prefix in the pool, queued."""
 SIZES = (2, 4, 8, 16)
@@ -49,17 +51,16 @@ class Prediction:
 
 
 async def predictions(address: str) -> list[Prediction]:
-    """Prompts one by one, the same with more at the end, and several at once that must wait for each other."""
+    """Equal prompts one by one, others, the same with more at the end, and several that must wait for each other."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     async with AsyncClient(address) as client:
 
         async def ask(kind: str, prompt: Sequence[int]) -> Prediction:
             return Prediction(kind, await client.generate(token_ids=prompt, sampling=sampling))
 
-        for number in range(LESSONS):
-            print(await ask("lesson", tokens(4 * BLOCK, f"lesson {number}")))
+        found = [await ask("lesson", tokens(4 * BLOCK, f"lesson {number}")) for number in range(LESSONS)]
         prompts = [tokens(blocks * BLOCK, blocks) for blocks in SIZES]
-        found = [await ask("alone", prompt) for prompt in prompts]
+        found += [await ask("alone", prompt) for prompt in prompts]
         found += [await ask("cached", [*prompt, *tokens(200, len(prompt))]) for prompt in prompts]
         queued = [ask("queued", tokens(3 * BLOCK, f"queued {number}")) for number in range(4)]
         return found + await asyncio.gather(*queued)
@@ -75,15 +76,24 @@ def test_predicted_and_measured_ttft_agree(tmp_path: Path) -> None:
         block_tokens=BLOCK,
     )
     with CheckedStack(plan) as stack:
-        found = asyncio.run(predictions(stack.address))
-    for prediction in found:
+        everything = asyncio.run(predictions(stack.address))
+    for prediction in everything:
         print(prediction)
+    lessons, found = everything[:LESSONS], everything[LESSONS:]
     kinds = {kind: _median([p for p in found if p.kind == kind]) for kind in ("alone", "cached", "queued")}
-    median = _median(found)
-    print(f"median relative error {median:.1%}; " + ", ".join(f"{kind} {error:.1%}" for kind, error in kinds.items()))
+    median, noise = _median(found), noise_of(lessons)
+    told = ", ".join(f"{kind} {error:.1%}" for kind, error in kinds.items())
+    print(f"median relative error {median:.1%}; {told}; equal prompts differ by {noise:.1%}")
     assert all(prediction.result.usage.cached_tokens > 0 for prediction in found if prediction.kind == "cached")
-    assert median <= MEDIAN_ERROR
+    assert median <= max(MEDIAN_ERROR, 2 * noise)
     assert max(kinds.values()) <= WORST_KIND_ERROR
+
+
+def noise_of(lessons: Sequence[Prediction]) -> float:
+    """By how much equal prompts differ that came one after the other, a share; as `benchmarks.predictions` has it."""
+    times = [lesson.result.timing.ttft_s for lesson in lessons]
+    differences = [abs(math.log(one / other)) for one, other in zip(times[::2], times[1::2], strict=True)]
+    return statistics.median(differences) / math.sqrt(2.0)
 
 
 def _median(predictions: Sequence[Prediction]) -> float:

@@ -18,7 +18,7 @@ from tests.integration.stack import CheckedStack
 PROFILE = "llama-70b-a800"
 TIME_SCALE = 4.0
 INSTANCES = (2, 2, 1)
-REQUESTS, FITTED = 40, 20
+REQUESTS, FITTED = 28, 14
 
 
 @pytest.mark.timeout(300)

@@ -1,7 +1,6 @@
 """Several kvstores: chains spread over them, each is found again, and the loss of one costs its own share only.
 
-Compute is emulated, so that loading is cheaper on a busy machine, too; the KV is real, and the engines check every slot
-of it before they attend to it.
+Compute is emulated, so that loading is cheaper on a busy machine, too.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from moonpool.cli.stack import StackPlan
 from moonpool.client import Client, GenerateResult, SamplingParams
 from moonpool.engine.emulated.content import continuation
 from moonpool.v1 import prefill_pb2, prefill_pb2_grpc
-from tests.integration.conftest import BLOCK, tokens, with_flags
+from tests.integration.conftest import BLOCK, slow_prefill, tokens, with_flags
 from tests.integration.stack import CheckedStack
 
 ANSWER = 4
@@ -31,23 +30,11 @@ BLOCKS = 6
 REST_S = 20.0
 
 
-PROFILE = """
-name: slow-prefill
-hardware: none; a prompt takes a tenth of a second
-model: {kv_bytes_per_token: 128, max_tokens: 4096}
-kv: {layers: 4, kv_heads: 2}
-prefill: {base_s: 0.01, per_token_s: 1.0e-3, per_pair_s: 0.0}
-decode: {base_s: 1.0e-3, per_sequence_s: 0.0, per_context_token_s: 0.0}
-"""
-
-
 @pytest.fixture
 def plan(plan: StackPlan) -> StackPlan:
     """Three stores, and a prefill pool of two chains: whatever comes later must be loaded from a store, or computed."""
-    profile = plan.data_dir / "slow-prefill.yaml"
-    profile.write_text(PROFILE)
     pool = str(2 * BLOCKS + 2)
-    slow = dataclasses.replace(plan, kvstore=3, dtype="auto", engine=f"emulated:{profile}")
+    slow = slow_prefill(dataclasses.replace(plan, kvstore=3))
     slow = with_flags(slow, "prefill", "--blocks", pool, "--write-back-blocks", pool)
     return with_flags(slow, "conductor", "--no-peers")
 

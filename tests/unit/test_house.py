@@ -21,15 +21,8 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_layers_hold() -> None:
-    """import-linter's contracts: layers, services apart, torch only where it belongs."""
-    linter = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run([linter, "--no-cache"], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_every_package_stands_on_a_floor() -> None:
-    """A package that the linter's layers leave out could import anything."""
+    """A package that the layers of `lint-imports` (`make lint`) leave out could import anything."""
     contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
     floors = next(contract for contract in contracts if contract["type"] == "layers")["layers"]
     named = {name.strip() for floor in floors for name in floor.split("|")}
@@ -83,6 +76,16 @@ def test_kernels_stays_empty_and_is_not_mistaken() -> None:
 
     assert read("kernels/__init__.py") == ""
     assert not is_kernels_available()
+
+
+def test_every_document_is_in_the_index() -> None:
+    """With the title of a decision as it stands there."""
+    index, docs = read("docs/README.md"), ROOT / "docs"
+    for page in sorted(docs.glob("*.md")):
+        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+    for page in sorted(docs.glob("adr/*.md")):
+        number, _, title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").partition(". ")
+        assert f"| [{number}](adr/{page.name}) | {title} |" in index, page.name
 
 
 def test_architecture_names_every_folder() -> None:

@@ -54,37 +54,39 @@ class Overheads:
 
 
 class ByCrowd:
-    """A regression for each crowd.
+    """A regression for each crowd, which begins with what is known of the nearest one then.
 
     Args:
         first: coefficients before anything was measured.
         spreads: how uncertain each is.
     """
 
-    __slots__ = ("_first", "_known", "_regressions")
+    __slots__ = ("_first", "_regressions", "_spreads")
 
     def __init__(self, first: Sequence[float], spreads: Sequence[float]) -> None:
-        self._first = tuple(first)
-        self._regressions = [
-            Regression(first, spreads, change=CHANGE, drift=DRIFT, least_s=LEAST_S) for _ in range(CROWDS)
-        ]
-        self._known = [False] * CROWDS
+        self._first, self._spreads = tuple(first), tuple(spreads)
+        self._regressions: list[Regression | None] = [None] * CROWDS
 
     def coefficients(self, others: int) -> tuple[float, ...]:
         """With so many other requests; where nothing was measured, those of the nearest crowd."""
-        near = nearest(crowd_of(others), self._known)
-        return self._first if near is None else self._regressions[near].coefficients
+        near = nearest(crowd_of(others), [one is not None for one in self._regressions])
+        found = None if near is None else self._regressions[near]
+        return self._first if found is None else found.coefficients
 
     def observe(self, others: int, sizes: Sequence[float], seconds: float, known_s: float = 0.0) -> None:
         """See `Regression.observe`."""
         crowd = crowd_of(others)
-        self._regressions[crowd].observe(sizes, seconds, known_s)
-        self._known[crowd] = True
+        one = self._regressions[crowd]
+        if one is None:
+            first = self.coefficients(others)
+            one = Regression(first, self._spreads, change=CHANGE, drift=DRIFT, least_s=LEAST_S)
+            self._regressions[crowd] = one
+        one.observe(sizes, seconds, known_s)
 
     @property
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
-        return tuple(one.state for one in self._regressions), tuple(self._known)
+        return tuple(None if one is None else one.state for one in self._regressions)
 
 
 class Slowness:

@@ -21,7 +21,7 @@ from moonpool.streams.ledger import SliceLedger
 
 MAX_SESSION_BLOCKS = 16384
 PORTION_BLOCKS, PORTION_BYTES = 128, 4 << 20  # written at once: the event loop is held for a few ms at most
-AHEAD_BYTES = 4 << 20  # most DRAM that is reserved for the next blocks of a session with that of a frame's
+RESERVED_AHEAD_BYTES = 4 << 20  # most DRAM that is reserved for the next blocks of a session with that of a frame's
 
 _NO_DATA = memoryview(b"")
 Indices = Callable[[Sequence[int]], None]
@@ -160,7 +160,7 @@ class PutSession:
 
     def next_blocks(self, first: int) -> list[Assembly]:
         """Blocks from `first` on without DRAM, in all no more bytes than have been reserved so far."""
-        count = min(self.reserved_bytes, AHEAD_BYTES) // self.spec.format.layout.block_bytes
+        count = min(self.reserved_bytes, RESERVED_AHEAD_BYTES) // self.spec.format.layout.block_bytes
         found = map(self.unfinished.get, range(first, first + count))
         return [block for block in found if block is not None and not block.reserved]
 

@@ -32,14 +32,14 @@ class LeasedBlock:
     fill: memoryview | None = None  # that memory, from the first slice on
     filled: int = 0  # one bit per layer whose verified bytes are in it
 
-    def memory(self, layer: int, layout: KVLayout) -> memoryview:
-        """Memory to read one layer to: in `fill`, else new; raises Overloaded when the operating system gives none."""
+    def memory(self, layers: range, layout: KVLayout) -> memoryview:
+        """Memory to read layers to: in `fill`, else new; raises Overloaded when the operating system gives none."""
         size = layout.slice_bytes
         if self.allocate is None:
-            return memoryview(bytearray(size))
+            return memoryview(bytearray(len(layers) * size))
         if self.fill is None:
             self.fill = self.allocate(layout.block_bytes)
-        return self.fill[layer * size : (layer + 1) * size]
+        return self.fill[layers.start * size : layers.stop * size]
 
     def promoted(self, layout: KVLayout) -> DramBlock | None:
         """The block that was read from the SSD tier into reserved DRAM; None when not all of it was read."""

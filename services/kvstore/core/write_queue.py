@@ -55,6 +55,11 @@ class WriteQueue:
         if self.waiting:
             self._tiers.listener.work()
 
+    def lost(self, keys: Sequence[BlockKey]) -> None:
+        """Durable blocks have gone with their disk: those that DRAM has are written anew."""
+        self.removed(keys)
+        self.add(filter(None, map(self._tiers.dram.get, keys)), used=True)
+
     def used(self, blocks: Iterable[DramBlock]) -> None:
         """Blocks are being used: those that were not admitted before are now."""
         if self._tiers.ssd is not None and self._tiers.ssd.admission.reused:

@@ -102,6 +102,11 @@ class Writes:
         tiers.dram.arrived(spec.keys)
         return present
 
+    def make_room(self, nbytes: int, tenant: str) -> None:
+        """Evicts what a put of as much would, if that is a small part of DRAM: the next one need not wait for it."""
+        if nbytes <= self._tiers.dram.capacity_bytes // 64 and self._tiers.reserve({tenant: nbytes}):
+            self._tiers.unreserve({tenant: nbytes})
+
     def _offered(self, spec: PutSpec, present: Sequence[int]) -> None:
         """A writer brought blocks that are here: a use, and a reason to try again what the SSD tier did not take."""
         keys = [spec.keys[index] for index in present]

@@ -110,11 +110,11 @@ class WriteBehind:
         return bool(again is not None or plan.blocks or not (plan.idle or error is not None))
 
     async def _leave_out(self, disk: int, error: Exception | None) -> None:
-        """Goes on without a disk: others take its batch, and its blocks are misses."""
+        """Goes on without a disk: others take its batch, and its blocks that DRAM has; the rest are misses."""
         log.error("a disk is left out", path=str(self.ssd.disks[disk].folder.path), error=str(error))
         self.on_left_out(disk)
         for keys in self.ssd.leave_out(disk):
-            self.queue.removed(keys)
+            self.queue.lost(keys)
             await asyncio.sleep(0)
         self.wake()
 

@@ -128,11 +128,14 @@ class Catalogue(PartTable[int]):
             if parts[key[0]].get(key) == place | slot:
                 yield slot
 
+    def by_age(self) -> list[Segment]:
+        """Segments of all disks in the order in which their last blocks were put; those of one second as they came."""
+        return sorted(self.segments.values(), key=lambda segment: segment.written[-1] if segment.written else 0)
+
     def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
-        """Blocks, of a disk the last written first, of at most `step` slots at a time; none that come meanwhile."""
-        for name in reversed(list(self.segments)):
-            segment = self.segments.get(name)
-            if segment is None:
+        """Blocks, the last written first, of at most `step` slots at a time; none that come meanwhile."""
+        for segment in reversed(self.by_age()):
+            if self.segments.get(segment.id) is not segment:
                 continue
             for end in range(len(segment.keys), 0, -step):
                 slots = range(end - 1, max(end - step, 0) - 1, -1)
@@ -141,7 +144,7 @@ class Catalogue(PartTable[int]):
     def oldest_of(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
         """The oldest blocks of a tenant but those that `stays`: `nbytes` of records at least, or all there are."""
         found: list[BlockKey] = []
-        for segment in self.segments.values():
+        for segment in self.by_age():
             for slot in self.live_slots(segment) if tenant in segment.live else ():
                 if nbytes <= 0:
                     return found

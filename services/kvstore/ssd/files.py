@@ -8,20 +8,19 @@ import collections
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
+from moonpool.kv.reading import Outcome, Read, Span, read_slice_by_slice, slice_reader
+
 SECTOR = 4096  # alignment of direct reads: offset, length and memory
-SCRATCH_BYTES = 2 << 20  # memory of a thread that reads directly; a larger read is done in pieces of this size
-HEADER_BYTES = 64 << 10  # headers up to this size are read without an allocation
 MAX_OPEN = 512  # segments that stay open; a process may have 1,024 open files unless it is told otherwise
 PROBE_BYTES = 1 << 20
 
@@ -36,45 +35,10 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux 
 Buffer = bytes | bytearray | memoryview
 
 
-class _Scratch(threading.local):
-    """Page-aligned memory of one thread, made when it first uses it."""
-
-    def __init__(self) -> None:
-        self.body = memoryview(mmap.mmap(-1, SCRATCH_BYTES))
-        self.header = memoryview(mmap.mmap(-1, HEADER_BYTES))
-
-
-_scratch = _Scratch()
-
-
-def header_memory(nbytes: int) -> memoryview:
-    """This thread's memory for a header, valid until its next call."""
-    return _scratch.header[:nbytes] if nbytes <= HEADER_BYTES else memoryview(bytearray(nbytes))
-
-
 def is_full(error: BaseException) -> bool:
     """Whether the error means that the device is full."""
     full = (errno.ENOSPC, errno.EDQUOT)
     return isinstance(error, lmdb.DiskError) or (isinstance(error, OSError) and error.errno in full)
-
-
-def _is_aligned(out: memoryview) -> bool:
-    return not len(out) % SECTOR and not ctypes.addressof(ctypes.c_char.from_buffer(out)) % SECTOR
-
-
-def _advance(views: list[memoryview], count: int) -> None:
-    while views and count >= len(views[0]):
-        count -= len(views.pop(0))
-    if count:
-        views[0] = views[0][count:]
-
-
-def _transfer(call: Callable[[int, list[memoryview], int], int], fd: int, views: list[memoryview], offset: int) -> int:
-    """Reads or writes all of the views one after the other, or up to the end of the file; where it ends."""
-    while views and (count := call(fd, views[:_IOV_MAX], offset)):
-        offset += count
-        _advance(views, count)
-    return offset
 
 
 class _File:
@@ -86,31 +50,20 @@ class _File:
     def __del__(self) -> None:
         os.close(self.fd)
 
-    def read(self, outs: Sequence[memoryview], offset: int) -> int:
-        return _transfer(os.preadv, self.fd, [out for out in outs if len(out)], offset) - offset
-
-    def read_direct(self, outs: Sequence[memoryview], offset: int) -> int:
-        """As `read`, past the page cache; an OSError with EINVAL says that the file system has no direct reads."""
-        if not offset % SECTOR and all(map(_is_aligned, outs)):
-            return self.read(outs, offset)  # no copy needed; only the last count, at the end of the file, is odd
-        scratch = _scratch.body
-        views = [out for out in outs if len(out)]
-        position, end = offset, offset + sum(map(len, outs))
-        while position < end:
-            begin = position - position % SECTOR
-            want = min(-(-(end - begin) // SECTOR) * SECTOR, SCRATCH_BYTES)
-            stop = min(begin + os.preadv(self.fd, [scratch[:want]], begin), end)
-            if stop <= position:
-                break
-            while position < stop:
-                count = min(len(views[0]), stop - position)
-                views[0][:count] = scratch[position - begin : position - begin + count]
-                position += count
-                _advance(views, count)
-        return position - offset
+    def read(self, read: Read, sector: int, spans: Sequence[Span]) -> Outcome:
+        return read(self.fd, sector, spans)
 
     def write(self, parts: Sequence[Buffer], offset: int) -> int:
-        return _transfer(os.pwritev, self.fd, [memoryview(part).cast("B") for part in parts if len(part)], offset)
+        """Writes parts one after the other from `offset` on; where they end."""
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        while views:
+            count = os.pwritev(self.fd, views[:_IOV_MAX], offset)
+            offset += count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+        return offset
 
 
 class Files:
@@ -122,7 +75,8 @@ class Files:
 
     def __init__(self, *, direct: bool = False, max_open: int = MAX_OPEN) -> None:
         self._direct = direct
-        self._reads_direct = direct and _DIRECT != _CACHED
+        self._read = slice_reader()
+        self._reads_direct = direct and _DIRECT != _CACHED and self._read is not read_slice_by_slice
         self._max_open = max_open
         self._lock = threading.Lock()
         self._open: collections.OrderedDict[tuple[Path, int], _File] = collections.OrderedDict()
@@ -139,16 +93,17 @@ class Files:
                 closed += [self._open.pop(key) for key in idle[: len(self._open) - self._max_open]]
         return file
 
-    def read(self, path: Path, outs: Sequence[memoryview], offset: int) -> int:
-        """Fills `outs` one after the other from `offset` on; bytes read, fewer only at the end of the file."""
+    def read(self, path: Path, spans: Sequence[Span]) -> Outcome:
+        """Reads spans of a file and hashes them, as far as they come; OSError where the file cannot be opened."""
         if self._reads_direct:
             try:
-                return self._file(path, _DIRECT).read_direct(outs, offset)
+                outcome = self._file(path, _DIRECT).read(self._read, SECTOR, spans)
             except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._reads_direct = False  # the file system has no direct reads
-        return self._file(path, _CACHED).read(outs, offset)
+                outcome = Outcome(0, [], error)
+            if outcome.error is None or outcome.error.errno != errno.EINVAL:
+                return outcome
+            self._reads_direct = False  # the file system has no direct reads
+        return self._file(path, _CACHED).read(self._read, 0, spans)
 
     def peek(self, path: Path, nbytes: int, offset: int) -> bytes:
         """Up to `nbytes` bytes, through the page cache and without reading ahead: for a walk over headers."""

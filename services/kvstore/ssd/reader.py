@@ -1,6 +1,7 @@
 """Verified reads of records: nothing is returned but the block and the layers that were asked for, intact."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,23 +9,21 @@ from typing import NamedTuple
 
 from moonpool.kv.blocks import BlockInfo
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.reading import Span, aligned_memory
 from services.kvstore.ssd.catalogue import Segment
-from services.kvstore.ssd.files import Files, header_memory
+from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.records import ALIGN, BadRecordError, RecordHeader, data_size, header_bytes_of, unpack_header
 
 
 class SsdReader:
-    """Reads one block's record; the segment is not reclaimed until `release`.
-
-    The header is read and verified with the first slice, in one read where that is layer 0.
-    """
+    """Reads one block's record, its header together with the first slices; the segment stays until `release`."""
 
     def __init__(self, files: Files, segment: Segment, slot: int) -> None:
         self.key: BlockKey = segment.keys[slot]
         self.format = segment.kind(slot).format
         self.segment = segment
         self.slot = slot
-        self._files = files
+        self.files = files
         self._offset = segment.offset(slot)
         self._header_bytes = segment.nbytes(slot) - data_size(self.format)
         self._header: RecordHeader | None = None
@@ -41,26 +40,30 @@ class SsdReader:
     def info(self) -> BlockInfo | None:
         return self._header.info if self._header is not None else None
 
-    def read_layers(self, first: int, outs: Sequence[memoryview]) -> None:
-        """Blocking. Fills `outs` (`slice_bytes` each) with the verified bytes of consecutive layers, from `first` on.
+    def read_layers(self, first: int, out: memoryview) -> None:
+        """As `read_bands`, of one block; raises what keeps it from being read."""
+        failure = read_bands(first, [(self, out)])
+        if failure is not None:
+            raise failure[1]
 
-        Raises:
-            BadRecordError: the bytes read are not what was written, or were deleted; they never will be.
-            OSError: the read failed, which says nothing of the record.
-        """
-        header = self._header  # several threads may read it at once; they find the same
-        together = header is None and first == 0
-        if header is None:
-            start = header_memory(max(0, self._header_bytes))
-            read_whole(self._files, self.segment.path, [start, *outs] if together else [start], self._offset)
-            header = self._header = self._check(start)
-        if not together:
-            skipped = self._header_bytes + first * self.format.layout.slice_bytes
-            read_whole(self._files, self.segment.path, outs, self._offset + skipped)
+    def spans(self, first: int, out: memoryview, start: memoryview) -> list[Span]:
+        """Where layers from `first` on lie, and the header if it is unread; `start` is memory for it."""
+        size = self.format.layout.slice_bytes
+        layers = Span(self._offset + self._header_bytes + first * size, out, size)
+        return [Span(self._offset, start), layers] if start else [layers]
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of the header."""
+        return max(0, self._header_bytes) if self._header is None else 0
+
+    def check(self, first: int, out: memoryview, hashes: Sequence[int], start: memoryview) -> None:
+        """Verifies what was read, with its hashes; raises BadRecordError."""
+        if self._header is None:  # several threads may read it at once; they find the same
+            self._header = self._check(start)
         if self.deleted:
             raise BadRecordError("the block was deleted")
-        for layer, out in enumerate(outs, first):
-            self.hashes[layer] = header.check_slice(layer, out)
+        self.hashes.update(enumerate(self._header.check_slices(first, out, hashes), first))
 
     def _check(self, start: memoryview) -> RecordHeader:
         header = unpack_header(bytes(start))
@@ -76,27 +79,69 @@ class SsdReader:
         self._released = True
         self.segment.readers -= 1
         if self.segment.removed and not self.segment.readers:
-            self._files.close_later(self.segment.path)
+            self.files.close_later(self.segment.path)
 
 
-def read_whole(files: Files, path: Path, outs: Sequence[memoryview], offset: int) -> None:
-    """Blocking. Fills `outs` from `offset` on. BadRecordError when the file ends before, OSError when a read fails."""
-    if files.read(path, outs, offset) != sum(len(out) for out in outs):
-        raise BadRecordError("the segment ends inside the record")
+Band = tuple[SsdReader, memoryview]
+"""A block, and memory for some consecutive layers."""
+
+
+def read_bands(first: int, bands: Sequence[Band]) -> tuple[int, Exception] | None:
+    """Blocking. Reads verified layers of blocks, as many of each, from `first` on, up to the first block that fails.
+
+    Returns which that is and why, if any. BadRecordError: the bytes read are not what was written, or were deleted;
+    they never will be. OSError: reading failed, which says nothing of the record.
+    """
+    done = 0
+    for segment, group in itertools.groupby(bands, lambda band: band[0].segment):
+        together = list(group)
+        try:
+            failure = _read_together(segment.path, first, together)
+        except Exception as error:  # of whatever kind, these blocks were not read
+            failure = 0, error
+        if failure is not None:
+            return done + failure[0], failure[1]
+        done += len(together)
+    return None
+
+
+def _read_together(path: Path, first: int, bands: Sequence[Band]) -> tuple[int, Exception] | None:
+    """As `read_bands`, of blocks in one segment: in one call, so that those one behind the other are one read."""
+    memory = aligned_memory(sum(reader.unread_bytes for reader, _ in bands))
+    starts, spans = list[memoryview](), list[Span]()
+    for reader, out in bands:
+        starts.append(memory[: reader.unread_bytes])
+        memory = memory[len(starts[-1]) :]
+        spans += reader.spans(first, out, starts[-1])
+    outcome = reader.files.read(path, spans)
+    layers = len(bands[0][1]) // reader.format.layout.slice_bytes
+    for number, ((reader, out), start) in enumerate(zip(bands, starts, strict=True)):
+        values = outcome.hashes[number * layers : (number + 1) * layers]
+        if len(values) < layers:
+            return number, outcome.error or BadRecordError("the segment ends inside the record")
+        try:
+            reader.check(first, out, values, start)
+        except BadRecordError as error:
+            return number, error
+    return None
+
+
+def read_whole(files: Files, path: Path, out: memoryview, offset: int) -> None:
+    """Blocking. Fills `out` from `offset` on. BadRecordError when the file ends before, OSError when the read fails."""
+    outcome = files.read(path, [Span(offset, out)])
+    if not outcome.spans:
+        raise outcome.error or BadRecordError("the segment ends inside the record")
 
 
 def read_record(files: Files, path: Path, key: BlockKey, offset: int, nbytes: int) -> bytearray:
     """Blocking. A whole record of the block `key`, as it lies in its file. BadRecordError unless it is intact."""
     record = bytearray(nbytes)
     view = memoryview(record)
-    read_whole(files, path, [view], offset)
+    read_whole(files, path, view, offset)
     header = unpack_header(record)
     if header.info.key != key or header.record_bytes != nbytes:
         raise BadRecordError("the record is another block's")
-    size = header.info.format.layout.slice_bytes
-    for layer in range(header.info.format.layout.layers):
-        at = header.header_bytes + layer * size
-        header.check_slice(layer, view[at : at + size])
+    header.check_slices(0, view[header.header_bytes : header.header_bytes + header.info.nbytes])
     return record
 
 

@@ -30,7 +30,7 @@ import xxhash
 
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.blocks import MAX_TENANT_BYTES, BlockFormat, BlockInfo
-from moonpool.kv.hashes import bind, slice_hash
+from moonpool.kv.hashes import key_bindings, layer_binding, slice_hash
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 
@@ -59,14 +59,23 @@ class RecordHeader:
     def record_bytes(self) -> int:
         return self.header_bytes + _align(self.info.nbytes)
 
-    def check_slice(self, layer: int, data: memoryview) -> int:
-        """Verifies one layer's bytes; their hash, bound to the block. BadRecordError: they are not what was written."""
-        key = self.info.key
-        value = bind(slice_hash(data), key, layer)
-        found = slice_hash(data, seed=int.from_bytes(key[:8], "little") ^ layer) if self.seeded else value
-        if found != self.hashes[layer]:
-            raise BadRecordError(f"hash of layer {layer} is wrong")
-        return value
+    def check_slices(self, first: int, data: memoryview, hashes: Sequence[int] = ()) -> list[int]:
+        """Verifies consecutive layers' bytes, whose `hashes` may have been made; these, bound to the block.
+
+        Raises BadRecordError: they are not what was written.
+        """
+        size, (of_key,) = self.info.format.layout.slice_bytes, key_bindings([self.info.key])
+        layers = range(first, first + len(data) // size)
+        slices = [data[at : at + size] for at in range(0, len(data), size)] if self.seeded or not hashes else []
+        made = hashes or map(slice_hash, slices)
+        bound = [value ^ of_key ^ layer_binding(layer) for layer, value in zip(layers, made, strict=True)]
+        found = bound
+        if self.seeded:
+            found = [slice_hash(one, of_key ^ layer) for layer, one in zip(layers, slices, strict=True)]
+        for layer, value in zip(layers, found, strict=True):
+            if value != self.hashes[layer]:
+                raise BadRecordError(f"hash of layer {layer} is wrong")
+        return bound
 
 
 def _align(nbytes: int) -> int:

@@ -43,6 +43,7 @@ class Space:
         roomy = self.capacity_bytes >= MIN_SEGMENTS * self.segment_bytes
         self._reserve = self.segment_bytes // 2 if roomy else 0
         self.segment_bytes = min(self.segment_bytes, MAX_SEGMENT_BYTES // 2)
+        self._full_at = self.capacity_bytes  # the device has no room for more, as far as is known
         self.recount()
 
     @property
@@ -50,9 +51,12 @@ class Space:
         """All of this disk, oldest first."""
         return [segment for segment in self.catalogue.segments.values() if segment.disk == self.disk]
 
-    def recount(self) -> None:
+    def recount(self, *, full: bool = False) -> None:
+        """A plan has ended; it found the device `full`, or not."""
         self._plans += 1
         self.used_bytes = sum(segment.size for segment in self.segments)
+        if full or self.used_bytes > self._full_at:
+            self._full_at = self.used_bytes if full else self.capacity_bytes
 
     @property
     def has_work(self) -> bool:
@@ -61,7 +65,7 @@ class Space:
     @property
     def turn(self) -> tuple[int, int]:
         """Orders disks: the one with most room, in segments, comes first, else the one with fewest plans so far."""
-        return (self.used_bytes - self.capacity_bytes) // self.segment_bytes, self._plans
+        return (self.used_bytes - min(self._full_at, self.capacity_bytes)) // self.segment_bytes, self._plans
 
     def compact(self, min_live_share: float) -> int:
         """Has the next plans rewrite segments that are live to less than this share of a full one; how many."""

@@ -268,7 +268,7 @@ class SsdTier:
             if not segment.size and self.catalogue.segments.pop(segment.id, None) is not None:
                 disk.nameless.append(segment)
                 disk.space.active = None
-        disk.space.recount()
+        disk.space.recount(full=disk.full)
 
     def can_spare(self, number: int) -> bool:
         """Whether the tier can go on without a disk."""

@@ -27,7 +27,7 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS
 from services.kvstore.core.reads import ReadLease, Reads
 from services.kvstore.streams.kv_stream import KVStream
-from services.kvstore.streams.layers import Cell, LayerReader, Lost
+from services.kvstore.streams.layers import LayerReader, Lost
 
 log = get_logger(__name__)
 
@@ -58,27 +58,27 @@ class _Wanted:
     heads: range | None
     forgotten: Sequence[str]
 
-    def slices(self, cells: Iterable[Cell], keys: Sequence[BlockKey], layout: KVLayout) -> Iterator[Slice]:
-        if self.heads is None:
-            return (Slice(cell.layer, cell.block, cell.data, layout.block_tokens, cell.hash) for cell in cells)
-        return (self._cut(cell, keys[cell.block], layout) for cell in cells)
+    def slices(self, whole: Iterable[Slice], keys: Sequence[BlockKey], layout: KVLayout) -> Iterable[Slice]:
+        return whole if self.heads is None else (self._cut(one, keys[one.block], layout) for one in whole)
 
     def parts(self, cells: list[tuple[int, int]], blocks: Sequence[DramBlock]) -> tuple[list[memoryview], list[int]]:
         """The bytes and hashes of what is wanted of some (layer, block)."""
         if self.heads is None:
             return [blocks[at].slice(layer) for layer, at in cells], [blocks[at].hashes[layer] for layer, at in cells]
-        whole = (Cell(layer, at, blocks[at].slice(layer), blocks[at].hashes[layer]) for layer, at in cells)
-        cut = list(self.slices(whole, [block.info.key for block in blocks], blocks[0].info.format.layout))
+        layout = blocks[0].info.format.layout
+        tokens = layout.block_tokens
+        whole = (Slice(layer, at, blocks[at].slice(layer), tokens, blocks[at].hashes[layer]) for layer, at in cells)
+        cut = list(self.slices(whole, [block.info.key for block in blocks], layout))
         return [piece.data for piece in cut], [piece.hash for piece in cut]
 
-    def _cut(self, cell: Cell, key: bytes, layout: KVLayout) -> Slice:
+    def _cut(self, whole: Slice, key: bytes, layout: KVLayout) -> Slice:
         """Some heads of a slice. Their hash is made here, so the slice is verified first; raises DamagedSliceError."""
         assert self.heads is not None
-        if bind(slice_hash(cell.data), key, cell.layer) != cell.hash:
-            raise DamagedSliceError(cell.layer, cell.block)
-        data = cell.data[self.heads.start * layout.head_bytes : self.heads.stop * layout.head_bytes]
-        value = bind(slice_hash(data), key, cell.layer)
-        return Slice(cell.layer, cell.block, data, layout.block_tokens, value, self.heads)
+        if bind(slice_hash(whole.data), key, whole.layer) != whole.hash:
+            raise DamagedSliceError(whole.layer, whole.block)
+        data = whole.data[self.heads.start * layout.head_bytes : self.heads.stop * layout.head_bytes]
+        value = bind(slice_hash(data), key, whole.layer)
+        return Slice(whole.layer, whole.block, data, layout.block_tokens, value, self.heads)
 
 
 def _wanted(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Wanted:

@@ -13,10 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from moonpool.errors import Overloaded
-from moonpool.kv.frames import FRAME_BYTES
+from moonpool.kv.frames import FRAME_BYTES, Slice
 from moonpool.streams.credits import ByteCredits
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.core.reads import LeasedBlock, ReadLease, Reads
+from services.kvstore.core.reads import ReadLease, Reads
+from services.kvstore.ssd.reader import Band, read_bands
 from services.kvstore.ssd.records import BadRecordError
 
 log = get_logger(__name__)
@@ -34,24 +35,7 @@ class Lost(NamedTuple):
     block: int
 
 
-class Cell(NamedTuple):
-    """One slice: layer, index of the block in the lease, bytes, hash."""
-
-    layer: int
-    block: int
-    data: memoryview
-    hash: int
-
-
-class _Piece(NamedTuple):
-    """Some layers of one block, and memory for each of them."""
-
-    block: int
-    source: LeasedBlock
-    outs: list[memoryview]
-
-
-_Fetch = Future[tuple[_Piece, Exception] | None]
+_Fetch = Future[tuple[int, Exception] | None]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -61,18 +45,7 @@ class _Band:
     layers: range
     ahead: int  # bytes taken from the read-ahead's budget and not handed out yet
     started: int = 0  # blocks before this one are in DRAM, being read, or read
-    slices: dict[int, list[memoryview]] = dataclasses.field(default_factory=dict)  # what has been read, by block
-
-
-def _read(first_layer: int, pieces: list[_Piece]) -> tuple[_Piece, Exception] | None:
-    """Blocking. Reads pieces up to the first that cannot be read; returns that one and why."""
-    for piece in pieces:
-        assert piece.source.reader is not None
-        try:
-            piece.source.reader.read_layers(first_layer, piece.outs)
-        except Exception as error:  # of whatever kind, the prefix ends before this block
-            return piece, error
-    return None
+    read: dict[int, memoryview] = dataclasses.field(default_factory=dict)  # what has been, by block
 
 
 @dataclasses.dataclass(eq=False)
@@ -108,12 +81,12 @@ class LayerReader:
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
-    async def groups(self) -> AsyncIterator[list[Cell] | Lost]:
+    async def groups(self) -> AsyncIterator[list[Slice] | Lost]:
         """Slices in order, in groups; after a `Lost` only of blocks before it. To be walked once the lease is complete.
 
         The bytes of a group stay as they are until `close`.
         """
-        group: list[Cell] = []
+        group: list[Slice] = []
         self._limit = self._told = self.lease.blocks
         self._start_more()
         while self._bands:
@@ -139,25 +112,27 @@ class LayerReader:
         while self._fetches:  # of blocks behind a lost one: the lease ends with them
             await self._fetch_ended()
 
-    def _gather(self, group: list[Cell], band: _Band, layer: int, block: int) -> int:
+    def _gather(self, group: list[Slice], band: _Band, layer: int, block: int) -> int:
         """Adds a layer's slices from `block` on to a group until it is full or one is not read yet; returns which."""
-        sources, depth = self.lease.sources, layer - band.layers.start
+        sources, size, tokens = self.lease.sources, self._slice_bytes, self.lease.format.layout.block_tokens
+        begin = (layer - band.layers.start) * size
         end = min(self._limit, block + self._group_cells - len(group))
         while block < end:
             source = sources[block]
             if source.block is not None:
-                group.append(Cell(layer, block, source.block.slice(layer), source.block.hashes[layer]))
-            elif source.reader is not None and block in band.slices:
-                group.append(Cell(layer, block, band.slices[block][depth], source.reader.hashes[layer]))
+                data, value = source.block.slice(layer), source.block.hashes[layer]
+            elif source.reader is not None and block in band.read:
+                data, value = band.read[block][begin : begin + size], source.reader.hashes[layer]
                 if source.allocate is None:
-                    self._walked += self._slice_bytes
-                    band.ahead -= self._slice_bytes
+                    self._walked += size
+                    band.ahead -= size
             else:
                 break
+            group.append(Slice(layer, block, data, tokens, value))
             block += 1
         return block
 
-    def _parts(self, group: list[Cell]) -> Iterator[list[Cell] | Lost]:
+    def _parts(self, group: list[Slice]) -> Iterator[list[Slice] | Lost]:
         good = group if self._limit == self.lease.blocks else [cell for cell in group if cell.block < self._limit]
         if good:
             yield good
@@ -226,47 +201,49 @@ class LayerReader:
         return blocks, self._limit
 
     def _submit(self, band: _Band, blocks: list[int]) -> None:
-        layout, sources = self.lease.format.layout, self.lease.sources
-        pieces: list[_Piece] = []
+        layout, bands = self.lease.format.layout, list[Band]()
         try:
             for block in blocks:
-                outs = [sources[block].memory(layer, layout) for layer in band.layers]
-                pieces.append(_Piece(block, sources[block], outs))
+                source = self.lease.sources[block]
+                assert source.reader is not None
+                bands.append((source.reader, source.memory(band.layers, layout)))
         except Overloaded as error:
             log.warning("no memory to read into", error=str(error))
             self._limit = blocks[0]
             return
-        fetch = self.pool.submit(_read, band.layers.start, pieces)
+        fetch = self.pool.submit(read_bands, band.layers.start, bands)
         self._fetches.add(fetch)
-        fetch.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._ended, fetch, band, pieces))
+        came = dict(zip(blocks, [out for _, out in bands], strict=True))
+        fetch.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._ended, fetch, band, came))
 
     async def _fetch_ended(self) -> None:
         self._progress.clear()
         await self._progress.wait()
 
-    def _ended(self, fetch: _Fetch, band: _Band, pieces: list[_Piece]) -> None:
+    def _ended(self, fetch: _Fetch, band: _Band, came: dict[int, memoryview]) -> None:
         self._fetches.discard(fetch)
         if fetch.cancelled():
-            self._limit = min(self._limit, pieces[0].block)
+            self._limit = min(self._limit, *came)
         elif (failure := fetch.result()) is not None:
-            self._fail(*failure)
+            self._fail([*came][failure[0]], failure[1])
         bits = sum(1 << layer for layer in band.layers)
-        for piece in pieces:
-            if piece.block < self._limit:
-                piece.source.filled |= bits
-                band.slices[piece.block] = piece.outs
+        for block, out in came.items():
+            if block < self._limit:
+                self.lease.sources[block].filled |= bits
+                band.read[block] = out
         self._start_more()
         self._progress.set()
         if self._closed and not self._fetches:
             self.reads.close(self.lease)
 
-    def _fail(self, piece: _Piece, error: Exception) -> None:
-        assert piece.source.reader is not None
-        key = piece.source.reader.key.hex()[:16]
-        self._limit = min(self._limit, piece.block)
+    def _fail(self, block: int, error: Exception) -> None:
+        source = self.lease.sources[block]
+        assert source.reader is not None
+        key = source.reader.key.hex()[:16]
+        self._limit = min(self._limit, block)
         if isinstance(error, BadRecordError):
             log.warning("a stored block is bad", key=key, error=str(error))
-            self.reads.lost(piece.source)
+            self.reads.lost(source)
         else:
             log.warning("a stored block cannot be read now", key=key, error=str(error))
 

@@ -147,14 +147,13 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         present = self._writes.put_whole(spec, payload, hashes, self._loop.time())
         if present is not None:
             yield Answer(Brief(STORED, message.number, numbers=present), [])
+            self._writes.make_room(payload.nbytes, spec.tenant)
 
-    def _spec(
-        self, message: kvstore_pb2.PutOpen, of_blocks: bytes, of_parents: bytes, layers: range, heads: range
-    ) -> PutSpec:
-        keys = unpack_keys(of_blocks, max_keys=MAX_SESSION_BLOCKS)
+    def _spec(self, message: kvstore_pb2.PutOpen, of: bytes, before: bytes, layers: range, heads: range) -> PutSpec:
+        keys = unpack_keys(of, max_keys=MAX_SESSION_BLOCKS)
         check_owned(keys, self.tenant)
         tenant = permitted(message.tenant, self.tenant)
-        parents = unpack_keys(of_parents, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
+        parents = unpack_keys(before, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
         now, forgotten = int(time.time()), frozenset(message.forgotten)
         return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten, message.durable)
 

@@ -17,7 +17,7 @@ from benchmarks.kvstore_match import percentile
 from benchmarks.kvstore_peers import BETTER, FLOOR, TARGET, TCP, name_of, operations, rows_of, target_of
 from benchmarks.kvstore_picture import picture
 from benchmarks.kvstore_shape import BLOCK_SIZES, Memory, chain, layout_of, parents, root_of, split
-from benchmarks.kvstore_ssd import LAYOUT, MIN_BLOCKS, TIMES_PUT, Figures, Sizes, blocks_bytes, put_sustained
+from benchmarks.kvstore_ssd import LAYOUT, MIN_BLOCKS, TIMES_PUT, Cost, Figures, Sizes, blocks_bytes, put_sustained
 from benchmarks.page import page
 from tests.unit.kvstore.invariants import check
 
@@ -149,7 +149,8 @@ def test_operations_stay_within_bounds() -> None:
 def test_a_put_to_ssd_stands_beside_the_slower_of_its_two_references() -> None:
     figures = Figures()
     figures.put, figures.append, figures.put_dram = [4.0, 4.0], [2.0, 5.0], [3.0, 1.0]
-    figures.get, figures.read, figures.read_whole = [1.0, 1.0], [0.9, 0.9], [0.5, 0.5]
+    figures.get, figures.read = [Cost(1.0, 1.2)] * 2, [Cost(0.9, 0.6)] * 2
+    figures.read_whole = figures.read_direct = [Cost(0.5, 0.5)] * 2
     rows = figures.rows(Sizes(read=6000, put=6000, held=600))
     assert rows[0].name.endswith(" 10 times the tier")
     gigabytes = 6000 * LAYOUT.block_bytes / 1e9
@@ -158,6 +159,8 @@ def test_a_put_to_ssd_stands_beside_the_slower_of_its_two_references() -> None:
     assert rows[0].ratio == pytest.approx((1.5 / 2.0 + 1.5 / 1.2) / 2)
     assert rows[3].ratio == pytest.approx(0.9)
     assert rows[3].met
+    assert rows[-1].value == pytest.approx(1.2 / gigabytes)
+    assert rows[-1].ratio == pytest.approx(0.5)
 
 
 def test_percentiles() -> None:
@@ -280,7 +283,7 @@ def test_the_other_parts_measure(tmp_path: Path) -> None:
     flags = ("--ssd-gigabytes", "0.004", "--blocks", "40000", "--churn-s", "0.5", "--churn-megabytes", "32")
     where = ("--folder", str(tmp_path), "--picture", str(tmp_path / "churn.svg"))
     rows = kvstore.measure(options("--only", "ssd,prefix,match,churn", *flags, *where), nothing)
-    assert len(rows) == 12
+    assert len(rows) == 14
     assert all(isinstance(row, Row) and row.value > 0 for row in rows)
     assert (tmp_path / "churn.svg").read_text().startswith("<svg")
     assert [path.name for path in tmp_path.iterdir()] == ["churn.svg"]

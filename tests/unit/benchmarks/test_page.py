@@ -1,11 +1,14 @@
 """The page over kept results: latest values, trends in order of time, machines apart."""
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.page import load, page, trend, write
+from benchmarks.__main__ import ALL, BY_NAME
+from benchmarks.page import PAGE, RESULTS, load, page, trend, write
 
 
 def keep(folder: Path, date: str, ratio: float, *, cores: int = 2, skipped: str = "") -> None:
@@ -118,6 +121,12 @@ def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
 
 
 def test_the_kept_page_is_that_of_the_kept_results() -> None:
-    from benchmarks.page import PAGE, RESULTS
-
     assert (RESULTS / PAGE).read_text() == page(load(RESULTS))
+
+
+def test_the_document_names_every_benchmark_that_can_be_run_and_which_run_by_name_only() -> None:
+    text = (RESULTS.parents[1] / "docs" / "measuring.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \|(.*)$", text, re.MULTILINE))
+    assert sorted(rows) == sorted([*ALL, *BY_NAME])
+    assert [name for name, row in rows.items() if "*by name*" in row] == list(BY_NAME)
+    assert all(importlib.util.find_spec(f"benchmarks.{name}") for name in rows)

@@ -1,6 +1,7 @@
 """`moonpool bench serve` against a gateway in front of a conductor in memory."""
 
 import contextlib
+import functools
 import json
 import math
 import socket
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from moonpool.bundled import model_dir
+from moonpool.cli.load import targets
 from moonpool.cli.load.frame import Outcome, summarize
 from moonpool.cli.load.prompts import Shape
 from moonpool.cli.load.serve import Plan, drive, exit_status, report, table
+from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.errors import ConfigError, Internal, MoonpoolError, Overloaded
 from moonpool.rpc.keys import hashed
@@ -50,8 +53,9 @@ async def test_several_gateways_are_asked_in_turn() -> None:
     assert (len(one.requests), len(two.requests)) == (2, 2)
 
 
-async def test_several_conductors() -> None:
+async def test_several_conductors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one is asked when one cannot be reached."""
+    monkeypatch.setattr(targets, "AsyncClient", functools.partial(AsyncClient, connect_timeout_s=0.1))
     with contextlib.ExitStack() as stack:
         taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         free = [one.getsockname()[1] for one in taken]

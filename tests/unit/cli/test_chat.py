@@ -14,11 +14,13 @@ from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, Unavailab
 from moonpool.v1 import conductor_pb2 as pb
 
 
-def talk(fake: FakeConductor, lines: Iterable[str], *, system: str = "", forgiving: bool = True) -> tuple[str, str]:
+def talk(
+    fake: FakeConductor, lines: Iterable[str], *, system: str = "", context: str = "", forgiving: bool = True
+) -> tuple[str, str]:
     """What a conversation writes."""
     out, err = io.StringIO(), io.StringIO()
     with fake.client() as client:
-        conversation = Conversation(client, SamplingParams(max_tokens=8), system)
+        conversation = Conversation(client, SamplingParams(max_tokens=8), system, context, "ann")
         run_chat(conversation, lines, out, err, forgiving=forgiving)
     return out.getvalue(), err.getvalue()
 
@@ -29,11 +31,11 @@ def turns(request: pb.GenerateRequest) -> list[tuple[str, str]]:
 
 def test_turns_add_up_and_figures_follow_each_answer() -> None:
     fake = FakeConductor(lambda request: answer((7, 8), prompt_tokens=100, cached_tokens=64))
-    out, err = talk(fake, ["Hi\n", "\n", "And?\n", "/quit\n", "never"], system="Be brief.")
+    out, err = talk(fake, ["Hi\n", "\n", "And?\n", "/quit\n", "never"], system="Be brief.", context="law")
     assert out == "7 8 \n7 8 \n"
     assert turns(fake.requests[0]) == [("system", "Be brief."), ("user", "Hi")]
     assert turns(fake.requests[1])[1:] == [("user", "Hi"), ("assistant", "7 8 "), ("user", "And?")]
-    assert len(fake.requests) == 2
+    assert [(request.context.id, request.tenant) for request in fake.requests] == [("law", "ann")] * 2
     assert err.splitlines()[0] == (
         "[stop] 100 prompt tokens, 64 cached; 2 generated; TTFT 0.010 s, TPOT 0.0010 s (1000.0 tokens/s)"
     )

@@ -8,6 +8,7 @@ import pytest
 from moonpool.client import InvalidRequest, SamplingParams
 from moonpool.errors import Unavailable
 from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor import forgetting
 
 from .fakes import decode, prefill
 from .stack import stack
@@ -80,6 +81,16 @@ async def test_a_conductor_that_was_not_there_learns_of_it_from_a_store() -> Non
         assert told(remembers) == told(away) == [deleted.id]
         assert [record.id for record in away.book.of("deletion")] == [deleted.id]
         assert (await s.gauges())["deletions_owed"] == 0
+
+
+async def test_members_carry_out_at_once_what_a_store_brings_that_joins_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a conductor's restart, when engines are quicker than the store."""
+    monkeypatch.setattr(forgetting, "AGAIN_S", 3600.0)
+    engine, store = FakeStore("decode-0", kv_pb2.INSTANCE_KIND_DECODE), FakeStore()
+    store.book.merge([record("theirs")])
+    async with stack(engine, store) as s:
+        await s.rest()  # nothing is owed
+        assert told(engine) == told(store) == ["theirs"]
 
 
 async def test_another_conductors_deletion_is_carried_out_when_it_is_heard_of() -> None:

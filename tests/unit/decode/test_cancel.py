@@ -94,7 +94,7 @@ async def test_conductor_leaves() -> None:
 async def test_lease_ends(opened: bool) -> None:
     """Nothing is heard: the promise ends, the conductor and the sender are told."""
     tokens = prompt(20)
-    async with decoding(lease_s=0.05) as it, conducting(it) as conductor, sending(it) as sender:
+    async with decoding(lease_s=0.3) as it, conducting(it) as conductor, sending(it) as sender:
         target = await reserve(it, spec("a", tokens))
         outbound = await sender.open(target) if opened else None
         await conductor.start("a", target, 9)

@@ -104,7 +104,7 @@ async def test_a_parked_sequence_goes_on_and_computes_only_what_is_gone() -> Non
 
 async def test_an_answer_that_has_ended_can_be_read_again_for_a_while() -> None:
     answer = continuation(TOKENS, 5)
-    async with decoding(log_ttl_s=0.2) as it, conducting(it, "another") as another:
+    async with decoding(log_ttl_s=0.8) as it, conducting(it, "another") as another:
         async with conducting(it) as conductor:
             target = await started(it, conductor, 5)
             await conductor.until(lambda: "a" in conductor.reasons)

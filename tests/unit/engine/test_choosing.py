@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.footprint import LOGIT_ROWS
-from moonpool.engine.masks import Mask
+from moonpool.engine.masks import Allowed
 from moonpool.model.batch import PackedBatch
 from moonpool.model.stage import StageModel
 from moonpool.sampling import SampleSpec, SamplingParams
@@ -43,7 +43,7 @@ class Chosen:
         self.batch = PackedBatch.build([(it.token_ids, it.start, it.block_table) for it in shares], 16)
         self.choosing = Choosing(cast("StageModel", self.model), Step(1, shares, steps=3), ())
 
-    def choose(self, *rows: dict[int, float], masks: Future[dict[int, Mask]] | None = None) -> Found:
+    def choose(self, *rows: dict[int, float], masks: Future[Allowed] | None = None) -> Found:
         """Logits of each row, 0 but for some tokens."""
         logits = torch.zeros(len(rows), VOCAB)
         for row, values in enumerate(rows):
@@ -71,16 +71,16 @@ def test_a_sequence_goes_on_with_its_own_token_beside_a_beam() -> None:
     assert it.choose({5: 1.0}, logits).sampled == [5, 9]
 
 
-class Late(Future[dict[int, Mask]]):
+class Late(Future[Allowed]):
     """Masks that are made while they are waited for.
 
     Attributes:
         took_ns: to make them.
     """
 
-    def result(self, timeout: float | None = None) -> dict[int, Mask]:
+    def result(self, timeout: float | None = None) -> Allowed:
         began_ns = time.monotonic_ns()
-        made: dict[int, Mask] = {1: bytes([0, 0, 1]) + bytes(VOCAB // 8 - 3)}
+        made = Allowed({1: memoryview(bytes([0, 0, 1]) + bytes(VOCAB // 8 - 3))})
         while time.monotonic_ns() == began_ns:
             pass
         self.took_ns = time.monotonic_ns() - began_ns

@@ -1,5 +1,6 @@
 """Cores are lent by a page that all engines of a host map."""
 
+import math
 import mmap
 import os
 import subprocess
@@ -115,6 +116,11 @@ def test_who_else_computes(tmp_path: Path, slot: int, cores: int, later_s: float
     assert ours.others_compute() == computes
 
 
+def wanted() -> bool:
+    """Of a step that was not aborted."""
+    return False
+
+
 def test_patient_steps_give_way_to_others_but_not_for_long() -> None:
     now, busy_until = 100.0, 1000.0
 
@@ -123,20 +129,40 @@ def test_patient_steps_give_way_to_others_but_not_for_long() -> None:
         now += seconds
 
     turns = Turns(lambda: now < busy_until, lambda: 0.5, lambda: now, nap)
-    turns.give_way()  # it is not known yet how long a step takes
+    turns.give_way(wanted)  # it is not known yet how long a step takes
     assert now == 100.0
     now += 0.01
     assert turns.share() == 0.5
-    turns.give_way()
+    turns.give_way(wanted)
     waited_s = now - 100.01
     assert PATIENCE * 0.01 <= waited_s < PATIENCE * 0.01 + 2 * LOOK_S
     now += 0.01
     assert turns.share() == 0.5
     arrived = now
-    turns.give_way()
+    turns.give_way(wanted)
     assert PATIENCE * 0.01 <= now - arrived < PATIENCE * 0.01 + 2 * LOOK_S, "what it waited before is not what it took"
     now += 0.01
     assert [turns.share(), turns.share()] == [0.5, 0.5]  # the second is that of a step that is not patient
     busy_until = now + 2 * LOOK_S
-    turns.give_way()
+    turns.give_way(wanted)
     assert now == pytest.approx(busy_until, abs=LOOK_S)
+
+
+def test_a_step_that_is_aborted_waits_no_longer_and_teaches_nothing() -> None:
+    now, aborted_at = 100.0, math.inf
+
+    def nap(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    turns = Turns(lambda: True, lambda: 1.0, lambda: now, nap)
+    turns.give_way(wanted)
+    now += 0.01
+    turns.share()
+    aborted_at = now + 2 * LOOK_S
+    turns.give_way(lambda: now >= aborted_at)
+    assert now == pytest.approx(aborted_at, abs=LOOK_S)
+    turns.share()
+    arrived = now
+    turns.give_way(wanted)
+    assert now - arrived >= PATIENCE * 0.01, "the aborted one is not taken for a quick one"

@@ -12,7 +12,7 @@ import torch
 
 import moonpool.bundled
 from moonpool.checkpoint import Tokenizer, load_config
-from moonpool.engine.masks import LOOKS, MAX_PARSERS, CannotFollow, Masks, Wanted
+from moonpool.engine.masks import LOOKS, MAX_PARSERS, Masks, Wanted
 from moonpool.model import sample
 from moonpool.sampling import SampleSpec, SamplingParams
 from moonpool.sched.sampling import SequenceSampling
@@ -38,22 +38,22 @@ def masks() -> Iterator[Masks]:
     made.close()
 
 
+def step_of(*specs: SampleSpec) -> Step:
+    return Step(1, tuple(SequenceStep(b"", 0, (), spec) for spec in specs))
+
+
 def begun(masks: Masks, *specs: SampleSpec) -> dict[int, bytes]:
-    step = Step(1, tuple(SequenceStep(b"", 0, (), spec) for spec in specs))
-    made = masks.begin(Wanted.of(step))
+    made = masks.begin(Wanted.of(step_of(*specs)))
     assert made is not None
-    found = {index: mask for index, mask in made.result().items() if isinstance(mask, bytes)}
-    assert found.keys() == made.result().keys(), made.result()
-    return found
+    assert made.result().failed == {}
+    return {index: bytes(mask) for index, mask in made.result().masks.items()}
 
 
 def refused(masks: Masks, *specs: SampleSpec) -> str:
     """Why the first one has no mask."""
-    made = masks.begin(Wanted.of(Step(1, tuple(SequenceStep(b"", 0, (), spec) for spec in specs))))
+    made = masks.begin(Wanted.of(step_of(*specs)))
     assert made is not None
-    reason = made.result()[0]
-    assert isinstance(reason, CannotFollow)
-    return reason
+    return made.result().failed[0]
 
 
 def allowed(mask: bytes) -> set[int]:
@@ -112,6 +112,32 @@ def test_an_answer_goes_on_anywhere_as_where_it_began(masks: Masks) -> None:
     elsewhere.close()
 
 
+def test_a_run_has_the_masks_of_its_steps_and_gives_its_parsers_back(masks: Masks) -> None:
+    """Also when all is given up in its midst."""
+    wholes = [generate(masks, schema(record(a={"type": "integer"}, b={"type": "boolean"}), seed)) for seed in (1, 2)]
+    sampling = SequenceSampling.of(schema(record(a={"type": "integer"}, b={"type": "boolean"})), len(PROMPT), (END,))
+    length = min(map(len, wholes)) - 1
+    looks = iter([False, True])  # for the grammar, then in the run
+    running = Masks(lambda: TOKENIZER, CONFIG.vocab_size, CONFIG.eos_token_ids, full=lambda: next(looks, False))
+
+    def specs(at: int) -> list[SampleSpec]:
+        return [SampleSpec(), *(sampling.at(PROMPT + array("i", whole[:at])) for whole in wholes)]
+
+    assert length > LOOKS
+    made = running.begin(Wanted.of(step_of(*specs(0))))
+    for at in range(1, length):
+        made = running.go_on([7, *(whole[at - 1] for whole in wholes)])
+        assert made is not None
+        assert made.result().failed == {}
+        assert {index: bytes(mask) for index, mask in made.result().masks.items()} == begun(masks, *specs(at))
+    assert next(looks, None) is None
+    assert begun(running, *specs(length)) == begun(masks, *specs(length))
+    wrong = running.go_on([7, 7, 7])
+    assert wrong is not None
+    assert sorted(wrong.result().failed) == [1, 2]
+    running.close()
+
+
 def test_samples_with_a_common_beginning_do_not_disturb_each_other(masks: Masks) -> None:
     params = schema({"enum": ["aa", "ab", "b"]})
     sampling = SequenceSampling.of(params, len(PROMPT), CONFIG.eos_token_ids)
@@ -168,10 +194,12 @@ def test_what_cannot_be_followed_has_no_mask(masks: Masks) -> None:
     specs = (broken.at(PROMPT), SampleSpec(), fine.at(PROMPT))
     assert "regex cannot be followed" in refused(masks, *specs)
     assert END not in allowed(begun(masks, *specs[1:])[1])
-    made = masks.begin(Wanted.of(Step(1, tuple(SequenceStep(b"", 0, (), it) for it in specs))))
+    made = masks.begin(Wanted.of(step_of(*specs)))
     assert made is not None
-    assert sorted(made.result()) == [0, 2]
-    assert masks.begin(Wanted.of(Step(2, (SequenceStep(b"", 0, (), SampleSpec()),)))) is None
+    assert list(made.result().failed) == [0]
+    assert 2 in made.result().masks
+    assert masks.begin(Wanted.of(step_of(SampleSpec()))) is None
+    assert masks.go_on([5]) is None
     strange = SequenceSampling.of(SamplingParams(response_format="regex", grammar="x"), 1, CONFIG.eos_token_ids)
     assert refused(masks, strange.at(PROMPT))
 

@@ -3,7 +3,7 @@
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -326,8 +326,9 @@ def test_patient_steps_give_way(checkpoint: Path) -> None:
         called: list[int] = []
         waited_ns: list[int] = []
 
-        def give_way() -> None:
+        def give_way(aborted: Callable[[], bool]) -> None:
             called.append(len(one.events))
+            assert not aborted()
             began_ns = time.monotonic_ns()
             while time.monotonic_ns() == began_ns:
                 pass
@@ -340,3 +341,17 @@ def test_patient_steps_give_way(checkpoint: Path) -> None:
             assert 0 < wait <= told.waited_ns < told.end_ns - told.start_ns
         one.run(whole(2))
         assert len(called) == 2
+
+
+def test_who_gives_way_hears_that_the_step_is_aborted(checkpoint: Path) -> None:
+    with stages(checkpoint, 1) as one:
+        heard: list[bool] = []
+
+        def give_way(aborted: Callable[[], bool]) -> None:
+            heard.append(aborted())
+            one.gates[0].abort(1)
+            heard.append(aborted())
+
+        one.runners[0].give_way = give_way
+        [done] = one.run(replace(whole(1), patient=True))
+        assert (heard, done.aborted) == ([False, True], True)

@@ -2,12 +2,15 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.errors import NotFound
+from moonpool.rpc.keys import hashed
 from moonpool.v1 import conductor_pb2 as pb
 
 from .fakes import Answers, answering
@@ -212,3 +215,44 @@ async def test_what_is_wrong_with_a_cache_is_named(body: dict[str, Any], param: 
     async with answering(FakeConductor()) as gateway:
         response = await gateway.http.post(CACHE, json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+class AnnsAlone(FakeConductor):
+    """Knows one context, which is ann's."""
+
+    def answer(self, request: Message) -> Message:
+        match request:
+            case pb.ListContextsRequest(id=name, tenant=tenant) | pb.UpdateContextRequest(id=name, tenant=tenant):
+                known = (name, tenant) == ("cache-1", "ann")
+            case pb.DeleteContextRequest(name=name, tenant=tenant):
+                known = (name, tenant) == ("cache-1", "ann")
+            case _:
+                return super().answer(request)
+        if not known:
+            raise NotFound(f"there is no context {name!r}")
+        return pb.ListContextsResponse(contexts=[context()])
+
+
+async def test_another_tenants_cache_is_told_as_none_whatever_is_asked_of_it(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"sha256:{hashed('ann-key')} ann\nsha256:{hashed('bob-key')} bob\n")
+    async with answering(AnnsAlone(), api_keys=keys) as gateway:
+
+        async def told(key: str, name: str) -> list[tuple[int, str]]:
+            gateway.http.headers["authorization"] = f"Bearer {key}"
+            chat = {"messages": [{"role": "cache", "content": f"cache_id={name}"}, ASK]}
+            answers = [
+                await gateway.http.get(f"{CACHE}/{name}"),
+                await gateway.http.put(f"{CACHE}/{name}", json={"ttl": 5}),
+                await gateway.http.delete(f"{CACHE}/{name}"),
+                await gateway.http.post(f"{CACHE}/refs/tags", json={"tag": "mine", "cache_id": name}),
+                await gateway.http.post("/v1/chat/completions", json=chat),
+            ]
+            return [(one.status_code, one.text.replace(name, "NAME")) for one in answers]
+
+        assert (await gateway.http.get(f"{CACHE}/cache-1")).status_code == 401
+        strange = await told("bob-key", "cache-1")
+        assert strange == await told("ann-key", "cache-9")
+        assert [status for status, _ in strange] == [404] * 5
+        assert "ann" not in str(strange)
+        assert (await gateway.http.get(f"{CACHE}/cache-1")).status_code == 200

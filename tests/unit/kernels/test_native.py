@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernel
 
 #: Everything that this machine can run, built once; wider ones are tested where there are any.
 TARGETS = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()]
-CHEAP = ("avx2", "sse2")
-"""Built in some seconds; the build's cache keeps them."""
+CHEAP = ("avx2",)
+"""Built in ten seconds; the build's cache keeps it."""
 OTHERS = [name if name in CHEAP else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS[1:]]
 
 

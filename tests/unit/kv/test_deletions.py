@@ -28,6 +28,14 @@ def test_one_that_is_forgotten_or_replaced_concerns_nothing() -> None:
     assert (deletions.concerning([B], "", N), len(deletions)) == ([], 0)
 
 
+def test_those_of_keys_with_an_end_are_found() -> None:
+    deletions = Deletions()
+    deletions.add("both", Selection(keys=frozenset([A, B])))
+    deletions.add("a", Selection(keys=frozenset([A]), tenants=frozenset(["aa"]), namespaces=frozenset([A])))
+    for ending, found in ((b"aa", ["a", "both"]), (b"bb", ["both"]), (N, []), (b"", [])):
+        assert deletions.concerning([], "nobody", bytes(32), ending) == found
+
+
 def test_what_several_name_is_found_as_long_as_one_of_them_is_known() -> None:
     deletions = Deletions()
     for name in ("d", "e", "f"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lmdb
 
+from moonpool.kv.reading import Outcome, Span
 from services.kvstore.ssd.files import Files
 
 
@@ -51,9 +52,9 @@ class FaultyFiles(Files):
         if error is not None:
             raise error
 
-    def read(self, path: Path, outs: Sequence[memoryview], offset: int) -> int:
+    def read(self, path: Path, spans: Sequence[Span]) -> Outcome:
         self.step("read", path)
-        return super().read(path, outs, offset)
+        return super().read(path, spans)
 
     def write(self, path: Path, parts: Sequence[bytes | bytearray | memoryview], offset: int) -> None:
         self.step("write", path)

@@ -99,7 +99,7 @@ def run_of(key: BlockKey, index: int, layer: int, heads: range = range(2)) -> Op
 
 def view_of(source: LeasedBlock, layer: int) -> memoryview:
     """One layer's bytes in DRAM, or memory to read them to."""
-    return source.memory(layer, LAYOUT) if source.block is None else source.block.slice(layer)
+    return source.memory(range(layer, layer + 1), LAYOUT) if source.block is None else source.block.slice(layer)
 
 
 def open_ssd(
@@ -261,7 +261,7 @@ class Driven(StoreListener):
                     view = view_of(source, layer)
                     try:
                         if source.reader is not None:
-                            source.reader.read_layers(layer, [view])
+                            source.reader.read_layers(layer, view)
                     except OSError:
                         del out[index:]
                         break

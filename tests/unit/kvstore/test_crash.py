@@ -12,7 +12,7 @@ from services.kvstore.operate.verify import verify
 from services.kvstore.ssd.recovery import Durability
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.crasher import CAPACITY, SEGMENT, kept_keys, tenant_of
-from tests.unit.kvstore.helpers import LAYOUT, keys_of, owner_of, slice_of
+from tests.unit.kvstore.helpers import LAYOUT, data_of, keys_of, owner_of
 from tests.unit.kvstore.invariants import check
 
 MOST_LINES = 900
@@ -78,11 +78,10 @@ class Lives:
                 ssd.abandon()
 
     def check_block(self, ssd: SsdTier, key: BlockKey) -> None:
-        outs = [memoryview(bytearray(LAYOUT.slice_bytes)) for _ in range(LAYOUT.layers)]
-        reader = ssd.reader(key)
-        reader.read_layers(0, outs)
+        reader, out = ssd.reader(key), memoryview(bytearray(LAYOUT.block_bytes))
+        reader.read_layers(0, out)
         reader.release()
-        assert [bytes(out) for out in outs] == [slice_of(key, layer) for layer in range(LAYOUT.layers)]
+        assert out == data_of(key)
         assert owner_of(ssd, key) == tenant_of(key)
 
 

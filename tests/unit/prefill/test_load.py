@@ -8,7 +8,7 @@ import pytest
 from moonpool.kv.keys import block_keys
 from moonpool.sched.steps import Step
 from tests.unit.fakes.engine import next_token
-from tests.unit.instances import BLOCK, decoding, prefilling, prompt, read_spans, spec
+from tests.unit.instances import BLOCK, WAIT_S, decoding, prefilling, prompt, read_spans, spec
 from tests.unit.prefill.calls import assert_arrived, begin, dismiss, promised, source, storing
 from tests.unit.streams.fakes import LAYOUT, ROOT
 
@@ -101,7 +101,8 @@ async def test_store_does_not_give_what_it_has(fault: str) -> None:
     """Whatever the store does, the answer is right and the request not failed."""
     tokens = prompt(4 * BLOCK + 3)
     keys = block_keys(ROOT, tokens, BLOCK)
-    async with storing(tokens) as (store, place), prefilling(load_timeout_s=0.1) as it, decoding() as decode:
+    timeout_s = 0.1 if fault == "mute" else WAIT_S  # what answers is not hurried
+    async with storing(tokens) as (store, place), prefilling(load_timeout_s=timeout_s) as it, decoding() as decode:
         if fault == "fewer":
             del store.blocks[keys[2]]
         elif fault == "nothing":
@@ -132,7 +133,7 @@ async def test_another_store_serves_what_the_first_does_not(fault: str) -> None:
     async with (
         storing(tokens, frame_bytes=frame) as (store, place),
         storing(tokens) as (other, replica),
-        prefilling(load_timeout_s=0.1) as it,
+        prefilling(load_timeout_s=0.5 if fault == "mute" else WAIT_S) as it,
         decoding() as decode,
     ):
         replica.id = "replica"

@@ -151,10 +151,14 @@ async def test_values_are_there_after_a_restart(tmp_path: Path) -> None:
         assert not await client.exists(b"gone")
 
 
-async def test_after_an_operators_deletion_values_can_be_put_again() -> None:
+@pytest.mark.parametrize(
+    "selection",
+    [kv_pb2.Selection(tenants=[""]), kv_pb2.Selection(keys=value_key(value_namespace(NAME), "", b"k"))],
+    ids=["tenant", "key"],
+)
+async def test_after_an_operators_deletion_values_can_be_put_again(selection: kv_pb2.Selection) -> None:
     async with stored() as (store, client):
         await client.put(b"k", b"old")
-        selection = kv_pb2.Selection(tenants=[""])
         await store.stub.Forget(kv_pb2.ForgetRequest(deletions=[kv_pb2.Deletion(id="d", selection=selection)]))
         assert not await client.exists(b"k")
         with pytest.raises(InvalidRequest, match="older than a deletion"):  # it may have been made before

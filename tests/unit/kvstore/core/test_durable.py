@@ -85,7 +85,7 @@ def test_a_block_that_was_lost_while_it_was_read_is_brought_by_its_writer(tmp_pa
     source = good.sources[0]
     assert source.reader is not None
     for layer in range(LAYOUT.layers):
-        source.reader.read_layers(layer, [view_of(source, layer)])
+        source.reader.read_layers(layer, view_of(source, layer))
         source.filled |= 1 << layer
         writes.write(session, [run_of(A, 0, layer)] if layer < 2 else [])
     reads.close(good)  # whole, but what has left the store comes back with a writer only

@@ -245,7 +245,7 @@ def test_a_reader_ends_with_what_it_has_in_memory_and_misses_the_rest(tmp_path: 
     assert b"".join(view_of(in_memory, layer) for layer in range(3)) == data_of(OURS[0])
     assert cold.reader is not None
     with pytest.raises(Exception, match="was deleted"):
-        cold.reader.read_layers(0, [view_of(cold, layer) for layer in range(3)])
+        cold.reader.read_layers(0, cold.memory(range(3), FORMAT.layout))
     cold.filled = 0b111
     driven.store.reads.close(lease)
     driven.flush()

@@ -27,7 +27,6 @@ from tests.unit.kvstore.helpers import (
     run_of,
     spec_of,
     store,
-    view_of,
 )
 
 OURS, THEIRS = keys_of(4, "ours"), keys_of(2, "theirs")
@@ -171,7 +170,7 @@ def test_a_block_that_is_read_while_its_segment_is_rewritten_does_not_come_back(
             tiers.dram.drop(tiers.dram[OURS[0]])
         (source,) = lease.sources
         assert source.reader is not None
-        source.reader.read_layers(0, [view_of(source, layer) for layer in range(LAYOUT.layers)])
+        source.reader.read_layers(0, source.memory(range(LAYOUT.layers), LAYOUT))
         source.filled = (1 << LAYOUT.layers) - 1
         driven.store.reads.close(lease)
         driven.flush()

@@ -211,7 +211,7 @@ class StoreMachine(RuleBasedStateMachine):
             for layer in range(3):
                 view = view_of(source, layer)
                 if source.reader is not None:
-                    source.reader.read_layers(layer, [view])
+                    source.reader.read_layers(layer, view)
                 source.filled |= 1 << layer
                 data += view
             info = source.block.info if source.block is not None else source.reader and source.reader.info

@@ -45,6 +45,22 @@ def test_opening_a_session_evicts_and_reserves_nothing() -> None:
     check(driven.store)
 
 
+def test_room_is_made_ahead_once_and_if_it_is_little() -> None:
+    driven = Driven(dram_bytes=64 * BLOCK)
+    writes, old = driven.store.writes, keys_of(64, "old")
+    writes.close(driven.put(old[:63]))
+    writes.make_room(BLOCK, "")
+    assert driven.removed == []
+    writes.close(driven.put(old[63:]))
+    writes.make_room(2 * BLOCK, "")
+    assert driven.removed == []
+    for _ in range(2):
+        writes.make_room(BLOCK, "")
+        assert len(driven.removed) == 1
+    assert driven.store.tiers.dram.free_bytes == BLOCK
+    check(driven.store)
+
+
 def test_data_waits_while_unfinished_blocks_fill_dram() -> None:
     driven = Driven(dram_bytes=2 * BLOCK)
     writes = driven.store.writes

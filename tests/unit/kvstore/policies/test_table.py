@@ -3,6 +3,7 @@
 The public trace is taken from the folder that MOONPOOL_TRACES names; tests that need it are skipped without it.
 """
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,8 +59,17 @@ def hits(name: str, chains: Chains, capacity: int) -> int:
     return pool.hits
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize("name", [*COMPARED, "optimum"])
+SLOW = [("kv-aware", "all")]
+"""As `full` shows what it does; nothing is published of it."""
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in SLOW else ())
+        for case in itertools.product([*COMPARED, "optimum"], BLOCKS)
+    ],
+)
 def test_hits_on_the_shipped_trace(name: str, blocks: str) -> None:
     chains = read_chains(SHIPPED, blocks)
     assert sum(map(len, chains)) == REFERENCES[blocks]

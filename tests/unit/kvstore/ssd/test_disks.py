@@ -1,6 +1,7 @@
 """Several disks: where blocks go, disks that fail while the store runs, and folders that are missing or swapped."""
 
 import asyncio
+import dataclasses
 import errno
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.errors import ConfigError
+from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
 from services.kvstore.core.forgetting import drop
 from services.kvstore.operate.writer import WriteBehind
@@ -50,7 +52,11 @@ def keys_on(ssd: SsdTier, disk: int) -> set[BlockKey]:
 
 
 def put(ssd: SsdTier, keys: Sequence[BlockKey], disk: int) -> None:
-    plan = ssd.plan([block_of(key) for key in keys], disk)
+    put_blocks(ssd, [block_of(key) for key in keys], disk)
+
+
+def put_blocks(ssd: SsdTier, blocks: Sequence[DramBlock], disk: int) -> None:
+    plan = ssd.plan(blocks, disk)
     ssd.commit(plan)
     ssd.committed(plan)
 
@@ -168,6 +174,46 @@ async def test_a_disk_that_fails_is_left_out_and_the_other_takes_its_batch(
         assert str(folders(tmp_path)[1]) in told[0].getMessage()
 
 
+async def test_what_dram_still_has_of_a_failed_disk_is_written_to_another(tmp_path: Path) -> None:
+    files = FaultyFiles(), FaultyFiles()
+    with tier(folders(tmp_path), 16, files=files) as ssd:
+        put(ssd, KEYS[:2], 0)
+        driven = over(ssd)
+        driven.put(KEYS[2:6])
+        assert driven.commit(1)
+        assert driven.commit(1)
+        driven.store.tiers.dram.drop(driven.store.tiers.dram[KEYS[2]])
+        async with writing(driven, retry_after_s=()) as writer:
+            files[1].fail("write", BROKEN)
+            while not ssd.disks[1].out:
+                driven.put(keys_of(4, f"more-{len(driven.stored)}"))
+                assert await writer.drain(10)
+        assert driven.removed == [KEYS[2]]
+        assert {*KEYS[:2], *KEYS[3:6]} <= keys_on(ssd, 0)
+        check(driven.store)
+
+
+def test_a_disk_found_full_below_its_budget_counts_as_full_until_it_takes_more(tmp_path: Path) -> None:
+    files = FaultyFiles(), FaultyFiles()
+    with tier(folders(tmp_path), 16, files=files) as ssd:
+        put(ssd, KEYS[:4], 0)
+        put(ssd, KEYS[4:5], 1)
+        spaces = [disk.space for disk in ssd.disks]
+        assert spaces[1].turn < spaces[0].turn
+        files[1].fail("write", FULL, 1)
+        plan = ssd.plan([block_of(KEYS[5])], 1)
+        with pytest.raises(OSError, match="No space left"):
+            ssd.commit(plan)
+        ssd.failed(plan, FULL)
+        assert spaces[1].turn > spaces[0].turn
+        put(ssd, KEYS[5:6], 1)  # in place of its oldest block
+        assert keys_on(ssd, 1) == {KEYS[5]}
+        assert spaces[1].turn > spaces[0].turn
+        put(ssd, KEYS[6:7], 1)  # there is room after all
+        assert keys_on(ssd, 1) == {*KEYS[5:7]}
+        assert spaces[1].turn < spaces[0].turn
+
+
 async def test_others_take_what_a_disk_pauses_before_it_tries_again(tmp_path: Path) -> None:
     files = FaultyFiles(), FaultyFiles()
     with tier(folders(tmp_path), 16, files=files) as ssd:
@@ -249,6 +295,21 @@ def test_a_quota_holds_over_plans_of_several_disks(tmp_path: Path) -> None:
         put(ssd, [], 0)
     with tier(folders(tmp_path)) as ssd:
         assert set(ssd.catalogue) == {KEYS[1], KEYS[2], KEYS[5]}
+
+
+def test_a_quota_and_warming_go_by_the_age_of_blocks_on_all_disks(tmp_path: Path) -> None:
+    with tier(folders(tmp_path)) as ssd:
+        for at, (key, disk) in enumerate(zip(KEYS[:4], (1, 0, 1, 0), strict=True)):
+            block = block_of(key, "a")
+            info = dataclasses.replace(block.info, written_at=100 + at)
+            put_blocks(ssd, [DramBlock(info, block.data, block.hashes)], disk)
+    account = Account.of({"a": TenantRow(ssd_quota_bytes=4 * RECORD)}, "ssd")
+    with tier(folders(tmp_path), account=account) as ssd:  # all segments of one disk are found before the other's
+        assert [key for step in ssd.catalogue.newest_first(8) for key in step] == KEYS[3::-1]
+        plan = ssd.plan([block_of(KEYS[4], "a"), block_of(KEYS[5], "a")], 0)
+        assert plan.given_up == KEYS[:2]
+        ssd.commit(plan)
+        ssd.committed(plan)
 
 
 def test_a_block_is_not_written_anew_while_another_disk_writes_what_was_deleted(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_a_removed_segment_is_closed_off_the_event_loop(tmp_path: Path) -> None:
     ssd.commit(plan)
     driven.store.writes.queue.plan_done(None)  # neither this nor the release waits for the closing
     out = memoryview(bytearray(len(data_of(KEYS[0])) // 3))
-    reader.read_layers(0, [out])
+    reader.read_layers(0, out)
     assert out == data_of(KEYS[0])[: len(out)]
     reader.release()
     before = list(files.closed)

@@ -26,7 +26,7 @@ from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.recovery import Durability
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.tenancy.tenants import Account
-from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, owner_of, slice_of
+from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, owner_of
 from tests.unit.kvstore.invariants import check
 from tests.unit.kvstore.ssd.power import PowerFiles
 
@@ -210,9 +210,9 @@ class TierMachine(RuleBasedStateMachine):
         return True
 
     def check_read(self, reader: SsdReader) -> None:
-        outs = [memoryview(bytearray(LAYOUT.slice_bytes)) for _ in range(LAYOUT.layers)]
-        reader.read_layers(0, outs)
-        assert [bytes(out) for out in outs] == [slice_of(reader.key, layer) for layer in range(LAYOUT.layers)]
+        out = memoryview(bytearray(LAYOUT.block_bytes))
+        reader.read_layers(0, out)
+        assert out == data_of(reader.key)
 
     def check_found(self, more: set[BlockKey]) -> None:
         """All that must be here is, and intact; of what else may be, some."""

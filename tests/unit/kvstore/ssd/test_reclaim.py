@@ -50,9 +50,7 @@ def read(ssd: SsdTier, key: BlockKey) -> bytes:
     reader = ssd.reader(key)
     out = bytearray(BLOCK)
     try:
-        reader.read_layers(
-            0, [memoryview(out)[n * LAYOUT.slice_bytes : (n + 1) * LAYOUT.slice_bytes] for n in range(3)]
-        )
+        reader.read_layers(0, memoryview(out))
     finally:
         reader.release()
     return bytes(out)
@@ -173,7 +171,7 @@ def test_a_carried_block_is_readable_all_the_time(tmp_path: Path) -> None:
         assert ssd.readers == 2
         for reader in (early, late):
             out = memoryview(bytearray(LAYOUT.slice_bytes))
-            reader.read_layers(1, [out])
+            reader.read_layers(1, out)
             assert out == data_of(KEYS[0])[LAYOUT.slice_bytes : 2 * LAYOUT.slice_bytes]
             assert not ssd.drop(reader)
             reader.release()

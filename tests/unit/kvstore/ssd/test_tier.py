@@ -1,7 +1,7 @@
 """The SSD tier under a store: durable, bounded, and honest about what a device has lost."""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,6 +10,8 @@ import pytest
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
 from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.reader import Band, read_bands
+from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.recovery import DataFolder
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
@@ -323,3 +325,36 @@ def test_a_block_held_in_no_format_twice(tmp_path: Path) -> None:
         ssd.committed(plan)
     with store(tmp_path) as (driven, ssd):
         assert [ssd.catalogue.kind_of(key) for key in (block, *KEYS[1:3])] == [(FORMAT, ""), (OTHER_FORMAT, ""), None]
+
+
+def bands_of(ssd: SsdTier, keys: Sequence[BlockKey]) -> list[Band]:
+    return [(ssd.reader(key), memoryview(bytearray(LAYOUT.block_bytes))) for key in keys]
+
+
+def read_of(bands: Sequence[Band]) -> list[bytes]:
+    for reader, _ in bands:
+        reader.release()
+    return [bytes(out) for _, out in bands]
+
+
+def test_blocks_of_one_segment_are_read_in_one_call(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with store(tmp_path, segment=2 * RECORD, files=files) as (driven, ssd):
+        driven.flush(KEYS[:4])
+        bands, new = bands_of(ssd, KEYS[:4]), counting(files.steps)
+        assert read_bands(0, bands) is None
+        assert [name for name, _ in new()] == ["read", "read"]
+        assert read_of(bands) == [data_of(key) for key in KEYS[:4]]
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_those_before_a_bad_block_are_read(tmp_path: Path, bad: int) -> None:
+    with store(tmp_path, segment=2 * RECORD) as (driven, ssd):
+        driven.flush(KEYS[:4])
+        flip(tmp_path, bad % 2 * RECORD + 4096 + LAYOUT.slice_bytes, 1 + bad // 2)
+        bands = bands_of(ssd, KEYS[:4])
+        failure = read_bands(0, bands)
+        assert failure is not None
+        assert (failure[0], type(failure[1])) == (bad, BadRecordError)
+        assert [reader.hashes[2] for reader, _ in bands[:bad]] == [block_of(key).hashes[2] for key in KEYS[:bad]]
+        assert read_of(bands)[:bad] == [data_of(key) for key in KEYS[:bad]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -239,6 +240,48 @@ async def test_what_is_improper_ends_its_lane_only(sockets: Path) -> None:
         await asyncio.gather(*(try_(store, message) for message in IMPROPER))
         assert await write(lane, KEYS[:1], staging) == 0
         assert store.gauges()["dram_blocks"] == 1
+
+
+def nonsense(rng: random.Random) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A message that a store may make nothing of, or something."""
+    blocks = rng.choices([*KEYS, *keys_of(4, "x")], k=rng.randrange(4))
+    message, fields = put_of(blocks)
+    kind, count = message
+    places = [Place(rng.randrange(3), rng.randrange(2 * BLOCK), rng.randrange(2 * BLOCK)) for _ in range(2)]
+    changes: dict[str, Any] = {
+        "keys": rng.choice([pack_keys(blocks), rng.randbytes(32 * rng.randrange(3)), fields["keys"]]),
+        "numbers": [rng.getrandbits(64) for _ in range(rng.randrange(8))],
+        "extents": places[rng.randrange(3) :],
+        "rest": rng.randbytes(rng.randrange(5)),
+        "payload": [memoryview(rng.randbytes(rng.randrange(BLOCK)))],
+    }
+    chosen = rng.sample(sorted(changes), rng.randrange(4))
+    fields |= {name: changes[name] for name in chosen}
+    return (rng.choice([kind, kind, GET, rng.randrange(1, 6)]), rng.choice([count, rng.randrange(5)])), fields
+
+
+@pytest.mark.slow
+async def test_nonsense_is_answered_or_ends_its_lane(sockets: Path) -> None:
+    seed = 5
+    print("seed", seed)
+    rng, staging = random.Random(seed), SharedMemory(BRIEF_BYTES)
+    answered = ended = 0
+    async with storing(sockets, "local", dram_bytes=6 * BLOCK) as store:
+        while answered + ended < 120:
+            method = rng.choice(["Put", "Get"])
+            options: dict[str, Any] = {"staging": staging} if method == "Put" else {"lend_bytes": 1 << 16}
+            async with opened(store, method, **options) as (_, lane):
+                for _ in range(20):
+                    message, fields = nonsense(rng)
+                    try:
+                        await ask(lane, *message, **fields)
+                        answered += 1
+                    except (StreamBroken, FrameError):  # parts of an answer that nobody took are no next one
+                        ended += 1
+                        break
+        assert min(answered, ended) > 10, (answered, ended)
+        await store.put(KEYS[:2])
+        assert await store.read(KEYS[:2]) == [data_of(key) for key in KEYS[:2]]
 
 
 async def test_who_does_not_read_its_answers_is_not_read_either(sockets: Path) -> None:

@@ -62,7 +62,7 @@ class Peer:
 async def test_a_session_whose_blocks_do_not_become_durable_is_told_so_when_it_ends(tmp_path: Path) -> None:
     ssd = open_ssd(tmp_path)
     driven = Driven(ssd)
-    peer = Peer(driven, session_timeout_s=0.05)
+    peer = Peer(driven, session_timeout_s=0.2)
     await peer.put(1, [A])
     assert (await peer.answer("ack")).durability == kvstore_pb2.DURABILITY_VISIBLE
     refused = await peer.answer("refused")

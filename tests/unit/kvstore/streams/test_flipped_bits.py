@@ -82,8 +82,8 @@ def test_a_flip_in_dram_before_the_write_to_ssd_is_found_when_it_is_read(tmp_pat
         assert driven.durable == [(B,)]
         reader, out = ssd.reader(B), memoryview(bytearray(LAYOUT.slice_bytes))
         with pytest.raises(BadRecordError):
-            reader.read_layers(0, [out])
-        reader.read_layers(1, [out])
+            reader.read_layers(0, out)
+        reader.read_layers(1, out)
         assert out == slice_of(B, 1)
         reader.release()
 

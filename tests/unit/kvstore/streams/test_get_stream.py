@@ -79,7 +79,7 @@ async def test_readers_keep_only_their_share_of_dram() -> None:
 
 
 async def test_a_reader_without_credits_gets_nothing_and_is_given_up() -> None:
-    async with rig(session_timeout_s=0.05) as store:
+    async with rig(session_timeout_s=0.5) as store:  # in which the put before it has to be done, too
         await store.put(KEYS[:3])
         call = await opened_get(store)
         assert (await call.read()).message.opened.blocks == 3

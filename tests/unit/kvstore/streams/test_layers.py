@@ -5,6 +5,7 @@ import errno
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from moonpool.errors import Overloaded
 from moonpool.kv.blocks import BlockFormat, BlockInfo, DramBlock
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.reading import Outcome, Span
 from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.reads import LeasedBlock, ReadLease
 from services.kvstore.ssd.reader import SsdReader
@@ -28,25 +30,41 @@ KEYS = keys_of(9)
 
 
 class FakeReader:
-    """A block on a device, some layer of which may be bad; notes what it is asked for."""
+    """A block on a device, some layer of which may be bad; notes what it is asked for.
+
+    It is a segment, and the files, of its own; offsets are layers.
+    """
 
     format = FORMAT
     info: BlockInfo | None = None
     hashes = range(SHAPE.layers)
+    unread_bytes = 0
+    path = Path()
 
     def __init__(
-        self, index: int, bad: int | None, asked: list[tuple[int, int, int]], error: Exception | None = None
+        self, index: int, bad: int | None, asked: list[tuple[int, int, int]], error: OSError | None = None
     ) -> None:
         self.key = KEYS[index]
+        self.files = self.segment = self
         self._index, self._bad, self._asked = index, bad, asked
-        self._error = error or BadRecordError("bad")
+        self._error = error
 
-    def read_layers(self, first: int, outs: Sequence[memoryview]) -> None:
-        self._asked.append((self._index, first, len(outs)))
-        for layer, out in enumerate(outs, first):
-            if layer == self._bad:
-                raise self._error
-            out[:] = slice_of(self.key, layer, SHAPE)
+    def spans(self, first: int, out: memoryview, start: memoryview) -> list[Span]:
+        self._asked.append((self._index, first, len(out) // SLICE))
+        return [Span(first, out)]
+
+    def read(self, path: Path, spans: Sequence[Span]) -> Outcome:
+        (first, out, _), *others = spans
+        assert not others
+        count = len(out) // SLICE
+        if self._error is not None and self._bad in range(first, first + count):
+            return Outcome(0, [], self._error)
+        out[:] = b"".join(slice_of(self.key, layer, SHAPE) for layer in range(first, first + count))
+        return Outcome(1, [0] * count)
+
+    def check(self, first: int, out: memoryview, hashes: Sequence[int], start: memoryview) -> None:
+        if self._bad in range(first, first + len(out) // SLICE):
+            raise BadRecordError("bad")
 
     def release(self) -> None:
         pass

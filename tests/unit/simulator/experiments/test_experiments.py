@@ -239,6 +239,6 @@ def test_wrong_flags_are_refused(args: tuple[str, ...], message: str) -> None:
 def test_a_bad_trace_is_refused_with_file_and_line(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"timestamp": 3, "input_length": 600, "output_length": 2, "hash_ids": [1]}\n')
-    done = simulate("scale", "--trace", str(bad))
-    assert done.returncode == 2
-    assert f"moonpool: {bad}, line 1: 600 tokens are 2 blocks of 512, hash_ids has 1" in done.stderr
+    done = CliRunner(env={"MOONPOOL_TRACE": None}).invoke(app, ["simulate", "scale", "--trace", str(bad)])
+    assert isinstance(done.exception, MoonpoolError)
+    assert str(done.exception) == f"{bad}, line 1: 600 tokens are 2 blocks of 512, hash_ids has 1"

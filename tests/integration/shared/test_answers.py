@@ -1,0 +1,63 @@
+"""A conversation's first turn is found by the second one, also when its prompt is shorter than a block.
+
+The first file of this folder, by its name: after some loads that were slow, on a busy machine, the conductor may find
+that computing is quicker.
+"""
+
+import threading
+import time
+
+import pytest
+
+from moonpool.client import Client, SamplingParams
+from tests.integration.conftest import BLOCK, tokens
+from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
+
+
+def indexed(client: Client) -> int:
+    """Blocks that the conductor knows of in the kvstore."""
+    return sum(it.indexed_blocks for it in client.cluster_state().instances if it.kind == "kvstore")
+
+
+def wait_indexed(client: Client, blocks: int) -> None:
+    """Waits until it knows of so many."""
+    deadline, pause = time.monotonic() + REST_TIMEOUT_S, threading.Event()
+    while indexed(client) < blocks:
+        assert time.monotonic() < deadline, client.cluster_state()
+        pause.wait(0.02)
+
+
+@pytest.mark.parametrize("length", [BLOCK // 2, 3 * BLOCK + 4])
+def test_a_turn_that_follows_at_once_finds_the_answer(stack: CheckedStack, length: int) -> None:
+    """An answer's blocks are stored as they fill, so all but those of the last moment are there when it ends.
+
+    All are stored in the end, but for the last token of each answer, which is sampled and not computed.
+    """
+    prompt = tokens(length, f"at once {length}")
+    whole = 10 - length // BLOCK
+    answer = whole * BLOCK + BLOCK - length % BLOCK
+    greedy = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+    with Client(stack.address) as client:
+        before = indexed(client)
+        first = client.generate(token_ids=prompt, sampling=greedy)
+        turn = prompt + first.token_ids + tokens(9, "next")
+        second = client.generate(token_ids=turn, sampling=SamplingParams(max_tokens=2, ignore_eos=True))
+        wait_indexed(client, before + (len(turn) + 1) // BLOCK)
+        assert indexed(client) == before + (len(turn) + 1) // BLOCK
+    full = (length + answer - 1) // BLOCK
+    print(f"{second.usage.cached_tokens} of {full * BLOCK} tokens")
+    assert (full - 2) * BLOCK <= second.usage.cached_tokens <= full * BLOCK
+    assert first.usage.cached_tokens == 0
+
+
+def test_blocks_are_stored_while_the_answer_grows(stack: CheckedStack) -> None:
+    """The kvstore has the first ones before the last token is there."""
+    prompt = tokens(BLOCK, "while it grows")
+    greedy = SamplingParams(max_tokens=60 * BLOCK, temperature=0.0, ignore_eos=True)
+    with Client(stack.address) as client:
+        before = stack.gauge("decode-", "write_back_stored_blocks")
+        for event in client.stream(token_ids=prompt, sampling=greedy):
+            if event.position >= 4 * BLOCK and stack.gauge("decode-", "write_back_stored_blocks") > before + 1:
+                break
+        else:
+            raise AssertionError("nothing was stored before the answer was whole")
