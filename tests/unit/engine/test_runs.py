@@ -13,7 +13,8 @@ BEGAN_NS = 10**12
 def told(patient: bool, step_s: float, steps: int) -> list[int]:
     """After which steps a run of so many tells of how many, where each takes so long; of the others 0."""
     share = SequenceStep(bytes(4), 0, (0,))
-    run = Run(Step(1, (share,), patient=patient), PackedBatch.build([(bytes(4), 0, (0,))], 16), None, None, 0, steps - 1)
+    packed = PackedBatch.build([(share.token_ids, share.start, share.block_table)], 16)
+    run = Run(Step(1, (share,), patient=patient), packed, None, None, 0, steps - 1)
     counts, tokens = [], list[int | None]()
     for number in range(steps):
         end_ns = BEGAN_NS + round(number * step_s * 1e9)
