@@ -62,10 +62,10 @@ def _step_seconds(state: State, flight: StepFlight) -> float:
 
 def shared_blocks(state: State, job: Job) -> int:
     """Leading blocks of a job that comes which the jobs that are there compute: it will find them."""
-    limit, most = state.reusable_blocks(job), 0
-    for other in state.jobs.values():
-        if limit and other.reuse and other.keys and other.keys[0] == job.keys[0]:
-            most = max(most, _common(job.keys[:limit], other.keys))
+    keys, most = job.keys[: state.reusable_blocks(job)], 0
+    for other in state.jobs.values() if keys else ():
+        if other.reuse and not other.owner.transient and other.keys and other.keys[0] == keys[0]:
+            most = max(most, _common(keys, other.keys))
     return most
 
 

@@ -67,3 +67,13 @@ def test_what_a_prompt_shares_with_one_before_it_is_counted_once() -> None:
     assert [client.token is not None for client in (first, second, other)] == [True] * 3
     assert sum(end - begin for begin, end in second.counted) == 2 * BT
     assert alone_s() == 0.0
+
+
+def test_nobody_finds_what_a_prompt_computes_whose_kv_was_deleted() -> None:
+    it = World(staged(1, blocks=1000, step_tokens=4 * BT), TOLD)
+    it.arrive(8 * BT, transient=True)
+    one_s = it.core.drain_seconds()
+    second = it.arrive(8 * BT)
+    assert it.core.drain_seconds() == pytest.approx(2 * one_s)
+    it.settle()
+    assert sum(end - begin for begin, end in second.counted) == 8 * BT
