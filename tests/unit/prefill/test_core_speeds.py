@@ -3,6 +3,7 @@
 import pytest
 
 from moonpool.cost import Speeds, prefill_seconds
+from services.prefill.core import events
 from tests.unit.prefill.world import BT, World, staged
 
 TOLD = Speeds(prefill_base_s=0.001, prefill_per_token_s=1e-3)
@@ -77,3 +78,19 @@ def test_nobody_finds_what_a_prompt_computes_whose_kv_was_deleted() -> None:
     assert it.core.drain_seconds() == pytest.approx(2 * one_s)
     it.settle()
     assert sum(end - begin for begin, end in second.counted) == 8 * BT
+
+
+def test_what_a_prompt_would_have_computed_that_left_is_computed_by_the_next_one() -> None:
+    it = World(staged(1, blocks=1000, step_tokens=4 * BT), TOLD)
+    it.arrive(4 * BT, 1)
+    for blocks in (8, 8, 10, 6):
+        it.arrive(blocks * BT)
+    whole_s = it.core.drain_seconds()
+    it.post(events.Leave(2))
+    assert it.core.drain_seconds() == pytest.approx(whole_s - prefill_seconds(TOLD, 1, 8 * BT - 1, steps=0))
+    it.post(events.Leave(4))
+    it.post(events.Leave(3))
+    others_s = prefill_seconds(TOLD, 4 * BT, 0, steps=3) + prefill_seconds(TOLD, 6 * BT, 0, steps=0)
+    assert it.core.drain_seconds() == pytest.approx(others_s), "nobody is left before it"
+    it.settle()
+    assert it.core.drain_seconds() == 0.0
