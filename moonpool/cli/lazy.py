@@ -1,4 +1,4 @@
-"""Verbs of verbs whose module is imported when one of them is asked for: run, helped with, or completed by a shell."""
+"""Groups of verbs, as `moonpool simulate`: their module is imported when a verb of it is run, explained or completed."""
 
 import functools
 import importlib
