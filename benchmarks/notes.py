@@ -86,8 +86,8 @@ REASONS = (
     Reason(
         "kvstore",
         r"blocks of (64|256) KiB, one at a time, Moonpool over local",
-        "Of one operation's time its bytes need a small part; the rest is Python, and the system, which wakes a process "
-        "for each message ([ADR 37](../../docs/adr/0037-one-small-operation.md), "
+        "Of one operation's time its bytes need a small part. The rest is Python, and the system, which "
+        "wakes a process for each message ([ADR 37](../../docs/adr/0037-one-small-operation.md), "
         "[38](../../docs/adr/0038-brief-messages.md)).",
     ),
     Reason(

@@ -1,4 +1,4 @@
-"""Groups of verbs, as `moonpool simulate`: their module is imported when a verb of it is run, explained or completed."""
+"""Groups of verbs, as `moonpool simulate`: a module is imported when a verb of it is run, explained or completed."""
 
 import functools
 import importlib
