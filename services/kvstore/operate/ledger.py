@@ -82,7 +82,7 @@ class Ledger:
         Raises, without having taken any, InvalidRequest if one is wrong, Overloaded if all together are too large. What
         the book has becomes known and durable, also where the call is cancelled.
         """
-        for record in filter(_is_deletion, records):
+        for record in (one for one in records if one.kind == DELETION and one.value):
             deletion_from_record(record)  # raises before any is taken
             await asyncio.sleep(0)
         await asyncio.shield(self._keep(self.book.merge(records)))
@@ -96,10 +96,10 @@ class Ledger:
             await self._write(newer)
 
     def _note(self, records: Iterable[kv_pb2.Record]) -> None:
-        for record in records:
-            if _is_deletion(record):
+        for record in (one for one in records if one.kind == DELETION):
+            if record.value:
                 self.deletions.add(record.id, deletion_from_record(record))
-            elif record.kind == DELETION:
+            else:  # it names nothing any more
                 self.deletions.remove(record.id)
 
     def counts(self, deletion: str) -> tuple[int, int] | None:
@@ -146,11 +146,6 @@ class Ledger:
         self._thread.shutdown()
         for env in self._envs.values():
             env.close()
-
-
-def _is_deletion(record: kv_pb2.Record) -> bool:
-    """Whether it names what is deleted; one without a value names nothing any more."""
-    return record.kind == DELETION and bool(record.value)
 
 
 def _key(record: kv_pb2.Record) -> bytes:
