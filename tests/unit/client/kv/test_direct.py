@@ -1,6 +1,8 @@
 """The blocking client over lanes: what goes over direct ones, and what happens where they end or are not to be had."""
 
 import asyncio
+import gc
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -174,3 +176,22 @@ async def test_a_closed_client_says_so(folder: Path) -> None:
         with pytest.raises(RuntimeError, match="closed"):
             clients[0].put(b"3", b"data")
         clients[0].close()
+
+
+async def test_a_client_that_is_dropped_without_close_ends_its_thread_and_its_streams(folder: Path) -> None:
+    """Shared memory, usual and direct streams: none of them keeps the client."""
+
+    def run() -> None:
+        client = KVClient(store.address, namespace=NAME, lanes="local", memory_bytes=4096)
+        for key in (b"1", b"2"):
+            assert client.put(key, b"data")
+            assert client.get(key) == bytearray(b"data")
+        assert store.service.lanes.opened["local"] == USUAL + DIRECT
+        (thread,) = [each for each in threading.enumerate() if each.name == "moonpool-client"]
+        del client
+        gc.collect()
+        thread.join(10)
+        assert not thread.is_alive()
+
+    async with stored(folder, "local") as store:
+        await asyncio.to_thread(run)
