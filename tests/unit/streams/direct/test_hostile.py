@@ -186,7 +186,7 @@ async def test_a_deadline_may_be_far_away(timeout_s: float) -> None:
 
 async def test_a_put_that_names_more_deletions_than_fit_takes_a_session() -> None:
     with joined() as (lane, store):
-        assert await asyncio.to_thread(put, lane, forgotten=["deletion-%d" % number for number in range(5000)]) is None
+        assert await asyncio.to_thread(put, lane, forgotten=[f"deletion-{number}" for number in range(5000)]) is None
         assert lane.error is None
         store.setblocking(False)
         with pytest.raises(BlockingIOError):
