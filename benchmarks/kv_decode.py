@@ -63,6 +63,10 @@ class NoEngine:
         """Nothing to abort."""
 
 
+def quiet(*, soon: bool = False) -> None:
+    """Nobody is told of anything: there is no conductor."""
+
+
 async def serve(context: ProcessContext, config: DecodeConfig) -> None:
     """Receives until it is told to stop."""
     shape = SHAPES[config.model]
@@ -76,7 +80,7 @@ async def serve(context: ProcessContext, config: DecodeConfig) -> None:
     instance = context.instance(kv_pb2.INSTANCE_KIND_DECODE, config.id, "")
     async with Channels() as channels:
         dialer, lanes = lanes_of(config, engine, instance)
-        shared = InstanceContext(setup, engine, channels, Link(), instance, context.spans, lambda: None, dialer, lanes)
+        shared = InstanceContext(setup, engine, channels, Link(), instance, context.spans, quiet, dialer, lanes)
         decode = DecodeInstance(shared, config)
         async with lanes.running(config), serving(config.listen, [contract(decode)]) as server:
             instance.address = config.advertised(server.port)

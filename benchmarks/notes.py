@@ -61,7 +61,7 @@ REASONS = (
     Reason(
         "failover",
         "^bundled model, stage stopped",
-        "One run only; why streams wait when a stage of prefill is stopped, and not when it is killed, is not known.",
+        "Why streams wait when a stage of prefill is stopped, and not when it is killed, is not known.",
     ),
     Reason(
         "kernels",
@@ -86,8 +86,9 @@ REASONS = (
     Reason(
         "kvstore",
         r"blocks of (64|256) KiB, one at a time, Moonpool over local",
-        "One operation takes 0.1 to 0.2 ms, of which its bytes need a tenth; the rest is Python "
-        "([ADR 37](../../docs/adr/0037-one-small-operation.md)).",
+        "Of one operation's time its bytes need a small part. The rest is Python, and the system, which "
+        "wakes a process for each message ([ADR 37](../../docs/adr/0037-one-small-operation.md), "
+        "[38](../../docs/adr/0038-brief-messages.md)).",
     ),
     Reason(
         "kvstore",

@@ -25,20 +25,32 @@ def serve(
             envvar="MOONPOOL_ADDRESS",
         ),
     ] = CONDUCTOR,
-    rate: Annotated[float, typer.Option(min=0.0, help="Requests per second, on average (Poisson).")] = 0.0,
+    rate: Annotated[
+        float, typer.Option(min=0.0, help="Requests per second, on average (Poisson); without --trace.")
+    ] = 0.0,
     trace: Annotated[Path | None, typer.Option(help="Times and lengths of a trace, Mooncake's form.")] = None,
-    requests: Annotated[int, typer.Option(min=0, help="How many; of a trace its first ones, 0 = all.")] = 100,
+    requests: Annotated[int, typer.Option(min=0, help="Requests to send; of a trace its first ones, 0 = all.")] = 100,
     time_scale: Annotated[float, typer.Option(help="Seconds of the trace in one second.")] = 1.0,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Of each prompt; of a trace's at most, 0 = all.")] = 512,
-    shared_tokens: Annotated[int, typer.Option(min=0, help="Of these, common to a conversation.")] = 0,
-    conversations: Annotated[int, typer.Option(min=1, help="Prompts of how many conversations alternate.")] = 8,
-    output_tokens: Annotated[int, typer.Option(min=0, help="Of each answer; of a trace's at most, 0 = all.")] = 64,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of each prompt; of a trace's at most, 0 = all.")
+    ] = 512,
+    shared_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens with which all prompts of a conversation begin.")
+    ] = 0,
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations, whose prompts alternate.")] = 8,
+    output_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of each answer; of a trace's at most, 0 = all.")
+    ] = 64,
     warmup: Annotated[int, typer.Option(min=0, help="First requests that do not count.")] = 0,
-    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit: of goodput, and told the stack.")] = math.inf,
+    ttft_slo_s: Annotated[
+        float, typer.Option(min=0.0, help="TTFT limit of goodput, s; the stack is told it, too.")
+    ] = math.inf,
     tpot_slo_s: Annotated[float, typer.Option(min=0.0, help="TPOT limit of goodput, seconds.")] = math.inf,
-    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
-    model: Annotated[str, typer.Option(help="As of `up`; its vocabulary makes the prompts.")] = "",
-    api_key: Annotated[str, typer.Option(help="For a gateway that asks for one.", envvar="MOONPOOL_API_KEY")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of arrival times and prompts.")] = 0,
+    model: Annotated[str, typer.Option(help="As of `up`; prompts are drawn from its vocabulary.")] = "",
+    api_key: Annotated[
+        str, typer.Option(help="API key, for a gateway that asks for one.", envvar="MOONPOOL_API_KEY")
+    ] = "",
     out: Annotated[Path | None, typer.Option(help="Also write the JSON object to this file.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw every request into this SVG file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,

@@ -4,14 +4,13 @@ import dataclasses
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from moonpool.cli.options import Address, addresses
+from moonpool.cli.options import Address, addresses, text_of
 from moonpool.client import Client, Context, DeletedKV, Message
 from moonpool.errors import InvalidRequest
 
@@ -41,9 +40,9 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Keep the beginning of conversations; its KV is computed now, and pinned."""
-    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    text = sys.stdin.read() if file == "-" else text_of(file, "file")
     turns = _turns(text) if messages else [Message(role="system", content=text)]
-    functions = _tools(Path(tools).read_text(encoding="utf-8")) if tools else None
+    functions = _tools(text_of(tools, "tools")) if tools else None
     with Client(addresses(address)) as client:
         context = client.contexts.create(
             messages=turns, tools=functions, name=name, tags=tag or [], ttl_s=ttl_s, tenant=tenant

@@ -1,5 +1,6 @@
-"""Verbs of verbs whose module is imported when one of them is asked for: run, helped with, or completed by a shell."""
+"""Groups of verbs, as `moonpool simulate`: a module is imported when a verb of it is run, explained or completed."""
 
+import functools
 import importlib
 from typing import Any
 
@@ -20,6 +21,7 @@ def group_of(module: str) -> type[TyperGroup]:
     return Lazy
 
 
+@functools.cache
 def _loaded(module: str) -> TyperGroup:
     found = typer.main.get_command(importlib.import_module(module).app)
     assert isinstance(found, TyperGroup)

@@ -14,59 +14,33 @@ from moonpool.cli import chat_verb, traces
 from moonpool.cli import model as model_verbs
 from moonpool.cli.bench import bench_app
 from moonpool.cli.lazy import group_of
-from moonpool.cli.options import PASS_THROUGH, Address, KVDtype, Model, UsedContext, UsedContextTtl, addresses
+from moonpool.cli.options import (
+    LOOK,
+    OPERATE,
+    PASS_THROUGH,
+    PREDICT,
+    SINGLE,
+    START,
+    Address,
+    KVDtype,
+    Model,
+    UsedContext,
+    UsedContextTtl,
+    addresses,
+    text_of,
+)
 from moonpool.errors import MoonpoolError
 
 app = typer.Typer(
     name="moonpool",
-    help="KVCache-centric serving of large language models.",
+    help="KVCache-centric serving of large language models. `moonpool VERB --help` explains a verb.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.add_typer(model_verbs.app, name="model")
-app.add_typer(bench_app, name="bench")
-
 HTTP_PORT = 8000
 
 
-def _service(kind: str, summary: str) -> None:
-    """Adds a verb that runs one service; its flags are the service's own."""
-
-    @app.command(kind, help=summary, context_settings=PASS_THROUGH)
-    def run(context: typer.Context) -> None:
-        status: int = importlib.import_module(f"services.{kind}.__main__").main(context.args)
-        raise typer.Exit(status)
-
-
-_service("conductor", "Run one conductor.")
-_service("prefill", "Run one prefill instance.")
-_service("decode", "Run one decode instance.")
-_service("gateway", "Run one gateway: the HTTP interfaces of OpenAI and Anthropic, Kimi's context caching, a page.")
-
-
-def _verbs(name: str, module: str, summary: str) -> None:
-    """Adds a verb that has verbs of its own, in a module of the command's."""
-    verbs = typer.Typer(cls=group_of(f"moonpool.cli.{module}"), help=summary, no_args_is_help=True)
-    app.add_typer(verbs, name=name)
-
-
-_verbs("certs", "certs", "A local certificate authority for TLS between services.")
-_verbs("context", "contexts", "Named contexts: beginnings of prompts that are kept, with their KV.")
-_verbs("simulate", "simulate", "Experiments in virtual time. Without --trace, requests are generated from --seed.")
-
-
-@app.command("kvstore", context_settings=PASS_THROUGH)
-def kvstore_(context: typer.Context) -> None:
-    """Run one kvstore, or operate on one: kvstore stat|verify|compact|warm|advise."""
-    from moonpool.cli import kvstore
-
-    if context.args and context.args[0] in kvstore.VERBS:
-        kvstore.run(context.args)
-    else:
-        raise typer.Exit(importlib.import_module("services.kvstore.__main__").main(context.args))
-
-
-@app.command()
+@app.command(rich_help_panel=START)
 def up(
     model: Model = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -131,7 +105,7 @@ def up(
     raise typer.Exit(run_up(plan, data_dir, restart=restart, as_json=as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def down(
     data_dir: Annotated[Path | None, typer.Option(help="The --data-dir of the stack; default: the last `up`.")] = None,
 ) -> None:
@@ -141,7 +115,7 @@ def down(
     raise typer.Exit(run_down(data_dir))
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def generate(
     prompt: Annotated[str, typer.Option(help="The prompt; - reads standard input.")],
     address: Address = "127.0.0.1:50051",
@@ -151,19 +125,23 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to generate; printed one after the other.")] = 1,
     beams: Annotated[int, typer.Option(min=0, help="Beams of a beam search; the --n best are printed. 0 = none.")] = 0,
-    length_penalty: Annotated[float, typer.Option(help="Scores of beams are over tokens ^ this.")] = 1.0,
+    length_penalty: Annotated[float, typer.Option(help="Beams are compared by their score / tokens ^ this.")] = 1.0,
     logprobs: Annotated[int | None, typer.Option(help="Print log probabilities, with so many likely tokens.")] = None,
-    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same of the prompt's tokens.")] = None,
     response_format: Annotated[str, typer.Option(help="json_object, json_schema, regex or lark.")] = "",
-    grammar: Annotated[str, typer.Option(help="What the format is of: a schema, an expression, ...; or @FILE.")] = "",
-    ttft_slo_s: Annotated[float | None, typer.Option(help="Seconds; refuse a first token predicted later.")] = None,
+    grammar: Annotated[
+        str, typer.Option(help="The schema, expression or grammar of --response-format; or @FILE.")
+    ] = "",
+    ttft_slo_s: Annotated[
+        float | None, typer.Option(help="Seconds; refused if its first token is predicted later.")
+    ] = None,
     queue_s: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds to wait at the conductor before that; default: as it says.")
+        float | None, typer.Option(min=0.0, help="Seconds it may wait before it is refused; default: the conductor's.")
     ] = None,
     tenant: Annotated[str, typer.Option(help="Whose request it is.")] = "",
     context: UsedContext = "",
     context_ttl_s: UsedContextTtl = 0.0,
-    priority: Annotated[int, typer.Option(help="Lower ones of the tenant's requests are served earlier.")] = 0,
+    priority: Annotated[int, typer.Option(help="Of a tenant's requests those with lower ones are served earlier.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
     """Generate text from a prompt."""
@@ -175,7 +153,7 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, seed=seed, n=n, beam_width=beams,
         length_penalty=length_penalty, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         response_format=response_format,  # type: ignore[arg-type]  # the conductor names what it does not know
-        grammar=Path(grammar[1:]).read_text() if grammar.startswith("@") else grammar,
+        grammar=text_of(grammar[1:], "grammar") if grammar.startswith("@") else grammar,
     )  # fmt: skip
     asked: GenerateArguments = {
         "sampling": sampling, "slo": Slo(ttft_s=ttft_slo_s, queue_s=queue_s), "tenant": tenant, "priority": priority,
@@ -188,18 +166,10 @@ def generate(
     run_generate(addresses(address), asked, as_json=as_json)
 
 
-@app.command("delete", context_settings=PASS_THROUGH)
-def delete_(context: typer.Context) -> None:
-    """Delete KV from every tier of every instance: delete --tenant NAME|--key HEX|--namespace HEX."""
-    from moonpool.cli import contexts
-
-    contexts.run_delete(context.args)
+app.command(rich_help_panel=START)(chat_verb.chat)
 
 
-app.command()(chat_verb.chat)
-
-
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def check(
     address: Address = "127.0.0.1:50051",
     wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for gauges to come to rest.")] = 0.0,
@@ -214,7 +184,7 @@ def check(
     raise typer.Exit(run_check(addresses(address), wait_s=wait_s, as_json=as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def state(
     address: Address = "127.0.0.1:50051",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
@@ -227,7 +197,7 @@ def state(
         run_state(client, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def top(
     address: Address = "127.0.0.1:50051",
     interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
@@ -242,7 +212,7 @@ def top(
         run_top(client, interval_s=interval_s, once=once, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def explain(
     request_id: Annotated[str, typer.Argument(help="The request's id, as `generate --json` prints it.")],
     address: Address = "127.0.0.1:50051",
@@ -256,7 +226,15 @@ def explain(
         run_explain(client, request_id, as_json=as_json)
 
 
-@app.command()
+@app.command("delete", context_settings=PASS_THROUGH, rich_help_panel=OPERATE)
+def delete_(context: typer.Context) -> None:
+    """Delete KV from every tier of every instance: delete --tenant NAME|--key HEX|--namespace HEX."""
+    from moonpool.cli import contexts
+
+    contexts.run_delete(context.args)
+
+
+@app.command(rich_help_panel=OPERATE)
 def role(
     instance: Annotated[str, typer.Argument(help="Id of a prefill or decode instance, as `moonpool state` shows it.")],
     kind: Annotated[str, typer.Argument(help="prefill or decode.")],
@@ -270,12 +248,12 @@ def role(
     typer.echo(f"{instance} drains, and comes back as {kind}")
 
 
-@app.command("rerun")
+@app.command("rerun", rich_help_panel=PREDICT)
 def rerun_(
     journal: Annotated[Path, typer.Argument(help="A journal's file, or a service's --journal-dir.")],
     events: Annotated[bool, typer.Option(help="Print each event and its actions.")] = False,
     check: Annotated[bool, typer.Option(help="Look at the core's invariants after each event (slow).")] = False,
-    policy: Annotated[str, typer.Option(metavar="MODULE", help="Of a conductor's own policy: its code is run.")] = "",
+    policy: Annotated[str, typer.Option(metavar="MODULE", help="A conductor's own policy; its code is run.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per file.")] = False,
 ) -> None:
     """Run a service's recorded decisions again and stop at the first that differs.
@@ -290,7 +268,7 @@ def rerun_(
 traces.add_to(app)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def health(
     address: Annotated[
         str,
@@ -306,7 +284,7 @@ def health(
     raise typer.Exit(run_health(address, timeout_s=timeout_s, wait_s=wait_s, joined=joined))
 
 
-@app.command()
+@app.command(rich_help_panel=PREDICT)
 def calibrate(
     out: Annotated[Path, typer.Option(help="YAML file to write.")],
     model: Model = "",
@@ -325,9 +303,11 @@ def calibrate(
                   threads=threads, repeats=repeats)  # fmt: skip
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def demo(
-    model: Annotated[str, typer.Option(help="As of `up`; empty = smollm2 where it can be had, else bundled.")] = "",
+    model: Annotated[
+        str, typer.Option(help="As of `up`, but empty = smollm2 where it can be had, else the bundled one.")
+    ] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per request at most.")] = 48,
 ) -> None:
     """Start a local stack, serve some prompts, show the results, stop."""
@@ -336,6 +316,47 @@ def demo(
 
     served, instead = (chosen_model(model), "") if model else best_model()
     raise typer.Exit(run_demo(served, max_tokens, instead))
+
+
+def _verbs(name: str, module: str, panel: str, summary: str) -> None:
+    """Adds a verb that has verbs of its own, in a module of the command's."""
+    verbs = typer.Typer(cls=group_of(f"moonpool.cli.{module}"), help=summary, no_args_is_help=True)
+    app.add_typer(verbs, name=name, rich_help_panel=panel)
+
+
+app.add_typer(model_verbs.app, name="model", rich_help_panel=START)
+app.add_typer(bench_app, name="bench", rich_help_panel=START)
+_verbs("certs", "certs", OPERATE, "A local certificate authority for TLS between services.")
+_verbs("context", "contexts", OPERATE, "Named contexts: beginnings of prompts that are kept, with their KV.")
+_verbs(
+    "simulate", "simulate", PREDICT, "Experiments in virtual time. Without --trace, requests are made up from --seed."
+)
+
+
+def _service(kind: str, summary: str) -> None:
+    """Adds a verb that runs one service; its flags are the service's own."""
+
+    @app.command(kind, help=summary, context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
+    def run(context: typer.Context) -> None:
+        status: int = importlib.import_module(f"services.{kind}.__main__").main(context.args)
+        raise typer.Exit(status)
+
+
+_service("conductor", "Run one conductor.")
+_service("prefill", "Run one prefill instance.")
+_service("decode", "Run one decode instance.")
+_service("gateway", "Run one gateway: the HTTP interfaces of OpenAI and Anthropic, Kimi's context caching, a page.")
+
+
+@app.command("kvstore", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
+def kvstore_(context: typer.Context) -> None:
+    """Run one kvstore, or operate on one: kvstore stat|verify|compact|warm|advise."""
+    from moonpool.cli import kvstore
+
+    if context.args and context.args[0] in kvstore.VERBS:
+        kvstore.run(context.args)
+    else:
+        raise typer.Exit(importlib.import_module("services.kvstore.__main__").main(context.args))
 
 
 def main() -> None:

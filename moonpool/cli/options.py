@@ -1,5 +1,6 @@
-"""What several verbs have in common: options, and the conductors that one of them names."""
+"""What several verbs have in common: headings, options, and what these name: conductors, and files of text."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,6 +21,9 @@ UsedContextTtl = Annotated[
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a verb that reads its flags itself."""
+START, LOOK, OPERATE = "Start here", "Look at a stack", "Operate a stack"
+PREDICT, SINGLE = "Measure and predict", "Run a single service"
+"""Headings of the verbs in `moonpool --help`. They come in the order in which their first verbs are added."""
 
 
 def addresses(text: str) -> list[str]:
@@ -32,3 +36,15 @@ def addresses(text: str) -> list[str]:
     if not all(found):
         raise InvalidRequest("address", f"must be HOST:PORT, or several with commas between them, is {text!r}")
     return found
+
+
+def text_of(path: str, option: str) -> str:
+    """What a file says.
+
+    Raises:
+        InvalidRequest: it cannot be read; names the option.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(option, f"cannot be read: {error}") from None

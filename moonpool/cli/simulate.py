@@ -31,12 +31,12 @@ Trace = Annotated[
     typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE", show_envvar=True),
 ]
 Requests = Annotated[int, typer.Option(min=0, help="First requests only; 0 = all of a trace, 1000 generated ones.")]
-Seed = Annotated[int, typer.Option(help="Of generated requests, of calls' delays and of random choices.")]
+Seed = Annotated[int, typer.Option(help="Seed of generated requests, of calls' delays and of random choices.")]
 Profile = Annotated[str, typer.Option(help="Hardware and model: a bundled profile's name, or a path.")]
 Prefill = Annotated[int, typer.Option(min=1, help="Prefill instances.")]
 Decode = Annotated[int, typer.Option(min=1, help="Decode instances.")]
 Kvstore = Annotated[int, typer.Option(min=0, help="kvstores.")]
-Rate = Annotated[float, typer.Option(min=0.001, help="Times as quick as in the trace requests come.")]
+Rate = Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")]
 StoreGb = Annotated[float, typer.Option(min=0.001, help="DRAM of each kvstore, GB.")]
 TtftSlo = Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")]
 TbtSlo = Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput (mean of a request's longest 10 %), s.")]
@@ -130,7 +130,7 @@ def scale(
         str, typer.Option(help=f"One of {', '.join(POLICIES)}; or another, as the conductor's flag.")
     ] = DEFAULT,
     decode_prompt_tokens: Annotated[
-        int, typer.Option(min=0, help="Rests of prompts so long at most may be computed at decode; 0 = none.")
+        int, typer.Option(min=0, help="Decode may compute a prompt's rest of at most so many tokens; 0 = none.")
     ] = 0,
     as_json: Json = False,
     picture: Picture = None,
@@ -219,7 +219,7 @@ def overload(
 @app.command()
 def pipeline(
     requests: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 60,
-    machines: Annotated[int, typer.Option(min=8, help="That are joined to pipelines; a multiple of 8.")] = 8,
+    machines: Annotated[int, typer.Option(min=8, help="Machines to join to pipelines; a multiple of 8.")] = 8,
     seed: Seed = 1,
     profile: Profile = DEFAULT_PROFILE,
     as_json: Json = False,
@@ -237,9 +237,9 @@ def roles(
     machines: Annotated[int, typer.Option(min=4, help="Prefill and decode instances together.")] = 8,
     kvstore: Kvstore = 2,
     reading_per_s: Annotated[float, typer.Option(min=0.01, help="Arrivals per second while documents come.")] = 1.5,
-    talking_per_s: Annotated[float, typer.Option(min=0.01, help="The same while long answers are wanted.")] = 8.0,
+    talking_per_s: Annotated[float, typer.Option(min=0.01, help="Arrivals per second while answers are long.")] = 8.0,
     part_s: Annotated[float, typer.Option(min=60, help="Seconds until the mix shifts.")] = 600.0,
-    parts: Annotated[int, typer.Option(min=2, help="Of the one mix and the other in turn.")] = 4,
+    parts: Annotated[int, typer.Option(min=2, help="Parts of the load: one mix and the other in turn.")] = 4,
     store_gb: StoreGb = 1000.0,
     ttft_slo_s: TtftSlo = 10.0,
     tbt_slo_s: TbtSlo = 0.06,
@@ -287,9 +287,9 @@ def transfer(profile: Profile = DEFAULT_PROFILE, as_json: Json = False, picture:
 def memory(
     profile: Profile = DEFAULT_PROFILE,
     requests: Annotated[int, typer.Option(min=8, help="Requests, all at once.")] = 1000,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 200,
-    answer_tokens: Annotated[int, typer.Option(min=2, help="Mean of the answers.")] = 200,
-    max_tokens: Annotated[int, typer.Option(min=2, help="What a request may ask for.")] = 4096,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 200,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, on average.")] = 200,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens that a request may ask for.")] = 4096,
     pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the pool.")] = 2000,
     block_tokens: Annotated[int, typer.Option(min=4, help="Tokens of a block.")] = 64,
     seed: Seed = 1,
@@ -310,9 +310,9 @@ def hot(
     requests: Annotated[int, typer.Option(min=1, help="Requests.")] = 2000,
     request_rate: Annotated[float, typer.Option(min=0.001, help="Requests per second, Poisson.")] = 16.0,
     prefixes: Annotated[int, typer.Option(min=1, help="Hot prefixes.")] = 10,
-    prefix_tokens: Annotated[int, typer.Option(min=1, help="Of each of them.")] = 8192,
-    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of the requests that begin with one.")] = 0.95,
-    question_tokens: Annotated[int, typer.Option(min=1, help="After the prefix.")] = 512,
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each hot prefix.")] = 8192,
+    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the requests that begin with one.")] = 0.95,
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens after the prefix.")] = 512,
     profile: Profile = DEFAULT_PROFILE,
     prefill: Prefill = 8,
     decode: Decode = 8,

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from moonpool.cli.options import Address, Model, addresses
+from moonpool.cli.options import PREDICT, Address, Model, addresses
 
 
 def add_to(app: typer.Typer) -> None:
     """Adds the verbs."""
-    app.command()(plan)
-    app.command()(replay)
+    app.command(rich_help_panel=PREDICT)(plan)
+    app.command(rich_help_panel=PREDICT)(replay)
 
 
 def plan(
@@ -20,7 +20,7 @@ def plan(
     hardware: Annotated[str, typer.Option(help="Bundled hardware's name, or a path to a YAML file.")],
     slo: Annotated[str, typer.Option(help="ttft=SECONDS,tbt=SECONDS.")],
     goodput: Annotated[float, typer.Option(help="Share of requests that must keep both limits.")] = 0.9,
-    rate: Annotated[float, typer.Option(min=0.001, help="Times as quick as in the trace requests come.")] = 1.0,
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")] = 1.0,
     requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
     bound: Annotated[int, typer.Option(min=1, help="Instances of a kind at most.")] = 64,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
@@ -39,8 +39,8 @@ def replay(
     model: Model = "",
     requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
     time_scale: Annotated[float, typer.Option(help="Seconds of the trace, and of the report, in one second.")] = 1.0,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Of each prompt at most; 0 = all.")] = 0,
-    output_tokens: Annotated[int, typer.Option(min=0, help="Of each answer at most; 0 = all.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each prompt at most; 0 = all.")] = 0,
+    output_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each answer at most; 0 = all.")] = 0,
     ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")] = 30.0,
     tbt_slo_s: Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput, seconds.")] = 0.1,
     simulate: Annotated[str, typer.Option(help="Also simulate such a stack, with this profile; empty = do not.")] = "",

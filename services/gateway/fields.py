@@ -305,4 +305,4 @@ def _clearest(faults: Sequence[ErrorDetails]) -> ErrorDetails:
         return faults[0]
     branch = len(first) - 1
     within = [fault for fault in faults if len(fault["loc"]) > len(first) and fault["loc"][:branch] == first[:branch]]
-    return within[0] if len({fault["loc"][branch] for fault in within}) == 1 else faults[0]
+    return _clearest(within) if len({fault["loc"][branch] for fault in within}) == 1 else faults[0]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from importlib import metadata
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -26,6 +27,7 @@ def base_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     What it needs is not fetched again but linked from this environment, which was installed from the same constraints.
     The package is linked too, or built and installed by pip, which needs the network for what builds it.
     """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folder = tmp_path_factory.mktemp("base")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
@@ -35,10 +37,9 @@ def base_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         install = [*pip, "install", "--no-compile", "--no-deps", "-c", str(ROOT / "constraints.txt"), str(ROOT)]
         subprocess.run(install, check=True, cwd=folder)
     else:
-        wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-        for package in wheel["packages"]:
+        for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
             (packages / package).symlink_to(ROOT / package)
-    for distribution in needed_by(metadata.distribution("moonpool")):
+    for distribution in needed(project["project"]["dependencies"]):
         for file in distribution.files or ():
             if ".." not in file.parts:  # programs are not needed
                 link = packages / file
@@ -47,10 +48,10 @@ def base_python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return python
 
 
-def needed_by(distribution: Distribution) -> list[Distribution]:
-    """Installed distributions that one needs, without its own extras, and what these need."""
+def needed(requirements: Sequence[str]) -> list[Distribution]:
+    """Installed distributions that meet requirements, and what these need."""
     found: dict[tuple[str, frozenset[str]], Distribution] = {}
-    todo = [(text, frozenset[str]()) for text in distribution.requires or ()]
+    todo = [(text, frozenset[str]()) for text in requirements]
     while todo:
         text, extras = todo.pop()
         requirement = Requirement(text)

@@ -44,7 +44,7 @@ class Ledger:
         self.book = RecordBook()
         self.deletions = Deletions()
         self._applied = RecordBook()
-        self._clock, self._turn = clock, asyncio.Lock()  # of calls of `take`
+        self._clock, self._turn = clock, asyncio.Lock()  # of what was taken, in order
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-ledger")
         self._envs: dict[int, lmdb.Environment] = {}  # by number of the folder
         found = [self._load(number, folder, last=number == len(folders) - 1) for number, folder in enumerate(folders)]
@@ -79,13 +79,16 @@ class Ledger:
     async def take(self, records: Sequence[kv_pb2.Record]) -> None:
         """Keeps those that are newer than what is here; they are durable on return.
 
-        Raises, without having taken any, InvalidRequest if one is wrong, Overloaded if all together are too large.
+        Raises, without having taken any, InvalidRequest if one is wrong, Overloaded if all together are too large. What
+        the book has becomes known and durable, also where the call is cancelled.
         """
+        for record in (one for one in records if one.kind == DELETION and one.value):
+            deletion_from_record(record)  # raises before any is taken
+            await asyncio.sleep(0)
+        await asyncio.shield(self._keep(self.book.merge(records)))
+
+    async def _keep(self, newer: Sequence[kv_pb2.Record]) -> None:
         async with self._turn:
-            for record in filter(_is_deletion, records):
-                deletion_from_record(record)  # raises before any is taken
-                await asyncio.sleep(0)
-            newer = self.book.merge(records)
             for record in [one for one in newer if one.kind == DELETION]:
                 if not record.value or self.book.get(DELETION, record.tenant, record.id) is record:
                     self._note([record])  # its time may be over meanwhile
@@ -93,10 +96,10 @@ class Ledger:
             await self._write(newer)
 
     def _note(self, records: Iterable[kv_pb2.Record]) -> None:
-        for record in records:
-            if _is_deletion(record):
+        for record in (one for one in records if one.kind == DELETION):
+            if record.value:
                 self.deletions.add(record.id, deletion_from_record(record))
-            elif record.kind == DELETION:
+            else:  # it names nothing any more
                 self.deletions.remove(record.id)
 
     def counts(self, deletion: str) -> tuple[int, int] | None:
@@ -143,11 +146,6 @@ class Ledger:
         self._thread.shutdown()
         for env in self._envs.values():
             env.close()
-
-
-def _is_deletion(record: kv_pb2.Record) -> bool:
-    """Whether it names what is deleted; one without a value names nothing any more."""
-    return record.kind == DELETION and bool(record.value)
 
 
 def _key(record: kv_pb2.Record) -> bytes:

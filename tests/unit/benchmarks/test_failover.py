@@ -31,6 +31,9 @@ def test_rows_say_whether_limits_are_kept() -> None:
     median, last = rows_of("a case", waits, 0.5)
     assert [(row.value, row.met) for row in (median, last)] == [(0.3, True), (0.8, False)]
     assert [row.ratio for row in (median, last)] == pytest.approx([0.5 / 0.3, 0.5 / 0.8])
+    calm = [Wait(200, 0.05), Wait(400, 0.25), Wait(2000, 0.25), Wait(4000, 0.9)]
+    beside = list(rows_of("a case", waits, 0.1, calm))
+    assert [(row.limit_value, row.met) for row in beside] == [(0.25, False), (0.9, True)], "each beside its own"
     row = growth("a case", waits)
     assert row.value == pytest.approx(0.6 / 0.25)
     assert not row.met

@@ -18,6 +18,7 @@ from services.gateway.turns import ChatBody
 
 MANY = 1000
 CHARACTERS = 'ab"\\{}[],:\n\x00é'
+RESULT, PLACE = {"type": "tool_result", "content": [{"type": "text"}] + [{}] * MANY}, "messages.0.content.0.content"
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(CHARACTERS),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(CHARACTERS), inner, max_size=4),
@@ -86,20 +87,24 @@ def test_of_many_faults_few_are_found(cls: type[Body], body: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("cls", "body"),
+    ("cls", "body", "field"),
     [
-        (CompletionBody, {"prompt": ["x"] * MANY + [1]}),
-        (CompletionBody, {"prompt": [1] * MANY + ["x"]}),
-        (CompletionBody, {"prompt": [[1] * MANY] * MANY + [["x"]]}),
-        (ChatBody, {"messages": [{"role": "user", "content": [{}] * MANY}]}),
-        (MessagesBody, {"max_tokens": 1, "messages": [{"role": "user", "content": [{}] * MANY}]}),
-        (ResponsesBody, {"input": [{"role": "user", "content": [{}] * MANY}]}),
+        (CompletionBody, {"prompt": ["x"] * MANY + [1]}, "prompt"),
+        (CompletionBody, {"prompt": [1] * MANY + ["x"]}, "prompt"),
+        (CompletionBody, {"prompt": [[1] * MANY] * MANY + [["x"]]}, "prompt"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{}] * MANY}]}, "messages.0.content.0.type"),
+        (MessagesBody, {"max_tokens": 1, "messages": [{"role": "user", "content": [RESULT]}]}, f"{PLACE}.1.type"),
+        (ResponsesBody, {"input": [{"role": "user", "content": [{}] * MANY}]}, "input.0.content.0.type"),
     ],
     ids=range(6),
 )
-def test_where_a_field_has_several_forms_each_tells_its_first_fault(cls: type[Body], body: dict[str, Any]) -> None:
+def test_where_a_field_has_several_forms_each_tells_its_first_fault(
+    cls: type[Body], body: dict[str, Any], field: str
+) -> None:
+    """And the clearest of them is told, however deep it is."""
     with pytest.raises(ValidationError) as caught:
         cls.model_validate(body)
     assert caught.value.error_count() <= 5
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest) as told:
         validated(cls, body)
+    assert told.value.field == field
