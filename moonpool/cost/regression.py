@@ -1,7 +1,7 @@
 """A linear model of seconds that follows measurements: a Kalman filter that neither outliers nor noise mislead."""
 
 from collections.abc import Sequence
-from math import log
+from math import inf, log
 from operator import mul
 
 FIRST_NOISE = 0.2
@@ -12,6 +12,8 @@ GATE = 1.5
 """A measurement counts as if it were at most so many standard deviations from its prediction."""
 LEAST_SHARE = 0.05
 """No coefficient falls below this share of its first value."""
+SHORTEST_S = 1e-9
+"""What took less was not measured."""
 
 
 class Regression:
@@ -75,13 +77,13 @@ class Regression:
         return self.coefficients, self._noise, self._streak, self._covariance
 
     def observe(self, sizes: Sequence[float], seconds: float, known_s: float = 0.0) -> None:
-        """Learns that something of these sizes took so long; times that are not positive are left out.
+        """Learns that something of these sizes took so long. Times and sizes that no measurement gives are left out.
 
         `known_s` of the seconds are foreseen by something else.
         """
-        if seconds <= 0.0:
-            return
         predicted = known_s + self.seconds(sizes)
+        if not (SHORTEST_S <= seconds < inf and predicted < inf):  # also where one of them is NaN
+            return
         scale = max(predicted, self._least_s)
         shares = [size / scale for size in sizes]
         error = log(seconds / predicted) if predicted >= self._least_s else (seconds - predicted) / scale

@@ -16,9 +16,9 @@ from moonpool.sampling import SampleSpec
 PATIENCE = 3.0
 """Times what it takes that a patient step waits at most."""
 TOLD_TOGETHER = 16
-"""Patient steps of a run whose results come together at most,"""
+"""Results of a run's patient steps that come together, at most."""
 TELL_S = 0.05
-"""when the first of them has not waited for so long: then they come with the step that is over next."""
+"""Seconds that the first of them may wait: results come with the first step that is over later than that."""
 
 
 def _nothing() -> None:

@@ -4,6 +4,7 @@ Each call that is started posts exactly one `Ended`.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -127,14 +128,14 @@ class Calls:
         prefill = self._find(order.plan.prefill.id)
         if prefill is None or prefill.incarnation != order.incarnation:
             return Failure(Kind.UNAVAILABLE, f"{order.plan.prefill.id} has left")
-        stub = PrefillServiceStub(self._channels.get(prefill.address))
+        stub, began = PrefillServiceStub(self._channels.get(prefill.address)), time.monotonic()
         call = stub.Prefill(request, timeout=serving.remaining_s())
         try:
             first = True
             async for response in call:
                 if response.HasField("first_token") and first:
                     first = False
-                    how = _prefilled(response.first_token, request.sequence)
+                    how = _prefilled(response.first_token, request.sequence, time.monotonic() - began)
                     before = serving.answer.tokens
                     finish = finish_of(serving.first_token(response.first_token))
                     known = 0 < before == serving.answer.tokens
@@ -335,9 +336,11 @@ async def _guarded(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         return Failure(Kind.INTERNAL, "a call failed")
 
 
-def _prefilled(first: prefill_pb2.FirstToken, spec: kv_pb2.SequenceSpec) -> Prefilled:
+def _prefilled(first: prefill_pb2.FirstToken, spec: kv_pb2.SequenceSpec, lasted_s: float) -> Prefilled:
+    """How an instance says that it has prefilled; it cannot have taken longer than its call has."""
     misses = [
         (miss.store.id, spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]) for miss in first.misses
     ]
-    loads = tuple([(it.source.id, it.blocks, it.seconds) for it in first.reads])
-    return Prefilled(first.computed_tokens, first.queue_s + first.prefill_s, tuple(misses), loads)
+    loads = tuple([(it.source.id, it.blocks, min(sane(it.seconds), lasted_s)) for it in first.reads])
+    there_s = min(sane(first.queue_s) + sane(first.prefill_s), lasted_s)
+    return Prefilled(first.computed_tokens, there_s, tuple(misses), loads)

@@ -183,7 +183,7 @@ class Desk:
             case Complete(_, finish):
                 self._complete(finish, serving)
             case Fail(_, failure) if failure.fenced and self._taken_back(serving):
-                self._ended(action.request, serving)
+                del self._serving[action.request]
                 return
             case Fail():
                 self._fail(action, serving)
@@ -193,13 +193,9 @@ class Desk:
         self._decisions.ended(serving.ask.id, timeline)
         if isinstance(action, Complete):
             self._recent.add(serving.ask.id, timeline)
-        self._ended(action.request, serving)
-
-    def _ended(self, number: int, serving: Serving) -> None:
-        """The core knows no request of this number any more."""
-        del self._serving[number]
+        del self._serving[action.request]
         if self._recording is not None:
-            self._recording.ended(number, serving.answer.tokens)
+            self._recording.ended(serving.number, serving.answer.tokens)
 
     def _taken_back(self, serving: Serving) -> bool:
         """Whether a sequence that another conductor has taken over is this one's again; see `Serving.fenced`."""

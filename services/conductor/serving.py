@@ -27,9 +27,10 @@ class Serving:
 
     Attributes:
         ask: what the core knows of it.
+        number: its first one at the core; it gets another one where it is taken back.
         answer: the tokens and the text so far.
         first_seen: is told of the first token.
-    kv_delivered: is told when the KV has arrived at decode, maybe after the answer's end.
+        kv_delivered: is told when the KV has arrived at decode, maybe after the answer's end.
         outgoing: what its client is to be told.
         keys: of all full blocks of the prompt and the tokens at the last placement.
         secret: who knows it may resume the request.
@@ -39,7 +40,7 @@ class Serving:
         opening_logprobs: of the tokens with which decode begins, where they are wanted.
         prompt_unscored: the client wants the prompt's log probabilities, and they are not known here.
         transient: its KV was deleted meanwhile: engines keep nothing of it.
-    story: what it has gone through; usage and times are the answer's.
+        story: what it has gone through; usage and times are the answer's.
     """
 
     ask: Ask
@@ -48,6 +49,7 @@ class Serving:
     kv_delivered: Callable[["Serving"], None]
     keys: list[BlockKey]
     secret: bytes
+    number: int = field(init=False)
     outgoing: Outgoing = field(init=False)
     resumes: int = 0
     placement: conductor_pb2.Placement = field(default_factory=conductor_pb2.Placement)
@@ -65,6 +67,7 @@ class Serving:
     _scored: conductor_pb2.PromptLogprobs | None = None
 
     def __post_init__(self) -> None:
+        self.number = self.ask.number
         self.prompt_unscored = self.ask.scored
         self.outgoing = Outgoing(whole=self.answer.request.whole)
         self.story.tenant = self.answer.request.tenant

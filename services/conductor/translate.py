@@ -1,6 +1,7 @@
 """The core's plain values as messages and errors, and back."""
 
 from moonpool import errors
+from moonpool.cluster.speeds import sane
 from moonpool.errors import InvalidRequest, Mismatch, MoonpoolError, Overloaded
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.conductor.core.failures import Failure, Kind
@@ -63,7 +64,7 @@ def promised_of(response: decode_pb2.ReserveResponse) -> Promised:
     plain = Target(
         decode.id, decode.incarnation, decode.address, target.transfer_id, target.generation, target.held_blocks
     )
-    return Promised(plain, response.lease_s, response.number, response.predicted_tbt_s)
+    return Promised(plain, sane(response.lease_s), response.number, sane(response.predicted_tbt_s))
 
 
 def decode_proto(target: Target) -> kv_pb2.Instance:

@@ -53,6 +53,11 @@ class Coming:
                 found = dict.fromkeys(there, blocks) | found
         return found
 
+    @property
+    def claims(self) -> list[int]:
+        """Of the prompts."""
+        return list(self._claims)
+
     def digest(self) -> bytes:
         """Hash of the state."""
         return digest_of(sorted(self._claims.items()))

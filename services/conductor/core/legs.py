@@ -316,7 +316,8 @@ class Legs:
             request: whose attempt ends.
             now: seconds.
             out: gets the actions.
-            complete: the answer is whole; a prefill that has given its token may go on for a while.
+            complete: the answer is whole, or goes on at another conductor; a prefill that has given its token may go on
+                for a while: it may still send KV.
             known: the call of a sequence that decode knows to be over, or that is followed on; 0 = none.
         """
         attempt, request.attempt = request.attempt, None

@@ -395,3 +395,4 @@ class Picture:
         held += [number for one in self.decodes for number in one.answers]
         assert len(set(held)) == len(held)
         assert set(held) <= set(self._claims)
+        assert set(self.prefills.coming.claims) <= set(self._claims), "what is not claimed any more is not computed"

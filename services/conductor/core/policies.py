@@ -23,7 +23,7 @@ class KVCacheCentric:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the predicted time to first token."""
+        """By the predicted time to first token, without what later prompts are expected to take."""
         return candidates.least(limit, _KNOWN_S, _ALONE_S)
 
 
@@ -34,7 +34,7 @@ class CacheAware:
     stores: bool = False
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the predicted time to first token."""
+        """By the predicted time to first token, without what later prompts are expected to take."""
         return candidates.least(limit, _KNOWN_S, _ALONE_S)
 
 

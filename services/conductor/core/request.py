@@ -279,7 +279,7 @@ class Requests:
             self._legs.end_attempt(request, now, out)
             stay(request, now)
             return
-        self._legs.end(request, now, out)
+        self._legs.end(request, now, out, complete=failure.fenced)
         request.recovering = True
         if failure.kind in FINAL:
             self._book.fail(now, request, failure, out)

@@ -40,7 +40,7 @@ from services.prefill.core.events import (
 )
 from services.prefill.core.invariants import check
 from services.prefill.core.loads import Loads
-from services.prefill.core.predict import queue_seconds, shared_blocks, speeds_now
+from services.prefill.core.predict import not_computed, queue_seconds, shared_tokens, speeds_now
 from services.prefill.core.queue import start_next
 from services.prefill.core.sends import Sends
 from services.prefill.core.state import (
@@ -194,7 +194,7 @@ class PrefillCore:
         job = Job.of(event, state.settings, state.now)
         held = len(state.manager.match(job.keys[: state.reusable_blocks(job)]))
         job.expected_tokens = max(job.expected_tokens, state.settings.reused_tokens(job.num_tokens, held))
-        job.shared_tokens = state.settings.reused_tokens(job.num_tokens, shared_blocks(state, job))
+        job.shared_tokens = shared_tokens(state, job)
         state.jobs[event.job] = job
         self.taken = event.job
         state.waiting.add(job.place)
@@ -235,6 +235,8 @@ class PrefillCore:
         if job is None:
             return
         self._forget(job)
+        if not job.finished:
+            not_computed(self.state, job)
         self._sends.give_up(job)
         self.state.cancel(job.load.io if job.load is not None else None)
         self.steps.leave(job)

@@ -60,13 +60,26 @@ def _step_seconds(state: State, flight: StepFlight) -> float:
     return speeds.prefill_base_s + whole_s
 
 
-def shared_blocks(state: State, job: Job) -> int:
-    """Leading blocks of a job that comes which the jobs that are there compute: it will find them."""
-    limit, most = state.reusable_blocks(job), 0
-    for other in state.jobs.values():
-        if limit and other.reuse and other.keys and other.keys[0] == job.keys[0]:
-            most = max(most, _common(job.keys[:limit], other.keys))
-    return most
+def shared_tokens(state: State, job: Job) -> int:
+    """Leading tokens of a job which the jobs before it compute: it will find them."""
+    keys, most = job.keys[: state.reusable_blocks(job)], 0
+    for other in state.jobs.values() if keys else ():
+        if other.number < job.number and other.reuse and not other.owner.transient and other.keys[:1] == keys[:1]:
+            most = max(most, _common(keys, other.keys))
+    return state.settings.reused_tokens(job.num_tokens, most)
+
+
+def not_computed(state: State, gone: Job) -> None:
+    """A job has left early: the first of those that were to find its blocks computes them, where the others find them.
+
+    What it has computed is there.
+    """
+    for job in state.jobs.values():
+        if job.number > gone.number and job.shared_tokens and job.keys[:1] == gone.keys[:1]:
+            held = len(state.manager.match(job.keys[: state.reusable_blocks(job)]))
+            there = state.settings.reused_tokens(job.num_tokens, held)
+            job.shared_tokens = max(there, shared_tokens(state, job))
+            return
 
 
 def _common(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:

@@ -112,6 +112,7 @@ class ScriptedPrefill(FakeMember):
     chunks: list[prefill_pb2.TimedTokens] = field(default_factory=list)  # told with every first token
     sent_bytes: int = 0  # told at the end
     queue_s: float = 0.0  # that there is in fact
+    took_s: float = 0.0  # told with every first token
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
@@ -140,6 +141,7 @@ class ScriptedPrefill(FakeMember):
                 misses=self.misses,
                 chunks=self.chunks,
                 lane="tcp",
+                prefill_s=self.took_s,
             )
             yield prefill_pb2.PrefillResponse(first_token=first)
             await _meet(self.after)

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from moonpool.client import SamplingParams
 from moonpool.client.transport import GrpcTransport
@@ -17,9 +18,9 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
 @asynccontextmanager
-async def two(p: ScriptedPrefill, d: ScriptedDecode) -> AsyncIterator[tuple[Stack, Stack]]:
-    """Two conductors that both instances have joined."""
-    async with stack(p, d) as first, stack() as second:
+async def two(p: ScriptedPrefill, d: ScriptedDecode, **settings: Any) -> AsyncIterator[tuple[Stack, Stack]]:
+    """Two conductors that both instances have joined; the first one with these settings."""
+    async with stack(p, d, **settings) as first, stack() as second:
         for member in (p, d):
             hello = pb.JoinHello(instance=member.instance, total_blocks=member.total_blocks, model=second.model())
             await second.follow(member, hello)

@@ -1,6 +1,7 @@
 """Predicted times are kept beside the measured ones: in histograms, in placements, for `explain`."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,7 +14,7 @@ from moonpool.errors import Unavailable
 from moonpool.telemetry.metrics import Metrics
 
 from .fakes import ScriptedPrefill, decode, prefill
-from .stack import Stack, stack
+from .stack import WAIT_S, Stack, stack
 
 PROMPT = list(range(30, 70))
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -77,3 +78,16 @@ async def test_a_request_that_was_placed_again_is_not_observed() -> None:
         result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
         assert len(result.placements) == 2
         assert await counts(s.metrics) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, 1e308])
+async def test_times_that_no_clock_gives_spoil_no_prediction(seconds: float) -> None:
+    """Of an instance that is out of order: its own requests are served, and so are those after them."""
+    p, d = prefill(took_s=seconds), decode(predicted_tbt_s=seconds, lease_s=seconds)
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        for _ in range(20):
+            result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+            assert (len(result.token_ids), len(result.placements)) == (8, 1)
+            assert 0.0 <= result.placement.predicted_ttft_s < WAIT_S
+            if seconds != 1e308:  # which may be promised
+                assert result.placement.predicted_tbt_s == result.placement.predicted_tpot_s == 0.0

@@ -9,14 +9,16 @@ import pytest
 
 from moonpool.client import SamplingParams
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.errors import ConfigError, MoonpoolError, Unavailable
+from moonpool.errors import ConfigError, InvalidRequest, MoonpoolError, Unavailable
 from services.conductor.recording import Opened, Recording
 from simulator.cluster.config import ClusterConfig
 from simulator.experiments.frame import simulate
 from simulator.traces.mooncake import Trace, TraceRequest
 
 from .fakes import BLOCK_TOKENS, decode, prefill
-from .stack import stack
+from .resuming import Call, two
+from .resuming import request as asked
+from .stack import WAIT_S, stack
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 FIRST = list(range(30, 70))
@@ -65,6 +67,25 @@ async def test_a_recorded_conductor_is_simulated(tmp_path: Path) -> None:
     summary, _ = simulate(slow, requests)
     assert summary.requests == 5
     assert summary.reused_share > 0
+
+
+async def test_a_sequence_that_is_taken_back_is_one_request_and_ends_once(tmp_path: Path) -> None:
+    """Another conductor had it for a while; here the core knows it by another number then."""
+    path, d = tmp_path / "trace.jsonl", decode(hold_at=3)
+    async with two(prefill(), d, record_trace=path) as (first, second), asyncio.timeout(WAIT_S):
+        lost = Call(first, asked())
+        await lost.read(3)
+        older, newer = (lost.resume(asked(), count=count) for count in (1, 2))
+        again = Call(first, newer)
+        await lost.read()
+        late = Call(second, older)
+        with pytest.raises(InvalidRequest):
+            await late.read()
+        d.go.set()
+        await again.read()
+        for each in (first, second):
+            await each.rest()
+    assert [it.output_length for it in Trace(path)] == [8]
 
 
 async def test_requests_without_a_token_are_left_out(tmp_path: Path) -> None:

@@ -46,6 +46,25 @@ def test_the_first_measurements_count_most() -> None:
     assert learnt.coefficients == before, "no time is no measurement"
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 5e-324])
+def test_what_no_clock_gives_is_no_measurement(seconds: float) -> None:
+    learnt = fresh()
+    learnt.observe((1.0, 0.1, 0.1), 0.2)
+    before = learnt.state
+    for _ in range(20):
+        learnt.observe((1.0, 0.1, 0.1), seconds)
+    assert learnt.state == before
+
+
+@pytest.mark.parametrize("size", [float("nan"), float("inf")])
+def test_what_was_foreseen_as_endless_teaches_nothing(size: float) -> None:
+    learnt = fresh()
+    before = learnt.state
+    learnt.observe((1.0, size, 0.1), 0.2)
+    learnt.observe((1.0, 0.1, 0.1), 0.2, known_s=size)
+    assert learnt.state == before
+
+
 def test_a_change_is_believed_after_four_measurements_and_not_before() -> None:
     learnt = fresh()
     for _ in range(30):

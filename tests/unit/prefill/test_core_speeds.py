@@ -3,6 +3,7 @@
 import pytest
 
 from moonpool.cost import Speeds, prefill_seconds
+from services.prefill.core import events
 from tests.unit.prefill.world import BT, World, staged
 
 TOLD = Speeds(prefill_base_s=0.001, prefill_per_token_s=1e-3)
@@ -67,3 +68,29 @@ def test_what_a_prompt_shares_with_one_before_it_is_counted_once() -> None:
     assert [client.token is not None for client in (first, second, other)] == [True] * 3
     assert sum(end - begin for begin, end in second.counted) == 2 * BT
     assert alone_s() == 0.0
+
+
+def test_nobody_finds_what_a_prompt_computes_whose_kv_was_deleted() -> None:
+    it = World(staged(1, blocks=1000, step_tokens=4 * BT), TOLD)
+    it.arrive(8 * BT, transient=True)
+    one_s = it.core.drain_seconds()
+    second = it.arrive(8 * BT)
+    assert it.core.drain_seconds() == pytest.approx(2 * one_s)
+    it.settle()
+    assert sum(end - begin for begin, end in second.counted) == 8 * BT
+
+
+def test_what_a_prompt_would_have_computed_that_left_is_computed_by_the_next_one() -> None:
+    it = World(staged(1, blocks=1000, step_tokens=4 * BT), TOLD)
+    it.arrive(4 * BT, 1)
+    for blocks in (8, 8, 10, 6):
+        it.arrive(blocks * BT)
+    whole_s = it.core.drain_seconds()
+    it.post(events.Leave(2))
+    assert it.core.drain_seconds() == pytest.approx(whole_s - prefill_seconds(TOLD, 1, 8 * BT - 1, steps=0))
+    it.post(events.Leave(4))
+    it.post(events.Leave(3))
+    others_s = prefill_seconds(TOLD, 4 * BT, 0, steps=3) + prefill_seconds(TOLD, 6 * BT, 0, steps=0)
+    assert it.core.drain_seconds() == pytest.approx(others_s), "nobody is left before it"
+    it.settle()
+    assert it.core.drain_seconds() == 0.0

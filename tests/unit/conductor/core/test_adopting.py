@@ -4,6 +4,7 @@ import pytest
 
 from services.conductor.core.company import FOREVER
 from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.legs import LINGER_S
 from services.conductor.core.messages import (
     Adopt,
     Announce,
@@ -52,6 +53,22 @@ def test_it_is_ours_until_it_ends_and_no_company_for_ever() -> None:
     world.more(adopt, 5, Finish.LENGTH, known=True)
     world.end(adopt)
     assert (world.picture.claims, decode.busy) == ([], False)
+    world.finish_all()
+
+
+def test_prefill_goes_on_sending_to_a_sequence_that_another_conductor_has_taken_over() -> None:
+    """It was started before all of its KV had come: cancelling would end it there."""
+    world = World()
+    number = world.arrive()
+    world.promise(world.one(Reserve))
+    call = world.one(Prefill)
+    world.first_token(call)
+    world.end(world.one(Start), FENCED)
+    assert world.ends == {number: Fail(number, FENCED)}
+    assert world.cancelled == set()
+    world.sleep(LINGER_S)
+    assert world.cancelled == {call.io}, "not for ever"
+    world.end(call)
     world.finish_all()
 
 
