@@ -297,24 +297,28 @@ class ServerStream(Generic[Req]):
                 self.on_message(message, payload)
             self._check_unsent(lane)
 
-        def brief(message: Brief, payload: Bytes) -> None:
-            self._answer(message, payload)
+        def brief(message: Brief, payload: Bytes) -> int:
+            nbytes = self._answer(message, payload)
             self._check_unsent(lane)
+            return nbytes
 
         taken = lane.run(take, self.place, lend=self.borrows, brief=brief if self.briefs else None)
         await self._lane_ended(await taken)
 
-    def _answer(self, message: Brief, payload: Bytes) -> None:
-        answered = False
+    def _answer(self, message: Brief, payload: Bytes) -> int:
+        """Returns how many bytes the answers have."""
+        answered, nbytes = False, 0
         try:
             for answer in self.on_brief(message, payload):
                 self.outbox.answer(answer)
                 answered = True
+                nbytes += sum([piece.nbytes for piece in answer.pieces])
         except MoonpoolError as error:
             if answered:
                 self.outbox.close(error)
         if not answered:
             self.outbox.answer(otherwise(message.number))
+        return nbytes
 
     def _check_unsent(self, lane: Lane[Req]) -> None:
         if len(self.outbox) > self._max_unsent:

@@ -76,8 +76,8 @@ class AsyncKVClient:
         """
         tls = tls or Tls.from_environment()
         settings = LaneSettings() if tls else LaneSettings.of(_lane_config(lanes))
-        self._shared = SharedMemory(memory_bytes) if memory_bytes else None
-        dialer = LaneDialer(settings, lambda: [self._shared.shared] if self._shared is not None else [])
+        shared = self._shared = SharedMemory(memory_bytes) if memory_bytes else None
+        dialer = LaneDialer(settings, lambda: [shared.shared] if shared is not None else [])  # a stream keeps no client
         self._namespace = value_namespace(namespace)
         key = api_key or os.environ.get("MOONPOOL_API_KEY", "")
         self._connection = self._connect(address, self._namespace, tls, key, dialer)

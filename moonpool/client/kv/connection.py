@@ -175,16 +175,14 @@ class Connection:
         self, layout: KVLayout, method: str, asked: type[Any], answers: type[Any], **options: Any
     ) -> DirectStream[Any, Any]:
         """A stream of one more lane for values of a layout, to be opened on the loop; `options` of `DirectStream`."""
-        hello = self._hello(layout)
+        hello, channels, address, metadata = self._hello(layout), self._channels, self._address, self._metadata
         self._lanes.fill(hello)
 
-        def connect() -> grpc.aio.StreamStreamCall[Any, Any]:
-            channel = self._channels.get(self._address)
-            opener = payload_stream(channel, "moonpool.v1.KVStoreService", method, asked, answers)
-            return opener(metadata=self._metadata)
+        def connect() -> grpc.aio.StreamStreamCall[Any, Any]:  # it must not keep this object, and so the client, alive
+            opener = payload_stream(channels.get(address), "moonpool.v1.KVStoreService", method, asked, answers)
+            return opener(metadata=metadata)
 
-        name = f"direct {method} to {self._address}"
-        return DirectStream(name, connect, asked(hello=hello), self._lanes, **options)
+        return DirectStream(f"direct {method} to {address}", connect, asked(hello=hello), self._lanes, **options)
 
     def lane_of(self, layout: KVLayout) -> str:
         """How values of a layout travelled last in the usual way; as `lane`."""

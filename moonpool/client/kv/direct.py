@@ -25,7 +25,10 @@ from moonpool.streams.lanes.brief import BRIEF_BYTES
 from moonpool.streams.lanes.regions import SharedMemory
 from moonpool.streams.prefix_read import Into, OnSlice
 from moonpool.streams.store_writer import PutOutcome, ReadSlice
+from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kvstore_pb2
+
+log = get_logger(__name__)
 
 DIRECT = ("local", "tcp")
 """Lanes that can be direct ones."""
@@ -44,6 +47,10 @@ class _Open(Generic[User]):
     used: int = 0
 
 
+_Made = tuple[DirectStream[Any, Any], Callable[[DirectLane], User]]
+"""A stream, and what makes of its lane what is used."""
+
+
 class _Table(Generic[User]):
     """Direct lanes of one kind, by the layout of their values; they are used by several threads."""
 
@@ -52,6 +59,7 @@ class _Table(Generic[User]):
         self._clock = clock
         self._open: dict[KVLayout, _Open[User]] = {}
         self._again_at: dict[KVLayout, float] = {}
+        self._changing = threading.Lock()  # `_open`
         self._opening = threading.Lock()
         self._uses = itertools.count(1)
 
@@ -70,39 +78,52 @@ class _Table(Generic[User]):
         """There is none, and it has not failed a short time ago."""
         return layout not in self._open and self._clock() >= self._again_at.get(layout, 0.0)
 
-    def open(self, layout: KVLayout, stream: DirectStream[Any, Any], user: Callable[[DirectLane], User]) -> None:
-        """Opens one, unless another thread is about to open some."""
+    def open(self, layout: KVLayout, make: Callable[[], _Made[User]]) -> None:
+        """Opens one, unless another thread is about to open some. The call before has ended well: this never fails."""
         if not self._opening.acquire(blocking=False):
             return
         try:
-            if not self.wants(layout):
-                return
-            lane = self._loop.run(stream.open())
-            if lane is None:
+            if self.wants(layout) and not self._opened(layout, *make()):
                 self._again_at[layout] = self._clock() + OPEN_AGAIN_S
-                return
-            if len(self._open) >= MAX_SIZES:
-                self._retire_one()
-            self._open[layout] = _Open(user(lane), stream, next(self._uses))
+        except Exception as error:  # no memory or descriptor, or the client is being closed
+            self._again_at[layout] = self._clock() + OPEN_AGAIN_S
+            log.warning("no direct lane", error=str(error))
         finally:
             self._opening.release()
 
+    def _opened(self, layout: KVLayout, stream: DirectStream[Any, Any], user: Callable[[DirectLane], User]) -> bool:
+        lane = self._loop.run(stream.open())
+        if lane is None:
+            return False
+        if len(self._open) >= MAX_SIZES:
+            self._retire_one()
+        with self._changing:
+            self._open[layout] = _Open(user(lane), stream, next(self._uses))
+        return True
+
     def _retire_one(self) -> None:
         """Closes the one that was used longest ago, of those that are not in use."""
-        for layout, found in sorted(self._open.items(), key=lambda item: item[1].used):
+        with self._changing:
+            every = sorted(self._open.items(), key=lambda item: item[1].used)
+        for layout, found in every:
             if found.user.lane.retire():
                 self._close(layout, found)
                 return
 
     def _close(self, layout: KVLayout, found: _Open[User]) -> None:
-        if self._open.get(layout) is found:
+        """For whoever comes first: several threads may find that it has ended."""
+        with self._changing:
+            if self._open.get(layout) is not found:
+                return
             del self._open[layout]
-            self._loop.run(found.stream.aclose())
+        self._loop.run(found.stream.aclose())
 
     async def aclose(self) -> None:
         """Ends all; on the loop."""
-        while self._open:
-            await self._open.popitem()[1].stream.aclose()
+        with self._changing:
+            every = [self._open.popitem()[1] for _ in list(self._open)]
+        for found in every:
+            await found.stream.aclose()
 
 
 class DirectConnection(Connection):
@@ -144,8 +165,8 @@ class DirectConnection(Connection):
                 return PutOutcome(present, len(keys) - present)
         usual = super().put(layout, keys, parents, tenant, read, timeout_s=timeout_s, forgotten=forgotten)
         outcome = self._loop.run(usual)
-        if self._writers.wants(layout) and layout.block_bytes <= BRIEF_BYTES:
-            self._open_writer(layout, self.lane_of(layout))
+        if self._writers.wants(layout) and layout.block_bytes <= BRIEF_BYTES and self.lane_of(layout) in DIRECT:
+            self._writers.open(layout, lambda: self._new_writer(layout))
         return outcome
 
     async def read(
@@ -162,19 +183,19 @@ class DirectConnection(Connection):
                 return count
         count = self._loop.run(super().read(layout, keys, on_slice=on_slice, into=into, timeout_s=timeout_s))
         if self._readers.wants(layout) and layout.block_bytes <= BRIEF_BYTES and self.lane_of(layout) in DIRECT:
-            stream = self.direct_stream(
-                layout, "Get", kvstore_pb2.GetRequest, kvstore_pb2.GetResponse, lend_bytes=WINDOW_BYTES
-            )
-            self._readers.open(layout, stream, lambda lane: DirectReader(lane, layout))
+            self._readers.open(layout, lambda: self._new_reader(layout))
         return count
 
-    def _open_writer(self, layout: KVLayout, lane: str) -> None:
-        if lane not in DIRECT:
-            return
-        staging = SharedMemory(BRIEF_BYTES) if lane == "local" else None
+    def _new_writer(self, layout: KVLayout) -> _Made[DirectWriter]:
+        staging = SharedMemory(BRIEF_BYTES) if self.lane_of(layout) == "local" else None
         share = () if staging is None else (staging.shared,)
         stream = self.direct_stream(layout, "Put", kvstore_pb2.PutRequest, kvstore_pb2.PutResponse, share=share)
-        self._writers.open(layout, stream, lambda lane: DirectWriter(lane, layout, staging))
+        return stream, lambda lane: DirectWriter(lane, layout, staging if lane.name == "local" else None)
+
+    def _new_reader(self, layout: KVLayout) -> _Made[DirectReader]:
+        kinds = kvstore_pb2.GetRequest, kvstore_pb2.GetResponse
+        stream = self.direct_stream(layout, "Get", *kinds, lend_bytes=WINDOW_BYTES)
+        return stream, lambda lane: DirectReader(lane, layout)
 
     async def aclose(self) -> None:
         await self._writers.aclose()

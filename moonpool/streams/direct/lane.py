@@ -24,6 +24,8 @@ from moonpool.streams.lanes.sockets import BUFFER_BYTES, LENGTHS, MAX_PARTS, beh
 
 SPIN_S = 200e-6
 """How long an answer is looked for before the thread sleeps, where this process has more than one processor."""
+MAX_SLEEP_S = 3600.0
+"""At once: a caller's deadline may be infinite."""
 
 
 def _processors() -> int:
@@ -59,6 +61,10 @@ class DirectLane:
         """Begins an exchange, which `with` the lane must then be around; False when it has ended, or is in use."""
         if self.error is not None or not self._used.acquire(blocking=False):
             return False
+        if self.error is not None:  # since a moment ago; who ended it may have left the rest to this thread
+            self._used.release()
+            self._release()
+            return False
         self._deadline = time.monotonic() + timeout_s
         return True
 
@@ -68,8 +74,8 @@ class DirectLane:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.error is None:
-            self.error = error if isinstance(error, Exception) else StreamBroken("a call was given up")
+        if error is not None and self.error is None:  # one of its own: the other's frames hold the caller's memory
+            self.error = StreamBroken(str(error) or "a call was given up")
         self._used.release()
         if self.error is not None:
             self._release()
@@ -133,7 +139,7 @@ class DirectLane:
             except (BlockingIOError, InterruptedError):
                 self._sleep(select.POLLOUT)
             except OSError as error:
-                raise self._failure(error) from error
+                raise self._broken(error.strerror or repr(error)) from error
             else:
                 left = behind(left, sent)
 
@@ -198,7 +204,10 @@ class DirectLane:
     def _receive(self, room: memoryview) -> int:
         """Receives something; returns how many bytes."""
         receive, now = self._sock.recv_into, time.monotonic
-        spin_until = now() + self._spin_s
+        begin = now()
+        if begin > self._deadline:  # something may always be there
+            raise _late()
+        spin_until = begin + self._spin_s
         while True:
             try:
                 count = receive(room)
@@ -206,18 +215,24 @@ class DirectLane:
                 if now() >= spin_until:
                     self._sleep(select.POLLIN)
             except OSError as error:
-                raise self._failure(error) from error
+                raise self._broken(error.strerror or repr(error)) from error
             else:
                 if not count:
-                    raise self.error or StreamBroken("the peer has closed its end")
+                    raise self._broken("the peer has closed its end")
                 return count
 
     def _sleep(self, events: int) -> None:
+        """Until something may have happened, for the caller to look; raises TransferFailed after the deadline."""
         left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise _late()
         poll = select.poll()
         poll.register(self._sock, events)
-        if left_s <= 0 or not poll.poll(left_s * 1e3):
-            raise TransferFailed("the store did not answer in time")
+        poll.poll(min(left_s, MAX_SLEEP_S) * 1e3)
 
-    def _failure(self, error: OSError) -> Exception:
-        return self.error or StreamBroken(error.strerror or repr(error))
+    def _broken(self, why: str) -> StreamBroken:
+        return StreamBroken(str(self.error or why))
+
+
+def _late() -> TransferFailed:
+    return TransferFailed("the store did not answer in time")

@@ -99,7 +99,8 @@ class DirectReader:
         end = first + len(message.numbers)
         targets = all_targets[first:end]
         nbytes = len(targets) * self._layout.slice_bytes
-        if message.kind != FOUND or message.first != first or len(targets) < end - first or (not targets and first):
+        is_some = len(targets) == end - first and bool(targets) == bool(all_targets)
+        if message.kind != FOUND or message.first != first or not is_some:
             raise FrameError(f"a part of {len(message.numbers)} slices from {message.first} is not the next one")
         hashes = bound(message.numbers, bindings[first:end])
         if message.extents:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from moonpool.errors import FrameError
+from moonpool.errors import FrameError, StreamBroken
 from moonpool.kv.frames import MAX_FRAME_SLICES
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.shapes import bound, frame_shape
 from moonpool.streams.direct.lane import DirectLane
-from moonpool.streams.lanes.brief import BRIEF_BYTES, OTHERWISE, PUT, STORED, Place
+from moonpool.streams.lanes.brief import ABOUT_BYTES, BRIEF_BYTES, OTHERWISE, PUT, STORED, Place
 from moonpool.streams.lanes.regions import SharedMemory
 from moonpool.v1 import kvstore_pb2
 
@@ -45,30 +45,38 @@ class DirectWriter:
     ) -> int | None:
         """Stores blocks, `most` at most; returns how many the store had already, once all are VISIBLE.
 
-        None, and nothing has happened, where it takes a session, which then says why: no room, or it is refused;
-        another thread uses the lane, or it has ended. Arguments as for `StoreWriter.put`.
+        None, and nothing has happened, where it takes a session, which then says why: no room, or it is refused; more
+        deletions are named than fit; another thread uses the lane, or it has ended. Arguments as for `StoreWriter.put`.
 
         Raises:
             TransferFailed: It took longer than `timeout_s`; blocks may be stored all the same.
-            StreamBroken, FrameError: The lane has ended meanwhile; the same.
+            StreamBroken: The lane has ended meanwhile; the same.
         """
+        about = kvstore_pb2.PutOpen(tenant=tenant, forgotten=forgotten).SerializeToString()
+        if len(about) > ABOUT_BYTES:
+            return None
         layout = self._layout
         shape = frame_shape(range(layout.layers), len(keys), range(layout.kv_heads), layout.block_tokens)
         slices = [read(layer, index) for layer, index in shape.cells]
         hashes = bound([value for _, value in slices], shape.bindings(keys))
-        about = kvstore_pb2.PutOpen(tenant=tenant, forgotten=forgotten).SerializeToString()
         if not self.lane.begin(timeout_s):
             return None
-        with self.lane:
-            places, follow = self._placed([data for data, _ in slices])
-            blocks = pack_keys((*keys, *parents))
-            number = self.lane.ask(PUT, len(keys), blocks, hashes, places, about, follow)
-            message, more = self.lane.answer(number)
-            if message.kind == OTHERWISE:
-                return None
-            if message.kind != STORED or more or len(message.numbers) > len(keys):
-                raise FrameError(f"a put is answered by a message of kind {message.kind}")
-            return len(message.numbers)
+        try:
+            with self.lane:
+                places, follow = self._placed([data for data, _ in slices])
+                blocks = pack_keys((*keys, *parents))
+                number = self.lane.ask(PUT, len(keys), blocks, hashes, places, about, follow)
+                return self._answer(number, len(keys))
+        except FrameError as error:
+            raise StreamBroken(f"the store's answer is not proper: {error}") from error
+
+    def _answer(self, number: int, blocks: int) -> int | None:
+        message, follow = self.lane.answer(number)
+        if message.kind == OTHERWISE:
+            return None
+        if message.kind != STORED or follow or len(message.numbers) > blocks:
+            raise FrameError(f"a put is answered by a message of kind {message.kind}")
+        return len(message.numbers)
 
     def _placed(self, pieces: Sequence[memoryview]) -> tuple[list[Place], Sequence[memoryview]]:
         """Where the store finds the pieces, and what follows the message: all of it where it shares no memory."""

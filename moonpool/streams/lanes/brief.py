@@ -36,6 +36,8 @@ BRIEF = 1 << 31
 """In the first length: a brief message."""
 BRIEF_BYTES = 4 << 20
 """Payload of one exchange at most; its copies hold the store's event loop for a millisecond or two."""
+ABOUT_BYTES = 16 << 10
+"""Of what a put says of its blocks, at most: then all of it fits into the buffer that receives messages."""
 PART_BYTES = 512 << 10
 """A larger read is answered in parts near this size: the reader takes one while the store copies the next."""
 

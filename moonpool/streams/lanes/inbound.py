@@ -44,13 +44,14 @@ class Taker(NamedTuple):
             What it raises ends the reading.
         place: says where the payload of a message, of so many bytes, is to land; None for memory of its own.
         lend: payloads that lie in regions and land nowhere are lent.
-        brief: gets brief messages, each with its payload, which is lent until it returns; None where there are none.
+        brief: gets brief messages, each with its payload, which is lent until it returns; tells how many bytes it has
+            answered with. None where there are none.
     """
 
     take: Callable[[Any, Came], None]
     place: Callable[[Any, int], Landing | None] = lambda message, nbytes: None
     lend: bool = False
-    brief: Callable[[Brief, Bytes], None] | None = None
+    brief: Callable[[Brief, Bytes], int] | None = None
 
 
 class _Incoming(NamedTuple):
@@ -97,7 +98,7 @@ class Inbound(Generic[M]):
         self._pulled = pulled
         self._tell = tell
         self._pulls = 0  # payloads that the peer has not been told of
-        self._work = 0  # so far, besides what was received: bytes out of regions, and the cost of messages
+        self._work = 0  # so far, besides what was received: bytes out of regions and of answers, the cost of messages
         self._awaited = 0  # those among them for which it waits
         self._taker: Taker | None = None
         self._over: asyncio.Future[Exception] | None = None
@@ -274,7 +275,7 @@ class Inbound(Generic[M]):
         if self._taker is None or self._taker.brief is None:
             raise FrameError("brief messages are not taken here")
         try:
-            self._taker.brief(message, payload)
+            self._work += self._taker.brief(message, payload)
         except Exception as error:
             self._fail(error)
 

@@ -87,7 +87,7 @@ class Lane(Generic[M]):
         place: Callable[[M, int], Landing | None] = _nowhere,
         *,
         lend: bool = False,
-        brief: Callable[[Brief, Bytes], None] | None = None,
+        brief: Callable[[Brief, Bytes], int] | None = None,
     ) -> Exception:
         """Hands over what comes, in order, until the lane ends; returns why it has. To be called once at a time.
 
@@ -96,7 +96,7 @@ class Lane(Generic[M]):
                 wait.
             place: Says where the payload of a message, of so many bytes, is to land; None for memory of its own.
             lend: Payloads that lie in regions and land nowhere are lent.
-            brief: Gets brief messages; None where there are none.
+            brief: Gets brief messages, and tells how many bytes it has answered with; None where there are none.
 
         Raises:
             Exception: What `take` raised, or what `place` did that is no MoonpoolError.

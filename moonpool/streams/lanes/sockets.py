@@ -195,13 +195,15 @@ class LaneSocket:
             raise StreamBroken("a short message was not taken at once")
 
     def taken_over(self) -> socket.socket:
-        """Hands the socket to who uses it from now on, and closes it; nothing of this may be called any more.
+        """Hands the socket to who uses it from now on, and closes it in the end; this must not be used any more.
 
         Raises:
-            FrameError: something has come that nobody asked for.
+            FrameError: something has come that nobody asked for; this closes it then.
         """
         if self.has_more:
-            raise FrameError("the peer speaks without being asked")
+            error = FrameError("the peer speaks without being asked")
+            self.close(error)
+            raise error
         return self._sock
 
     def close(self, error: Exception) -> None:

@@ -102,10 +102,15 @@ class Writes:
         tiers.dram.arrived(spec.keys)
         return present
 
-    def make_room(self, nbytes: int, tenant: str) -> None:
-        """Evicts what a put of as much would, if that is a small part of DRAM: the next one need not wait for it."""
-        if nbytes <= self._tiers.dram.capacity_bytes // 64 and self._tiers.reserve({tenant: nbytes}):
-            self._tiers.unreserve({tenant: nbytes})
+    def make_room(self, spec: PutSpec) -> None:
+        """After a put: evicts what one more would, but none of its own, if that is little: the next need not wait."""
+        dram, room = self._tiers.dram, {spec.tenant: len(spec.keys) * spec.format.layout.block_bytes}
+        stay = [block for key in spec.keys if (block := dram.get(key)) is not None]
+        for block in stay:
+            dram.hold(block)
+        if sum(room.values()) <= dram.capacity_bytes // 64 and self._tiers.reserve(room):
+            self._tiers.unreserve(room)
+        self._tiers.release(stay)
 
     def _offered(self, spec: PutSpec, present: Sequence[int]) -> None:
         """A writer brought blocks that are here: a use, and a reason to try again what the SSD tier did not take."""
@@ -191,8 +196,7 @@ class Writes:
     def arrived(self, blocks: Sequence[DramBlock]) -> None:
         """Blocks came into DRAM in another way; tells the sessions that write them, which need not go on."""
         self.queue.add(blocks)
-        whole = [found for block in blocks if (found := self.unfinished.get(block.info.key)) is not None]
-        if whole:
+        if whole := [found for block in blocks if (found := self.unfinished.get(block.info.key)) is not None]:
             for assembly in whole:
                 self._finish(assembly)
             self._tiers.unreserve(_by_tenant(each for each in whole if each.reserved))
@@ -228,8 +232,7 @@ class Writes:
         session.unfinished.clear()
         self._tiers.unreserve(_by_tenant(block for block in left_alone if block.reserved))
         for key in self.awaiting.keys() & session.spec.keys:
-            left = [entry for entry in self.awaiting.pop(key) if entry[0] is not session]
-            if left:
+            if left := [entry for entry in self.awaiting.pop(key) if entry[0] is not session]:
                 self.awaiting[key] = left
         self._tiers.listener.sessions_changed()
 

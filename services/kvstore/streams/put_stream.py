@@ -147,7 +147,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         present = self._writes.put_whole(spec, payload, hashes, self._loop.time())
         if present is not None:
             yield Answer(Brief(STORED, message.number, numbers=present), [])
-            self._writes.make_room(payload.nbytes, spec.tenant)
+            self._writes.make_room(spec)
 
     def _spec(self, message: kvstore_pb2.PutOpen, of: bytes, before: bytes, layers: range, heads: range) -> PutSpec:
         keys = unpack_keys(of, max_keys=MAX_SESSION_BLOCKS)

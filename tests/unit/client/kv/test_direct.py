@@ -1,6 +1,9 @@
 """The blocking client over lanes: what goes over direct ones, and what happens where they end or are not to be had."""
 
 import asyncio
+import errno
+import gc
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,7 +12,8 @@ from typing import Any
 import pytest
 from typing_extensions import Buffer
 
-from moonpool.client.kv import InvalidRequest, KVClient, Unavailable
+from moonpool.client.kv import InvalidRequest, KVClient, Unavailable, direct
+from moonpool.streams.lanes.regions import SharedMemory
 from moonpool.v1 import kv_pb2
 from tests.unit.client.kv.test_values import NAME, SIZES, data_of
 from tests.unit.kvstore.rig import Rig, rig
@@ -174,3 +178,39 @@ async def test_a_closed_client_says_so(folder: Path) -> None:
         with pytest.raises(RuntimeError, match="closed"):
             clients[0].put(b"3", b"data")
         clients[0].close()
+
+
+async def test_a_put_that_was_taken_has_not_failed_because_no_direct_lane_could_be_opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(nbytes: int) -> SharedMemory:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    def work(client: KVClient) -> None:
+        monkeypatch.setattr(direct, "SharedMemory", no_memory)
+        for key in (b"1", b"2"):
+            assert client.put(key, b"data")
+            assert client.get(key) == bytearray(b"data")
+
+    async with stored(folder, "local") as store:
+        await with_client(store, "local", work)
+        assert store.service.lanes.opened["local"] == USUAL + 1
+
+
+async def test_a_client_that_is_dropped_without_close_ends_its_thread_and_its_streams(folder: Path) -> None:
+    """Shared memory, usual and direct streams: none of them keeps the client."""
+
+    def run() -> None:
+        client = KVClient(store.address, namespace=NAME, lanes="local", memory_bytes=4096)
+        for key in (b"1", b"2"):
+            assert client.put(key, b"data")
+            assert client.get(key) == bytearray(b"data")
+        assert store.service.lanes.opened["local"] == USUAL + DIRECT
+        (thread,) = [each for each in threading.enumerate() if each.name == "moonpool-client"]
+        del client
+        gc.collect()
+        thread.join(10)
+        assert not thread.is_alive()
+
+    async with stored(folder, "local") as store:
+        await asyncio.to_thread(run)

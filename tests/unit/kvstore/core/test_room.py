@@ -12,6 +12,8 @@ from moonpool.kv.layout import KVLayout
 from services.kvstore.core.assembly import PORTION_BLOCKS, portions
 from services.kvstore.core.reads import PORTION_KEYS, ReadLease
 from services.kvstore.core.tiered_store import StoreListener
+from services.kvstore.policies.queues import LFU
+from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,
@@ -49,15 +51,30 @@ def test_room_is_made_ahead_once_and_if_it_is_little() -> None:
     driven = Driven(dram_bytes=64 * BLOCK)
     writes, old = driven.store.writes, keys_of(64, "old")
     writes.close(driven.put(old[:63]))
-    writes.make_room(BLOCK, "")
+    writes.make_room(spec_of(old[:1]))
     assert driven.removed == []
     writes.close(driven.put(old[63:]))
-    writes.make_room(2 * BLOCK, "")
+    writes.make_room(spec_of(old[:2]))
     assert driven.removed == []
     for _ in range(2):
-        writes.make_room(BLOCK, "")
+        writes.make_room(spec_of(old[63:]))
         assert len(driven.removed) == 1
     assert driven.store.tiers.dram.free_bytes == BLOCK
+    check(driven.store)
+
+
+@pytest.mark.parametrize("limit", ["a quota", "an order in which what is new leaves first"])
+def test_room_made_ahead_is_not_that_of_what_was_just_put(limit: str) -> None:
+    account = Account(quotas={"ann": BLOCK}) if limit == "a quota" else None
+    driven = Driven(dram_bytes=64 * BLOCK, account=account, policy=LFU())
+    writes, dram, old = driven.store.writes, driven.store.tiers.dram, keys_of(63, "old")
+    writes.close(driven.put(old))
+    dram.touch(old)
+    writes.close(driven.put([A], "ann"))
+    writes.make_room(spec_of([A], tenant="ann"))
+    assert A in dram
+    assert dram.free_bytes == (0 if account is not None else BLOCK)
+    assert dram.held_bytes == 0
     check(driven.store)
 
 

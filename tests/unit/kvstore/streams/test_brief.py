@@ -15,6 +15,7 @@ from moonpool.errors import FrameError, PermissionDenied, StreamBroken
 from moonpool.kv.blocks import NO_PARENT
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey, pack_keys
+from moonpool.kv.values import value_key
 from moonpool.streams.direct.lane import DirectLane
 from moonpool.streams.direct.opening import DirectStream
 from moonpool.streams.direct.reader import DirectReader
@@ -209,6 +210,10 @@ async def test_a_tenant_has_its_own_keys_only(sockets: Path) -> None:
             stream.format, stream.tenant = FORMAT, "ann"
             with pytest.raises(PermissionDenied, match="keys of its own tenant only"):
                 list(stream.on_brief(Brief(GET, 1, 1, keys=KEYS[0]), memoryview(b"")))
+        others = kvstore_pb2.PutOpen(tenant="bob").SerializeToString()
+        own = value_key(FORMAT.namespace, "ann", b"k")
+        with pytest.raises(PermissionDenied):
+            list(streams[1].on_brief(Brief(PUT, 1, 1, keys=own + NO_PARENT, rest=others), memoryview(b"")))
 
 
 IMPROPER = [

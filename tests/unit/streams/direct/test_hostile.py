@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import FrameError, MoonpoolError, StreamBroken, TransferFailed
+from moonpool.errors import FrameError, StreamBroken, TransferFailed
 from moonpool.kv.blocks import NO_PARENT
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
@@ -72,12 +73,13 @@ def read(lane: DirectLane, timeout_s: float = 10.0) -> list[bytes] | None:
     return None if count is None else [bytes(each) for each in memory[:count]]
 
 
-def put(lane: DirectLane, keys: list[BlockKey] = KEYS) -> int | None:
+def put(lane: DirectLane, keys: list[BlockKey] = KEYS, **options: Any) -> int | None:
     def slice_at(layer: int, index: int) -> tuple[memoryview, int]:
         data = memoryview(slice_of(keys[index], layer))
         return data, slice_hash(data)
 
-    return DirectWriter(lane, LAYOUT, None).put(keys, [NO_PARENT] * len(keys), "", slice_at, timeout_s=10.0)
+    options = {"timeout_s": 10.0} | options
+    return DirectWriter(lane, LAYOUT, None).put(keys, [NO_PARENT] * len(keys), "", slice_at, **options)
 
 
 SAID: dict[str, bytes] = {
@@ -119,7 +121,7 @@ async def test_what_is_not_an_answer_is_not_taken(what: str) -> None:
         if what == "another kind":
             assert await asyncio.to_thread(put, lane) == 0
         else:
-            with pytest.raises(MoonpoolError):
+            with pytest.raises(StreamBroken):
                 await asyncio.to_thread(put, lane)
             assert lane.error is not None
 
@@ -160,6 +162,50 @@ async def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_was_sa
             await asyncio.to_thread(read, lane, 0.0)
         assert lane.error is not None, "an answer may come still"
         assert await asyncio.to_thread(put, lane) is None
+
+
+async def test_a_store_that_always_says_something_is_not_heard_for_longer_than_was_said() -> None:
+    with joined() as (lane, store):
+        store.sendall(good().encoded(len(WHOLE)) + WHOLE)
+        with pytest.raises(TransferFailed, match="in time"):
+            await asyncio.to_thread(read, lane, -1.0)
+    with joined() as (lane, store):
+        store.sendall(good(numbers=()).encoded())  # and the same again, for ever
+        assert await asyncio.to_thread(read, lane) is None
+        assert "not the next one" in str(lane.error)
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e10])
+async def test_a_deadline_may_be_far_away(timeout_s: float) -> None:
+    with joined() as (lane, store):
+        putting = asyncio.create_task(asyncio.to_thread(put, lane, timeout_s=timeout_s))
+        await asyncio.to_thread(store.recv, 1)
+        store.sendall(Brief(STORED, 1).encoded())
+        assert (await putting, lane.error) == (0, None)
+
+
+async def test_a_put_that_names_more_deletions_than_fit_takes_a_session() -> None:
+    with joined() as (lane, store):
+        assert await asyncio.to_thread(put, lane, forgotten=[f"deletion-{number}" for number in range(5000)]) is None
+        assert lane.error is None
+        store.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            store.recv(1)
+
+
+async def test_a_lane_that_has_ended_keeps_nothing_of_the_caller() -> None:
+    with joined() as (lane, store):
+        store.sendall(good().encoded(len(WHOLE)) + WHOLE[:9])
+        store.shutdown(socket.SHUT_WR)
+        memory = bytearray(BLOCK * len(KEYS))
+
+        def into(layer: int, index: int) -> memoryview:
+            return memoryview(memory)[index * BLOCK + layer * LAYOUT.slice_bytes :][: LAYOUT.slice_bytes]
+
+        arguments: dict[str, Any] = {"into": into, "on_slice": lambda *_: None, "timeout_s": 10.0}
+        assert await asyncio.to_thread(DirectReader(lane, LAYOUT).read, KEYS, **arguments) is None
+        assert isinstance(lane.error, StreamBroken)
+        memory.clear()  # raises as long as somebody refers to a part of it
 
 
 async def ended(lane: DirectLane, store: socket.socket, end: Callable[[], None]) -> None:
@@ -225,5 +271,5 @@ async def test_one_who_speaks_first_gets_no_direct_lane() -> None:
     assert sock.peek(1) is not None
     with pytest.raises(FrameError, match="without being asked"):
         DirectLane(LaneEnd("local", sock, OwnRegions(()), {}, None))
-    sock.close(StreamBroken("the test is over"))
+    assert far.recv(1) == b"", "it is closed"
     far.close()

@@ -10,6 +10,8 @@ import pytest
 
 from moonpool.errors import FrameError, StreamBroken
 from moonpool.kv.hashes import slice_hash
+from moonpool.kv.scattered import Bytes
+from moonpool.streams.lanes.brief import GET, Brief
 from moonpool.streams.lanes.held import Held
 from moonpool.streams.lanes.inbound import MESSAGE_COST, TURN_BYTES
 from moonpool.streams.lanes.sockets import LENGTHS
@@ -224,12 +226,22 @@ async def test_what_a_taker_raises_is_raised_and_nothing_more_is_taken() -> None
         assert taken == [REQUEST]
 
 
-async def test_many_small_messages_leave_others_their_turns() -> None:
+@pytest.mark.parametrize(
+    ("many", "message", "most"),
+    [(6000, frame(), TURN_BYTES // MESSAGE_COST), (600, Brief(GET, 1).encoded(), 2)],
+    ids=["small", "with large answers"],
+)
+async def test_many_messages_leave_others_their_turns(many: int, message: bytes, most: int) -> None:
     """However many come, and from wherever: what was received already, or lies with the system."""
-    many, most, taken, turns = 6000, TURN_BYTES // MESSAGE_COST, list[Any](), list[int]()
+    taken, turns = list[Any](), list[int]()
+
+    def brief(message: Brief, payload: Bytes) -> int:
+        taken.append(message)
+        return TURN_BYTES // 2
+
     async with pair() as lane:
-        sending = asyncio.ensure_future(lane.socks[0].send([frame() * many]))
-        serving = asyncio.ensure_future(lane.server.run(lambda message, payload: taken.append(message)))
+        sending = asyncio.ensure_future(lane.socks[0].send([message * many]))
+        serving = asyncio.ensure_future(lane.server.run(lambda one, payload: taken.append(one), brief=brief))
         while len(taken) < many:
             turns.append(len(taken))
             await asyncio.sleep(0)
