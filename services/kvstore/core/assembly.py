@@ -130,14 +130,16 @@ class Assembly:
 
 
 class PutSession:
-    """One writing session: `on_visible` and `on_durable` are told indices of its blocks that are so from now on."""
+    """One writing session; `Writes.open` has what it tells."""
 
-    def __init__(self, spec: PutSpec, present: Sequence[int], on_visible: Indices, on_durable: Indices) -> None:
+    def __init__(
+        self, spec: PutSpec, present: list[int], on_visible: Indices, on_durable: Indices, on_ended: Callable[[], None]
+    ) -> None:
         self.spec = spec
         self.present = present  # indices of blocks that existed when it was opened
         self.on_visible = on_visible
         self.on_durable = on_durable
-        self.on_forgotten: Callable[[], None] = lambda: None  # blocks were deleted or found damaged, which ends it
+        self.on_ended = on_ended
         self.unfinished: dict[int, Assembly] = {}  # by index
         self.reserved_bytes = 0  # of DRAM since it was opened
         self.closed = False

@@ -4,7 +4,7 @@ DRAM for a block is reserved when its first bytes come, or those of a block shor
 all of a session in one frame with its opening, need no session (`put_whole`): the usual way of a few small blocks.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock
@@ -51,13 +51,15 @@ class Writes:
         """In which queue a tenant's sessions wait for room: its own when it has a quota, or (None) the common one."""
         return None if self._tiers.dram.account.quota(tenant) is None else tenant
 
-    def open(self, spec: PutSpec, on_visible: Indices, on_durable: Indices, *, now: float = 0.0) -> PutSession | None:
+    def open(
+        self, spec: PutSpec, on_visible: Indices, on_durable: Indices, on_ended: Callable[[], None], *, now: float = 0.0
+    ) -> PutSession | None:
         """Opens a session; evicts and reserves nothing, since that is done when data comes.
 
         `on_visible` is told indices of blocks that others can read from now on, `on_durable` of those that survive a
-        restart, present ones among them. Returns None while there is no room for one more block; `StoreListener.room`
-        tells when to try again. Raises InvalidRequest if it can never be opened, Overloaded if too many are open, or
-        pins and guarantees of others leave too little.
+        restart, present ones among them, `on_ended` that the session has ended, as blocks of it were deleted or found
+        damaged. Returns None while there is no room for one more block; `StoreListener.room` tells when to try again.
+        Raises InvalidRequest if it can never be opened, Overloaded if too many are, or others' pins leave too little.
         """
         self.check_not_deleted(spec)
         if len(self.sessions) >= self._max_sessions or self.open_keys + len(spec.keys) > MAX_OPEN_KEYS:
@@ -67,7 +69,7 @@ class Writes:
         dram.check_possible((len(spec.keys) - len(present)) * size, spec.tenant, now)
         if len(present) < len(spec.keys) and not dram.can_reserve(size, spec.tenant):
             return None
-        session = PutSession(spec, present, on_visible, on_durable)
+        session = PutSession(spec, present, on_visible, on_durable, on_ended)
         self._expect(session)
         for index in present:
             self._await_durable(session, index)
@@ -255,7 +257,7 @@ class Writes:
     def _end(self, sessions: Iterable[PutSession]) -> None:
         for session in sessions:
             if not session.closed:
-                session.on_forgotten()
+                session.on_ended()
                 self.close(session)
 
     def _durable(self, keys: Sequence[BlockKey]) -> None:

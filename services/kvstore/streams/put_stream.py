@@ -161,15 +161,13 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))
 
     def _attempt_open(self, entry: _Entry, spec: PutSpec) -> PutSession | None:
-        session = self._writes.open(
+        return self._writes.open(
             spec,
             lambda blocks: self._visible(entry, blocks),
             lambda blocks: self._durable(entry, blocks),
+            lambda: self._refuse(entry, InvalidRequest("keys", "blocks of them were deleted")),
             now=self._loop.time(),
         )
-        if session is not None:
-            session.on_forgotten = lambda: self._refuse(entry, InvalidRequest("keys", "blocks of them were deleted"))
-        return session
 
     def _check_unfinished(self) -> None:
         sessions = [entry.session for entry in self._entries.values() if entry.session is not None]

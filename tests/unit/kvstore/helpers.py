@@ -190,6 +190,7 @@ class Driven(StoreListener):
         self.removed: list[BlockKey] = []
         self.visible: list[tuple[BlockKey, ...]] = []
         self.durable: list[tuple[BlockKey, ...]] = []
+        self.forgotten: list[tuple[BlockKey, ...]] = []
         self.rooms = 0
 
     def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
@@ -213,6 +214,7 @@ class Driven(StoreListener):
             spec,
             lambda blocks: self.visible.append(tuple(spec.keys[index] for index in blocks)),
             lambda blocks: self.durable.append(tuple(spec.keys[index] for index in blocks)),
+            lambda: self.forgotten.append(tuple(spec.keys)),
         )
 
     def put(self, keys: Sequence[BlockKey], tenant: str = "") -> PutSession:

@@ -219,16 +219,13 @@ def test_a_block_that_is_carried_over_meanwhile_is_overwritten_at_its_new_place(
 
 def test_an_unfinished_block_is_given_up_and_its_writer_told(tmp_path: Path) -> None:
     with store(tmp_path) as driven:
-        told: list[str] = []
         session = driven.open(spec_of(OURS[:1], tenant="ours"))
         other = driven.open(spec_of(THEIRS[:1], tenant="theirs"))
         assert session is not None
         assert other is not None
-        session.on_forgotten = lambda: told.append("ours")
-        other.on_forgotten = lambda: told.append("theirs")
         driven.store.writes.write(session, [run_of(OURS[0], 0, 0)])
         all_of(forget(driven.store, EVERYTHING[0]))
-        assert told == ["ours"]
+        assert driven.forgotten == [tuple(OURS[:1])]
         assert (session.closed, other.closed) == (True, False)
         driven.store.writes.close(other)
         check(driven.store)

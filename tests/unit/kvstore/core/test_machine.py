@@ -132,7 +132,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.actor = OWNER[chain[0]]
         try:
             session = self.store.writes.open(
-                spec_of(chain, *part, tenant=self.actor), entry.visible.extend, entry.durable.extend, now=self.now
+                spec_of(chain, *part, tenant=self.actor),
+                entry.visible.extend,
+                entry.durable.extend,
+                lambda: None,
+                now=self.now,
             )
         except Overloaded as error:
             refusal: Overloaded | None = error

@@ -110,7 +110,7 @@ def test_a_block_completed_by_a_frame_that_fails_later_is_kept_and_all_its_write
     driven = Driven(dram_bytes=2 * BLOCK)
     writes = driven.store.writes
     told: list[int] = []
-    other = writes.open(spec_of([B, A]), told.extend, lambda _: None)
+    other = writes.open(spec_of([B, A]), told.extend, lambda _: None, lambda: None)
     session = driven.open(spec_of([A, B]))
     assert other is not None
     assert session is not None

@@ -113,7 +113,7 @@ def test_a_session_is_told_when_another_finishes_its_block() -> None:
     driven = Driven()
     writes = driven.store.writes
     told: list[int] = []
-    slow = writes.open(spec_of([A, B]), told.extend, lambda _: None)
+    slow = writes.open(spec_of([A, B]), told.extend, lambda _: None, lambda: None)
     assert slow is not None
     writes.write(slow, [run_of(A, 0, 0)])
     writes.close(driven.put([A]))

@@ -42,7 +42,7 @@ async def test_writes_keep_to_a_rate_but_at_the_end(tmp_path: Path) -> None:
     """A batch has used up the rate for hours: the next waits, until the store is told to end."""
     async with failing(tmp_path, bytes_per_s=1) as (driven, _, writer):
         heard = asyncio.Event()
-        session = driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set())
+        session = driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set(), lambda: None)
         assert session is not None
         driven.put([A])
         async with asyncio.timeout(10):
@@ -59,7 +59,7 @@ async def test_only_who_waits_for_something_ends_a_pause(tmp_path: Path) -> None
     """A deletion with nothing on disk does not; one that has waits for one plan; who waits for all is not passed by."""
     async with failing(tmp_path, bytes_per_s=1) as (driven, _, writer):
         queue, heard = driven.store.writes.queue, asyncio.Event()
-        assert driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set()) is not None
+        assert driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set(), lambda: None) is not None
         driven.put([A])
         async with asyncio.timeout(10):
             await heard.wait()
@@ -109,7 +109,7 @@ async def test_a_session_hears_durable_after_an_error_has_passed(tmp_path: Path)
     """Nothing is put meanwhile: the writer tries again by itself."""
     async with failing(tmp_path, unsaved_after_s=[0.001]) as (driven, files, writer):
         heard = asyncio.Event()
-        session = driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set())
+        session = driven.store.writes.open(spec_of([A]), lambda _: None, lambda _: heard.set(), lambda: None)
         assert session is not None
         files.fail("sync", OSError(5, "Input/output error"))
         driven.put([A])

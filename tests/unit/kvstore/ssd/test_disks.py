@@ -222,7 +222,7 @@ async def test_others_take_what_a_disk_pauses_before_it_tries_again(tmp_path: Pa
         async with writing(driven, retry_after_s=(3600.0,)) as writer:
             assert await writer.drain(10)
             files[1].fail("write", FULL)
-            driven.store.writes.open(spec_of(KEYS[2:3]), lambda _: None, lambda _: durable.set())
+            driven.store.writes.open(spec_of(KEYS[2:3]), lambda _: None, lambda _: durable.set(), lambda: None)
             driven.put(KEYS[2:3])
             async with asyncio.timeout(10):
                 await durable.wait()

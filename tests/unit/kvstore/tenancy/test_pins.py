@@ -153,7 +153,7 @@ def test_a_put_into_a_store_full_of_pins_is_refused_at_once_and_told_when_to_com
     driven.put([A, B])
     driven.operations.pin("", "ctx", [A, B], 9)
     with pytest.raises(Overloaded) as refusal:
-        driven.store.writes.open(spec_of([C, D]), lambda _: None, lambda _: None, now=2)
+        driven.store.writes.open(spec_of([C, D]), lambda _: None, lambda _: None, lambda: None, now=2)
     assert (refusal.value.reason, refusal.value.retry_after_s) == ("kvstore_pinned", 7.0)
     driven.put([C])  # what there is room for is taken
     driven.put([D])
