@@ -15,9 +15,8 @@ import grpc.aio
 
 from moonpool.cluster.speeds import sane
 from moonpool.core.kernel import Ended
-from moonpool.errors import MoonpoolError, StreamBroken
+from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import KEY_BYTES, tokens_digest
-from moonpool.logprobs import Logprobs
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.telemetry.logs import get_logger
@@ -37,11 +36,11 @@ from services.conductor.core.messages import (
     Reserve,
     Result,
     Start,
-    Tokens,
     Undo,
 )
 from services.conductor.core.reads import Source
 from services.conductor.core.stores import StoreView
+from services.conductor.following import Following, end_untold
 from services.conductor.serving import Serving
 from services.conductor.steps import StepsPool, StepsStream
 from services.conductor.translate import decode_proto, failure_of, finish_of, promised_of, target_proto
@@ -135,11 +134,13 @@ class Calls:
             async for response in call:
                 if response.HasField("first_token") and first:
                     first = False
-                    how = _prefilled(response.first_token, request.sequence, time.monotonic() - began)
-                    before = serving.answer.tokens
-                    finish = finish_of(serving.first_token(response.first_token))
-                    known = 0 < before == serving.answer.tokens
-                    self._post(FirstToken(order.io, how, finish, known))
+                    try:
+                        self._opened(order.io, serving, request, response.first_token, time.monotonic() - began)
+                    except MoonpoolError:
+                        raise
+                    except Exception:
+                        end_untold(serving, self._post)
+                        return None
                 elif response.HasField("accepted"):
                     self._post(Accepted(order.io, response.accepted.number))
                 elif response.HasField("stale"):
@@ -150,6 +151,20 @@ class Calls:
         finally:
             call.cancel()
         return None
+
+    def _opened(
+        self,
+        io: int,
+        serving: Serving,
+        request: prefill_pb2.PrefillRequest,
+        first: prefill_pb2.FirstToken,
+        lasted_s: float,
+    ) -> None:
+        """The prompt is computed, after so many seconds."""
+        how, before = _prefilled(first, request.sequence, lasted_s), serving.answer.tokens
+        finish = finish_of(serving.first_token(first))
+        known = 0 < before == serving.answer.tokens
+        self._post(FirstToken(io, how, finish, known))
 
     def _prefill_request(self, order: Prefill, serving: Serving) -> prefill_pb2.PrefillRequest:
         request = prefill_pb2.PrefillRequest(sequence=serving.spec(order.sequence), max_queue_s=order.max_queue_s)
@@ -236,12 +251,12 @@ class Calls:
         )
         following.stop_complete()
 
-    def _follow(self, order: Start | Adopt, serving: Serving) -> tuple[StepsStream, "_Following"]:
+    def _follow(self, order: Start | Adopt, serving: Serving) -> tuple[StepsStream, Following]:
         steps = self._steps.get(decode_proto(order.target))
         self._cancels[order.io] = lambda: self._end_sequence(order, steps, None, tell=True)
         end = partial(self._end_sequence, order, steps)
         stop = partial(steps.cancel, order.sequence, target_proto(order.target))
-        following = _Following(order.io, serving, self._post, end, stop)
+        following = Following(order.io, serving, self._post, end, stop)
         steps.subscribe(order.sequence, following)
         return steps, following
 
@@ -264,64 +279,6 @@ class Calls:
             steps.unsubscribe(order.sequence)
             steps.cancel(order.sequence, target_proto(order.target))
         self._post(Ended(order.io, result))
-
-
-class _Following:
-    """Follows one request: tokens go to its answers, their number to the core. No token is lost or doubled."""
-
-    def __init__(
-        self,
-        io: int,
-        serving: Serving,
-        post: Callable[[Event], None],
-        end: Callable[..., None],
-        stop: Callable[[int], None],
-    ) -> None:
-        self._io = io
-        self._serving = serving
-        self._post = post
-        self._end = end
-        self._stop = stop
-        self._going = set(range(len(serving.answer.choices)))  # answers that decode has not ended
-        self._spoken = False
-
-    def tokens(
-        self,
-        choice: int,
-        position: int,
-        token_ids: Sequence[int],
-        reason: kv_pb2.FinishReason.ValueType,
-        score: float | None,
-        logprobs: Logprobs | None,
-    ) -> bool:
-        """See `Follower.tokens`. Tokens known already are dropped, a gap is a failure."""
-        answer = self._serving.answer
-        try:
-            count = self._serving.tokens(choice, position, token_ids, reason, score, logprobs)
-        except StreamBroken as error:
-            self._end(failure_of(error), tell=True)
-            return True
-        if reason:
-            self._going.discard(choice)
-        elif count and answer.choices[choice].finish and not answer.finish:
-            self._stop(choice)
-        finish = finish_of(answer.finish)
-        if count or finish or not self._spoken:
-            self._spoken = True
-            self._post(Tokens(self._io, count, finish, known=not self._going))
-        if not self._going:
-            self._end(None, tell=False)
-        return not self._going
-
-    def stop_complete(self) -> None:
-        """Answers that are complete, from an earlier placement, need not be generated to their end."""
-        for choice in self._serving.answer.choices:
-            if choice.finish:
-                self._stop(choice.index)
-
-    def fail(self, error: MoonpoolError) -> None:
-        """The sequence cannot go on."""
-        self._end(failure_of(error), tell=False)
 
 
 async def _guarded(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:

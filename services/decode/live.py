@@ -372,8 +372,9 @@ def rules_of(params: SamplingParams) -> Beams | None:
 
 def _first_misfit(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
     """Why a request cannot begin with these first tokens, or without; None when it can."""
+    params = live.incoming.sampling.params
     if message.compute_prompt:
-        if live.incoming.sampling.params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None:
             return "a prompt whose log probabilities are wanted (sampling.prompt_logprobs) is not computed here"
         alone = len(live.sequences) == 1 and live.beams is None
         return None if alone else "a prompt is computed here for one answer only, without beams"
@@ -381,6 +382,9 @@ def _first_misfit(live: LiveRequest, message: decode_pb2.StartSequence) -> str |
     known = message.known_token_ids or message.further_known
     if known and (live.beams or message.HasField("logprobs")):
         return "tokens behind the first ones may be known without beams and log probabilities"
+    longest = max(map(len, known_tokens(message, tokens)))
+    if len(live.incoming.token_ids) + 1 + longest > live.incoming.sampling.prompt_tokens + params.max_tokens:
+        return f"{longest} tokens are known behind a first one: the answer has at most {params.max_tokens}"
     if message.further_known and len(message.further_known) != wanted - 1:
         return f"{wanted} answers are wanted, of each tokens may be known"
     if live.beams is None:

@@ -8,11 +8,14 @@ from moonpool.cluster import Notify
 from moonpool.engine.handle import Engine
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.steps import Step, StepResult
+from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
 from services.decode.core.actions import Run
 from services.decode.core.events import Candidates, StepDone, Stepped
 from services.decode.live import LiveRequest, LiveRequests, LiveSequence
 from services.decode.tracing import record_step
+
+log = get_logger(__name__)
 
 Ended = list[tuple[int, int]]
 
@@ -114,9 +117,13 @@ class Running:
         filled = []
         for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=True)):
             assert token is not None, "the run would be over"
-            if not sequence.request.ending:
+            if sequence.request.ending:
+                continue
+            try:
                 filled += sequence.filled(self._block_tokens)
                 sequence.append(token, result.logprobs.get(index))
+            except Exception:
+                self._defect(sequence.request)
         return filled
 
     def _over(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> None:
@@ -130,20 +137,29 @@ class Running:
                 self._end(sequence.request, result.failed[index])
             if token is None or sequence.request.ending:
                 continue
-            filled += sequence.filled(self._block_tokens)
-            if (beams := sequence.request.beams) is not None:
-                found = beams.propose(sequence.choice, result.several[index], self._max_tokens)
-                candidates.append((sequence.id, found))
+            try:
+                filled += sequence.filled(self._block_tokens)
+                if (beams := sequence.request.beams) is not None:
+                    found = beams.propose(sequence.choice, result.several[index], self._max_tokens)
+                    candidates.append((sequence.id, found))
+                    continue
+                sequence.append(token, result.logprobs.get(index))
+                if reason := sequence.judge(self._max_tokens):
+                    ended.append((sequence.id, int(reason)))
+            except Exception:
+                self._defect(sequence.request)
                 continue
-            sequence.append(token, result.logprobs.get(index))
-            if reason := sequence.judge(self._max_tokens):
-                ended.append((sequence.id, int(reason)))
             sequence.tell()
         seconds, waited_s = self._seconds(run, sequences, result)
         told = tuple(ended), tuple(filled), 1, tuple(candidates), waited_s
         self._post(StepDone(run.step, result.aborted, seconds, *told))
         if ended or filled or run.chunks:
             self._notify(soon=bool(ended))  # a next turn may follow an answer at once
+
+    def _defect(self, request: LiveRequest) -> None:
+        """A request cannot take its tokens, for a defect of ours: it ends, and no other one."""
+        log.exception("tokens cannot be taken: the request ends", request=request.request_id)
+        self._end(request, "a defect: its tokens cannot be taken")
 
     def _seconds(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> tuple[float, float]:
         """Counts a step; returns what it took, with the time since the one before it in its run, and what it waited."""

@@ -15,12 +15,15 @@ from moonpool.streams.outbox import STALL_S
 from moonpool.streams.receiving import check_hello
 from moonpool.streams.serving import ServerStream, Write
 from moonpool.telemetry.gauges import Gauges
+from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.instance import DecodeInstance
 from services.decode.live import LiveRequest
 from services.decode.receiver import Receiver
 from services.decode.said import known_tokens
 from services.decode.subscriber import Subscriber
+
+log = get_logger(__name__)
 
 MAX_STORES = 16
 SECRET_BYTES = (16, 64)
@@ -174,7 +177,18 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
         self._instance.shell.subscribe(self._subscriber)
 
     def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
-        """One order."""
+        """One order. A defect that it meets ends its request, and no other one."""
+        order = message.WhichOneof("message")
+        if order not in ("start", "cancel", "resume"):
+            raise InvalidRequest("message", f"{order or 'nothing'} has no place in the middle of a stream")
+        try:
+            self._carry_out(message)
+        except Exception:
+            its = getattr(message, order)
+            log.exception("an order cannot be carried out: its request ends", order=order, request=its.request_id)
+            self._instance.shell.give_up(self._subscriber, its, f"a defect: its {order} cannot be carried out")
+
+    def _carry_out(self, message: decode_pb2.StepsRequest) -> None:
         match message.WhichOneof("message"):
             case "start":
                 _start(message.start, self._subscriber, self._instance)
@@ -185,8 +199,6 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
                 self._subscriber.cancelled(message.cancel.request_id, outcome)
             case "resume":
                 self._instance.shell.resume(self._subscriber, message.resume)
-            case other:
-                raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     async def room(self) -> None:
         """Waits while too many answers were not read."""

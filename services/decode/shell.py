@@ -273,6 +273,19 @@ class DecodeShell:
         self.end(live, "cancelled")
         return kv_pb2.CANCEL_OUTCOME_BEFORE_START if before else kv_pb2.CANCEL_OUTCOME_IN_FLIGHT
 
+    def give_up(
+        self,
+        subscriber: Subscriber,
+        order: decode_pb2.StartSequence | decode_pb2.CancelSequence | decode_pb2.ResumeSequence,
+        why: str,
+    ) -> None:
+        """An order cannot be carried out: its request ends, if no other conductor has it."""
+        live = self.get(order.transfer_id, order.generation)
+        if live is not None and live.request_id == order.request_id and live.subscriber in (None, subscriber):
+            live.subscriber = None
+            self.end(live, why)
+        subscriber.failed(order.request_id, why)
+
     # --- the engine ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:

@@ -163,6 +163,12 @@ class Request:
         return bool(self.adopted) and self.phase is not Phase.ADOPTED
 
     @property
+    def begun(self) -> bool:
+        """Whether some of its answer is here, or is being computed."""
+        placed = self.attempt is not None and self.attempt.prefill is not PrefillLeg.NONE
+        return bool(self.tokens or self.made or self.adopted or placed)
+
+    @property
     def next_sequence(self) -> str:
         """The id under which engines see its next attempt: with the fence, which no earlier attempt had."""
         resumed, number = self.ask.resumed, self.attempts

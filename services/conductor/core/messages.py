@@ -130,9 +130,10 @@ class Rehashed:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The answer shall end now, with the tokens so far."""
+    """The answer shall end now: with the tokens so far, or with a failure, as it cannot be told."""
 
     request: int
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)

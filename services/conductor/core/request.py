@@ -110,18 +110,19 @@ class Requests:
         match event:
             case ClientGone():
                 self._book.drop(now, request, out)
-            case Stopped():
-                self._stop(now, request, out)
+            case Stopped(failure=failure):
+                self._stop(now, request, failure, out)
             case Rehashed(tokens=tokens, keys=keys):
                 assert request.phase is Phase.KEYS, "keys that were not asked for"
                 assert request.tokens == tokens, f"{tokens} tokens, not {request.tokens}"
                 request.keys = keys
                 self._placing.place(now, request, out)
 
-    def _stop(self, now: float, request: Request, out: list[Action]) -> None:
-        """Ends an answer as cancelled; a request that was never placed fails."""
-        placed = request.attempt is not None and request.attempt.prefill is not PrefillLeg.NONE
-        if request.tokens or request.made or request.adopted or placed:
+    def _stop(self, now: float, request: Request, failure: Failure | None, out: list[Action]) -> None:
+        """Ends an answer as cancelled; one that cannot be told, or a request that was never placed, fails."""
+        if failure is not None:
+            self._book.fail(now, request, failure, out)
+        elif request.begun:
             self._book.complete(now, request, Finish.CANCELLED, out)
         else:
             failure = request.refusal or Failure(Kind.UNAVAILABLE, "this conductor is draining")

@@ -84,8 +84,13 @@ UNFOLLOWED = "a regular expression that cannot be followed"
 """As a grammar: the engine samples nothing for the sequence."""
 
 
-def _is_unfollowed(sequence: SequenceStep) -> bool:
-    return sequence.sample is not None and sequence.sample.params.grammar == UNFOLLOWED
+GARBLED = "a regular expression that a defect meets"
+"""As a grammar: the engine samples what is no token."""
+NO_TOKEN = 1 << 40
+
+
+def _has(sequence: SequenceStep, grammar: str) -> bool:
+    return sequence.sample is not None and sequence.sample.params.grammar == grammar
 
 
 def after(step: Step, sampled: Sequence[int | None]) -> Step | None:
@@ -221,8 +226,10 @@ class FakeEngine:
                 for index, (sequence, digest) in enumerate(zip(step.sequences, digests, strict=True))
                 if sequence.sample is not None and sequence.sample.best
             }
-            failed = {index: UNFOLLOWED for index, it in enumerate(step.sequences) if _is_unfollowed(it)}
+            failed = {index: UNFOLLOWED for index, it in enumerate(step.sequences) if _has(it, UNFOLLOWED)}
             sampled = tuple(None if index in failed else token for index, token in enumerate(sampled))
+            both = zip(step.sequences, sampled, strict=True)
+            sampled = tuple(NO_TOKEN if _has(it, GARBLED) else token for it, token in both)
             end_ns, waited_ns = time.monotonic_ns(), self.waited_ns
             return StepResult(sampled, False, start_ns, end_ns, several, failed=failed, waited_ns=waited_ns)
 

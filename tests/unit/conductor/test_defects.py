@@ -1,0 +1,84 @@
+"""A defect that tokens of one request meet ends that request, with an error and without another try, and no other."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moonpool.client import AsyncClient, SamplingParams
+from moonpool.errors import Internal
+from moonpool.v1 import kv_pb2
+from services.conductor.core.messages import Event, Stopped
+from services.conductor.following import Following
+from services.conductor.outgoing import Outgoing
+
+from .fakes import decode, expected, prefill
+from .scores import told
+from .stack import WAIT_S, stack
+
+PROMPT = list(range(30, 70))
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+UNSPEAKABLE = -1
+"""No tokeniser can spell it: what comes of it is no error that anybody foresaw."""
+
+
+async def read(client: AsyncClient, request_id: str, tokens: list[int], first: asyncio.Event) -> None:
+    async for event in client.stream(token_ids=PROMPT, sampling=GREEDY, request_id=request_id):
+        tokens += event.token_ids
+        if len(tokens) >= 4:
+            first.set()
+
+
+async def test_tokens_of_decode_that_cannot_be_told_end_their_request_alone() -> None:
+    p, d = prefill(), decode(hold_at=4)
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        answers: dict[str, list[int]] = {"doomed": [], "well": []}
+        there = {name: asyncio.Event() for name in answers}
+        tasks = {name: asyncio.create_task(read(s.client, name, answers[name], there[name])) for name in answers}
+        for event in there.values():
+            await event.wait()
+        spec = d.reserved["doomed"].sequence
+        d.outgoing[0].put_nowait(told(spec, 0, 4, [UNSPEAKABLE], kv_pb2.FINISH_REASON_UNSPECIFIED))
+        with pytest.raises(Internal, match="cannot tell tokens"):
+            await tasks["doomed"]
+        await d.until(lambda: d.cancelled == ["doomed"])
+        d.go.set()
+        await tasks["well"]
+        assert answers["well"] == expected(len(PROMPT), 8)
+        assert (d.streams, len(p.requests)) == (1, 2)
+        await s.rest()
+
+
+async def test_a_first_token_that_cannot_be_told_ends_its_request() -> None:
+    p, d = prefill(first_token=UNSPEAKABLE), decode()
+    async with stack(p, d) as s:
+        with pytest.raises(Internal, match="cannot tell tokens"):
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert len(p.requests) == 1
+        await d.until(lambda: len(d.cancelled) == 1)
+        await s.rest()
+
+
+async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_request() -> None:
+    posted: list[Event] = []
+
+    def post(event: Event) -> None:
+        posted.append(event)
+        raise KeyError("the core has a defect")
+
+    def taken(*_: Any) -> int:
+        return 1
+
+    choices = [SimpleNamespace(index=0, finish=kv_pb2.FINISH_REASON_UNSPECIFIED)]
+    answer = SimpleNamespace(choices=choices, finish=kv_pb2.FINISH_REASON_UNSPECIFIED)
+    serving: Any = SimpleNamespace(
+        ask=SimpleNamespace(id="doomed", number=7), answer=answer, tokens=taken, outgoing=Outgoing()
+    )
+    following = Following(5, serving, post, lambda *_, **__: None, lambda _: None)
+    assert following.tokens(0, 1, [9], kv_pb2.FINISH_REASON_UNSPECIFIED, None, None)
+    assert [type(event).__name__ for event in posted] == ["Tokens", "Stopped"]
+    assert isinstance(posted[1], Stopped)
+    assert posted[1].request == 7
+    with pytest.raises(Internal):
+        await serving.outgoing.next()

@@ -1,0 +1,59 @@
+"""A defect that one request meets ends that request, with the reason, and no other one; and what no request may say."""
+
+from moonpool.v1 import decode_pb2
+from services.decode.subscriber import Subscriber
+from tests.unit.decode.calls import conducting, reserve, transfer
+from tests.unit.fakes.engine import GARBLED, continuation
+from tests.unit.instances import decoding, prompt, spec
+
+
+async def test_tokens_that_cannot_be_taken_end_their_request_alone() -> None:
+    tokens = {name: prompt(20, seed) for seed, name in enumerate("ab")}
+    broken = spec("a", tokens["a"], max_tokens=6)
+    broken.sampling.response_format, broken.sampling.grammar = "regex", GARBLED
+    answers = {name: continuation(its, 6) for name, its in tokens.items()}
+    async with decoding() as it, conducting(it) as conductor:
+        targets = {"a": await reserve(it, broken), "b": await reserve(it, spec("b", tokens["b"], max_tokens=6))}
+        for name, target in targets.items():
+            await transfer(it, target, tokens[name])
+            await conductor.start(name, target, answers[name][0])
+        await conductor.until(lambda: "a" in conductor.failed and "b" in conductor.reasons)
+        assert conductor.failed == {"a": "a defect: its tokens cannot be taken"}
+        assert conductor.tokens == {"b": answers["b"][1:]}
+        await it.rest()
+
+
+async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone() -> None:
+    tokens = prompt(20)
+    answer = continuation(tokens, 6)
+    async with decoding() as it, conducting(it) as conductor:
+        start = it.service.shell.start
+
+        def starts(subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
+            if message.request_id == "a":
+                raise KeyError("a defect")
+            start(subscriber, message)
+
+        it.service.shell.start = starts  # type: ignore[method-assign]
+        targets = {name: await reserve(it, spec(name, tokens, max_tokens=6)) for name in "ab"}
+        for name, target in targets.items():
+            await transfer(it, target, tokens)
+            await conductor.start(name, target, answer[0])
+        await conductor.until(lambda: "a" in conductor.failed and "b" in conductor.reasons)
+        assert conductor.failed == {"a": "a defect: its start cannot be carried out"}
+        assert conductor.tokens["b"] == answer[1:]
+        await it.rest()
+
+
+async def test_more_known_tokens_than_the_answer_may_have_are_refused() -> None:
+    tokens = prompt(20)
+    answer = continuation(tokens, 8)
+    async with decoding() as it, conducting(it) as conductor:
+        target = await reserve(it, spec("a", tokens, max_tokens=6))
+        await transfer(it, target, tokens)
+        await conductor.start("a", target, answer[0], known=[answer[1:7]])
+        await conductor.until(lambda: "a" in conductor.failed)
+        assert conductor.failed == {"a": "6 tokens are known behind a first one: the answer has at most 6"}
+        await conductor.cancel("a", target)
+        await conductor.until(lambda: "a" in conductor.outcomes)
+        await it.rest()
