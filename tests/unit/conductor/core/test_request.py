@@ -332,6 +332,15 @@ def test_a_draining_conductor_ends_answers_as_cancelled_and_refuses_who_has_none
     world.finish_all()
 
 
+def test_an_answer_that_cannot_be_told_fails_and_is_not_placed_anew() -> None:
+    world, failure = World(), Failure(Kind.INTERNAL, "a defect")
+    number, _, start = world.decoding()
+    world.post(Stopped(number, failure))
+    assert ended(world) == Fail(number, failure)
+    assert start.io in world.cancelled
+    world.finish_all()
+
+
 def test_a_request_ends_by_its_deadline_wherever_it_is() -> None:
     world = World()
     world.arrive(limit_s=1.0)

@@ -1,6 +1,7 @@
 """Every event in any order, late ones too: each request ends once, everything comes back, nothing is computed twice."""
 
 import pickle
+from collections.abc import Callable
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,6 +20,11 @@ KEYS = tuple(bytes([number]) * 32 for number in range(7))
 SEVERAL = [(1, False), (1, False), (1, False), (2, False), (1, True), (2, True)]
 """Answers that run together, and whether they are beams."""
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
+
+
+def untold(number: int) -> Stopped:
+    """A request's tokens cannot be told."""
+    return Stopped(number, Failure(Kind.INTERNAL, "a defect"))
 
 
 class RequestMachine(RuleBasedStateMachine):
@@ -153,8 +159,8 @@ class RequestMachine(RuleBasedStateMachine):
         self.world.rehash(data.draw(st.sampled_from(self.world.rehashes)))
 
     @precondition(lambda self: self.world.arrived)
-    @rule(data=st.data(), event=st.sampled_from([ClientGone, Stopped, None, None, None, None]))
-    def leave_or_stop(self, data: st.DataObject, event: type[ClientGone | Stopped] | None) -> None:
+    @rule(data=st.data(), event=st.sampled_from([ClientGone, Stopped, untold, None, None, None, None]))
+    def leave_or_stop(self, data: st.DataObject, event: Callable[[int], ClientGone | Stopped] | None) -> None:
         number = data.draw(st.sampled_from(sorted(self.world.arrived)[-4:]))
         if event is not None:
             self.world.post(event(number))
