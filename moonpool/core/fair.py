@@ -74,6 +74,7 @@ class Shares:
         self._credit = credit
         self._times: dict[str, float] = {}
         self._least = 0.0  # nobody's time is behind this: it is that of all who are not remembered
+        self._rested_at = 0.0
 
     def time(self, tenant: str) -> float:
         """The tenant's virtual time."""
@@ -90,6 +91,11 @@ class Shares:
     def rest(self, cost: float) -> None:
         """So much could have been served, and nobody wanted it."""
         self._least += cost
+
+    def rest_until(self, now: float, rate: float) -> None:
+        """As `rest`, for the time since this was called before; `rate` = what could have been served per second."""
+        self.rest((now - self._rested_at) * rate)
+        self._rested_at = now
 
     def key(self, place: Place) -> tuple[float, float, int]:
         """By which places are compared: the least is served next."""
@@ -118,7 +124,7 @@ class Shares:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self._times, self._least)
+        return digest_of(self._times, self._least, self._rested_at)
 
     def _forget(self) -> None:
         kept = sorted(self._times, key=lambda tenant: self._times[tenant], reverse=True)[: MAX_IDLE // 2]

@@ -201,6 +201,11 @@ class Placing:
         step_s = step_load_s(decode.speeds, demand.choices, demand.prompt_tokens * demand.choices)
         return plan.prefill.busy_s + demand.decode_tokens * step_s
 
+    def rest(self, now: float) -> None:
+        """While nobody waits for a place, what tenants are given is taken from nobody: they are forgiven as much."""
+        waits = len(self._rooms) or len(self._line)
+        self._shares.rest_until(now, 0 if waits else len(self._picture.prefills))
+
     def look_again(self, now: float, out: list[Action]) -> None:
         """Some of those who wait for a limit that can be kept look for a place."""
         for number in self._line.looking(now):

@@ -85,6 +85,7 @@ class Requests:
 
     def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
         """Takes an event; see `Core.handle`."""
+        self._placing.rest(now)
         match event:
             case Arrived(ask, keys):
                 request = self._book.open(ask, keys)
@@ -230,8 +231,7 @@ class Requests:
             self.rooms.promised(hold.instance)
         if request is None:
             return
-        request.reserves -= 1
-        attempt = request.attempt
+        request.reserves, attempt = request.reserves - 1, request.attempt
         if attempt is None:
             return
         if got:

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from services.conductor.core.admission import Slo
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.line import MAX_PAUSE_S, MOST, PAUSE_S
@@ -152,17 +154,19 @@ def test_a_look_plans_a_few_only() -> None:
     assert world.picture.plans - plans <= MOST * 0.5 / PAUSE_S
 
 
-def test_who_had_much_without_waiting_goes_behind() -> None:
+@pytest.mark.parametrize("rest_s", [0.0, 1.0])
+def test_who_had_much_without_waiting_goes_behind_until_nobody_has_waited_for_as_long(rest_s: float) -> None:
     """What is placed at once is paid for like what has waited."""
     world = World(prefills=1, decodes=1, total=1000)
     for tenant in ("flood", "flood", "other"):
         number = world.arrive(prompt=200, tenant=tenant)
         world.promise(world.one(Reserve))
         world.first_token(next(it for it in world.open(Prefill) if it.request == number))
+    world.sleep(rest_s)
     world.arrive(prompt=LONG, tenant="other")
     world.promise(world.one(Reserve))
     flood = world.arrive(prompt=250, slo=PATIENT, tenant="flood")
     calm = world.arrive(prompt=250, slo=PATIENT, tenant="calm")
     world.first_token(next(it for it in world.open(Prefill) if it.request == 4))
     world.sleep(MAX_PAUSE_S)
-    assert [call.request for call in world.open(Reserve)] == [calm, flood]
+    assert [call.request for call in world.open(Reserve)] == ([flood, calm] if rest_s else [calm, flood])
