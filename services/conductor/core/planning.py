@@ -85,7 +85,7 @@ class Planning:
         plan = Plan(
             prefill=best,
             decodes=tuple(decodes),
-            sources=planned(sources, best.source, best.local_blocks),
+            sources=planned(sources, best.source, best.local_blocks, blocks_at(prefixes, self._index.slot(best.id))),
             write_back=stores.write_back(keys, wanted.prompt_key, views) if stores is not None else (),
             candidates=tuple(candidates),
             demand=demand,

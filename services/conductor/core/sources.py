@@ -74,16 +74,18 @@ class Sources:
         return next(pool.by_slot[slot] for pool in self._pools if slot in pool.by_slot)
 
 
-def planned(sources: Sequence[Source], chosen: str, local_blocks: int) -> tuple[Source, ...]:
-    """Whom to load from, the chosen one first, then who holds most; none when nothing is loaded (`chosen` is empty).
+def planned(sources: Sequence[Source], chosen: str, local_blocks: int, held_blocks: int) -> tuple[Source, ...]:
+    """Whom to load from, the chosen one first, then who holds most; none when nothing is to be loaded.
+
+    Where nobody is chosen as other prompts bring what the instance lacks, these may not: then it loads after all.
 
     Args:
         sources: those that were considered.
-        chosen: by the prediction.
-        local_blocks: that the instance which loads holds itself.
+        chosen: by the prediction; "" = nobody.
+        local_blocks: that the instance which loads holds itself, or will hold when other prompts are computed.
+        held_blocks: that it holds now.
     """
-    if not chosen:
-        return ()
-    holders = [source for source in sources if source.blocks > local_blocks]
+    least = local_blocks if chosen else held_blocks
+    holders = [source for source in sources if source.blocks > least] if chosen or held_blocks < local_blocks else []
     holders.sort(key=lambda source: (source.id != chosen, -source.blocks))
     return tuple(holders[: 1 + MAX_OTHERS])

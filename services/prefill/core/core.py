@@ -222,6 +222,7 @@ class PrefillCore:
             return
         self.steps.overtake()
         self.steps.rest()
+        self.loads.decide_again()
         going = True
         while going:
             while (job := start_next(self.state)) is not None:

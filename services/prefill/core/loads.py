@@ -6,6 +6,7 @@ A source that fails is not asked for a while: its failure delays one request by 
 from moonpool.core.digest import digest_of
 from moonpool.cost import Speeds, load_is_cheaper, load_seconds
 from services.prefill.core.actions import LoadBlocks, Loaded, Miss
+from services.prefill.core.awaited import awaited_until
 from services.prefill.core.events import LoadEnded, Source
 from services.prefill.core.sends import Sends
 from services.prefill.core.state import Job, Load, LoadFlight, State
@@ -29,17 +30,34 @@ class Loads:
         self._steps = steps
         self._sends = sends
         self._paused: dict[str, float] = {}
+        self._undecided: dict[int, None] = {}
         self.loaded_blocks = 0
         self.failures = 0
 
     def decide(self, job: Job) -> None:
-        """Loads a prefix into the blocks of a job that starts, from the best source from which it is worth it."""
+        """Loads a prefix into the blocks of a job that starts, from the best source from which it is worth it.
+
+        Not what comes for another job: then it is decided again when that is over (`decide_again`).
+        """
+        if job.sources and awaited_until(self._state, job) is not None:
+            self._undecided[job.number] = None
+            return
         while job.next_source < len(job.sources):
             blocks = self._worth(job)
             if blocks:
                 self._begin(job, job.prefix_blocks, blocks)
                 return
             job.next_source += 1
+
+    def decide_again(self) -> None:
+        """Decides for those that waited for what another job loads, and need not any more."""
+        for number in list(self._undecided):
+            job = self._state.jobs.get(number)
+            if job is None or awaited_until(self._state, job) is None:
+                del self._undecided[number]
+                if job is not None and job.first_step_at is None:
+                    self._steps.match_again(job)
+                    self.decide(job)
 
     def layer_loaded(self, io: int, layer: int) -> None:
         """All slices of a layer are in the pool."""
@@ -73,8 +91,8 @@ class Loads:
             self._settle(job, load.first + result.blocks)
 
     def digest(self) -> bytes:
-        """Hash of which sources are left alone until when, and of the counts."""
-        return digest_of(self._paused, self.loaded_blocks, self.failures)
+        """Hash of which sources are left alone until when, of who waits for others' loads, and of the counts."""
+        return digest_of(self._paused, self._undecided, self.loaded_blocks, self.failures)
 
     def _settle(self, job: Job, end: int) -> None:
         """The load is over: blocks up to `end` are whole."""

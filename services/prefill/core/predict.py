@@ -65,7 +65,7 @@ def shared_tokens(state: State, job: Job) -> int:
     keys, most = job.keys[: state.reusable_blocks(job)], 0
     for other in state.jobs.values() if keys else ():
         if other.number < job.number and other.reuse and not other.owner.transient and other.keys[:1] == keys[:1]:
-            most = max(most, _common(keys, other.keys))
+            most = max(most, common(keys, other.keys))
     return state.settings.reused_tokens(job.num_tokens, most)
 
 
@@ -82,7 +82,7 @@ def not_computed(state: State, gone: Job) -> None:
             return
 
 
-def _common(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
+def common(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
     """Leading keys that two chains share; equal keys follow equal ones only."""
     return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[at] != other[at])
 

@@ -1,6 +1,7 @@
 """Which jobs get blocks, and when: in fair order, and not long before they can be computed."""
 
 from moonpool.core.fair import Place
+from services.prefill.core.awaited import awaited_until
 from services.prefill.core.gates import wait_for_layers
 from services.prefill.core.state import Job, State, Table
 
@@ -33,8 +34,8 @@ def start_next(state: State) -> Job | None:
 def _short_of_work(state: State, first: Place) -> bool:
     """Whether the started jobs that go before have less to compute than the steps that can be in flight, and one more.
 
-    A job whose layers are not there in time does not count: a slow store must not keep the engine from work that needs
-    no load.
+    A job that waits for layers, of its own load or of another one's, does not count: a slow store must not keep the
+    engine from work that needs no load.
     """
     key = state.shares.key
     last = key(first)
@@ -44,7 +45,7 @@ def _short_of_work(state: State, first: Place) -> bool:
 
 def _ahead(state: State, job: Job) -> int:
     if job.load is None or job.gated:
-        return job.num_tokens - job.scheduled
+        return 0 if awaited_until(state, job) is not None else job.num_tokens - job.scheduled
     if wait_for_layers(state, job.load, step_s=0.0) != 0.0:
         return 0
     return job.num_tokens - job.load.end * state.settings.block_tokens

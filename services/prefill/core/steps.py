@@ -12,6 +12,7 @@ from moonpool.core.fair import Wanted
 from moonpool.cost import prefill_seconds
 from moonpool.kv.keys import BlockKey
 from services.prefill.core.actions import AbortStep, ChunkOrder, DropShare, OpenGate, RunStep
+from services.prefill.core.awaited import awaited_until
 from services.prefill.core.events import StepEnded
 from services.prefill.core.gates import stall_grace, wait_for_layers
 from services.prefill.core.sends import Sends
@@ -87,7 +88,7 @@ class Steps:
             share = self._share(job, budget)
             if share is None:
                 break  # less than a block of budget left; others behind wait for their turn
-            if self._is_under_way(job, share, under_way):
+            if self._is_under_way(job, share, under_way) or self._is_loaded(job):
                 continue
             with_it = seconds + self._seconds(share)
             if job.load is not None and not self._ready(job, with_it):
@@ -151,6 +152,13 @@ class Steps:
         begins = job.first_step_at is None and job.load is None and not job.loaded and not share.full_hit
         return begins and at < self._state.reusable_blocks(job) and job.keys[at] in under_way
 
+    def _is_loaded(self, job: Job) -> bool:
+        """Whether what the job would compute comes for another one; notes until when it waits for that."""
+        until = awaited_until(self._state, job)
+        if until is not None:
+            self._look_again(until)
+        return until is not None
+
     def _ready(self, job: Job, step_s: float) -> bool:
         """Whether the job's layers come in time for a step that takes so long; notes when they will."""
         assert job.load is not None
@@ -158,15 +166,17 @@ class Steps:
         if wait is None:
             return False
         if wait > 0:
-            at = self._state.now + wait
-            self.plan_at = at if self.plan_at is None else min(at, self.plan_at)
+            self._look_again(self._state.now + wait)
         return wait <= 0
+
+    def _look_again(self, at: float) -> None:
+        self.plan_at = at if self.plan_at is None else min(at, self.plan_at)
 
     def _share(self, job: Job, budget: int) -> Share | None:
         """The job's next tokens within the budget; the prompt's end or a block border ends them."""
         size = self._state.settings.block_tokens
         if job.first_step_at is None and job.load is None and not job.loaded:
-            self._match_again(job)
+            self.match_again(job)
         start = self._start(job)
         end = min(job.num_tokens, start + budget)
         if end < job.num_tokens:
@@ -184,7 +194,7 @@ class Steps:
             return job.scheduled
         return self._state.settings.reused_tokens(job.num_tokens, job.load.end)
 
-    def _match_again(self, job: Job) -> None:
+    def match_again(self, job: Job) -> None:
         """Blocks that others computed since the job was started need not be computed again."""
         state = self._state
         assert job.table is not None

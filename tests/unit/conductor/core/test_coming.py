@@ -63,6 +63,17 @@ def test_a_prompt_waits_for_its_prefix_where_that_is_sooner(queue_s: float) -> N
     assert [it.local_blocks for it in world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4], now=1.0).candidates] == [0, 0]
 
 
+def test_who_has_a_part_of_what_is_coming_is_named_in_case_that_it_does_not_come() -> None:
+    world = World(facts("decode-0"), facts("prefill-0", speeds=SECOND_PER_TOKEN), peers=True)
+    world.events("decode-0", KEYS[:3])
+    world.events("prefill-0", KEYS[:1])
+    first = world.picture.claim_prefill("prefill-0", 1.0, 0.0)
+    world.picture.prefills.coming.placed(first, "prefill-0", KEYS[:4])
+    plan = world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4])
+    assert (plan.prefill.local_blocks, plan.prefill.source) == (4, "")
+    assert [(it.id, it.blocks) for it in plan.sources] == [("decode-0", 3)]
+
+
 def test_a_short_queue_elsewhere_is_sooner() -> None:
     engines = [facts(name, speeds=SECOND_PER_TOKEN) for name in ("prefill-0", "prefill-1")]
     world = World(facts("decode-0"), *engines)
