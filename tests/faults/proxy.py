@@ -10,15 +10,19 @@ import math
 import socket
 import struct
 import threading
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 CHUNK_BYTES = 256 << 10
 CONNECT_TIMEOUT_S = 5.0
 ORDER_TIMEOUT_S = 10.0
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+Way = Literal["to", "from"]
+"""Of bytes: to the service behind a proxy, or from it."""
+WAYS: tuple[Way, ...] = ("to", "from")
 
 T = TypeVar("T")
 
@@ -45,7 +49,7 @@ class _Proxy:
 
     target: tuple[str, int]
     server: asyncio.Server | None = None
-    flowing: asyncio.Event = field(default_factory=asyncio.Event)
+    flowing: dict[Way, asyncio.Event] = field(default_factory=lambda: {way: asyncio.Event() for way in WAYS})
     links: set[_Link] = field(default_factory=set)
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
     held: int = 0
@@ -55,7 +59,7 @@ class _Proxy:
     """Bytes of answers after which a partition begins."""
 
     async def open(self) -> str:
-        self.flowing.set()
+        self.join()
         self.server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=CHUNK_BYTES)
         host, port = self.server.sockets[0].getsockname()
         return f"{host}:{port}"
@@ -89,31 +93,36 @@ class _Proxy:
             link = _Link((writer, far_writer))
             self.links.add(link)
             try:
-                await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer, answers=True))
+                await asyncio.gather(self._pump("to", reader, far_writer), self._pump("from", far_reader, writer))
             finally:
                 self.links.discard(link)
                 link.reset()
 
-    def part(self, after_bytes: int) -> None:
-        self.held, self.left = 0, after_bytes
+    def part(self, after_bytes: int, ways: Collection[Way]) -> None:
+        self.held, self.left = 0, after_bytes or math.inf
         self.holding.clear()
         if not after_bytes:
-            self.flowing.clear()
+            self._hold(ways)
+
+    def _hold(self, ways: Collection[Way]) -> None:
+        for way in ways:
+            self.flowing[way].clear()
 
     def join(self) -> int:
         self.left = math.inf
-        self.flowing.set()
+        for flowing in self.flowing.values():
+            flowing.set()
         return self.held
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers: bool = False) -> None:
+    async def _pump(self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK_BYTES):
-            self.left -= len(data) * answers
+            self.left -= len(data) * (way == "from")
             if self.left < 0:
-                self.flowing.clear()
-            if not self.flowing.is_set():
+                self._hold(WAYS)
+            if not self.flowing[way].is_set():
                 self.held += 1
                 self.holding.set()
-                await self.flowing.wait()
+                await self.flowing[way].wait()
             writer.write(data)
             await writer.drain()
         if writer.can_write_eof():
@@ -155,11 +164,14 @@ class FaultProxies:
 
         return self._call(act())
 
-    def part(self, name: str, after_bytes: int = 0) -> None:
-        """From now on connections stay open and nothing comes through; or from so many bytes of answers on."""
+    def part(self, name: str, after_bytes: int = 0, *, ways: Collection[Way] = WAYS) -> None:
+        """From now on connections stay open and nothing comes through; or from so many bytes of answers on.
+
+        `ways`: on which nothing comes through; both where it begins later.
+        """
 
         async def act() -> None:
-            self._proxies[name].part(after_bytes)
+            self._proxies[name].part(after_bytes, ways)
 
         self._call(act())
 

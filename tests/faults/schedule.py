@@ -3,10 +3,13 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
-FaultKind = Literal["kill", "kill-engine", "terminate", "stop", "stop-engine", "reset", "partition"]
-FAULTS: tuple[FaultKind, ...] = ("kill", "kill-engine", "terminate", "stop", "stop-engine", "reset", "partition")
+from tests.faults.proxy import WAYS, Way
+
+FaultKind = Literal["kill", "kill-engine", "terminate", "stop", "stop-engine", "reset", "partition", "deaf", "mute"]
+"""Who is deaf gets nothing of what it is sent, and of who is mute nobody gets anything: connections stay open."""
+FAULTS: tuple[FaultKind, ...] = get_args(FaultKind)
 WEIGHTS: dict[FaultKind, int] = {
     "kill": 3,
     "kill-engine": 1,
@@ -15,7 +18,11 @@ WEIGHTS: dict[FaultKind, int] = {
     "stop-engine": 1,
     "reset": 6,
     "partition": 2,
+    "deaf": 1,
+    "mute": 1,
 }
+CUTS: dict[FaultKind, tuple[Way, ...]] = {"partition": WAYS, "deaf": ("to",), "mute": ("from",)}
+"""Faults of links, and the ways on which nothing comes through."""
 RESTARTED: tuple[FaultKind, ...] = ("kill", "kill-engine", "terminate")
 """Faults that end a service, which is then started anew."""
 ENGINE_FAULTS = ("kill-engine", "stop-engine")
@@ -29,7 +36,7 @@ class Fault:
 
     Attributes:
         at_s: seconds after the storm's beginning.
-        kind: what; "kill" and "terminate" are followed by a restart, "stop" and "partition" by their end.
+        kind: what; "kill" and "terminate" are followed by a restart, "stop" and cut links by their end.
         target: id of a service.
         lasts_s: seconds until the restart or the end.
     """
@@ -91,7 +98,7 @@ def plan_faults(
         able = [name for name in targets if can_hit(kind, name)]
         if able:
             lasts_s = generator.uniform(0.1, 1.0)
-            if kind in ("stop", "partition", "stop-engine"):
+            if kind in ("stop", "stop-engine", *CUTS):
                 # Half of them end before an instance is taken for lost, half of them later.
                 lasts_s = generator.choice([generator.uniform(0.2, 1.0), silence_s * generator.uniform(1.0, 1.6)])
             faults.append(Fault(at_s, kind, generator.choice(able), 0.0 if kind == "reset" else lasts_s))

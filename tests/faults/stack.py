@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moonpool.cli.stack import ServiceProcess, StackPlan
 from tests.faults.proxy import FaultProxies
-from tests.faults.schedule import Fault
+from tests.faults.schedule import CUTS, Fault
 from tests.journals import JournaledStack
 
 FIRST_PORT = 20_000
@@ -113,8 +113,8 @@ class StormStack(ProxiedStack):
                 return _stopped([service.pid] if fault.kind == "stop" else children(service.pid), fault, healed)
             case "reset":
                 return self._proxies.reset(fault.target) > 0
-            case "partition":
-                self._proxies.part(fault.target)
+            case "partition" | "deaf" | "mute":
+                self._proxies.part(fault.target, ways=CUTS[fault.kind])
                 healed.wait(fault.lasts_s)
                 return self._proxies.join(fault.target) > 0
 
