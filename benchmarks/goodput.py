@@ -3,8 +3,7 @@
 Every policy of placement serves the beginning of a trace without limits, every way of admission the same with limits
 and more quickly; on a stack (8 + 8), and in the simulator. Goodput is the share of the requests that keep both limits.
 Nothing is fitted: the simulator knows the profile alone, so what the stack's processes take on the machine is part of
-the difference. `--time-scale 0.5` gives them two seconds for each of the profile's; so does `--overload-time-scale` by
-default, for the modes with limits, which have twice the tokens per second. Modes of one scale share the stack's
+the difference, and they get two seconds for each of the profile's (`--time-scale`). The modes share the stack's
 engines, of which each mode finds no KV, as its requests are another tenant's; the conductor begins anew, and so do
 decode instances where they foresee by what they have served. The policies draw the same in stack and simulation.
 """
@@ -166,11 +165,10 @@ def serve(stack: LocalStack, mode: Mode, wanted: Sequence[TraceRequest], options
     slo = Slo(options.ttft_slo_s, options.tbt_slo_s)
     config = ClusterConfig(profile=load_profile(options.profile), slo=slo, step_tokens=STEP_TOKENS)
     config = asyncio.run(served(stack.address, mode.simulated(config)))
-    scale = scale_of(mode, options)
     expected, vocab_size = slo_of(config), load_config(model_dir()).vocab_size
     limits = Limits(ttft_s=expected.ttft_s, tbt_s=expected.tbt_s) if mode.limited else None
     own = [replace(one, tenant=mode.name) for one in wanted]
-    replay = Replay(own, config.block_tokens, scale, vocab_size, slo, limits)
+    replay = Replay(own, config.block_tokens, options.time_scale, vocab_size, slo, limits)
     before = wait_at_rest(stack.address, WAIT_S)
     summary = summary_of(asyncio.run(drive(stack.address, replay)), slo)
     return Measured(mode, config, own, summary, late(before, wait_at_rest(stack.address, WAIT_S)))
@@ -188,33 +186,26 @@ def described(summary: Summary) -> str:
     return f"{summary.goodput_share:.1%} ({outcomes}, p90 of TTFT {ttft_s:.3g} s, of TBT {tbt_s:.3g} s)"
 
 
-def scale_of(mode: Mode, options: argparse.Namespace) -> float:
-    """Seconds of the profile in one second."""
-    scale: float = options.overload_time_scale if mode.limited else options.time_scale
-    return scale
-
-
-def plan_of(options: argparse.Namespace, scale: float, folder: Path) -> StackPlan:
-    """The stack that serves all modes of a scale."""
+def plan_of(options: argparse.Namespace, folder: Path) -> StackPlan:
+    """The stack that serves all modes."""
     return StackPlan(
-        str(model_dir()), folder, engine=f"emulated:{options.profile}", time_scale=scale,
+        str(model_dir()), folder, engine=f"emulated:{options.profile}", time_scale=options.time_scale,
         prefill=options.prefill, decode=options.decode, block_tokens=STEP_TOKENS // 8, dram_bytes=STORE_BYTES,
         log_level="warning", extra={"prefill": ["--step-tokens", str(STEP_TOKENS)]},
     )  # fmt: skip
 
 
 def stacks(options: argparse.Namespace, progress: Progress) -> Iterator[Measured]:
-    """All modes, as often as there are runs; on one stack for each time scale."""
+    """All modes, as often as there are runs."""
     trace = list(Trace(options.trace or trace_path("") or GENERATED))
     modes = [MODES[name] for name in options.only.split(",")]
-    rates = {limited: options.overload_rate if limited else options.rate for limited in (False, True)}
-    wanted = {limited: arrivals(trace, options.requests, rate) for limited, rate in rates.items()}
-    scales = {scale_of(mode, options): None for mode in modes}
-    for number, scale in itertools.product(range(options.runs), scales):
-        with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(options, scale, Path(folder))) as stack:
-            for mode in (it for it in modes if scale_of(it, options) == scale):
+    rates = [options.overload_rate if mode.limited else options.rate for mode in modes]
+    wanted = [arrivals(trace, options.requests, rate) for rate in rates]
+    for number in range(options.runs):
+        with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(options, Path(folder))) as stack:
+            for mode, requests in zip(modes, wanted, strict=True):
                 begin(stack, mode)
-                found = serve(stack, mode, wanted[mode.limited], options)
+                found = serve(stack, mode, requests, options)
                 told = f"stack {described(found.summary)}, late by {found.late:.1f} %"
                 progress(f"run {number + 1} of {options.runs}, {mode.name}: {told}")
                 yield found
@@ -248,8 +239,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--only", default=",".join(MODES), help="some modes, comma-separated (default: %(default)s)")
     add("--trace", type=Path, help="Mooncake's form (default: $MOONPOOL_TRACE, or the generated one)")
     add("--profile", default="llama-70b-a800", help="of the emulated instances (default %(default)s)")
-    add("--time-scale", type=float, default=1.0, help="seconds of the profile in one second (default 1)")
-    add("--overload-time-scale", type=float, default=0.5, help="the same where limits are told (default 0.5)")
+    add("--time-scale", type=float, default=0.5, help="seconds of the profile in one second (default 0.5)")
     add("--prefill", type=int, default=8, help="instances (default 8)")
     add("--decode", type=int, default=8, help="instances (default 8)")
     add("--requests", type=int, default=160, help="of the trace (default 160)")
