@@ -105,7 +105,7 @@ class Members:
         self.leave(name, "was restarted")
         gap = ps(self._config.report_s)
         member = self._members[name] = Member(self._calls, self._post, name, incarnation, load, gap)
-        self._post(Joined(self._facts(name, member.incarnation)))
+        self._post(Joined(self.facts(name, member.incarnation)))
         self._post(KeysChanged(name, 1, tuple(keys), (), snapshot_begin=True, snapshot_end=True))
         self._post(Reported(name, load()))
 
@@ -147,7 +147,8 @@ class Members:
         if member is not None:
             member.changed()
 
-    def _facts(self, name: str, incarnation: int) -> InstanceFacts:
+    def facts(self, name: str, incarnation: int) -> InstanceFacts:
+        """What an instance says of itself as it joins."""
         config, kind = self._config, _KINDS[name[0]]
         store = kind is Kind.KVSTORE
         stages = config.stages_of(name) if kind is Kind.PREFILL else 1
