@@ -122,8 +122,10 @@ class PrefillCore:
 
     def due(self) -> float | None:
         """See `moonpool.core.kernel.Core.due`."""
-        times = [at for at in (self.steps.plan_at, self.steps.stalled_at()) if at is not None]
-        return min(times, default=None)
+        plan_at, stalled_at = self.steps.plan_at, self.steps.stalled_at()
+        if plan_at is None or stalled_at is None:
+            return stalled_at if plan_at is None else plan_at
+        return min(plan_at, stalled_at)
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
