@@ -14,6 +14,7 @@ from simulator.kernel.clock import ps
 
 FLUSH_S = 0.02
 """From a change to its report."""
+_FLUSH = ps(FLUSH_S)
 _KINDS = {"p": Kind.PREFILL, "d": Kind.DECODE, "s": Kind.KVSTORE}
 
 
@@ -57,7 +58,7 @@ class Member:
         """Load or keys are others now."""
         if not self._armed:
             self._armed = True
-            self._world.at(max(self._world.now + ps(FLUSH_S), self._next_at), self._tell)
+            self._world.at(max(self._world.now + _FLUSH, self._next_at), self._tell)
 
     def lose(self) -> None:
         """Nothing is heard of it any more."""

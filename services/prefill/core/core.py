@@ -269,6 +269,9 @@ class PrefillCore:
     def _ended(self, io: int, result: Result) -> None:
         flight = self.state.end(io)
         match flight:
+            case SendFlight():  # most are these
+                assert isinstance(result, SlicesSent | Failed)
+                self._batch_ended(flight, result)
             case StepFlight():
                 assert isinstance(result, StepEnded)
                 self._step_ended(io, flight, result)
@@ -281,9 +284,6 @@ class PrefillCore:
             case TransferFlight():
                 assert isinstance(result, Done | Failed)
                 self._transfer_ended(flight, result)
-            case SendFlight():
-                assert isinstance(result, SlicesSent | Failed)
-                self._batch_ended(flight, result)
             case PutFlight():
                 self.state.manager.release(flight.blocks)
 
