@@ -1,6 +1,8 @@
 // A token's weight and sums of weights, to the bit as moonpool/model/draw.py defines them: no product is fused with a
 // sum, and sums go in one order on every machine.
 #pragma once
+#include <math.h>
+
 #include "vec.h"
 
 enum { RUN = 128 };  // tokens whose weights are summed up together
@@ -36,6 +38,14 @@ INLINE vf weight(vf logit, vf greatest, vf scale) {
     y = unfused(y * f) + 1.0f;
     y = (vf)((vi)y + ((vi)t << 23));
     return (vf)((vi)y & alive);
+}
+
+// A run of a row's logits, filled up with minus infinity behind the vocabulary.
+INLINE const float* run_of(const float* logits, int64_t vocab, int64_t index, float* room) {
+    int64_t first = index * RUN, left = vocab - first;
+    if (left >= RUN) return logits + first;
+    for (int i = 0; i < RUN; i++) room[i] = i < left ? logits[first + i] : -INFINITY;
+    return room;
 }
 
 INLINE void as_doubles(vf v, vd* low, vd* high) {
