@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.build import BuildError, build
-from kernels.native.structures import Attention, Model, Panels, Sampling, Step
+from kernels.native.structures import Attention, GoOn, Model, Panels, Sampling, Step
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_exp": (_P, _L, _L, _I, _I),
 }
 
+_WIDE: dict[str, tuple[Any, ...]] = {
+    "mp_panels_bytes": (_pointer(Panels),),
+    "mp_step": (_pointer(Model), _pointer(Step)),
+    "mp_go_on": (_pointer(GoOn),),
+}
+"""Those that return a wide integer."""
+
 
 class Library:
     """One built library. The kernels hold no state but memory that is kept from call to call, per thread."""
@@ -63,7 +70,7 @@ class Library:
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._c, name)
             function.argtypes, function.restype = arguments, _I
-        for name, wide in (("mp_panels_bytes", (_pointer(Panels),)), ("mp_step", (_pointer(Model), _pointer(Step)))):
+        for name, wide in _WIDE.items():
             function = getattr(self._c, name)
             function.argtypes, function.restype = wide, _L
         self._c.mp_had.argtypes, self._c.mp_had.restype = (), ctypes.c_double
@@ -194,6 +201,12 @@ class Library:
     def step(self, model: Model, step: Step) -> int:
         """Run layers, see step.cpp; return the layer that it came to."""
         came = int(self._c.mp_step(model, step))
+        self._done(came < 0)
+        return came
+
+    def go_on(self, further: GoOn) -> int:
+        """Compute a further step of a run, see go_on.cpp; return the layer that it came to."""
+        came = int(self._c.mp_go_on(further))
         self._done(came < 0)
         return came
 

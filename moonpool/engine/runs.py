@@ -15,6 +15,7 @@ from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.masks import Allowed
 from moonpool.engine.messages import StepDone
 from moonpool.model.batch import PackedBatch
+from moonpool.model.native_run import NativeRun
 from moonpool.sched.steps import TELL_S, TOLD_TOGETHER, Step
 
 
@@ -41,6 +42,8 @@ class Run:
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, hidden]; before the embedding nothing
     choosing: Choosing | None = None
     """Made with the first choice."""
+    native: NativeRun | None = None
+    """Its steps from now on, where each is one call."""
     found: Found = field(default_factory=Found)
     _untold: list[StepDone] = field(default_factory=list)
 
@@ -61,8 +64,9 @@ class Run:
     def go_on(self, tokens: list[int], layer: int) -> None:
         """Makes it the run's next step, which begins at `layer` and goes on with these tokens; `masks` are set."""
         assert self.choosing is not None
-        self.packed = self.batch = self.packed.after(tokens)
         self.choosing.go_on(tokens)
+        if self.native is None:
+            self.packed = self.batch = self.packed.after(tokens)
         self.tails, self.layer, self.left = None, layer, self.left - 1
 
     def told(self, done: StepDone) -> StepDone | None:

@@ -20,6 +20,7 @@ from moonpool.engine.pipeline import Links
 from moonpool.engine.runs import Run
 from moonpool.model.batch import PackedBatch
 from moonpool.model.inference import inference
+from moonpool.model.native_run import NativeRun
 from moonpool.model.stage import StageModel
 from moonpool.sched.steps import LayerDone, Step
 
@@ -88,13 +89,19 @@ class StageRunner:
         assert self._following is not None
         run, tokens = self._following
         clocks = self._begin(run.step)
+        if run.native is None:
+            run.native = self._native(run)
         run.go_on(tokens, self.model.layer_begin)
-        self.place.memory.go_on(run.packed.block_ids.tolist(), run.packed.filled())
+        if run.native is None:
+            self.place.memory.go_on(run.packed.block_ids.tolist(), run.packed.filled())
         return self._step(run, clocks)
 
     def _step(self, run: Run, clocks: _Clocks) -> bool:
         step_id, memory = run.step.step_id, self.place.memory
-        done = self._received(run) and (self._layers(run) if run.shape is None else self._graph(run))
+        if run.native is not None:
+            done = self._together(run.native)
+        else:
+            done = self._received(run) and (self._layers(run) if run.shape is None else self._graph(run))
         if done and self.model.is_last:
             self.place.lane.run(partial(self._choose, run))
         self.place.lane.mark().wait()
@@ -156,6 +163,27 @@ class StageRunner:
             layer = came
         return True
 
+    def _native(self, run: Run) -> NativeRun | None:
+        """What computes the run's further steps in one call each, on a plain CPU; None where they go as the first did."""
+        step, choosing = run.step, run.choosing
+        plain = self.place.device is None and not step.gated and not step.layer_events
+        if not plain or choosing is None or choosing.chosen is None or run.packed.num_tokens != len(step.sequences):
+            return None
+        memory, watch = self.place.memory, self.gates.watch(step.step_id, gated=False)
+        return self.model.going_on(
+            run.packed, memory.kv, run.left, choosing.chosen, scales=memory.scales, out=choosing.logits, watch=watch
+        )
+
+    def _together(self, native: NativeRun) -> bool:
+        """A further step of a run; False when it was aborted."""
+        if not native.go_on():
+            return False
+        if native.filled:
+            self.place.memory.go_on((), native.filled)
+            for layer in range(self.model.layer_begin, self.model.layer_end):
+                self.place.memory.leave(layer, None)
+        return True
+
     def _graph(self, run: Run) -> bool:
         """Gives all layers of this stage to the lane as one graph; False when the step was aborted before."""
         if self.gates.aborted(run.step.step_id):
@@ -198,7 +226,10 @@ class StageRunner:
     def _choose(self, run: Run) -> None:
         if run.choosing is None:
             run.choosing = Choosing(self.model, run.step, self.gates.dropped(run.step.step_id))
-        run.found = run.choosing.choose(run.hidden, run.batch, run.masks)
+        if run.native is not None:
+            run.found = run.choosing.choose_from(run.native.logits, run.masks)
+        else:
+            run.found = run.choosing.choose(run.hidden, run.batch, run.masks)
 
     # --- when it is done -------------------------------------------------------------------------------------------
 

@@ -78,6 +78,11 @@ class NativeRows:
             *(output.buffer_info()[0] for output in outputs), self._most,
         )  # fmt: skip
 
+    @property
+    def chosen(self) -> int | None:
+        """Address of the rows' tokens, one int32 of each, written by each choice; None where a row has several."""
+        return self._tokens.buffer_info()[0] if len(self._tokens) == len(self._specs) else None
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """The next step, after each row's first sample was `tokens`."""
         self._positions += np.uint64(1)

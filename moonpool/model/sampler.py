@@ -67,6 +67,11 @@ class Sampler:
             scales = [scale_of(it.params) if it.params.temperature >= _GREEDY_BELOW else -1.0 for it in specs]
             self._rows = NativeRows(native, vocab, specs, scales, steps)
 
+    @property
+    def chosen(self) -> int | None:
+        """As `NativeRows.chosen`; None where rows are not sampled natively, too."""
+        return None if self._rows is None else self._rows.chosen
+
     def sample(self, logits: Tensor, masks: Mapping[int, Mask] = MappingProxyType({})) -> Sampled:
         """See `sample`."""
         assert logits.dim() == 2
