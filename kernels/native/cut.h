@@ -23,12 +23,7 @@ INLINE void add(vd* sums_, vf v) {
     as_doubles(v, &low, &high);
     sums_[0] += low, sums_[1] += high;
 }
-INLINE double total(const vd* sums_) {
-    vd all = sums_[0] + sums_[1];
-    double r = 0;
-    for (int i = 0; i < W / 2; i++) r += all[i];
-    return r;
-}
+INLINE double total(const vd* sums_) { return halved(sums_[0] + sums_[1]); }
 // Lanes of a vector, and what they are used for.
 #if defined(MP_AVX512)
 typedef __mmask16 Lanes;

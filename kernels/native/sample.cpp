@@ -36,7 +36,7 @@ struct Desk {
     double* sums;
     int32_t *live, *first;
     bool take(Memory& memory, int64_t vocab) {
-        int64_t runs = (vocab + RUN - 1) / RUN, n = runs * RUN + 2 * W, few = (runs + 15) / 16 * 16;
+        int64_t runs = (vocab + RUN - 1) / RUN, n = runs * RUN + 2 * W, few = (runs + 63) / 64 * 64;
         float* p = (float*)memory.get(sizeof(float) * (4 * n + 7 * few + 16));
         if (!p) return false;
         weights = p, spare[0] = p + n, spare[1] = p + 2 * n, copy = p + 3 * n, p += 4 * n;
@@ -100,7 +100,7 @@ struct Work {
     float mask_run(int64_t run, const uint32_t* words);
     int32_t lowest_of_highest() const;
     void look_for_live();
-    void weigh();
+    void weigh_all();
     void keep(Cut cut);
     void cut();
     void kept(int64_t run, float* to) const;
@@ -197,7 +197,7 @@ void Work::look_for_live() {
 }
 // Their weights and sums. Weights take the place of the logits where nobody needs those any more: what a row takes then
 // stays in the second cache from pass to pass.
-void Work::weigh() {
+void Work::weigh_all() {
     bool over = logits == desk.copy || (row.top < 0 && s.vocab % RUN == 0);
     weights = over ? logits : desk.weights;
     vf most = splat(greatest), scale = splat(row.scale);
@@ -205,10 +205,9 @@ void Work::weigh() {
         float room[RUN];
         const float* from = run(logits, desk.live[i], room);
         float* to = weights + i * RUN;
-        desk.sums[i] = sum_of_run([&](int j) {
-            vf w = weight(load(from + j * W), most, scale);
-            store(to + j * W, w);
-            return w;
+        desk.sums[i] = sum_of_run([&](int j, vf* some) {
+            weigh<TOGETHER>(from + j * W, most, scale, some);
+            for (int k = 0; k < TOGETHER; k++) store(to + (j + k) * W, some[k]);
         });
     }
 }
@@ -221,9 +220,8 @@ void Work::keep(Cut cut) {
     for (int64_t i = 0; i < alive; i++) {
         const float* w = weights + i * RUN;
         vf from = splat(border(i));
-        desk.sums[i] = sum_of_run([&](int j) {
-            vf v = load(w + j * W);
-            return (vf)((vi)v & (v >= from));
+        desk.sums[i] = sum_of_run([&](int j, vf* some) {
+            for (int k = 0; k < TOGETHER; k++) some[k] = load(w + (j + k) * W), some[k] = only(some[k], ~over(from, some[k]));
         });
     }
 }
@@ -289,7 +287,7 @@ void Work::draw() {
     Nucleus nucleus{logits,      s.vocab,   greatest,     row.scale,  desk.live, alive, desk.best,
                     desk.crests, desk.sums, desk.weights, desk.first, {desk.spare[0], desk.spare[1]}};
     bool found_all = row.top_p < 1 && !row.top_k && !row.min_p && nucleus.find(row.top_p);
-    if (!found_all) weigh(), cut();
+    if (!found_all) weigh_all(), cut();
     double whole = add_up(), most = nextafter(whole, 0.0);
     for (int d = row.draw; d < row.draw + row.draws; d++) {
         double goal = s.numbers[d] * whole;
@@ -320,7 +318,7 @@ double Work::most_likely() {
     for (int64_t i = 0; i < runs; i++) {
         float room[RUN];
         const float* from = run(logits, i, room);
-        all += sum_of_run([&](int j) { return weight(load(from + j * W), most, scale); });
+        all += sum_of_run([&](int j, vf* some) { weigh<TOGETHER>(from + j * W, most, scale, some); });
         if (!row.top || (count == row.top && !(desk.best[i] > least))) continue;
         for (int64_t j = 0; j < RUN && i * RUN + j < s.vocab; j++) {
             if (count == row.top && !(from[j] > least)) continue;
