@@ -45,7 +45,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_rows": (_pointer(Panels), _P, _L, _P, _I),
     "mp_product": (_pointer(Panels), _P, _L, _L, _P, _I, _I),
     "mp_sample": (_pointer(Sampling), _I),
-    "mp_uniform": (_P, _P, _L, _P),
+    "mp_uniform": (_P, _P, _L, _L, _P),
     "mp_lend": (_P, _I, _I),
     "mp_aside": (_I,),
     "mp_threads_used": (_I,),
@@ -210,13 +210,18 @@ class Library:
         self._done(came < 0)
         return came
 
-    def sample(self, sampling: Sampling) -> None:
-        """Choose tokens, see sample.cpp."""
-        self._done(self._c.mp_sample(sampling, torch.get_num_threads()))
+    def sample(self, sampling: Sampling) -> int:
+        """Choose tokens, see sample.cpp; return how many rows failed."""
+        failed = int(self._c.mp_sample(sampling, torch.get_num_threads()))
+        self._done(failed < 0)
+        return failed
 
-    def uniform(self, seeds: int, positions: int, count: int, numbers: int) -> None:
-        """Write the number that each seed and position is drawn by, see draws.cpp; all are addresses."""
-        self._c.mp_uniform(seeds, positions, count, numbers)
+    def uniform(self, seeds: int, positions: int, later: int, count: int, numbers: int) -> None:
+        """Write the number that each seed and position is drawn by, see draws.cpp; `later` is added to positions.
+
+        The others, but `count`, are addresses.
+        """
+        self._c.mp_uniform(seeds, positions, later, count, numbers)
 
     def read(self, memory: Tensor) -> None:
         """Read a large tensor once, as fast as it can be: a benchmark's ceiling."""

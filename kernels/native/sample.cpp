@@ -373,14 +373,14 @@ int Work::choose() {
     return FINE;
 }
 
-// 1: no memory to work in.
+// How many rows failed; -1: no memory to work in.
 extern "C" int mp_sample(const Sampling* s, int threads) {
-    std::atomic<int> odd{0};
+    std::atomic<int> odd{0}, failed{0};
     parallel(s->rows, worth(s->rows * s->vocab, threads), [&](int64_t r) {
         static thread_local Memory memory;
         Desk desk;
         if (!desk.take(memory, s->vocab)) { odd = 1; return; }
-        s->failed[r] = Work(*s, r, desk).choose();
+        if ((s->failed[r] = Work(*s, r, desk).choose())) failed++;
     });
-    return odd;
+    return odd ? -1 : (int)failed;
 }

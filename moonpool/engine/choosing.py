@@ -82,11 +82,9 @@ class Choosing:
         whole = len(self._parts) == 1 and not self._scored
         return self._parts[0].chosen_of(self._count) if whole else None
 
-    def choose_from(self, logits: Tensor, masks: Future[Allowed] | None) -> Found:
-        """As `choose`, of all sequences' `logits` [S, vocab], which are overwritten."""
-        found = Found([None] * self._count)
-        self._parts[0].draw(logits, masks, found)
-        return found
+    def choose_from(self, logits: int, masks: Future[Allowed] | None) -> Found:
+        """As `choose`, of all sequences' logits [S, vocab] at an address, which are overwritten."""
+        return self._parts[0].draw_all(logits, masks)
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """The run's next step: each of its sequences has got its one of `tokens`."""
@@ -127,12 +125,19 @@ class _Part:
                 if spec.best:
                     _most_likely(logits[row], index, spec, found)
             logits = logits[[row for row, _ in self._drawn]]
-        self.draw(logits, masks, found)
+        self._note(self._sampler.sample(logits, self._allowed(masks, found)), found)
         return room
 
-    def draw(self, logits: Tensor, masks: Future[Allowed] | None, found: Found) -> None:
-        """The tokens of rows that are drawn, by their `logits`."""
-        self._note(self._sampler.sample(logits, self._allowed(masks, found)), found)
+    def draw_all(self, logits: int, masks: Future[Allowed] | None) -> Found:
+        """As `Choosing.choose_from`: these are all sequences."""
+        found = Found()
+        tokens = self._sampler.sample_at(logits, self._allowed(masks, found))
+        if isinstance(tokens, list) and not found.failed:
+            found.sampled = list(tokens)
+            return found
+        found.sampled = [None] * len(self._wanted)
+        self._note(Sampled([[it] for it in tokens], {}, {}) if isinstance(tokens, list) else tokens, found)
+        return found
 
     def chosen_of(self, sequences: int) -> int | None:
         """As `Choosing.chosen`, where a step has so many sequences."""
@@ -140,7 +145,7 @@ class _Part:
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """See `Choosing.go_on`."""
-        self._sampler.go_on([tokens[index] for _, index in self._drawn])
+        self._sampler.go_on(tokens if len(self._drawn) == len(tokens) else [tokens[index] for _, index in self._drawn])
 
     def _allowed(self, masks: Future[Allowed] | None, found: Found) -> dict[int, memoryview]:
         """Masks by row of those that are drawn, the same objects in all steps; `found` says where there is none."""

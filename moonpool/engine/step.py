@@ -83,7 +83,6 @@ class StageRunner:
         run = Run(step, packed, masks, self._tails(step), self.model.layer_begin, step.steps - 1)
         return self._step(run, clocks)
 
-    @inference
     def go_on(self) -> bool:
         """As `run`, for the next step of the run."""
         assert self._following is not None
@@ -92,32 +91,51 @@ class StageRunner:
         if run.native is None:
             run.native = self._native(run)
         run.go_on(tokens, self.model.layer_begin)
-        if run.native is None:
-            self.place.memory.go_on(run.packed.block_ids.tolist(), run.packed.filled())
+        if run.native is not None:
+            return self._natively(run, run.native, clocks)
+        self.place.memory.go_on(run.packed.block_ids.tolist(), run.packed.filled())
         return self._step(run, clocks)
 
+    @inference
     def _step(self, run: Run, clocks: _Clocks) -> bool:
-        step_id, memory = run.step.step_id, self.place.memory
-        if run.native is not None:
-            done = self._together(run.native)
-        else:
-            done = self._received(run) and (self._layers(run) if run.shape is None else self._graph(run))
+        done = self._received(run) and (self._layers(run) if run.shape is None else self._graph(run))
         if done and self.model.is_last:
             self.place.lane.run(partial(self._choose, run))
         self.place.lane.mark().wait()
-        following = run.following() if done and not self.gates.is_cut(step_id) else None
+        following = self._begin_following(run, done=done)
+        # Sent whatever has happened, so that the next stage knows.
+        self.links.send(run.step.step_id, run.hidden if done else None)
+        return self._over(run, clocks, following, done=done)
+
+    def _natively(self, run: Run, native: NativeRun, clocks: _Clocks) -> bool:
+        """A further step in one call, on a plain CPU: nothing else that is done for a step is left."""
+        assert run.choosing is not None
+        done, memory = native.go_on(), self.place.memory
+        if done:
+            if native.filled:
+                memory.go_on((), native.filled)
+                for layer in range(self.model.layer_begin, self.model.layer_end):
+                    memory.leave(layer, None)
+            run.found = run.choosing.choose_from(native.logits_at, run.masks)
+        return self._over(run, clocks, self._begin_following(run, done=done), done=done)
+
+    def _begin_following(self, run: Run, *, done: bool) -> list[int] | None:
+        """The tokens of the run's next step, whose masks are begun; None where it is over."""
+        following = run.following() if done and not self.gates.is_cut(run.step.step_id) else None
         if following is not None and self.masks is not None:
             run.masks = self.masks.go_on(following)
-        # Sent whatever has happened, so that the next stage knows.
-        self.links.send(step_id, run.hidden if done else None)
+        return following
+
+    def _over(self, run: Run, clocks: _Clocks, following: list[int] | None, *, done: bool) -> bool:
+        """Reports the step; whether its run goes on."""
         found = run.found if done else Found()
         self._following = None if following is None else (run, following)
         if following is None:
             # Gates are done before the report: its receiver may open gates of the next step at once.
-            self.gates.done(step_id)
+            self.gates.done(run.step.step_id)
         share = self.share() * self._ran(run.step, clocks, found.awaited_ns)
         report = partial(self._report, run, found, clocks, share, aborted=not done, over=following is None)
-        memory.over(report, aborted=not done)
+        self.place.memory.over(report, aborted=not done)
         return following is not None
 
     def _received(self, run: Run) -> bool:
@@ -174,16 +192,6 @@ class StageRunner:
             run.packed, memory.kv, run.left, choosing.chosen, scales=memory.scales, out=choosing.logits, watch=watch
         )
 
-    def _together(self, native: NativeRun) -> bool:
-        """A further step of a run; False when it was aborted."""
-        if not native.go_on():
-            return False
-        if native.filled:
-            self.place.memory.go_on((), native.filled)
-            for layer in range(self.model.layer_begin, self.model.layer_end):
-                self.place.memory.leave(layer, None)
-        return True
-
     def _graph(self, run: Run) -> bool:
         """Gives all layers of this stage to the lane as one graph; False when the step was aborted before."""
         if self.gates.aborted(run.step.step_id):
@@ -226,10 +234,7 @@ class StageRunner:
     def _choose(self, run: Run) -> None:
         if run.choosing is None:
             run.choosing = Choosing(self.model, run.step, self.gates.dropped(run.step.step_id))
-        if run.native is not None:
-            run.found = run.choosing.choose_from(run.native.logits, run.masks)
-        else:
-            run.found = run.choosing.choose(run.hidden, run.batch, run.masks)
+        run.found = run.choosing.choose(run.hidden, run.batch, run.masks)
 
     # --- when it is done -------------------------------------------------------------------------------------------
 

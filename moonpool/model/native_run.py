@@ -41,6 +41,7 @@ class NativeRun:
 
     Attributes:
         logits: of the last step [T, vocab], float32; they may be overwritten.
+        logits_at: their address.
         filled: blocks that it has filled.
     """
 
@@ -54,6 +55,7 @@ class NativeRun:
         self.logits = out if out is not None and reused else torch.empty(shape, dtype=torch.float32)
         self.filled: list[int] = []
         self._native, self._batch, self._parts, self._left = layers.native, batch, parts, room
+        self.logits_at = self.logits.data_ptr()
         self._normed = torch.empty_like(parts.hidden)
         rows_of = parts.embedding.structure if isinstance(parts.embedding, Panels) else None
         self._call = structures.GoOn(
@@ -62,7 +64,7 @@ class NativeRun:
             parts.turns.data_ptr(), parts.cos.data_ptr(), parts.sin.data_ptr(),
             None if rows_of is None else ctypes.pointer(rows_of),
             parts.embedding.data_ptr() if isinstance(parts.embedding, Tensor) else None,
-            parts.norm.data_ptr(), ctypes.pointer(head.structure), self._normed.data_ptr(), self.logits.data_ptr(),
+            parts.norm.data_ptr(), ctypes.pointer(head.structure), self._normed.data_ptr(), self.logits_at,
             0,
         )  # fmt: skip
 

@@ -223,7 +223,7 @@ def test_native_numbers_are_those_of_the_rule() -> None:
     positions = [0, 2**63, *(chosen.getrandbits(chosen.randrange(1, 64)) for _ in range(300))]
     numbers = np.empty(len(seeds))
     hashed = np.array([seeds, positions], np.uint64)
-    Library(build.build()).uniform(hashed[0].ctypes.data, hashed[1].ctypes.data, len(seeds), numbers.ctypes.data)
+    Library(build.build()).uniform(hashed[0].ctypes.data, hashed[1].ctypes.data, 0, len(seeds), numbers.ctypes.data)
     assert numbers.tolist() == [uniform(seed, at) for seed, at in zip(seeds, positions, strict=True)]
 
 
