@@ -37,7 +37,7 @@ struct Nucleus {
     int32_t* first;                      // of each run where its own begin there, and behind the last where they end
     float* spare[2];
     float low = 0, high = INFINITY;
-    double all = 0;                      // of all weights
+    double all = 0, above = 0;           // sums of all weights, and of those above `high`
 
     // Of so many logits, a multiple of TOGETHER vectors; in place if need be.
     void weigh_some(const float* from, int64_t count, float* to) const {
@@ -146,6 +146,7 @@ struct Nucleus {
         int64_t count = 0;
         vd whole[2] = {};
         double beneath = 0;
+        above = 0;
         for (int64_t i = 0; i < alive; i++) {
             float room[RUN];
             const float* its = run_of(logits, vocab, live[i], room);
@@ -154,7 +155,7 @@ struct Nucleus {
                 if (WHOLE) beneath += sum_of_run([&](int j, vf* some) { weigh<TOGETHER>(its + j * W, most, times, some); });
                 continue;
             }
-            vd above[2] = {};
+            vd upper_sums[2] = {};
             for (int j = 0; j < RUN; j += TOGETHER * W) {
                 vf some[TOGETHER];
                 weigh<TOGETHER>(its + j, most, times, some);
@@ -163,19 +164,14 @@ struct Nucleus {
                     vd lower, upper;
                     as_doubles(v, &lower, &upper);
                     if (WHOLE) whole[0] += lower, whole[1] += upper;
-                    add_lanes(above, v, lower, upper, over(v, to));
+                    add_lanes(upper_sums, v, lower, upper, over(v, to));
                     count = pack(v, amid(v, from, to), packed, count);
                 }
             }
-            sums[i] = total(above);
+            above += sums[i] = total(upper_sums);
         }
         first[alive] = (int32_t)fill_up(packed, count);
         if (WHOLE) all = total(whole) + beneath;
-    }
-    double above() const {
-        double r = 0;
-        for (int64_t i = 0; i < alive; i++) r += sums[i];
-        return r;
     }
     double within() const {
         vd r[2] = {};
@@ -192,12 +188,13 @@ struct Nucleus {
         find_crests();
         if (alive > 2 * WHOLE_RUNS) guess((float)share);
         sift<true>();
-        double goal = share * all, higher = above();
-        if (goal <= higher) low = high, high = INFINITY, sift<false>();
-        else if (low > 0 && goal > higher + within()) high = low, low = 0, sift<false>();
+        double goal = share * all;
+        if (goal <= above) low = high, high = INFINITY, sift<false>();
+        else if (low > 0 && goal > above + within()) high = low, low = 0, sift<false>();
     }
-    // Of what is near, weights that the cut leaves out become 0, and the others are added to their runs' sums.
-    void keep(Cut cut) {
+    // Of what is near, weights that the cut leaves out become 0, and the others are added to their runs' sums. Returns
+    // the sum of all that is kept.
+    double keep(Cut cut) {
         int64_t count = first[alive];
         for (int64_t i = 0; i < count; i += W) store(near + i, only(load(near + i), ~over(splat(cut.at), load(near + i))));
         for (int64_t i = (count - 1) / W * W; cut.dropped > 0 && i >= 0; i -= W) {
@@ -205,6 +202,7 @@ struct Nucleus {
             for (int64_t j = i + W; cut.dropped > 0 && j-- > i;)
                 if (near[j] == cut.at) near[j] = 0, cut.dropped--;
         }
+        double kept = 0;
         for (int64_t i = 0; i < alive; i++) {
             vd some[2] = {};
             for (int64_t j = first[i]; j < first[i + 1]; j += W) {
@@ -212,16 +210,16 @@ struct Nucleus {
                 vf v = load(near + j);
                 add(some, left < W ? (vf)((vi)v & first_lanes((int)left)) : v);
             }
-            sums[i] += total(some);
+            kept += sums[i] += total(some);
         }
+        return kept;
     }
     // Keeps a share; false where sums may depend on their order, and are not the rule's. All weights that are kept are
     // multiples of the last digit of the least one: a double has 53 digits, and so have the sums of some of them.
     bool find(double share) {
         part(share);
-        Cut cut = Cutting<false>{share * all, above(), within(), near, first[alive], {spare[0], spare[1]}, low}.find();
-        keep(cut);
-        return above() <= (double)(beside(cut.at, 1) - cut.at) * 0x1p53;
+        Cut cut = Cutting<false>{share * all, above, within(), near, first[alive], {spare[0], spare[1]}, low}.find();
+        return keep(cut) <= (double)(beside(cut.at, 1) - cut.at) * 0x1p53;
     }
     // The weights of a run that are kept, and 0 for the others.
     void kept(int64_t index, float* to) const {

@@ -182,10 +182,10 @@ class StageRunner:
         return True
 
     def _native(self, run: Run) -> NativeRun | None:
-        """What computes the run's further steps in one call each, on a plain CPU; None where they go as the first did."""
+        """What computes the further steps of a run in one call each; None where they go as the first did."""
         step, choosing = run.step, run.choosing
         plain = self.place.device is None and not step.gated and not step.layer_events
-        if not plain or choosing is None or choosing.chosen is None or run.packed.num_tokens != len(step.sequences):
+        if not plain or choosing is None or choosing.chosen is None or len(step.sequences) != run.packed.num_tokens:
             return None
         memory, watch = self.place.memory, self.gates.watch(step.step_id, gated=False)
         return self.model.going_on(

@@ -89,9 +89,12 @@ def native_run(
 
     Args:
         layers: of the model, all of them.
-        batch: as `StageModel.going_on` has it; and `steps`, `chosen`, `out`.
+        batch: as `StageModel.going_on` has it.
         parts: of the stage.
         blocks: of the pool.
+        steps: as `StageModel.going_on` has it.
+        chosen: so, too.
+        out: so, too.
     """
     tables, context = batch.arrays["block_tables"], batch.arrays["context_lens"]
     if parts.head.panels is None or tables.min() < 0 or tables.max() >= blocks:

@@ -38,7 +38,7 @@ class RopeTable:
         return cos, sin
 
     def ahead(self, positions: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return cos and signed sin, each [N, head_dim], with rows of `positions` [T] (on a CPU) and of those after them.
+        """Return cos and signed sin, each [N, head_dim], of `positions` [T] (on a CPU) and of those after them.
 
         Row `turns[i]` belongs to `positions[i]`, and as many as `steps` follow it for the next ones; `turns` [T] int64.
         """

@@ -174,7 +174,9 @@ class StageModel:
 
         Args:
             batch: Of the step before, with one token of each sequence; from now on it is changed in place.
-            kv: As for `run`; and `scales`, `watch`.
+            kv: As for `run`.
+            scales: As for `run`.
+            watch: As for `run`.
             steps: That are taken at most.
             chosen: Address of each sequence's token in each step, int32.
             out: Logits of the step before, of which the memory may be used.
@@ -187,8 +189,9 @@ class StageModel:
         hidden = torch.empty(batch.num_tokens, self.config.hidden_size, dtype=self.dtype)
         cos, sin, turns = self._rope.ahead(batch.positions, steps)
         angles = torch.empty(2, batch.num_tokens, self.config.head_dim, dtype=self.dtype)
+        plan, layers = self._plan(batch, kv[0]), (self.layer_begin, self.layer_end)
         step = self._native.step(
-            hidden, batch, (angles[0], angles[1]), self._plan(batch, kv[0]), kv, scales, self.layer_begin, self.layer_end,
+            hidden, batch, (angles[0], angles[1]), plan, kv, scales, *layers,
             tails=None, watch=0 if watch is None else watch.address,
         )  # fmt: skip
         parts = Parts(step, hidden, angles, cos, sin, turns, self.embedding, self.final_norm, self.head)

@@ -27,14 +27,16 @@ TABLES = ((7, 3, 1), (0, 2, 9), (4, 8, 5), (6, 10, 11), (12, 13, 14, 15))
 class Whole:
     """A stage of all layers, with KV of some sequences."""
 
-    def __init__(self, path: Path, starts: tuple[int, ...] = STARTS, tables: tuple[tuple[int, ...], ...] = TABLES):
+    def __init__(
+        self, path: Path, starts: tuple[int, ...] = STARTS, tables: tuple[tuple[int, ...], ...] = TABLES
+    ) -> None:
         self.config = config = load_config(path)
         self.stage: StageModel = load_stage(path, config, torch.bfloat16, 0, config.num_layers)
         blocks = 1 + max(map(max, tables))
         shape = (config.num_layers, blocks, config.num_kv_heads, 2, BLOCK, config.head_dim)
         self.pool = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
         self.chosen = array("i", range(5, 5 + len(starts)))
-        parts = [(array("i", [9 + at]).tobytes(), it, table) for at, (it, table) in enumerate(zip(starts, tables))]
+        parts = [(array("i", [9]).tobytes(), start, table) for start, table in zip(starts, tables, strict=True)]
         self.batch = PackedBatch.build(parts, BLOCK)
         self.stage.forward(self.batch.token_ids, self.batch, self.pool)
 
