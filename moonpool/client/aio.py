@@ -25,7 +25,7 @@ from moonpool.client.types import (
 )
 from moonpool.errors import DeadlineExceeded, Overloaded, Unavailable
 from moonpool.rpc.tls import Tls
-from moonpool.v1 import conductor_pb2
+from moonpool.v1 import conductor_pb2, kv_pb2
 
 DEFAULT_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 5.0
@@ -123,6 +123,9 @@ class AsyncTokenStream:
                         if not heard:
                             heard = True
                             self._search.found()
+                        if self._is_left(message):
+                            self._call.cancel()
+                            raise NotConnected("the conductor drains, and the answer goes on at another one")
                         event = self._collector.take(message)
                         if message.HasField("placed") and not message.placed.corrected:
                             self._on_placed()
@@ -139,6 +142,13 @@ class AsyncTokenStream:
         finally:
             if self._call is not None:
                 self._call.cancel()
+
+    def _is_left(self, message: conductor_pb2.GenerateResponse) -> bool:
+        """Whether a conductor that drains has ended the answer before its time, and another one may go on with it."""
+        ends = message.finished, *message.finished.choices
+        early = any(end.reason == kv_pb2.FINISH_REASON_CANCELLED for end in ends)
+        elsewhere = len(self._conductors) > 1 and self._collector.resumable and self._resume_timeout_s > 0.0
+        return early and elsewhere
 
     def _begin(self, seconds: float) -> Call:
         return self._search.transport.generate(self._collector.resume(self._request), seconds)

@@ -42,6 +42,27 @@ def test_a_stream_goes_on_where_it_was_lost(dial: Dial) -> None:
     assert fake.cancelled == []
 
 
+def draining(told: int) -> FakeConductor:
+    """A conductor that drains: it ends its answers after so many tokens."""
+    whole = answer(TOKENS, request_id="drawn", reason=kv_pb2.FINISH_REASON_CANCELLED)
+    return FakeConductor(lambda request: [*whole[: 1 + told], whole[-1]])
+
+
+@pytest.mark.parametrize("told", [0, 3])
+def test_an_answer_that_a_draining_conductor_ends_goes_on_at_another_one(dial: Dial, told: int) -> None:
+    leaving, other = draining(told), FakeConductor(losing())
+    with dial(leaving, other, resume_timeout_s=1.0) as client:
+        result = client.generate(prompt="hi")
+    assert (result.token_ids, result.finish_reason, result.resumes) == (list(TOKENS), "stop", 1)
+    assert [len(it.resume.token_ids) for it in other.requests] == [told]
+
+
+def test_without_another_conductor_it_ends_with_what_there_is(dial: Dial) -> None:
+    with dial(draining(3), resume_timeout_s=1.0) as client:
+        result = client.generate(prompt="hi")
+    assert (result.token_ids, result.finish_reason) == (list(TOKENS[:3]), "cancelled")
+
+
 def test_what_a_conductor_is_told(dial: Dial) -> None:
     fake = FakeConductor(losing(2, 1))
     with dial(fake, resume_timeout_s=1.0) as client:
