@@ -145,8 +145,8 @@ class AsyncTokenStream:
 
     def _is_left(self, message: conductor_pb2.GenerateResponse) -> bool:
         """Whether a conductor that drains has ended the answer before its time, and another one may go on with it."""
-        ends = message.finished, *message.finished.choices
-        early = any(end.reason == kv_pb2.FINISH_REASON_CANCELLED for end in ends)
+        reasons = message.finished.reason, *[end.reason for end in message.finished.choices]
+        early = kv_pb2.FINISH_REASON_CANCELLED in reasons
         elsewhere = len(self._conductors) > 1 and self._collector.resumable and self._resume_timeout_s > 0.0
         return early and elsewhere
 
