@@ -104,6 +104,10 @@ class DramTier(PartTable[DramBlock]):
         """Whether `reserve` would succeed now; evicts nothing."""
         return self._victims(nbytes, tenant) is not None
 
+    def has_room(self, nbytes: int, tenant: str) -> bool:
+        """Whether `reserve` would succeed now without evicting anything."""
+        return self._victims(nbytes, tenant) == []
+
     def _victims(self, nbytes: int, tenant: str) -> list[DramBlock] | None:
         """Blocks in the policy's order, the tenant's own first as far as its quota asks for it; None if too few may go.
 
