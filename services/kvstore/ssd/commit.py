@@ -1,8 +1,8 @@
 """What the writer thread does for one plan: carry over, remove, append. Everything here blocks.
 
 The order makes a block durable and keeps it so: records written, segments synced, then the index transaction that names
-them. A file is deleted only after the transaction that forgets it. There are two transactions at most: the first
-carries and removes, so that its room is free, the second stores new blocks.
+them. A file is deleted only after the transaction that forgets it. There is one transaction, or, where something is
+carried over, two: the first carries and removes, so that its room is free, the second stores new blocks.
 """
 
 import collections
@@ -135,35 +135,20 @@ class Committer:
     def run(self, plan: WritePlan) -> None:
         """Does a plan. On an error `plan.cleared` tells how far it came."""
         try:
-            self._clear(plan)
+            self._erase(plan)
+            for segment in plan.removed_segments if plan.full else ():
+                if not segment.live:
+                    self.files.unlink(segment.path)
+            for append in plan.carry:
+                self._carry(append, plan)
+            if plan.carry or not plan.store:
+                self._commit(plan, plan.carried)
             if plan.store:
                 self._write(plan.store)
                 self._commit(plan, plan.store)
         except BaseException:
             self._cut(plan)
             raise
-
-    def _clear(self, plan: WritePlan) -> None:
-        """The first transaction, and the files that it makes superfluous."""
-        self._erase(plan)
-        if plan.full:
-            for segment in plan.removed_segments:
-                if not segment.live:
-                    self.files.unlink(segment.path)
-        if plan.carry or plan.dead or plan.removed_segments:
-            for append in plan.carry:
-                self._carry(append, plan)
-            going = {segment.number for segment in plan.removed_segments}
-            dropped = [slot for slot in plan.dead if slot[0] not in going]
-            self._commit(plan, plan.carried, going, dropped)
-        plan.cleared = True
-        read = {victim.segment for victim in plan.victims if victim.carried}
-        for segment in (*plan.nameless, *plan.removed_segments):
-            try:
-                self.files.unlink(segment.path, readable=segment in read or segment.readers > 0)
-            except OSError as error:
-                log.error("a segment could not be deleted", path=str(segment.path), error=str(error))
-                plan.undeleted.append(segment)
 
     def _erase(self, plan: WritePlan) -> None:
         """Overwrites records with zeros, on the device: no start finds them, with an index or without.
@@ -212,21 +197,35 @@ class Committer:
                 self.files.write(append.segment.path, parts, first.offset)
                 parts.clear()
 
-    def _commit(
-        self, plan: WritePlan, appends: Sequence[Append], going: Iterable[int] = (), dropped: Iterable[Slot] = ()
-    ) -> None:
+    def _commit(self, plan: WritePlan, appends: Sequence[Append]) -> None:
+        """Names what was appended; with the first transaction goes what is to go, and then its files."""
         sizes = ends(appends)
         if self.sync:
             for segment in sizes:
                 self.files.sync(segment.path)
             if not all(segment.size for segment in sizes):
                 self.files.sync_folder(self.folder)
-        if self.index is not None:
+        going = set() if plan.cleared else {segment.number for segment in plan.removed_segments}
+        dropped = [] if plan.cleared else [slot for slot in plan.dead if slot[0] not in going]
+        if self.index is not None and (appends or going or dropped):
             before = collections.Counter(append.segment for append in (plan.carried if plan.cleared else ()))
             entries = {(one.number, len(one.keys) + before[one]): packed for one, packed in pack(appends).items()}
             committed = {segment.number: size for segment, size in sizes.items()}
             kinds = {segment.number: segment.named for segment in sizes}
             self.index.commit(IndexChange(going, dropped, entries, committed, kinds))
+        if not plan.cleared:
+            plan.cleared = True
+            self._delete(plan)
+
+    def _delete(self, plan: WritePlan) -> None:
+        """The files that the index has forgotten."""
+        read = {victim.segment for victim in plan.victims if victim.carried}
+        for segment in (*plan.nameless, *plan.removed_segments):
+            try:
+                self.files.unlink(segment.path, readable=segment in read or segment.readers > 0)
+            except OSError as error:
+                log.error("a segment could not be deleted", path=str(segment.path), error=str(error))
+                plan.undeleted.append(segment)
 
     def _cut(self, plan: WritePlan) -> None:
         """Takes back what was written behind the committed ends, as far as the device lets us."""
