@@ -14,9 +14,10 @@ from pathlib import Path
 
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.writing import Buffer
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.ssd.catalogue import ENTRY, Place, Row, Segment, Slot
-from services.kvstore.ssd.files import Buffer, Files
+from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.reader import read_record
 from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header
