@@ -9,7 +9,9 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import functools
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from moonpool.kv.blocks import DramBlock
@@ -25,7 +27,7 @@ from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header
 log = get_logger(__name__)
 
 ERASE_BYTES = 1 << 20  # overwritten in one write at most
-WRITE_BYTES = 4 << 20  # of one write at most; the device begins with it while the next is being prepared
+WRITE_BYTES = 32 << 20  # of one write at most
 
 
 @dataclasses.dataclass(slots=True)
@@ -132,14 +134,14 @@ class Committer:
     index: Index | None  # None when there was no room for one
     folder: Path
     sync: bool  # a commit survives a loss of power
+    deleting: dict[Segment, Future[None]] = dataclasses.field(default_factory=dict)  # files, in another thread
 
     def run(self, plan: WritePlan) -> None:
         """Does a plan. On an error `plan.cleared` tells how far it came."""
         try:
             self._erase(plan)
-            for segment in plan.removed_segments if plan.full else ():
-                if not segment.live:
-                    self.files.unlink(segment.path)
+            if plan.full:
+                self._free(plan)
             for append in plan.carry:
                 self._carry(append, plan)
             if plan.carry or not plan.store:
@@ -150,6 +152,13 @@ class Committer:
         except BaseException:
             self._cut(plan)
             raise
+
+    def _free(self, plan: WritePlan) -> None:
+        """Deletes segments that have nothing to carry: a full device may have no room to forget them before."""
+        wait(self.deleting.values())
+        for segment in plan.removed_segments:
+            if not segment.live:
+                self.files.unlink(segment.path)
 
     def _erase(self, plan: WritePlan) -> None:
         """Overwrites records with zeros, on the device: no start finds them, with an index or without.
@@ -219,12 +228,20 @@ class Committer:
             self._delete(plan)
 
     def _delete(self, plan: WritePlan) -> None:
-        """The files that the index has forgotten."""
+        """Begins to delete what the index has forgotten; that takes long where a device is told which blocks are free.
+
+        Which deletions have failed is heard when they are over: with a later plan, as a rule the next one.
+        """
         read = {victim.segment for victim in plan.victims if victim.carried}
+        begun: dict[Segment, Future[None]] = {}
         for segment in (*plan.nameless, *plan.removed_segments):
-            try:
-                self.files.unlink(segment.path, readable=segment in read or segment.readers > 0)
-            except OSError as error:
+            unlink = functools.partial(self.files.unlink, readable=segment in read or segment.readers > 0)
+            begun[segment] = self.files.later(unlink, segment.path)
+        over = self.deleting | {segment: deletion for segment, deletion in begun.items() if deletion.done()}
+        self.deleting.clear()
+        self.deleting.update((segment, deletion) for segment, deletion in begun.items() if segment not in over)
+        for segment, deletion in over.items():
+            if (error := deletion.exception()) is not None:
                 log.error("a segment could not be deleted", path=str(segment.path), error=str(error))
                 plan.undeleted.append(segment)
 

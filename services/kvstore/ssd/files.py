@@ -1,7 +1,7 @@
 """The file layer of the SSD tier: its reads of segments, and every change it makes to the file system.
 
 Tests put another layer in its place, which lets operations fail or loses what was not synced. All methods block, but
-for `close_later`; reads and writes of one file from several threads are safe.
+for `later` and `close_later`; reads and writes of one file from several threads are safe.
 """
 
 import collections
@@ -10,8 +10,8 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,11 @@ class Files:
 
     def close_later(self, path: Path) -> None:
         """As `close`, in a thread: for the event loop."""
-        self._closer.submit(self.close, path)
+        self.later(self.close, path)
+
+    def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
+        """Changes a file in a thread, which does one such change after the other."""
+        return self._closer.submit(change, path)
 
     def close_all(self) -> None:
         self._closer.shutdown()
