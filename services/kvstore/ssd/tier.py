@@ -48,11 +48,11 @@ class Disk:
     @property
     def erasing(self) -> bool:
         """Whether there are records to be overwritten, or files to be deleted, which may hold such."""
-        return self.dooming or bool(self.doomed or self.forgotten or self.nameless)
+        return self.dooming or bool(self.doomed or self.forgotten or self.nameless or self.committer.deleting)
 
     @property
     def has_housekeeping(self) -> bool:
-        return bool(self.dead or self.doomed or self.nameless or self.forgotten) or self.space.has_work
+        return self.erasing or bool(self.dead) or self.space.has_work
 
 
 class SsdTier:
