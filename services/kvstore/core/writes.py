@@ -67,7 +67,7 @@ class Writes:
         tiers, dram, size = self._tiers, self._tiers.dram, spec.format.layout.block_bytes
         present = self._present(spec)
         dram.check_possible((len(spec.keys) - len(present)) * size, spec.tenant, now)
-        if len(present) < len(spec.keys) and not dram.can_reserve(size, spec.tenant):
+        if len(present) < len(spec.keys) and dram.victims(size, spec.tenant) is None:
             return None
         session = PutSession(spec, present, on_visible, on_durable, on_ended)
         self._expect(session)
@@ -89,7 +89,7 @@ class Writes:
         self.check_not_deleted(spec)
         present = self._present(spec)
         nbytes = size * (count - len(present))
-        if not tiers.dram.has_room(nbytes, spec.tenant):  # nothing is evicted for bytes that are not intact
+        if tiers.dram.victims(nbytes, spec.tenant) != []:  # nothing is evicted for bytes that are not intact
             landed(spec, data, hashes, range(count), tiers.dram.arena.allocate)
         if present:
             self._offered(spec, present)  # before others are evicted

@@ -92,7 +92,7 @@ class DramTier(PartTable[DramBlock]):
         Returns:
             The evicted keys, or None when too little can be evicted; then nothing has changed.
         """
-        victims = self._victims(nbytes, tenant)
+        victims = self.victims(nbytes, tenant)
         if victims is None:
             return None
         self._discard(victims)
@@ -100,18 +100,11 @@ class DramTier(PartTable[DramBlock]):
         self.reserved.add(tenant, nbytes)
         return [block.info.key for block in victims]
 
-    def can_reserve(self, nbytes: int, tenant: str) -> bool:
-        """Whether `reserve` would succeed now; evicts nothing."""
-        return self._victims(nbytes, tenant) is not None
+    def victims(self, nbytes: int, tenant: str) -> list[DramBlock] | None:
+        """What `reserve` would evict now, in the policy's order; None if too few may go.
 
-    def has_room(self, nbytes: int, tenant: str) -> bool:
-        """Whether `reserve` would succeed now without evicting anything."""
-        return self._victims(nbytes, tenant) == []
-
-    def _victims(self, nbytes: int, tenant: str) -> list[DramBlock] | None:
-        """Blocks in the policy's order, the tenant's own first as far as its quota asks for it; None if too few may go.
-
-        Each block is judged as if those before it had left. Guarantees do not protect a tenant's blocks from itself.
+        The tenant's own go first as far as its quota asks for it. Each block is judged as if those before it had left.
+        Guarantees do not protect a tenant's blocks from itself.
         """
         over = nbytes - self.free_bytes
         own = self.account.over_quota(tenant, self.reserved.get(tenant, 0) + nbytes)

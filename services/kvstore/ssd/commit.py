@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -26,8 +27,7 @@ from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header
 
 log = get_logger(__name__)
 
-ERASE_BYTES = 1 << 20  # overwritten in one write at most
-WRITE_BYTES = 32 << 20  # of one write at most
+_ZEROS = bytes(ALIGN)
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,6 +51,12 @@ class Append:
     @property
     def end(self) -> int:
         return self.offset + self.row[2] * ALIGN
+
+    def parts(self) -> tuple[Buffer, ...]:
+        """The record of a new block."""
+        assert self.block is not None
+        data = memoryview(self.block.data)
+        return pack_header(self.block.info, self.block.hashes), data, bytes(-len(data) % ALIGN)
 
 
 def ends(appends: Iterable[Append]) -> dict[Segment, int]:
@@ -171,10 +177,7 @@ class Committer:
         for segment, places in by_segment.items():
             try:
                 for _, slot in places:
-                    nbytes = segment.nbytes(slot)
-                    for at in range(0, nbytes, ERASE_BYTES):
-                        zeros = bytes(min(nbytes - at, ERASE_BYTES))
-                        self.files.write(segment.path, [zeros], segment.offset(slot) + at)
+                    self.files.write(segment.path, [_ZEROS] * segment.lengths[slot], segment.offset(slot))
                 self.files.sync(segment.path)
             except OSError as error:
                 plan.unerased += places
@@ -196,16 +199,9 @@ class Committer:
         self.files.write(append.segment.path, [record], append.offset)
 
     def _write(self, appends: Sequence[Append]) -> None:
-        parts: list[Buffer] = []
-        for append, after in zip(appends, (*appends[1:], None), strict=True):
-            if not parts:
-                first = append
-            assert append.block is not None
-            data = memoryview(append.block.data)
-            parts += pack_header(append.block.info, append.block.hashes), data, bytes(-len(data) % ALIGN)
-            if after is None or after.segment is not append.segment or append.end - first.offset >= WRITE_BYTES:
-                self.files.write(append.segment.path, parts, first.offset)
-                parts.clear()
+        for segment, some in itertools.groupby(appends, lambda append: append.segment):
+            written = list(some)
+            self.files.write(segment.path, [part for one in written for part in one.parts()], written[0].offset)
 
     def _commit(self, plan: WritePlan, appends: Sequence[Append]) -> None:
         """Names what was appended; with the first transaction goes what is to go, and then its files."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import lmdb
 
-from moonpool.kv.reading import Outcome, Read, Span, read_slice_by_slice, slice_reader
+from moonpool.kv.reading import Outcome, Span, read_slice_by_slice, slice_reader
 from moonpool.kv.writing import SECTOR, Buffer, write_all, write_direct
 
 MAX_OPEN = 512  # segments that stay open; a process may have 1,024 open files unless it is told otherwise
@@ -45,9 +45,6 @@ class _File:
 
     def __del__(self) -> None:
         os.close(self.fd)
-
-    def read(self, read: Read, sector: int, spans: Sequence[Span]) -> Outcome:
-        return read(self.fd, sector, spans)
 
 
 class Files:
@@ -82,13 +79,15 @@ class Files:
         """Reads spans of a file and hashes them, as far as they come; OSError where the file cannot be opened."""
         if self._reads_direct:
             try:
-                outcome = self._file(path, _DIRECT).read(self._read, SECTOR, spans)
+                file = self._file(path, _DIRECT)
+                outcome = self._read(file.fd, SECTOR, spans)
             except OSError as error:
                 outcome = Outcome(0, [], error)
             if outcome.error is None or outcome.error.errno != errno.EINVAL:
                 return outcome
             self._reads_direct = False  # the file system has no direct reads
-        return self._file(path, _CACHED).read(self._read, 0, spans)
+        file = self._file(path, _CACHED)
+        return self._read(file.fd, 0, spans)
 
     def peek(self, path: Path, nbytes: int, offset: int) -> bytes:
         """Up to `nbytes` bytes, through the page cache and without reading ahead: for a walk over headers."""
@@ -113,7 +112,8 @@ class Files:
 
     def sync(self, path: Path) -> None:
         """Returns once everything written to the file is on the device; its name need not be."""
-        self.flush(self._file(path, _WRITE).fd, path)
+        file = self._file(path, _WRITE)
+        self.flush(file.fd, path)
 
     def truncate(self, path: Path, size: int) -> None:
         os.truncate(path, size)
