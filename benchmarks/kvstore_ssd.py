@@ -42,8 +42,8 @@ HEADER_BYTES = 4096
 """Of a record on disk: as far apart are the blocks in the file of plain reads."""
 DRAM_BYTES = 192 << 20
 """Of the SSD tier's store: much less than what is put."""
-SEGMENT_BYTES = 16 << 20
-"""Of the store's segments: more than the default for such small tiers."""
+SEGMENT_BYTES = 32 << 20
+"""Least of a segment, as much as a commit; for small tiers it is more than the default, which is a 64th of the tier."""
 TIMES_PUT = 3
 """Sustained Put moves this many times what its tier holds, unless it is told otherwise."""
 PORTION_BYTES = 1 << 30
@@ -57,7 +57,7 @@ MIN_BLOCKS = 288
 @contextlib.contextmanager
 def store(folder: Path, ssd_bytes: int, dram_bytes: int = DRAM_BYTES, threads: int = DEPTH) -> Iterator[Child]:
     """A kvstore with an SSD tier in `folder`, which so many threads read."""
-    sizes = ("--ssd-bytes", str(ssd_bytes), "--segment-bytes", str(SEGMENT_BYTES))
+    sizes = ("--ssd-bytes", str(ssd_bytes), "--segment-bytes", str(max(SEGMENT_BYTES, ssd_bytes // 64)))
     tier = ("--data-dir", str(folder), *sizes, "--read-threads", str(threads))
     with child("services.kvstore", "--dram-bytes", str(dram_bytes), *tier, "--log-level", "warning") as process:
         yield process
