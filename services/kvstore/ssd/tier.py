@@ -58,8 +58,8 @@ class Disk:
 class SsdTier:
     """A bounded, durable set of blocks on some disks. Made by `open_tier`.
 
-    Each disk has plans of its own, one at a time. While a segment of which much must stay is rewritten, the files may
-    exceed the budget by what is carried. `commit` does a plan, blocking, in a writer thread; then its blocks are as
+    Each disk has plans of its own, one at a time. For a while the files may exceed the budget: by what is carried over or
+    being deleted, and by a plan's blocks. `commit` does a plan, blocking, in a writer thread; then its blocks are as
     durable as `durability` says. A disk that fails is left out: its blocks are here no more.
     """
 
