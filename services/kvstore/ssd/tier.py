@@ -58,9 +58,9 @@ class Disk:
 class SsdTier:
     """A bounded, durable set of blocks on some disks. Made by `open_tier`.
 
-    Each disk has plans of its own, one at a time. For a while the files may exceed the budget: by what is carried over or
-    being deleted, and by a plan's blocks. `commit` does a plan, blocking, in a writer thread; then its blocks are as
-    durable as `durability` says. A disk that fails is left out: its blocks are here no more.
+    Each disk has plans of its own, one at a time. For a while the files may exceed the budget by a plan's blocks, and by
+    what is being deleted. `commit` does a plan, blocking, in a writer thread; then its blocks are as durable as
+    `durability` says. A disk that fails is left out: its blocks are here no more.
     """
 
     def __init__(self, disks: Sequence[Disk], catalogue: Catalogue, admission: Admission) -> None:
