@@ -58,8 +58,8 @@ class Disk:
 class SsdTier:
     """A bounded, durable set of blocks on some disks. Made by `open_tier`.
 
-    Each disk has plans of its own, one at a time. For a while the files may exceed the budget by a plan's blocks, and by
-    what is being deleted. `commit` does a plan, blocking, in a writer thread; then its blocks are as durable as
+    Each disk has plans of its own, one at a time. For a while its files may exceed the budget by the blocks of a plan,
+    and by what is being deleted. `commit` does a plan, blocking, in a writer thread; then its blocks are as durable as
     `durability` says. A disk that fails is left out: its blocks are here no more.
     """
 
