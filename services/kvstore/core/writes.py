@@ -149,8 +149,8 @@ class Writes:
         self.sessions.add(session)
         self.open_keys += len(session.spec.keys)
 
-    def durable_present(self, session: PutSession) -> list[int]:
-        return [index for index in session.present if self._tiers.durable(session.spec.keys[index])]
+    def durable_of(self, session: PutSession, indices: Sequence[int]) -> list[int]:
+        return [index for index in indices if self._tiers.durable(session.spec.keys[index])]
 
     def reserve(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
         """Reserves DRAM for those blocks of a frame whose first bytes it brings, all or (False) none.
@@ -217,7 +217,7 @@ class Writes:
         for writer, indices in visible.items():
             if writer.complete:
                 self._tiers.dram.arrived(writer.spec.keys)
-            durable = [index for index in indices if self._tiers.durable(writer.spec.keys[index])]
+            durable = self.durable_of(writer, indices)
             writer.on_visible(indices)
             if durable:
                 writer.on_durable(durable)

@@ -208,8 +208,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         entry.session = session
         opened = kvstore_pb2.PutOpened(session=entry.number, present=session.present)
         self.post(kvstore_pb2.PutResponse(opened=opened))
-        durable = self._writes.durable_present(session)
-        if durable:
+        if durable := self._writes.durable_of(session, session.present):
             self._durable(entry, durable)
         self._arm(entry)
 
