@@ -46,12 +46,6 @@ class PutBlocks(NamedTuple):
     read: ReadSlice
     forgotten: Sequence[str] = ()
 
-    def only(self, indices: Sequence[int]) -> PutBlocks:
-        """Some of them."""
-        read = self.read
-        keys, parents = [self.keys[index] for index in indices], [self.parents[index] for index in indices]
-        return PutBlocks(keys, parents, self.tenant, lambda layer, at: read(layer, indices[at]), self.forgotten)
-
 
 @dataclass(frozen=True, slots=True)
 class PutOutcome:

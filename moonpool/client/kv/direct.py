@@ -155,17 +155,12 @@ class DirectConnection(Connection):
 
     async def put(self, layout: KVLayout, blocks: PutBlocks, timeout_s: float) -> PutOutcome:
         until, writer = time.monotonic() + timeout_s, self._writers.get(layout)
-        if writer is None or len(blocks.keys) > writer.most:
-            return self._put_usually(layout, blocks, timeout_s)
-        with named:
-            settled, left = writer.put(blocks, timeout_s)
-        if not left:
-            return settled
-        rest = self._put_usually(layout, blocks.only(left), until - time.monotonic())
-        return PutOutcome(settled.present + rest.present, settled.stored + rest.stored)
-
-    def _put_usually(self, layout: KVLayout, blocks: PutBlocks, timeout_s: float) -> PutOutcome:
-        outcome = self._loop.run(super().put(layout, blocks, timeout_s))
+        if writer is not None and len(blocks.keys) <= writer.most:
+            with named:
+                outcome = writer.put(blocks, timeout_s)
+            if outcome is not None:
+                return outcome
+        outcome = self._loop.run(super().put(layout, blocks, until - time.monotonic()))
         if self._writers.wants(layout) and layout.block_bytes <= BRIEF_BYTES and self.lane_of(layout) in DIRECT:
             self._writers.open(layout, lambda: self._new_writer(layout))
         return outcome

@@ -7,8 +7,10 @@ microseconds, and to be woken takes as long. On a machine with one processor it 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +18,6 @@ from types import TracebackType
 
 from moonpool.errors import FrameError, StreamBroken, TransferFailed
 from moonpool.kv.scattered import Bytes, Scattered
-from moonpool.streams.lanes import awake
 from moonpool.streams.lanes.brief import BRIEF, BRIEF_BYTES, Brief, Place, decoded
 from moonpool.streams.lanes.dialing import LaneEnd
 from moonpool.streams.lanes.sockets import BUFFER_BYTES, LENGTHS, MAX_PARTS, behind
@@ -25,6 +26,11 @@ SPIN_S = 200e-6
 """How long an answer is looked for before the thread sleeps, where this process has more than one processor."""
 MAX_SLEEP_S = 3600.0
 """At once: a caller's deadline may be infinite."""
+
+
+def _processors() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform.startswith("linux") else os.cpu_count() or 1
 
 
 class DirectLane:
@@ -41,7 +47,7 @@ class DirectLane:
         self.name = end.name
         self.own = end.own
         self.error: Exception | None = None
-        self._spin_s = awake.spin_s(SPIN_S) if spin_s is None else spin_s
+        self._spin_s = spin_s if spin_s is not None else SPIN_S if _processors() > 1 else 0.0
         self._readable = end.readable
         self._sock: socket.socket = end.sock.taken_over()
         self._buffer = memoryview(bytearray(BUFFER_BYTES))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from moonpool.errors import FrameError, StreamBroken
 from moonpool.kv.frames import MAX_FRAME_SLICES
@@ -18,16 +17,7 @@ from moonpool.streams.store_writer import PutBlocks, PutOutcome
 from moonpool.v1 import kvstore_pb2
 
 MAX_BLOCKS = 128
-"""In one put; a store takes more in a session only."""
-PART_BYTES = 512 << 10
-"""More goes in messages near this size: the store takes one while the next is hashed and sent."""
-
-
-class Brought(NamedTuple):
-    """What became of a put: of those blocks that are settled, and the indices of those left, which take a session."""
-
-    settled: PutOutcome
-    left: Sequence[int]
+"""In one exchange; a store takes more in a session only."""
 
 
 @functools.lru_cache(16)
@@ -41,7 +31,7 @@ class DirectWriter:
 
     Attributes:
         lane: whose end is this one's.
-        most: blocks that are put at once; 0 where not even one can be.
+        most: blocks that are put in one exchange; 0 where not even one can be.
     """
 
     def __init__(self, lane: DirectLane, layout: KVLayout, staging: SharedMemory | None) -> None:
@@ -49,56 +39,49 @@ class DirectWriter:
         self.lane = lane
         self._layout = layout
         self._staging = None if staging is None else staging.shared.data
-        self._staged = 0  # bytes of this put that lie there
-        self._at_once = max(1, PART_BYTES // layout.block_bytes)
         self.most = min(MAX_BLOCKS, MAX_FRAME_SLICES // layout.layers, BRIEF_BYTES // layout.block_bytes)
 
-    def put(self, blocks: PutBlocks, timeout_s: float) -> Brought:
-        """Stores blocks, `most` at most; returns once they are VISIBLE, but for those that take a session.
+    def put(self, blocks: PutBlocks, timeout_s: float) -> PutOutcome | None:
+        """Stores blocks, `most` at most; returns once all are VISIBLE.
 
-        These are all of them where another thread uses the lane, it has ended, or more deletions are named than fit.
+        None, and nothing has happened, where it takes a session, which then says why: no room, or it is refused; more
+        deletions are named than fit; another thread uses the lane, or it has ended.
 
         Raises:
             TransferFailed: It took longer than `timeout_s`; blocks may be stored all the same.
             StreamBroken: The lane has ended meanwhile; the same.
         """
-        about, count, step = _about(blocks.tenant, tuple(blocks.forgotten)), len(blocks.keys), self._at_once
-        if len(about) > ABOUT_BYTES or not self.lane.begin(timeout_s):
-            return Brought(PutOutcome(0, 0), range(count))
-        self._staged = 0
+        keys, parents, tenant, read, forgotten = blocks
+        about = _about(tenant, tuple(forgotten))
+        if len(about) > ABOUT_BYTES:
+            return None
+        layout = self._layout
+        shape = frame_shape(range(layout.layers), len(keys), range(layout.kv_heads), layout.block_tokens)
+        slices = [read(layer, index) for layer, index in shape.cells]
+        hashes = bound([value for _, value in slices], shape.bindings(keys))
+        if not self.lane.begin(timeout_s):
+            return None
         try:
             with self.lane:
-                parts = [range(at, min(at + step, count)) for at in range(0, count, step)]
-                return self._answers([(self._ask(blocks, part, about), part) for part in parts])
+                places, follow = self._placed([data for data, _ in slices])
+                packed = pack_keys((*keys, *parents))
+                number = self.lane.ask(PUT, len(keys), packed, hashes, places, about, follow)
+                return self._answer(number, len(keys))
         except FrameError as error:
             raise StreamBroken(f"the store's answer is not proper: {error}") from error
 
-    def _ask(self, blocks: PutBlocks, part: range, about: bytes) -> int:
-        """Sends some of the blocks; returns the number that the answer will have."""
-        layout, some = self._layout, slice(part.start, part.stop)
-        shape = frame_shape(range(layout.layers), len(part), range(layout.kv_heads), layout.block_tokens)
-        slices = [blocks.read(layer, part[index]) for layer, index in shape.cells]
-        keys = blocks.keys[some]
-        hashes = bound([value for _, value in slices], shape.bindings(keys))
-        places, follow = self._placed([data for data, _ in slices])
-        return self.lane.ask(PUT, len(part), pack_keys((*keys, *blocks.parents[some])), hashes, places, about, follow)
-
-    def _answers(self, asked: Sequence[tuple[int, range]]) -> Brought:
-        present, stored, left = 0, 0, list[int]()
-        for number, part in asked:
-            message, follow = self.lane.answer(number)
-            if message.kind == OTHERWISE:
-                left += part
-                continue
-            if message.kind != STORED or follow or len(message.numbers) > len(part):
-                raise FrameError(f"a put is answered by a message of kind {message.kind}")
-            present += len(message.numbers)
-            stored += len(part) - len(message.numbers)
-        return Brought(PutOutcome(present, stored), left)
+    def _answer(self, number: int, blocks: int) -> PutOutcome | None:
+        message, follow = self.lane.answer(number)
+        if message.kind == OTHERWISE:
+            return None
+        present = len(message.numbers)
+        if message.kind != STORED or follow or present > blocks:
+            raise FrameError(f"a put is answered by a message of kind {message.kind}")
+        return PutOutcome(present, blocks - present)
 
     def _placed(self, pieces: Sequence[memoryview]) -> tuple[list[Place], Sequence[memoryview]]:
         """Where the store finds the pieces, and what follows the message: all of it where it shares no memory."""
-        staging = self._staging
+        staging, at = self._staging, 0
         if staging is None:
             return [], pieces
         places: list[Place] = []
@@ -106,9 +89,9 @@ class DirectWriter:
             nbytes = piece.nbytes
             region, offset = self.lane.own.find(piece)
             if not region:
-                room = staging[self._staged : self._staged + nbytes]
+                room = staging[at : at + nbytes]
                 room[:] = piece
-                self._staged += nbytes
+                at += nbytes
                 region, offset = self.lane.own.find(room)
             last = places[-1] if places else None
             if last is not None and last.region == region and last.offset + last.length == offset:

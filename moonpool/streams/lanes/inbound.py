@@ -17,7 +17,6 @@ from moonpool.kv.landing import land
 from moonpool.kv.scattered import Bytes, Scattered, new_bytes
 from moonpool.rpc.codec import plain_deserializer
 from moonpool.rpc.limits import MESSAGE_BYTES, check_message
-from moonpool.streams.lanes.awake import Awake
 from moonpool.streams.lanes.brief import BRIEF, Brief, Place, decoded
 from moonpool.streams.lanes.landing import Landed, Landing, Lent
 from moonpool.streams.lanes.regions import Mapped
@@ -106,7 +105,6 @@ class Inbound(Generic[M]):
         self._paused = False
         self._continues = False  # with the next turn of the event loop
         self._incoming: _Incoming | None = None
-        self._awake = Awake()
 
     async def run(self, taker: Taker) -> Exception:
         """Hands over what comes, in order, until the lane ends; returns why it has.
@@ -258,7 +256,6 @@ class Inbound(Generic[M]):
 
     def _brief(self, text: bytes, follow: int) -> None:
         """A brief message is there; its payload follows, or lies somewhere."""
-        self._awake.asked()
         self._work += MESSAGE_COST
         message = decoded(text)
         if message.pulled:
@@ -279,7 +276,6 @@ class Inbound(Generic[M]):
             raise FrameError("brief messages are not taken here")
         try:
             self._work += self._taker.brief(message, payload)
-            self._awake.answered()
         except Exception as error:
             self._fail(error)
 

@@ -90,8 +90,8 @@ async def write(lane: DirectLane, keys: Sequence[BlockKey], staging: SharedMemor
 
     writer = DirectWriter(lane, LAYOUT, staging)
     blocks = PutBlocks(keys, [NO_PARENT] * len(keys), "", slice_at)
-    settled, left = await asyncio.to_thread(writer.put, blocks, TIMEOUT_S)
-    return None if left else settled.present
+    outcome = await asyncio.to_thread(writer.put, blocks, TIMEOUT_S)
+    return None if outcome is None else outcome.present
 
 
 async def ask(lane: DirectLane, *message: Any, **fields: Any) -> Brief:

@@ -15,15 +15,14 @@ from moonpool.errors import FrameError, StreamBroken, TransferFailed
 from moonpool.kv.blocks import NO_PARENT
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import BlockKey
-from moonpool.kv.values import layout_of
 from moonpool.streams.direct.lane import DirectLane
 from moonpool.streams.direct.reader import DirectReader
-from moonpool.streams.direct.writer import PART_BYTES, DirectWriter
-from moonpool.streams.lanes.brief import BRIEF, FOUND, GET, OTHERWISE, PUT, STORED, Brief, Place
+from moonpool.streams.direct.writer import DirectWriter
+from moonpool.streams.lanes.brief import BRIEF, FOUND, GET, OTHERWISE, STORED, Brief, Place
 from moonpool.streams.lanes.dialing import LaneEnd
 from moonpool.streams.lanes.regions import Mailbox, Mapped, OwnRegions
 from moonpool.streams.lanes.sockets import LENGTHS, LaneSocket
-from moonpool.streams.store_writer import PutBlocks, PutOutcome
+from moonpool.streams.store_writer import PutBlocks
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, data_of, keys_of, slice_of
 
 KEYS = keys_of(2)
@@ -83,8 +82,8 @@ def put(
         return data, slice_hash(data)
 
     blocks = PutBlocks(keys, [NO_PARENT] * len(keys), "", slice_at, forgotten)
-    settled, left = DirectWriter(lane, LAYOUT, None).put(blocks, timeout_s)
-    return None if left else settled.present
+    outcome = DirectWriter(lane, LAYOUT, None).put(blocks, timeout_s)
+    return None if outcome is None else outcome.present
 
 
 SAID: dict[str, bytes] = {
@@ -196,37 +195,6 @@ async def test_a_put_that_names_more_deletions_than_fit_takes_a_session() -> Non
         store.setblocking(False)
         with pytest.raises(BlockingIOError):
             store.recv(1)
-
-
-async def test_of_a_put_in_parts_only_what_was_not_taken_is_left() -> None:
-    layout = layout_of(PART_BYTES)
-    keys, data = keys_of(4), memoryview(bytes(layout.slice_bytes))
-    read: list[int] = []
-
-    def slice_at(layer: int, index: int) -> tuple[memoryview, int]:
-        read.append(index)
-        return data, slice_hash(data)
-
-    blocks = PutBlocks(keys, [NO_PARENT] * 4, "", slice_at)
-    said = [Brief(STORED, 1), Brief(OTHERWISE, 2), Brief(STORED, 3, numbers=[0]), Brief(OTHERWISE, 4)]
-
-    def play(store: socket.socket) -> None:
-        """Answers when all has come."""
-        left = sum(len(Brief(PUT, 1, 1, key * 2, (0,) * layout.layers).encoded(PART_BYTES)) for key in keys)
-        left += 4 * PART_BYTES
-        while left:
-            left -= len(store.recv(left))
-        store.sendall(b"".join(each.encoded() for each in said))
-
-    with joined() as (lane, store):
-        playing = asyncio.create_task(asyncio.to_thread(play, store))
-        brought = await asyncio.to_thread(DirectWriter(lane, layout, None).put, blocks, 10.0)
-        await playing
-        assert (brought.settled, brought.left, lane.error) == (PutOutcome(1, 1), [1, 3], None)
-    rest = blocks.only(brought.left)
-    assert (rest.keys, rest.parents) == ([keys[1], keys[3]], [NO_PARENT] * 2)
-    rest.read(0, 1)
-    assert read[-1] == 3
 
 
 async def test_a_lane_that_has_ended_keeps_nothing_of_the_caller() -> None:
