@@ -154,7 +154,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chain=CHAIN)
     def put_and_commit(self, chain: Sequence[BlockKey]) -> None:
         self.actor = OWNER[chain[0]]
-        if self.store.tiers.dram.victims(len(chain) * BLOCK, self.actor) is not None:
+        if self.store.tiers.dram.can_reserve(len(chain) * BLOCK, self.actor):
             self.driven.flush(chain, self.actor)
             self.ever_durable |= set(self.ssd.catalogue)
 
