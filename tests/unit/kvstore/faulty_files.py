@@ -15,9 +15,11 @@ def at_once(change: Callable[[Path], None], path: Path) -> "Future[None]":
     """Changes a file in this thread; what is no error of the file system is raised."""
     done: Future[None] = Future()
     try:
-        done.set_result(change(path))
+        change(path)
     except OSError as error:
         done.set_exception(error)
+    else:
+        done.set_result(None)
     return done
 
 
