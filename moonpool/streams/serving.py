@@ -288,9 +288,6 @@ class ServerStream(Generic[Req]):
             raise StreamBroken("the stream has ended") from None
 
     async def _receive_on(self, lane: Lane[Req]) -> None:
-        assert self._lanes is not None, "it has offered this one"
-        awake = self._lanes.awake
-
         def take(message: Req, payload: Came) -> None:
             if isinstance(payload, Landed):
                 payload.tell()
@@ -303,6 +300,8 @@ class ServerStream(Generic[Req]):
         def brief(message: Brief, payload: Bytes) -> int:
             if message.kind != self.brief_kind:
                 raise FrameError(f"a brief message of kind {message.kind} has no place on this stream")
+            assert self._lanes is not None, "it has offered this lane"
+            awake = self._lanes.awake
             awake.asked()
             nbytes = self._answer(message, payload)
             self._check_unsent(lane)
