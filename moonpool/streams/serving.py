@@ -300,12 +300,8 @@ class ServerStream(Generic[Req]):
         def brief(message: Brief, payload: Bytes) -> int:
             if message.kind != self.brief_kind:
                 raise FrameError(f"a brief message of kind {message.kind} has no place on this stream")
-            assert self._lanes is not None, "it has offered this lane"
-            awake = self._lanes.awake
-            awake.asked()
             nbytes = self._answer(message, payload)
             self._check_unsent(lane)
-            awake.answered()
             return nbytes
 
         taken = lane.run(take, self.place, lend=self.borrows, brief=None if self.brief_kind is None else brief)

@@ -16,7 +16,6 @@ from typing import Any
 
 from moonpool.config import ServiceConfig, format_address, is_loopback, parse_address
 from moonpool.errors import ConfigError, MoonpoolError, PermissionDenied, StreamBroken
-from moonpool.streams.lanes.awake import Awake
 from moonpool.streams.lanes.regions import Mapped, map_regions
 from moonpool.streams.lanes.settings import LaneSettings, lane_name, remove_stale, socket_path
 from moonpool.streams.lanes.sockets import LaneSocket, NothingSaid, tune_tcp
@@ -71,7 +70,6 @@ class LaneServer:
         addresses: where each kind of lane is reached, by name.
         opened: lanes that were opened so far, by name.
         refused: connections that were not taken.
-        awake: keeps the event loop from sleeping between brief messages.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class LaneServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self.opened: Counter[str] = Counter()
         self.refused = 0
-        self.awake = Awake()
 
     def gauges(self) -> list[Entry]:
         """For a service's gauges."""
