@@ -1,15 +1,13 @@
 """The last stage's end of a step: which tokens its sequences get, and log probabilities."""
 
-import time
 from collections.abc import Container, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moonpool.engine.footprint import LOGIT_ROWS
-from moonpool.engine.masks import Allowed
+from moonpool.engine.masks import Making
 from moonpool.logprobs import Logprobs
 from moonpool.model.batch import PackedBatch
 from moonpool.model.likely import logprobs, most_likely
@@ -24,7 +22,7 @@ _NO_MASKS: dict[int, memoryview] = {}
 
 @dataclass(slots=True)
 class Found:
-    """As the fields of `StepResult`; and how long masks were waited for."""
+    """As the fields of `StepResult`; and how long grammars of masks were waited for."""
 
     sampled: list[int | None] = field(default_factory=list)
     several: dict[int, Several] = field(default_factory=dict)
@@ -57,7 +55,7 @@ class Choosing:
             if sequence.scored is not None
         ]
 
-    def choose(self, hidden: Tensor, batch: PackedBatch, masks: Future[Allowed] | None) -> Found:
+    def choose(self, hidden: Tensor, batch: PackedBatch, masks: Making | None) -> Found:
         """Everything that is wanted of the `hidden` states [T, hidden] after the last layer.
 
         `masks`: which tokens may follow, where not all may.
@@ -91,7 +89,7 @@ class _Part:
         self,
         hidden: Tensor,
         batch: PackedBatch,
-        masks: Future[Allowed] | None,
+        masks: Making | None,
         found: Found,
         room: Tensor | None,
     ) -> Tensor:
@@ -116,13 +114,12 @@ class _Part:
         """See `Choosing.go_on`."""
         self._sampler.go_on([tokens[index] for _, index in self._drawn])
 
-    def _allowed(self, masks: Future[Allowed] | None, found: Found) -> dict[int, memoryview]:
+    def _allowed(self, masks: Making | None, found: Found) -> dict[int, memoryview]:
         """Masks by row of those that are drawn, the same objects in all steps; `found` says where there is none."""
         if masks is None:
             return _NO_MASKS
-        began_ns = time.monotonic_ns()
-        made = masks.result()
-        found.awaited_ns += time.monotonic_ns() - began_ns
+        made = masks.now()
+        found.awaited_ns = made.waited_ns
         found.failed.update((index, made.failed[index]) for _, index in self._drawn if index in made.failed)
         if made.masks is not self._seen:
             self._seen = made.masks

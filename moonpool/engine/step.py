@@ -94,6 +94,8 @@ class StageRunner:
 
     def _step(self, run: Run, clocks: _Clocks) -> bool:
         step_id, memory = run.step.step_id, self.place.memory
+        if run.masks is not None and self.place.device is None:
+            run.masks.early()
         done = self._received(run) and (self._layers(run) if run.shape is None else self._graph(run))
         if done and self.model.is_last:
             self.place.lane.run(partial(self._choose, run))
@@ -215,7 +217,7 @@ class StageRunner:
     def _ran(self, step: Step, clocks: _Clocks, awaited_ns: int) -> float:
         """Which share of the time since a step began to compute this thread ran: else something else had its core.
 
-        Time in which it waited for masks is left out. 1 where it may have waited for something else than cores and
+        Time in which it waited for grammars is left out. 1 where it may have waited for something else than cores and
         them: other stages, a device, a gate.
         """
         alone = self.model.is_first and self.model.is_last and self.place.device is None and not step.gated
