@@ -58,7 +58,7 @@ def refused(masks: Masks, *specs: SampleSpec) -> str:
     return made.now().failed[0]
 
 
-def allowed(mask: bytes) -> set[int]:
+def allowed(mask: bytes | memoryview) -> set[int]:
     return {token for token in range(CONFIG.vocab_size) if mask[token // 8] >> token % 8 & 1}
 
 
