@@ -1,8 +1,6 @@
 """What measured times to first token teach of a prefill instance, beside the speeds that it tells."""
 
-from dataclasses import replace
-
-from moonpool.cost import DEFAULT_BYTES_PER_S, Regression, Speeds
+from moonpool.cost import Regression, Speeds
 from services.conductor.core.crowds import CHANGE, DRIFT, LEAST_S, SLOW, Overheads, Slowness
 
 SPREAD = 0.2
@@ -56,9 +54,8 @@ class Corrections:
         """The corrected speeds; the same object as long as nothing changes."""
         if self._speeds is None:
             _, load, compute, _ = self.factors
-            speeds = self._told if compute == 1.0 else self._told.slowed_prefill(compute)
-            rate = (speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S) / load
-            self._speeds = speeds if load == 1.0 else replace(speeds, load_bytes_per_s=rate)
+            same = load == compute == 1.0
+            self._speeds = self._told if same else self._told.slowed_prefill(compute, load)
         return self._speeds
 
     def told(self, speeds: Speeds) -> None:
