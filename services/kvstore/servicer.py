@@ -5,12 +5,14 @@ import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+from moonpool.cluster.selections import PORTION
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.values import check_owned, tenant_tag
 from moonpool.rpc.roles import own_tenant, tenant_of
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.open_streams import OpenStreams
+from moonpool.streams.turns import in_turns
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import kv_pb2
 from moonpool.v1 import kvstore_pb2 as pb
@@ -55,11 +57,14 @@ class KVStoreServicer:
 
     async def Find(self, request: pb.FindRequest, context: object) -> pb.FindResponse:  # noqa: N802
         keys, tenant, store = _own(request.keys), tenant_of(request.tenant), self.operations.store
-        ending = b"" if keys else tenant_tag(tenant)  # whoever puts asks for no keys, at first and after a refusal
-        deletions = store.writes.deletions.concerning((), tenant, request.namespace, ending)
-        found, known = find(store.tiers, keys, request.namespace)
+        deletions, namespace = store.writes.deletions, request.namespace
+        concerning = deletions.concerning((), tenant, namespace)
+        if not keys:  # whoever puts asks for none, at first and after a refusal
+            named = await in_turns(deletions.with_ending(tenant_tag(tenant), PORTION))
+            concerning = sorted({*concerning, *named})
+        found, known = find(store.tiers, keys, namespace)
         layouts = [layout.to_proto() for layout in known]
-        return pb.FindResponse(layouts=layouts, found=found, deletions=deletions, tenant=tenant)
+        return pb.FindResponse(layouts=layouts, found=found, deletions=concerning, tenant=tenant)
 
     async def Remove(self, request: pb.RemoveRequest, context: object) -> pb.RemoveResponse:  # noqa: N802
         dropped = await self.deletions.drop(_own(request.keys))
@@ -68,12 +73,8 @@ class KVStoreServicer:
     async def Pin(self, request: pb.PinRequest, context: object) -> pb.PinResponse:  # noqa: N802
         keys = unpack_keys(request.keys, max_keys=MAX_SESSION_BLOCKS)
         outcome = self.operations.pin(request.tenant, request.name, keys, request.ttl_s)
-        return pb.PinResponse(
-            blocks=outcome.blocks,
-            bytes=outcome.nbytes,
-            ttl_s=request.ttl_s if outcome.blocks else 0.0,
-            limit=pb.PinLimit.Value(f"PIN_LIMIT_{outcome.limit.name}"),
-        )
+        limit, ttl_s = pb.PinLimit.Value(f"PIN_LIMIT_{outcome.limit.name}"), request.ttl_s if outcome.blocks else 0.0
+        return pb.PinResponse(blocks=outcome.blocks, bytes=outcome.nbytes, ttl_s=ttl_s, limit=limit)
 
     async def Unpin(self, request: pb.UnpinRequest, context: object) -> pb.UnpinResponse:  # noqa: N802
         return pb.UnpinResponse(found=self.operations.unpin(request.tenant, request.name))
@@ -104,13 +105,10 @@ class KVStoreServicer:
         return pb.WarmResponse(blocks=blocks, bytes=nbytes)
 
     async def ReuseCurve(self, request: pb.ReuseCurveRequest, context: object) -> pb.ReuseCurveResponse:  # noqa: N802
-        reuse = self.operations.reuse
-        return pb.ReuseCurveResponse(
-            points=[pb.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()],
-            references=reuse.uses,
-            sampled=reuse.last_uses.rate,
-            capacity_bytes=self.operations.capacity_bytes,
-        )
+        reuse, capacity = self.operations.reuse, self.operations.capacity_bytes
+        points = [pb.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()]
+        uses, rate = reuse.uses, reuse.last_uses.rate
+        return pb.ReuseCurveResponse(points=points, references=uses, sampled=rate, capacity_bytes=capacity)
 
 
 def _own(packed: bytes) -> list[BlockKey]:

@@ -12,6 +12,7 @@ from moonpool.kv.layout import KVLayout
 from services.kvstore.core.assembly import PORTION_BLOCKS, portions
 from services.kvstore.core.reads import PORTION_KEYS, ReadLease
 from services.kvstore.core.tiered_store import StoreListener
+from services.kvstore.core.writes import PUTS_AHEAD
 from services.kvstore.policies.queues import LFU
 from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.helpers import (
@@ -63,6 +64,18 @@ def test_room_is_made_ahead_once_and_if_it_is_little() -> None:
     check(driven.store)
 
 
+def test_room_is_made_ahead_for_some_puts_at_once() -> None:
+    driven = Driven(dram_bytes=64 * 20 * BLOCK)
+    writes, dram, old = driven.store.writes, driven.store.tiers.dram, keys_of(64 * 20, "old")
+    for at in range(0, len(old), 64):
+        writes.close(driven.put(old[at : at + 64]))
+    for blocks, room in ((1, PUTS_AHEAD), (PUTS_AHEAD, PUTS_AHEAD), (PUTS_AHEAD + 1, 20), (21, 20)):
+        writes.make_room(spec_of(old[-blocks:]))
+        assert dram.free_bytes == room * BLOCK
+    assert len(driven.removed) == 20
+    check(driven.store)
+
+
 @pytest.mark.parametrize("limit", ["a quota", "an order in which what is new leaves first"])
 def test_room_made_ahead_is_not_that_of_what_was_just_put(limit: str) -> None:
     account = Account(quotas={"ann": BLOCK}) if limit == "a quota" else None
@@ -75,6 +88,25 @@ def test_room_made_ahead_is_not_that_of_what_was_just_put(limit: str) -> None:
     assert A in dram
     assert dram.free_bytes == (0 if account is not None else BLOCK)
     assert dram.held_bytes == 0
+    check(driven.store)
+
+
+@pytest.mark.parametrize("limit", ["all DRAM", "a quota"])
+def test_nothing_is_evicted_for_whole_blocks_that_are_damaged(limit: str) -> None:
+    account = Account(quotas={"ann": 2 * BLOCK}) if limit == "a quota" else None
+    driven = Driven(dram_bytes=(8 if account else 2) * BLOCK, account=account)
+    writes, dram = driven.store.writes, driven.store.tiers.dram
+    writes.close(driven.put([A, B], "ann"))
+    spec, runs = spec_of([B, C], tenant="ann"), [run_of(key, 0, layer) for layer in range(3) for key in (B, C)]
+    data, hashes = bytearray(b"".join(bytes(run.data) for run in runs)), [run.hashes[0] for run in runs]
+    data[-1] ^= 1
+    with pytest.raises(FrameError):
+        writes.put_whole(spec, memoryview(data), hashes, 0.0)
+    assert (driven.removed, dram.reserved.total_bytes) == ([], 0)
+    data[-1] ^= 1
+    assert writes.put_whole(spec, memoryview(data), hashes, 0.0) == [0]
+    assert driven.removed == [A]
+    assert driven.read([B, C]) == [data_of(B), data_of(C)]
     check(driven.store)
 
 
