@@ -60,8 +60,9 @@ REASONS = (
     ),
     Reason(
         "failover",
-        "^bundled model, stage stopped",
-        "Why streams wait when a stage of prefill is stopped, and not when it is killed, is not known.",
+        "^bundled model, (2 stages, )?stage stopped",
+        "Two cores: in the longest wait, seconds after the stop, decode's engine, the services and the client have none. "
+        "Nobody waits for the stage.",
     ),
     Reason(
         "kernels",
