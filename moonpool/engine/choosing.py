@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kernels.native.structures import GoOn
 from moonpool.engine.footprint import LOGIT_ROWS
 from moonpool.engine.masks import Making
 from moonpool.logprobs import Logprobs
@@ -84,6 +85,14 @@ class Choosing:
         """As `choose`, of all sequences' logits [S, vocab] at an address, which are overwritten."""
         return self._parts[0].draw_all(logits, masks)
 
+    def alone(self, further: GoOn) -> bool:
+        """See `NativeRows.alone`; where `chosen` is an address."""
+        return self._parts[0].alone(further)
+
+    def found_alone(self) -> Found:
+        """What was found in the last of these steps, where that is not a token for each."""
+        return self._parts[0].found_alone()
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """The run's next step: each of its sequences has got its one of `tokens`."""
         for part in self._parts:
@@ -135,6 +144,16 @@ class _Part:
             return found
         found.sampled = [None] * len(self._wanted)
         self._note(Sampled([[it] for it in tokens], {}, {}) if isinstance(tokens, list) else tokens, found)
+        return found
+
+    def alone(self, further: GoOn) -> bool:
+        """See `Choosing.alone`."""
+        return self._sampler.alone(further)
+
+    def found_alone(self) -> Found:
+        """See `Choosing.found_alone`."""
+        found = Found([None] * len(self._wanted))
+        self._note(self._sampler.found(), found)
         return found
 
     def chosen_of(self, sequences: int) -> int | None:

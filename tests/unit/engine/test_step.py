@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,11 @@ def test_a_run_computes_what_its_steps_compute_one_by_one(checkpoint: Path) -> N
         assert [(it.step_id, it.sampled, it.over) for it in done] == [
             (2, (token,), token is tokens[-1]) for token in tokens[1:]
         ]
+        told = several.run(Step(2, (share,), patient=True, steps=5))[6:]
+        done = [it for last in told for it in (*last.earlier, last)]
+        assert [(it.sampled, it.over) for it in done] == [((token,), token is tokens[-1]) for token in tokens[1:]]
+        assert all(one.end_ns <= next_.start_ns < next_.end_ns for one, next_ in pairwise(done))
+        del several.events[-len(told) :]
         ending = replace(share, end_token_ids=frozenset(tokens[3:4]))
         stop = tokens.index(tokens[3]) if tokens[3] in tokens[1:3] else 3
         assert [it.over for it in several.run(Step(3, (ending,), steps=5))[6:]] == [False] * (stop - 1) + [True]
