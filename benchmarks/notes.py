@@ -110,7 +110,7 @@ REASONS = (
     Reason(
         "sampling",
         "^step with masks",
-        "Eight masks take one thread 0.1 to 0.25 ms before the step's layers "
+        "Eight masks take one thread some 0.25 ms before the step's layers "
         "([ADR 39](../../docs/adr/0039-masks-on-the-step.md)).",
     ),
     Reason(
