@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from moonpool.cost import transfer_seconds
 from moonpool.errors import InvalidRequest, Unavailable
+from services.conductor.core.candidates import Limit
 from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel
 from services.conductor.core.decodes import Decodes
 from services.conductor.core.facts import Demand, Shape
@@ -31,6 +32,7 @@ class Wanted:
     now: float
     suspects: Collection[str]
     at_decode: bool
+    limit: Limit | None
 
 
 class Planning:
@@ -100,7 +102,7 @@ class Planning:
 
     def _prefill(self, wanted: Wanted, prefixes: Prefixes, model: PrefillModel) -> list[PrefillChoice]:
         demand, pool = wanted.demand, self._prefills
-        choices = pool.choose(demand, model, prefixes, wanted.now, pool.mask_of(wanted.suspects))
+        choices = pool.choose(demand, model, prefixes, wanted.now, pool.mask_of(wanted.suspects), wanted.limit)
         if choices[0].excluded:
             if demand.prompt_blocks <= pool.largest_blocks:
                 raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")

@@ -8,7 +8,7 @@ from moonpool.core.digest import digest_of
 from moonpool.core.draws import draw_below
 from moonpool.core.fair import Place
 from moonpool.cost import Speeds, prefill_seconds
-from services.conductor.core.candidates import Candidates, Policy
+from services.conductor.core.candidates import Candidates, Limit, Policy
 from services.conductor.core.coming import Coming, with_coming
 from services.conductor.core.company import Span, stretched
 from services.conductor.core.corrections import Corrections
@@ -204,8 +204,20 @@ class Prefills(Pool[Prefill]):
         coming = self.coming.match(keys)
         return with_coming(prefixes, [(blocks, it.slot) for name, blocks in coming.items() if (it := self.get(name))])
 
+    def computed(self, claim: int) -> None:
+        """A prompt has its token; its blocks count until they are reported, if its instance is still here."""
+        name = self.coming.computed(claim)
+        if self.get(name) is None:
+            self.coming.lost(name)
+
     def choose(
-        self, demand: Demand, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, suspects: int
+        self,
+        demand: Demand,
+        model: PrefillModel,
+        prefixes: Sequence[tuple[int, int]],
+        now: float,
+        suspects: int,
+        limit: Limit | None = None,
     ) -> list[PrefillChoice]:
         """Predictions for the best instances by the policy, best first, then for some that cannot be used.
 
@@ -215,13 +227,14 @@ class Prefills(Pool[Prefill]):
             prefixes: who holds how much of the prompt, as `Forest.match` says it.
             now: seconds.
             suspects: mask of instances that failed this request before; they come after all others.
+            limit: of the request; None = it has none.
         """
         self._decisions += 1
         able = self.able(demand.prompt_blocks)
         choices: list[PrefillChoice] = []
         for allowed in (able & ~suspects, able & suspects):
             if allowed and len(choices) < SHORTLIST:
-                candidates = self._candidates(model, prefixes, now, allowed)
+                candidates = self._candidates(model, prefixes, now, allowed, limit)
                 found = self._policy.order(candidates, SHORTLIST - len(choices))
                 if not found:
                     raise ValueError(f"the policy has chosen none of {len(candidates)} instances")
@@ -232,7 +245,12 @@ class Prefills(Pool[Prefill]):
         return choices
 
     def _candidates(
-        self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, allowed: int
+        self,
+        model: PrefillModel,
+        prefixes: Sequence[tuple[int, int]],
+        now: float,
+        allowed: int,
+        limit: Limit | None,
     ) -> Candidates:
         decision = self._decisions
         return Candidates(
@@ -244,7 +262,12 @@ class Prefills(Pool[Prefill]):
             lambda found, blocks: model.cost(found.speeds, found.key.stages, found.key.step_tokens, blocks),
             lambda slot, blocks: self._choice(model, slot, blocks, now),
             self.overlooked(allowed),
+            lambda choice: limit is None or self._ttft_s(choice, limit.place) <= limit.within_s,
         )
+
+    def _ttft_s(self, choice: PrefillChoice, place: Place) -> float:
+        """Predicted time to first token of a request with this place, as tenants share the instance's time."""
+        return choice.ttft_s - choice.queue_s + self.queue_s(choice, place)
 
     def _choice(self, model: PrefillModel, slot: int, blocks: int, now: float, excluded: str = "") -> PrefillChoice:
         instance = self.by_slot[slot]
@@ -288,6 +311,7 @@ class Prefills(Pool[Prefill]):
         """As of all pools; and what is being computed is what was placed."""
         super().check_invariants()
         self.coming.check_invariants()
+        assert all(self.get(name) is not None for name in self.coming.awaited), "nobody will report it"
 
 
 def _others(instance: Prefill, company: Sequence[Span] | None) -> int:
