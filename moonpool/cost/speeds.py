@@ -34,11 +34,11 @@ class Speeds:
         """Return these speeds with the rate of reading from other instances as that of loading, where it is known."""
         return replace(self, load_bytes_per_s=self.peer_bytes_per_s) if self.peer_bytes_per_s else self
 
-    def slowed_prefill(self, factor: float) -> Speeds:
-        """Return these speeds with all prefill seconds multiplied by `factor`."""
+    def slowed_prefill(self, factor: float, fixed: float | None = None) -> Speeds:
+        """Return these speeds with all prefill seconds multiplied by `factor`, or `fixed` those of a step itself."""
         return replace(
             self,
-            prefill_base_s=self.prefill_base_s * factor,
+            prefill_base_s=self.prefill_base_s * (factor if fixed is None else fixed),
             prefill_per_token_s=self.prefill_per_token_s * factor,
             prefill_per_pair_s=self.prefill_per_pair_s * factor,
             prefill_per_prompt_s=self.prefill_per_prompt_s * factor,

@@ -127,7 +127,7 @@ class Planning:
             if not choice.excluded and choice.local_blocks < source.blocks:
                 instance = self._prefills.by_slot[self._index.slot(choice.id)]
                 facts, learnt = instance.facts, instance.learnt
-                speeds, slowed = learnt.speeds, choice.factors[2] / learnt.factors[2]
+                speeds, slowed = learnt.speeds, choice.factors.growing / learnt.factors.growing
                 alone_s = model.cost(speeds, facts.stages, facts.step_tokens, source.blocks).alone_s * slowed
                 missing = (source.blocks - choice.local_blocks) * wanted.shape.block_tokens * wanted.shape.token_bytes
                 ttft_s = choice.queue_s + choice.later_s + choice.overhead_s + alone_s

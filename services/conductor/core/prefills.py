@@ -70,6 +70,11 @@ class Prefill:
         """Whether a prompt of ours is here."""
         return bool(self.prompts)
 
+    @property
+    def slowed(self) -> float:
+        """Times as long as it tells that its queue takes, which is full steps for the most part."""
+        return self.learnt.slowed(self.facts.step_tokens or TYPICAL_TOKENS)
+
     def claim(self, number: int, busy_s: float, now: float, place: Place | None = None) -> None:
         """Counts a prompt from now on."""
         self.prompts[number] = Prompt(busy_s, place=place)
@@ -108,7 +113,7 @@ class Prefill:
             return
         for prompt in self.prompts.values():
             prompt.covered = prompt.covered or (prompt.number is not None and prompt.number <= load.taken)
-        drain_s = load.drain_s * self.learnt.factors[2]
+        drain_s = load.drain_s * self.slowed
         ahead_s = drain_s + self._uncovered_s()
         self.others_at = now + max(0.0, drain_s - sum([it.busy_s for it in self.prompts.values() if it.covered]))
         # An idle one keeps the time since when it is: the one that was idle longest is chosen first.
@@ -133,8 +138,7 @@ class Prefill:
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
         """Learns from what a prompt took here that was predicted so."""
-        parts = choice.queue_s, choice.load_s, choice.prefill_s, choice.later_s
-        self.learnt.observe(parts, choice.factors, there_s, choice.shared, choice.others)
+        self.learnt.observe(choice.parts, choice.factors, there_s, choice.shared, choice.others)
 
     def computed(self, now: float) -> None:
         """A prompt of ours has its token and is not counted any more: what is left of the others begins now."""
@@ -273,26 +277,26 @@ class Prefills(Pool[Prefill]):
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
         cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks)
-        load_s, prefill_s, busy_s, used, source, read_s = cost
+        load_s, prefill_s, busy_s, used, source, read_s, fixed_s = cost
         factors = learnt.factors
-        queue_s = (free_at - now) * factors[0] if free_at > now else 0.0
+        queue_s = (free_at - now) * factors.queue if free_at > now else 0.0
         step_tokens = facts.step_tokens if queue_s else 0
-        later_s = prefill_seconds(learnt.speeds, step_tokens, 0) * factors[3] if step_tokens else 0.0
+        later_s = prefill_seconds(learnt.speeds, step_tokens, 0) * factors.later if step_tokens else 0.0
         company = self._decodes.company(facts.host, now) if self._decodes is not None else None
         others, shared = _others(instance, company), None
         if company is not None:
             alone_s = queue_s + later_s + load_s + prefill_s
             whole_s, shared = stretched(alone_s, company, learnt.slowness.of(others))
             by = whole_s / alone_s if alone_s else 1.0
-            queue_s, later_s, load_s, prefill_s = queue_s * by, later_s * by, load_s * by, prefill_s * by
-            factors = factors[0] * by, factors[1] * by, factors[2] * by, factors[3] * by
+            queue_s, later_s, factors = queue_s * by, later_s * by, factors.slowed(by)
+            load_s, prefill_s, fixed_s = load_s * by, prefill_s * by, fixed_s * by
         belief = self.belief(instance)
         if belief < 1.0:
-            load_s, prefill_s, busy_s = load_s * belief, prefill_s * belief, busy_s * belief
-            factors = factors[0], factors[1] * belief, factors[2] * belief, factors[3]
+            load_s, prefill_s, fixed_s, busy_s = [part * belief for part in (load_s, prefill_s, fixed_s, busy_s)]
+            factors = factors.computed(belief)
         predicted = queue_s, load_s, prefill_s, busy_s
         overhead_s = learnt.overheads.seconds(others)
-        beside = shared, others, read_s, later_s
+        beside = shared, others, read_s, later_s, fixed_s
         return PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, overhead_s, factors, *beside)
 
     def _excluded(
