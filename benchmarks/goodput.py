@@ -3,7 +3,7 @@
 Every policy of placement serves the beginning of a trace without limits, every way of admission the same with limits
 and more quickly; on a stack (8 + 8), and in the simulator. Goodput is the share of the requests that keep both limits.
 Nothing is fitted: the simulator knows the profile alone, so what the stack's processes take on the machine is part of
-the difference. `--time-scale 0.5` gives them two seconds for each of the profile's. The modes share the stack's
+the difference, and they get two seconds for each of the profile's (`--time-scale`). The modes share the stack's
 engines, of which each mode finds no KV, as its requests are another tenant's; the conductor begins anew, and so do
 decode instances where they foresee by what they have served. The policies draw the same in stack and simulation.
 """
@@ -239,7 +239,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--only", default=",".join(MODES), help="some modes, comma-separated (default: %(default)s)")
     add("--trace", type=Path, help="Mooncake's form (default: $MOONPOOL_TRACE, or the generated one)")
     add("--profile", default="llama-70b-a800", help="of the emulated instances (default %(default)s)")
-    add("--time-scale", type=float, default=1.0, help="seconds of the profile in one second (default 1)")
+    add("--time-scale", type=float, default=0.5, help="seconds of the profile in one second (default 0.5)")
     add("--prefill", type=int, default=8, help="instances (default 8)")
     add("--decode", type=int, default=8, help="instances (default 8)")
     add("--requests", type=int, default=160, help="of the trace (default 160)")

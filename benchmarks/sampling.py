@@ -66,7 +66,7 @@ WANTED_TOP_P = 0.9
 """Of the tokens per second of greedy steps."""
 MOST_OUTSIDE = 0.03
 """Of a step, outside native calls."""
-NATIVE = ("step", "rows", "rms_norm", "product", "uniform", "sample")
+NATIVE = ("step", "go_on", "rows", "rms_norm", "product", "uniform", "sample")
 """What a step calls."""
 SCHEMA = {
     "type": "object",

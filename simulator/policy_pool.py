@@ -54,6 +54,11 @@ class Pool:
     def __len__(self) -> int:
         return len(self._held)
 
+    def lacking(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those whose blocks are not here."""
+        held = self._held
+        return [key for key in keys if key not in held]
+
     def keys(self) -> list[BlockKey]:
         """Of all blocks, in the order of their bytes."""
         return sorted(self._held)

@@ -3,8 +3,6 @@
 // A sample says between which two weights the border lies; one pass over all keeps those between them and adds up those
 // above. That is repeated with what was kept, which is about a tenth, until little is left, which is sorted.
 #pragma once
-#include <math.h>
-
 #include <algorithm>
 
 #include "weights.h"
@@ -25,35 +23,49 @@ INLINE void add(vd* sums_, vf v) {
     as_doubles(v, &low, &high);
     sums_[0] += low, sums_[1] += high;
 }
-INLINE double total(const vd* sums_) {
-    vd all = sums_[0] + sums_[1];
-    double r = 0;
-    for (int i = 0; i < W / 2; i++) r += all[i];
+INLINE double total(const vd* sums_) { return halved(sums_[0] + sums_[1]); }
+// Lanes of a vector, and what they are used for.
+#if defined(MP_AVX512)
+typedef __mmask16 Lanes;
+INLINE Lanes over(vf v, vf than) { return _mm512_cmp_ps_mask((__m512)v, (__m512)than, _CMP_GT_OQ); }
+INLINE Lanes same(vf v, vf as_) { return _mm512_cmp_ps_mask((__m512)v, (__m512)as_, _CMP_EQ_OQ); }
+INLINE vf only(vf v, Lanes lanes) { return (vf)_mm512_maskz_mov_ps(lanes, (__m512)v); }
+INLINE int64_t number(Lanes lanes) { return __builtin_popcount(lanes); }
+#else
+typedef vi Lanes;
+INLINE Lanes over(vf v, vf than) { return v > than; }
+INLINE Lanes same(vf v, vf as_) { return v == as_; }
+INLINE vf only(vf v, Lanes lanes) { return (vf)((vi)v & lanes); }
+INLINE int64_t number(Lanes lanes) {
+    int64_t r = 0;
+    for (int i = 0; i < W; i++) r -= lanes[i];
     return r;
 }
-// Those of n weights that are in (low, high] to `to`, which is filled up with zeros to a whole vector; returns how many.
-INLINE int64_t pack(vf v, vi chosen, float* to, int64_t count) {
+#endif
+INLINE Lanes amid(vf v, vf low, vf high) { return over(v, low) & ~over(v, high); }
+// Those lanes of v to `to`, behind `count` others; returns how many there are then.
+INLINE int64_t pack(vf v, Lanes lanes, float* to, int64_t count) {
 #if defined(MP_AVX512)
-    __mmask16 mask = _mm512_movepi32_mask((__m512i)chosen);
-    _mm512_storeu_ps(to + count, _mm512_maskz_compress_ps(mask, (__m512)v));
-    return count + __builtin_popcount(mask);
+    _mm512_storeu_ps(to + count, _mm512_maskz_compress_ps(lanes, (__m512)v));
+    return count + number(lanes);
 #else
     for (int i = 0; i < W; i++) {
         to[count] = v[i];
-        count -= chosen[i];
+        count -= lanes[i];
     }
     return count;
 #endif
 }
-static int64_t fill_up(float* to, int64_t count) {
+static int64_t fill_up(float* to, int64_t count) {  // with zeros, to a whole vector
     store(to + count, (vf){});
     return count;
 }
+// Those of n weights that are in (low, high].
 static int64_t between(const float* from, int64_t n, float low, float high, float* to) {
     int64_t count = 0;
     for (int64_t i = 0; i < n; i += W) {
         vf v = load(from + i);
-        count = pack(v, (v > splat(low)) & (v <= splat(high)), to, count);
+        count = pack(v, amid(v, splat(low), splat(high)), to, count);
     }
     return fill_up(to, count);
 }
@@ -132,20 +144,17 @@ template <bool COUNT> struct Cutting {
     // Number or sum of candidates above `high`; those in (low, high] go to spare[0], `count` of them.
     double sift(float low, float high, int64_t* count) const {
         vd sums_[2] = {};
-        vi number = {};
+        int64_t found = 0;
         *count = 0;
         for (int64_t i = 0; i < n; i += W) {
             vf v = load(from + i);
-            vi higher = v > splat(high);
-            if (COUNT) number -= higher;
-            else add(sums_, (vf)((vi)v & higher));
-            *count = pack(v, (v > splat(low)) & (v <= splat(high)), spare[0], *count);
+            Lanes higher = over(v, splat(high));
+            if (COUNT) found += number(higher);
+            else add(sums_, only(v, higher));
+            *count = pack(v, amid(v, splat(low), splat(high)), spare[0], *count);
         }
         fill_up(spare[0], *count);
-        if (!COUNT) return total(sums_);
-        int64_t r = 0;
-        for (int i = 0; i < W; i++) r += number[i];
-        return r;
+        return COUNT ? (double)found : total(sums_);
     }
     Cut find() {
         while (n > SAMPLE) {

@@ -44,12 +44,12 @@ struct Blake2b {
     }
 };
 
-// numbers[i] of seeds[i] and positions[i].
-extern "C" int mp_uniform(const uint64_t* seeds, const uint64_t* positions, int64_t count, double* numbers) {
+// numbers[i] of seeds[i] and positions[i] + later.
+extern "C" int mp_uniform(const uint64_t* seeds, const uint64_t* positions, uint64_t later, int64_t count, double* numbers) {
     uint64_t person[2];
     memcpy(person, "moonpool sample", 16);  // with its final 0; words are little-endian here, as on every target
     for (int64_t i = 0; i < count; i++) {
-        uint64_t block[16] = {seeds[i], 0, positions[i]};
+        uint64_t block[16] = {seeds[i], 0, positions[i] + later};
         Blake2b hash(8, person);
         hash.hash(block, 24);
         numbers[i] = (double)(hash.h[0] >> 11) * 0x1p-53;

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.build import BuildError, build
-from kernels.native.structures import Attention, Model, Panels, Sampling, Step
+from kernels.native.structures import Attention, GoOn, Model, Panels, Sampling, Step
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +45,20 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_rows": (_pointer(Panels), _P, _L, _P, _I),
     "mp_product": (_pointer(Panels), _P, _L, _L, _P, _I, _I),
     "mp_sample": (_pointer(Sampling), _I),
-    "mp_uniform": (_P, _P, _L, _P),
+    "mp_uniform": (_P, _P, _L, _L, _P),
     "mp_lend": (_P, _I, _I),
     "mp_aside": (_I,),
     "mp_threads_used": (_I,),
     "mp_read": (_P, _L, _I),
     "mp_exp": (_P, _L, _L, _I, _I),
 }
+
+_WIDE: dict[str, tuple[Any, ...]] = {
+    "mp_panels_bytes": (_pointer(Panels),),
+    "mp_step": (_pointer(Model), _pointer(Step)),
+    "mp_go_on": (_pointer(GoOn),),
+}
+"""Those that return a wide integer."""
 
 
 class Library:
@@ -63,7 +70,7 @@ class Library:
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._c, name)
             function.argtypes, function.restype = arguments, _I
-        for name, wide in (("mp_panels_bytes", (_pointer(Panels),)), ("mp_step", (_pointer(Model), _pointer(Step)))):
+        for name, wide in _WIDE.items():
             function = getattr(self._c, name)
             function.argtypes, function.restype = wide, _L
         self._c.mp_had.argtypes, self._c.mp_had.restype = (), ctypes.c_double
@@ -197,13 +204,24 @@ class Library:
         self._done(came < 0)
         return came
 
-    def sample(self, sampling: Sampling) -> None:
-        """Choose tokens, see sample.cpp."""
-        self._done(self._c.mp_sample(sampling, torch.get_num_threads()))
+    def go_on(self, further: GoOn) -> int:
+        """Compute a further step of a run, see go_on.cpp; return the layer that it came to."""
+        came = int(self._c.mp_go_on(further))
+        self._done(came < 0)
+        return came
 
-    def uniform(self, seeds: int, positions: int, count: int, numbers: int) -> None:
-        """Write the number that each seed and position is drawn by, see draws.cpp; all are addresses."""
-        self._c.mp_uniform(seeds, positions, count, numbers)
+    def sample(self, sampling: Sampling) -> int:
+        """Choose tokens, see sample.cpp; return how many rows failed."""
+        failed = int(self._c.mp_sample(sampling, torch.get_num_threads()))
+        self._done(failed < 0)
+        return failed
+
+    def uniform(self, seeds: int, positions: int, later: int, count: int, numbers: int) -> None:
+        """Write the number that each seed and position is drawn by, see draws.cpp; `later` is added to positions.
+
+        The others, but `count`, are addresses.
+        """
+        self._c.mp_uniform(seeds, positions, later, count, numbers)
 
     def read(self, memory: Tensor) -> None:
         """Read a large tensor once, as fast as it can be: a benchmark's ceiling."""

@@ -2,7 +2,7 @@
 // The rule is stated in moonpool/model/draw.py, whose torch code is the reference for the token that is chosen.
 //
 // A row's logits are looked at in runs; those without a token that may be chosen cost nothing but a look at the mask.
-#include "cut.h"
+#include "nucleus.h"
 #include "parallel.h"
 
 struct Row {
@@ -32,15 +32,16 @@ enum Failure { FINE = 0, NOTHING_LEFT = 1, NOT_FINITE = 2 };
 
 // Memory of one row.
 struct Desk {
-    float *weights, *spare[2], *copy, *best, *best_before;
+    float *weights, *spare[2], *copy, *best, *best_before, *crests;
     double* sums;
-    int32_t* live;
+    int32_t *live, *first;
     bool take(Memory& memory, int64_t vocab) {
-        int64_t runs = (vocab + RUN - 1) / RUN, n = runs * RUN + 2 * W, few = (runs + 15) / 16 * 16;
-        float* p = (float*)memory.get(sizeof(float) * (4 * n + 5 * few));
+        int64_t runs = (vocab + RUN - 1) / RUN, n = runs * RUN + 2 * W, few = (runs + 63) / 64 * 64;
+        float* p = (float*)memory.get(sizeof(float) * (4 * n + 7 * few + 16));
         if (!p) return false;
         weights = p, spare[0] = p + n, spare[1] = p + 2 * n, copy = p + 3 * n, p += 4 * n;
         sums = (double*)p, best = p + 2 * few, best_before = p + 3 * few, live = (int32_t*)(p + 4 * few);
+        crests = p + 5 * few, first = (int32_t*)(p + 6 * few);
         return true;
     }
 };
@@ -60,13 +61,7 @@ struct Work {
     Work(const Sampling& sampling, int64_t index, Desk& its)
         : s(sampling), row(sampling.row[index]), r(index), runs((sampling.vocab + RUN - 1) / RUN),
           logits(sampling.logits + index * sampling.vocab), desk(its) {}
-    // A run of logits, filled up with minus infinity behind the vocabulary.
-    const float* run(const float* from, int64_t index, float* room) const {
-        int64_t first = index * RUN, left = s.vocab - first;
-        if (left >= RUN) return from + first;
-        for (int i = 0; i < RUN; i++) room[i] = i < left ? from[first + i] : -INFINITY;
-        return room;
-    }
+    const float* run(const float* from, int64_t index, float* room) const { return run_of(from, s.vocab, index, room); }
     float best_of_run(int64_t index) const {
         float room[RUN];
         const float* from = run(logits, index, room);
@@ -104,8 +99,11 @@ struct Work {
     void mask();
     float mask_run(int64_t run, const uint32_t* words);
     int32_t lowest_of_highest() const;
-    double weigh(bool by_run);
+    void look_for_live();
+    void weigh_all();
     void keep(Cut cut);
+    void cut();
+    void kept(int64_t run, float* to) const;
     float border(int64_t run) const;
     int64_t drop_last(int64_t run, int64_t most);
     void settle();
@@ -191,29 +189,27 @@ int32_t Work::lowest_of_highest() const {
     return (int32_t)token;
 }
 
-// Weights of all runs that have one that is not 0, and their sums, `by_run` or all together. Weights take the place of
-// the logits where nobody needs those any more: what a row takes then stays in the second cache from pass to pass.
-double Work::weigh(bool by_run) {
+// Runs that have a weight which is not 0.
+void Work::look_for_live() {
+    alive = 0;
+    for (int64_t i = 0; i < runs; i++)
+        if ((desk.best[i] - greatest) * row.scale >= -126.0f) desk.live[alive++] = (int32_t)i;
+}
+// Their weights and sums. Weights take the place of the logits where nobody needs those any more: what a row takes then
+// stays in the second cache from pass to pass.
+void Work::weigh_all() {
     bool over = logits == desk.copy || (row.top < 0 && s.vocab % RUN == 0);
     weights = over ? logits : desk.weights;
     vf most = splat(greatest), scale = splat(row.scale);
-    alive = 0;
-    vd all[2] = {};
-    for (int64_t i = 0; i < runs; i++) {
-        if (!((desk.best[i] - greatest) * row.scale >= -126.0f)) continue;
+    for (int64_t i = 0; i < alive; i++) {
         float room[RUN];
-        const float* from = run(logits, i, room);
-        float* to = weights + alive * RUN;
-        auto weighed = [&](int j) {
-            vf w = weight(load(from + j * W), most, scale);
-            store(to + j * W, w);
-            return w;
-        };
-        if (by_run) desk.sums[alive] = sum_of_run(weighed);
-        else for (int j = 0; j < RUN / W; j++) add(all, weighed(j));
-        desk.live[alive++] = (int32_t)i;
+        const float* from = run(logits, desk.live[i], room);
+        float* to = weights + i * RUN;
+        desk.sums[i] = sum_of_run([&](int j, vf* some) {
+            weigh<TOGETHER>(from + j * W, most, scale, some);
+            for (int k = 0; k < TOGETHER; k++) store(to + (j + k) * W, some[k]);
+        });
     }
-    return total(all);
 }
 // The least weight that counts in a run.
 float Work::border(int64_t index) const { return index < strict ? least : beside(least, 1); }
@@ -224,9 +220,8 @@ void Work::keep(Cut cut) {
     for (int64_t i = 0; i < alive; i++) {
         const float* w = weights + i * RUN;
         vf from = splat(border(i));
-        desk.sums[i] = sum_of_run([&](int j) {
-            vf v = load(w + j * W);
-            return (vf)((vi)v & (v >= from));
+        desk.sums[i] = sum_of_run([&](int j, vf* some) {
+            for (int k = 0; k < TOGETHER; k++) some[k] = load(w + (j + k) * W), some[k] = only(some[k], ~over(from, some[k]));
         });
     }
 }
@@ -263,35 +258,48 @@ double Work::add_up() {
     for (int64_t i = 0; i < alive; i++) desk.sums[i] = all += desk.sums[i];
     return all;
 }
-void Work::draw() {
+void Work::cut() {
     float** spare = desk.spare;
-    bool shared = row.top_p < 1 && !row.top_k;  // sums of runs are those of what it keeps
-    double all = weigh(!shared);
-    Cut cut{0, 0};
     if (row.top_k > 0 && row.top_k < alive * RUN) {
         double n = (double)(alive * RUN);
-        cut = Cutting<true>{(double)row.top_k, 0, n, weights, alive * RUN, {spare[0], spare[1]}}.find();
+        Cut cut = Cutting<true>{(double)row.top_k, 0, n, weights, alive * RUN, {spare[0], spare[1]}}.find();
         if (cut.at > 0) keep(cut), settle();
     }
-    cut = {0, 0};
+    Cut cut{0, 0};
     if (row.top_p < 1) {
-        if (!shared) all = 0;
-        for (int64_t i = 0; !shared && i < alive; i++) all += desk.sums[i];
+        double all = 0;
+        for (int64_t i = 0; i < alive; i++) all += desk.sums[i];
         cut = Cutting<false>{row.top_p * all, 0, all, weights, alive * RUN, {spare[0], spare[1]}}.find();
     }
     if (row.min_p > cut.at) cut = {row.min_p, 0};
-    if (cut.at > 0 || shared) keep(cut);
+    if (cut.at > 0) keep(cut);
+}
+// The weights of a run that count, and 0 for the others.
+void Work::kept(int64_t index, float* to) const {
+    vf from = splat(least > 0 ? border(index) : 0);
+    for (int j = 0; j < RUN; j += W) {
+        vf v = load(weights + index * RUN + j);
+        store(to + j, only(v, ~over(from, v)));
+    }
+}
+void Work::draw() {
+    look_for_live();
+    Nucleus nucleus{logits,      s.vocab,   greatest,     row.scale,  desk.live, alive, desk.best,
+                    desk.crests, desk.sums, desk.weights, desk.first, {desk.spare[0], desk.spare[1]}};
+    bool found_all = row.top_p < 1 && !row.top_k && !row.min_p && nucleus.find(row.top_p);
+    if (!found_all) weigh_all(), cut();
     double whole = add_up(), most = nextafter(whole, 0.0);
     for (int d = row.draw; d < row.draw + row.draws; d++) {
         double goal = s.numbers[d] * whole;
         if (goal > most) goal = most;
         int64_t found = std::upper_bound(desk.sums, desk.sums + alive, goal) - desk.sums;
         double before_ = found ? desk.sums[found - 1] : 0, sum_ = 0;
-        const float* w = weights + found * RUN;
-        float from = least > 0 ? border(found) : 0;
+        float w[RUN];
+        if (found_all) nucleus.kept(found, w);
+        else kept(found, w);
         int at = 0, last = 0;
         for (; at < RUN; at++) {
-            if (w[at] < from || w[at] == 0) continue;
+            if (w[at] == 0) continue;
             last = at;
             if ((sum_ += w[at]) + before_ > goal) break;
         }
@@ -310,7 +318,7 @@ double Work::most_likely() {
     for (int64_t i = 0; i < runs; i++) {
         float room[RUN];
         const float* from = run(logits, i, room);
-        all += sum_of_run([&](int j) { return weight(load(from + j * W), most, scale); });
+        all += sum_of_run([&](int j, vf* some) { weigh<TOGETHER>(from + j * W, most, scale, some); });
         if (!row.top || (count == row.top && !(desk.best[i] > least))) continue;
         for (int64_t j = 0; j < RUN && i * RUN + j < s.vocab; j++) {
             if (count == row.top && !(from[j] > least)) continue;
@@ -365,14 +373,14 @@ int Work::choose() {
     return FINE;
 }
 
-// 1: no memory to work in.
+// How many rows failed; -1: no memory to work in.
 extern "C" int mp_sample(const Sampling* s, int threads) {
-    std::atomic<int> odd{0};
+    std::atomic<int> odd{0}, failed{0};
     parallel(s->rows, worth(s->rows * s->vocab, threads), [&](int64_t r) {
         static thread_local Memory memory;
         Desk desk;
         if (!desk.take(memory, s->vocab)) { odd = 1; return; }
-        s->failed[r] = Work(*s, r, desk).choose();
+        if ((s->failed[r] = Work(*s, r, desk).choose())) failed++;
     });
-    return odd;
+    return odd ? -1 : (int)failed;
 }

@@ -30,7 +30,7 @@ class Panels(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """In step.cpp."""
+    """In step.h."""
 
     _fields_ = (
         ("input_norm", _P), ("post_norm", _P), ("q_norm", _P), ("k_norm", _P),
@@ -39,7 +39,7 @@ class Layer(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """In step.cpp."""
+    """In step.h."""
 
     _fields_ = (
         ("layers", ctypes.POINTER(Layer)),
@@ -50,13 +50,13 @@ class Model(ctypes.Structure):
 
 
 class Items(ctypes.Structure):
-    """In step.cpp."""
+    """In step.h."""
 
     _fields_ = (("single", _P), ("singles", _L), ("several", _P), ("many", _L))
 
 
 class Step(ctypes.Structure):
-    """In step.cpp."""
+    """In step.h."""
 
     _fields_ = (
         ("first", _L), ("last", _L), ("index", _L),
@@ -72,6 +72,19 @@ class Step(ctypes.Structure):
         ("some", Items),
         ("watch", _P),
         ("threads", _I),
+    )  # fmt: skip
+
+
+class GoOn(ctypes.Structure):
+    """In go_on.cpp."""
+
+    _fields_ = (
+        ("model", ctypes.POINTER(Model)), ("step", ctypes.POINTER(Step)),
+        ("chosen", _P), ("tokens", _P), ("positions", _P), ("contexts", _P),
+        ("turns", _P), ("cosines", _P), ("sines", _P),
+        ("embedding", ctypes.POINTER(Panels)), ("table", _P),
+        ("norm", _P), ("head", ctypes.POINTER(Panels)), ("normed", _P), ("logits", _P),
+        ("filled", _L),
     )  # fmt: skip
 
 

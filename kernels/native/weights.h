@@ -1,6 +1,8 @@
 // A token's weight and sums of weights, to the bit as moonpool/model/draw.py defines them: no product is fused with a
 // sum, and sums go in one order on every machine.
 #pragma once
+#include <math.h>
+
 #include "vec.h"
 
 enum { RUN = 128 };  // tokens whose weights are summed up together
@@ -20,22 +22,34 @@ INLINE vf unfused(vf x) {
     return x;
 }
 
-// 2 ^ ((logit - greatest) * scale); 0 where that is below 2^-126, or the logit is minus infinity.
-INLINE vf weight(vf logit, vf greatest, vf scale) {
-    vf low = splat(-126.0f), magic = splat(12582912.0f);
-    vf x = unfused((logit - greatest) * scale);
-    vi alive = x >= low;  // not of NaN, which is minus infinity times 0
-    x = vmax(x, low);
-    vf t = x + magic;  // its low bits are round(x)
-    vf f = x - (t - magic);
-    vf y = unfused(splat(1.537070260e-4f) * f) + 1.339984826e-3f;
-    y = unfused(y * f) + 9.618373259e-3f;
-    y = unfused(y * f) + 5.550329035e-2f;
-    y = unfused(y * f) + 2.402264846e-1f;
-    y = unfused(y * f) + 6.931472056e-1f;
-    y = unfused(y * f) + 1.0f;
-    y = (vf)((vi)y + ((vi)t << 23));
-    return (vf)((vi)y & alive);
+// 2 ^ ((logit - greatest) * scale) for N vectors; 0 where that is below 2^-126, or the logit is minus infinity. Each is a
+// chain of twenty operations: they go side by side, or the processor would wait for them.
+template <int N> INLINE void weigh(const float* logits, vf greatest, vf scale, vf* y) {
+    const vf magic = splat(12582912.0f);
+    const float powers[] = {1.339984826e-3f, 9.618373259e-3f, 5.550329035e-2f, 2.402264846e-1f, 6.931472056e-1f, 1.0f};
+    vf x[N], t[N];
+    vi alive[N];
+#define ALL _Pragma("GCC unroll 8") for (int i = 0; i < N; i++)
+    ALL x[i] = unfused((load(logits + i * W) - greatest) * scale);
+    ALL alive[i] = x[i] >= splat(-126.0f);  // not of NaN, which is minus infinity times 0
+    ALL t[i] = x[i] + magic;  // its low bits are round(x)
+    ALL x[i] -= t[i] - magic;
+    ALL y[i] = splat(1.537070260e-4f);
+#pragma GCC unroll 8
+    for (float power : powers) {
+        ALL y[i] = unfused(y[i] * x[i]);
+        ALL y[i] += power;
+    }
+    ALL y[i] = (vf)(((vi)y[i] + ((vi)t[i] << 23)) & alive[i]);
+#undef ALL
+}
+
+// A run of a row's logits, filled up with minus infinity behind the vocabulary.
+INLINE const float* run_of(const float* logits, int64_t vocab, int64_t index, float* room) {
+    int64_t first = index * RUN, left = vocab - first;
+    if (left >= RUN) return logits + first;
+    for (int i = 0; i < RUN; i++) room[i] = i < left ? logits[first + i] : -INFINITY;
+    return room;
 }
 
 INLINE void as_doubles(vf v, vd* low, vd* high) {
@@ -51,11 +65,8 @@ INLINE void as_doubles(vf v, vd* low, vd* high) {
     *low = __builtin_convertvector(parts[0], vd), *high = __builtin_convertvector(parts[1], vd);
 #endif
 }
-// t[0] of what is left when t[i] += t[i + s] for s = LANES / 2, ..., 1. In vectors: a loop over t waits for its own stores.
-INLINE double halved(vd* lanes) {
-#pragma GCC unroll 8
-    for (int s = SUMS / 2; s; s /= 2) for (int i = 0; i < s; i++) lanes[i] += lanes[i + s];
-    vd t = lanes[0];
+// t[0] of what is left when t[i] += t[i + s] for s = W / 4, ..., 1. In vectors: a loop over t waits for its own stores.
+INLINE double halved(vd t) {
 #if W == 16
     t += SHUF(t, t, 4, 5, 6, 7, 0, 1, 2, 3);
     t += SHUF(t, t, 2, 3, 0, 1, 6, 7, 4, 5);
@@ -68,16 +79,22 @@ INLINE double halved(vd* lanes) {
 #endif
     return t[0];
 }
-// The sum of f(vector) over the vectors of a run, from its first token to its last.
+enum { TOGETHER = 4 };  // vectors that are weighed side by side
+// The sum of a run's vectors, from its first token to its last; f(i, to) gives TOGETHER of them from the i-th on.
 template <class F> INLINE double sum_of_run(const F& f) {
     vd lanes[SUMS] = {};
-    for (int from = 0; from < RUN / W; from += LANES / W) {
+    for (int from = 0; from < RUN / W; from += TOGETHER) {
+        vf some[TOGETHER];
+        f(from, some);
 #pragma GCC unroll 4
-        for (int j = 0; j < LANES / W; j++) {
+        for (int i = 0; i < TOGETHER; i++) {
             vd low, high;
-            as_doubles(f(from + j), &low, &high);
+            as_doubles(some[i], &low, &high);
+            int j = i % (LANES / W);
             lanes[2 * j] += low, lanes[2 * j + 1] += high;
         }
     }
-    return halved(lanes);
+#pragma GCC unroll 8
+    for (int s = SUMS / 2; s; s /= 2) for (int i = 0; i < s; i++) lanes[i] += lanes[i + s];
+    return halved(lanes[0]);
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from moonpool.cost.predict import attention_pairs, decode_step_seconds, prefill_seconds
 from moonpool.cost.regression import Regression
@@ -63,19 +62,18 @@ class SpeedTracker:
         if self._speeds is None:
             base_s, per_token_s, per_pair_s, once = self._prefill.coefficients
             step_s, per_sequence_s, per_context_token_s = self._decode.coefficients
-            self._speeds = replace(
-                self._base,
-                prefill_base_s=base_s,
-                prefill_per_token_s=per_token_s,
-                prefill_per_pair_s=per_pair_s,
-                prefill_per_prompt_s=self._base.prefill_per_prompt_s * once,
-                prefill_per_cached_token_s=self._base.prefill_per_cached_token_s * once,
-                decode_base_s=step_s,
-                decode_per_sequence_s=per_sequence_s,
-                decode_per_context_token_s=per_context_token_s,
-                load_bytes_per_s=self._load_rate,
-                transfer_bytes_per_s=self._transfer_rate,
-                peer_bytes_per_s=self._peer_rate,
+            self._speeds = Speeds(
+                base_s,
+                per_token_s,
+                per_pair_s,
+                step_s,
+                per_sequence_s,
+                per_context_token_s,
+                self._load_rate,
+                self._transfer_rate,
+                self._base.prefill_per_prompt_s * once,
+                self._base.prefill_per_cached_token_s * once,
+                self._peer_rate,
             )
         return self._speeds
 

@@ -41,11 +41,14 @@ class Choosing:
         model: the last stage.
         step: the run's first.
         dropped: sequences, by index, that nothing is wanted of any more.
+
+    Attributes:
+        logits: of the first part, the largest, once there are some: the others take its memory after it.
     """
 
     def __init__(self, model: StageModel, step: Step, dropped: Container[int]) -> None:
         self._model, self._count = model, len(step.sequences)
-        self._logits: Tensor | None = None  # of the first part, the largest: the others take its memory after it
+        self.logits: Tensor | None = None
         live = [(index, sequence) for index, sequence in enumerate(step.sequences) if index not in dropped]
         wanted = [(index, sequence.sample) for index, sequence in live if sequence.sample is not None]
         self._parts = [
@@ -64,11 +67,24 @@ class Choosing:
         """
         found = Found([None] * self._count)
         for part in self._parts:
-            self._logits = part.choose(hidden, batch, masks, found, self._logits)
+            self.logits = part.choose(hidden, batch, masks, found, self.logits)
         for index, tokens, scored in self._scored:
             last = int(batch.last_rows[index])
             found.scores[index] = _scores(self._model, hidden[last + 1 - tokens : last + 1], scored)
         return found
+
+    @property
+    def chosen(self) -> int | None:
+        """Address of the tokens, one int32 of each sequence, written by each choice; None where there is no such.
+
+        Then logits of all sequences are computed together, and `choose_from` takes them.
+        """
+        whole = len(self._parts) == 1 and not self._scored
+        return self._parts[0].chosen_of(self._count) if whole else None
+
+    def choose_from(self, logits: int, masks: Future[Allowed] | None) -> Found:
+        """As `choose`, of all sequences' logits [S, vocab] at an address, which are overwritten."""
+        return self._parts[0].draw_all(logits, masks)
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """The run's next step: each of its sequences has got its one of `tokens`."""
@@ -112,9 +128,24 @@ class _Part:
         self._note(self._sampler.sample(logits, self._allowed(masks, found)), found)
         return room
 
+    def draw_all(self, logits: int, masks: Future[Allowed] | None) -> Found:
+        """As `Choosing.choose_from`: these are all sequences."""
+        found = Found()
+        tokens = self._sampler.sample_at(logits, self._allowed(masks, found))
+        if isinstance(tokens, list) and not found.failed:
+            found.sampled = list(tokens)
+            return found
+        found.sampled = [None] * len(self._wanted)
+        self._note(Sampled([[it] for it in tokens], {}, {}) if isinstance(tokens, list) else tokens, found)
+        return found
+
+    def chosen_of(self, sequences: int) -> int | None:
+        """As `Choosing.chosen`, where a step has so many sequences."""
+        return self._sampler.chosen if len(self._drawn) == sequences else None
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """See `Choosing.go_on`."""
-        self._sampler.go_on([tokens[index] for _, index in self._drawn])
+        self._sampler.go_on(tokens if len(self._drawn) == len(tokens) else [tokens[index] for _, index in self._drawn])
 
     def _allowed(self, masks: Future[Allowed] | None, found: Found) -> dict[int, memoryview]:
         """Masks by row of those that are drawn, the same objects in all steps; `found` says where there is none."""

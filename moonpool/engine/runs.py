@@ -15,6 +15,7 @@ from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.masks import Allowed
 from moonpool.engine.messages import StepDone
 from moonpool.model.batch import PackedBatch
+from moonpool.model.native_run import NativeRun
 from moonpool.sched.steps import TELL_S, TOLD_TOGETHER, Step
 
 
@@ -41,28 +42,34 @@ class Run:
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, hidden]; before the embedding nothing
     choosing: Choosing | None = None
     """Made with the first choice."""
+    native: NativeRun | None = None
+    """Its steps from now on, where each is one call."""
     found: Found = field(default_factory=Found)
     _untold: list[StepDone] = field(default_factory=list)
+    _ends: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.batch = self.packed
+        self._ends = frozenset().union(*(sequence.end_token_ids for sequence in self.step.sequences))
 
     def following(self) -> list[int] | None:
         """What each sequence goes on with; None when the run is over with this step."""
         if not self.left or self.choosing is None:
             return None
-        tokens = []
-        for sequence, token in zip(self.step.sequences, self.found.sampled, strict=True):
-            if token is None or token in sequence.end_token_ids:
-                return None
-            tokens.append(token)
+        tokens = [token for token in self.found.sampled if token is not None]
+        if len(tokens) < len(self.found.sampled):
+            return None
+        if not self._ends.isdisjoint(tokens):
+            pairs = zip(self.step.sequences, tokens, strict=True)
+            return None if any(token in sequence.end_token_ids for sequence, token in pairs) else tokens
         return tokens
 
     def go_on(self, tokens: list[int], layer: int) -> None:
         """Makes it the run's next step, which begins at `layer` and goes on with these tokens; `masks` are set."""
         assert self.choosing is not None
-        self.packed = self.batch = self.packed.after(tokens)
         self.choosing.go_on(tokens)
+        if self.native is None:
+            self.packed = self.batch = self.packed.after(tokens)
         self.tails, self.layer, self.left = None, layer, self.left - 1
 
     def told(self, done: StepDone) -> StepDone | None:

@@ -20,6 +20,7 @@ from moonpool.engine.pipeline import Links
 from moonpool.engine.runs import Run
 from moonpool.model.batch import PackedBatch
 from moonpool.model.inference import inference
+from moonpool.model.native_run import NativeRun
 from moonpool.model.stage import StageModel
 from moonpool.sched.steps import LayerDone, Step
 
@@ -82,35 +83,59 @@ class StageRunner:
         run = Run(step, packed, masks, self._tails(step), self.model.layer_begin, step.steps - 1)
         return self._step(run, clocks)
 
-    @inference
     def go_on(self) -> bool:
         """As `run`, for the next step of the run."""
         assert self._following is not None
         run, tokens = self._following
         clocks = self._begin(run.step)
+        if run.native is None:
+            run.native = self._native(run)
         run.go_on(tokens, self.model.layer_begin)
+        if run.native is not None:
+            return self._natively(run, run.native, clocks)
         self.place.memory.go_on(run.packed.block_ids.tolist(), run.packed.filled())
         return self._step(run, clocks)
 
+    @inference
     def _step(self, run: Run, clocks: _Clocks) -> bool:
-        step_id, memory = run.step.step_id, self.place.memory
         done = self._received(run) and (self._layers(run) if run.shape is None else self._graph(run))
         if done and self.model.is_last:
             self.place.lane.run(partial(self._choose, run))
         self.place.lane.mark().wait()
-        following = run.following() if done and not self.gates.is_cut(step_id) else None
+        following = self._begin_following(run, done=done)
+        # Sent whatever has happened, so that the next stage knows.
+        self.links.send(run.step.step_id, run.hidden if done else None)
+        return self._over(run, clocks, following, done=done)
+
+    def _natively(self, run: Run, native: NativeRun, clocks: _Clocks) -> bool:
+        """A further step in one call, on a plain CPU: nothing else that is done for a step is left."""
+        assert run.choosing is not None
+        done, memory = native.go_on(), self.place.memory
+        if done:
+            if native.filled:
+                memory.go_on((), native.filled)
+                for layer in range(self.model.layer_begin, self.model.layer_end):
+                    memory.leave(layer, None)
+            run.found = run.choosing.choose_from(native.logits_at, run.masks)
+        return self._over(run, clocks, self._begin_following(run, done=done), done=done)
+
+    def _begin_following(self, run: Run, *, done: bool) -> list[int] | None:
+        """The tokens of the run's next step, whose masks are begun; None where it is over."""
+        following = run.following() if done and not self.gates.is_cut(run.step.step_id) else None
         if following is not None and self.masks is not None:
             run.masks = self.masks.go_on(following)
-        # Sent whatever has happened, so that the next stage knows.
-        self.links.send(step_id, run.hidden if done else None)
+        return following
+
+    def _over(self, run: Run, clocks: _Clocks, following: list[int] | None, *, done: bool) -> bool:
+        """Reports the step; whether its run goes on."""
         found = run.found if done else Found()
         self._following = None if following is None else (run, following)
         if following is None:
             # Gates are done before the report: its receiver may open gates of the next step at once.
-            self.gates.done(step_id)
+            self.gates.done(run.step.step_id)
         share = self.share() * self._ran(run.step, clocks, found.awaited_ns)
         report = partial(self._report, run, found, clocks, share, aborted=not done, over=following is None)
-        memory.over(report, aborted=not done)
+        self.place.memory.over(report, aborted=not done)
         return following is not None
 
     def _received(self, run: Run) -> bool:
@@ -155,6 +180,17 @@ class StageRunner:
                 place.memory.leave(its, told)
             layer = came
         return True
+
+    def _native(self, run: Run) -> NativeRun | None:
+        """What computes the further steps of a run in one call each; None where they go as the first did."""
+        step, choosing = run.step, run.choosing
+        plain = self.place.device is None and not step.gated and not step.layer_events
+        if not plain or choosing is None or choosing.chosen is None or len(step.sequences) != run.packed.num_tokens:
+            return None
+        memory, watch = self.place.memory, self.gates.watch(step.step_id, gated=False)
+        return self.model.going_on(
+            run.packed, memory.kv, run.left, choosing.chosen, scales=memory.scales, out=choosing.logits, watch=watch
+        )
 
     def _graph(self, run: Run) -> bool:
         """Gives all layers of this stage to the lane as one graph; False when the step was aborted before."""

@@ -24,19 +24,23 @@ class NativeLayers:
     """The layers of one stage as the native step is given them; `native_layers` makes it."""
 
     def __init__(self, native: Library, config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> None:
-        self._native = native
+        self.native = native
         self._index = index
         self._weights = list(layers)  # kept alive
         self._layers = (structures.Layer * len(layers))(*map(_layer, layers))
         first = layers[0].input_norm
-        self._model = structures.Model(
+        self.model = structures.Model(
             self._layers,
             config.hidden_size, config.intermediate_size,
             TYPES[first.dtype], config.num_heads, config.num_kv_heads, config.head_dim,
             config.rms_norm_eps, config.head_dim**-0.5,
         )  # fmt: skip
 
-    def run(
+    def run(self, step: structures.Step) -> int:
+        """Run a step's layers and return the one that it came to, counted in the whole model."""
+        return self.native.step(self.model, step) + self._index
+
+    def step(
         self,
         hidden: Tensor,
         batch: PackedBatch,
@@ -49,8 +53,8 @@ class NativeLayers:
         *,
         tails: Sequence[int] | None,
         watch: int,
-    ) -> int:
-        """Run layers `first` up to `last`, counted in the whole model, and return the one that it came to.
+    ) -> structures.Step:
+        """Return layers `first` up to `last`, counted in the whole model, over a batch, as native code is given them.
 
         Args:
             hidden: States [T, hidden], contiguous: in and out.
@@ -87,12 +91,13 @@ class NativeLayers:
             watch or None,
             torch.get_num_threads(),
         )  # fmt: skip
-        return self._native.step(self._model, step) + self._index
+        step.chosen = chosen  # kept alive
+        return step
 
     def normed(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Return the RMS norm of `rows` [R, hidden], each dense, in the weights' type."""
         out = torch.empty(rows.shape, dtype=rows.dtype)
-        self._native.rms_norm(rows, None, weight, self._model.eps, out)
+        self.native.rms_norm(rows, None, weight, self.model.eps, out)
         return out
 
 

@@ -63,8 +63,9 @@ class NativeRows:
             np.array([spec.position for spec in specs], np.uint64), [spec.samples for spec in specs]
         )
         self._numbers = np.zeros(draws)
-        self._hashed = self._seeds.ctypes.data, self._positions.ctypes.data, draws, self._numbers.ctypes.data
-        self._drawn = max(scales) >= 0
+        self._numbers_at = self._numbers.ctypes.data
+        self._hashed = self._seeds.ctypes.data, self._positions.ctypes.data
+        self._drawn, self._later = max(scales) >= 0, 0
         self._plain = draws == len(specs) and all(spec.params.logprobs is None for spec in specs)
         self._masks: Mapping[int, Mask] = {}
         self._tokens, self._failed = array("i", bytes(4 * draws)), array("i", bytes(4 * len(specs)))
@@ -74,13 +75,18 @@ class NativeRows:
         outputs = (self._tokens, self._failed, *self._told, *self._likely)
         self._call = Sampling(
             None, len(specs), vocab,
-            self._rows.ctypes.data, self._data.buffer_info()[0], self._numbers.ctypes.data,
+            self._rows.ctypes.data, self._data.buffer_info()[0], self._numbers_at,
             *(output.buffer_info()[0] for output in outputs), self._most,
         )  # fmt: skip
 
+    @property
+    def chosen(self) -> int | None:
+        """Address of the rows' tokens, one int32 of each, written by each choice; None where a row has several."""
+        return self._tokens.buffer_info()[0] if len(self._tokens) == len(self._specs) else None
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """The next step, after each row's first sample was `tokens`."""
-        self._positions += np.uint64(1)
+        self._later += 1
         for row, end in self._ends.items():
             self._data[end] = tokens[row]
             self._rows["history_count"][row] += 1
@@ -94,15 +100,38 @@ class NativeRows:
             masks: as `moonpool.model.sampler.sample` has them; the same object as before has the same memory.
             numbers: in [0, 1), for each row and each of its samples, in place of those of seeds and positions.
         """
+        tokens = self.choose_at(logits.data_ptr(), masks, numbers)
+        return self.found() if tokens is None else Choice([[token] for token in tokens], {}, {})
+
+    def choose_at(
+        self, logits: int, masks: Mapping[int, Mask], numbers: Sequence[float] | None = None
+    ) -> list[int] | None:
+        """As `choose`, of logits at an address: one token of each row; None where `found` has more, or less, to say."""
         if numbers is not None:
             self._numbers[:] = numbers
         elif self._drawn:
-            self._native.uniform(*self._hashed)
+            self._native.uniform(*self._hashed, self._later, len(self._numbers), self._numbers_at)
         if masks is not self._masks:
             self._mask(masks)
-        self._call.logits = logits.data_ptr()
-        self._native.sample(self._call)
-        return self._found()
+        self._call.logits = logits
+        failed = self._native.sample(self._call)
+        return self._tokens.tolist() if self._plain and not failed else None
+
+    def found(self) -> Choice:
+        """What the last choice found."""
+        found = Choice([], {}, {})
+        first = 0
+        for row, spec in enumerate(self._specs):
+            last = first + spec.samples
+            if self._failed[row]:
+                found.failed[row] = self._failed[row] == 1
+                found.tokens.append([])
+            else:
+                found.tokens.append(self._tokens[first:last].tolist())
+                if spec.params.logprobs is not None:
+                    found.logprobs[row] = self._logprobs(row, spec, slice(first, last))
+            first = last
+        return found
 
     def _row(
         self, row: int, spec: SampleSpec, scale: float, vocab: int, draws: int, steps: int
@@ -141,24 +170,6 @@ class NativeRows:
             self._rows["mask"][row] = np.frombuffer(mask, np.uint8).ctypes.data
             self._rows["mask_bytes"][row] = len(mask)
         self._masks = masks
-
-    def _found(self) -> Choice:
-        found = Choice([], {}, {})
-        if self._plain and not any(self._failed):
-            found.tokens = [[token] for token in self._tokens]
-            return found
-        first = 0
-        for row, spec in enumerate(self._specs):
-            last = first + spec.samples
-            if self._failed[row]:
-                found.failed[row] = self._failed[row] == 1
-                found.tokens.append([])
-            else:
-                found.tokens.append(self._tokens[first:last].tolist())
-                if spec.params.logprobs is not None:
-                    found.logprobs[row] = self._logprobs(row, spec, slice(first, last))
-            first = last
-        return found
 
     def _logprobs(self, row: int, spec: SampleSpec, draws: slice) -> Logprobs:
         begin, count = row * self._most, min(spec.params.logprobs or 0, self._most)

@@ -37,6 +37,16 @@ class RopeTable:
         cos, sin = self._kept.index_select(1, positions)
         return cos, sin
 
+    def ahead(self, positions: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return cos and signed sin, each [N, head_dim], of `positions` [T] (on a CPU) and of those after them.
+
+        Row `turns[i]` belongs to `positions[i]`, and as many as `steps` follow it for the next ones; `turns` [T] int64.
+        """
+        if int(positions.max()) + steps < self._kept.shape[1]:
+            return self._kept[0], self._kept[1], positions.clone()
+        later = positions[:, None] + torch.arange(steps + 1)
+        return *self._computed(later.flatten()), torch.arange(len(positions)) * (steps + 1)
+
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.float()[:, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()

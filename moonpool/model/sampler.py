@@ -28,7 +28,7 @@ from moonpool.logprobs import Logprobs
 from moonpool.model.adjust import Mask, adjust
 from moonpool.model.draw import draw, scale_of
 from moonpool.model.likely import logprobs
-from moonpool.model.native_sampler import NativeRows
+from moonpool.model.native_sampler import Choice, NativeRows
 from moonpool.sampling import SampleSpec, stream_seed
 
 # Temperatures below this are greedy: dividing by them would overflow.
@@ -67,6 +67,11 @@ class Sampler:
             scales = [scale_of(it.params) if it.params.temperature >= _GREEDY_BELOW else -1.0 for it in specs]
             self._rows = NativeRows(native, vocab, specs, scales, steps)
 
+    @property
+    def chosen(self) -> int | None:
+        """As `NativeRows.chosen`; None where rows are not sampled natively, too."""
+        return None if self._rows is None else self._rows.chosen
+
     def sample(self, logits: Tensor, masks: Mapping[int, Mask] = MappingProxyType({})) -> Sampled:
         """See `sample`."""
         assert logits.dim() == 2
@@ -78,9 +83,13 @@ class Sampler:
         if self._rows is None:
             with torch.inference_mode():
                 return _by_torch(logits, self._specs, masks)
-        found = self._rows.choose(logits, masks)
-        failed = {row: NOTHING_LEFT if nothing else NOT_FINITE for row, nothing in found.failed.items()}
-        return Sampled(found.tokens, found.logprobs, failed)
+        return _as_sampled(self._rows.choose(logits, masks))
+
+    def sample_at(self, logits: int, masks: Mapping[int, Mask]) -> list[int] | Sampled:
+        """As `sample`, natively, of logits at an address; one token of each row, where there is nothing else to say."""
+        assert self._rows is not None
+        tokens = self._rows.choose_at(logits, masks)
+        return _as_sampled(self._rows.found()) if tokens is None else tokens
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """The next step: each row's token was the one of `tokens`, and the same tokens are banned."""
@@ -96,6 +105,11 @@ def sample(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, Mask
     `logits` must be contiguous and are overwritten. `masks`: of rows that may not have all tokens.
     """
     return Sampler(specs, logits.shape[-1], logits.device).sample(logits, masks)
+
+
+def _as_sampled(found: Choice) -> Sampled:
+    failed = {row: NOTHING_LEFT if nothing else NOT_FINITE for row, nothing in found.failed.items()}
+    return Sampled(found.tokens, found.logprobs, failed)
 
 
 def _by_torch(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, Mask]) -> Sampled:

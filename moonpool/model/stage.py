@@ -22,6 +22,7 @@ from moonpool.model.batch import PackedBatch
 from moonpool.model.inference import inference
 from moonpool.model.linear import Linear
 from moonpool.model.native import native_layers
+from moonpool.model.native_run import NativeRun, Parts, native_run
 from moonpool.model.rope import RopeTable
 from moonpool.model.weights import LayerWeights
 
@@ -131,11 +132,11 @@ class StageModel:
             assert self.dtype == hidden.dtype
             assert scales is not None or kv.dtype == self.dtype
             assert hidden.is_contiguous()
-            came = self._native.run(
+            step = self._native.step(
                 hidden, batch, self._angles(batch), self._plan(batch, kv[0]), kv, scales, first, last,
                 tails=tails, watch=0 if watch is None else watch.address,
             )  # fmt: skip
-            return came, hidden
+            return self._native.run(step), hidden
         for index in range(first, last):
             if watch is not None and watch.stopped(index):
                 return index, hidden
@@ -156,6 +157,45 @@ class StageModel:
         else:
             normed = ops.rms_norm(rows, self.final_norm, self.config.rms_norm_eps)
         return self.head(normed, deterministic=self.deterministic, wide=True, out=out)
+
+    @inference
+    def going_on(
+        self,
+        batch: PackedBatch,
+        kv: Tensor,
+        steps: int,
+        chosen: int,
+        *,
+        scales: Tensor | None = None,
+        out: Tensor | None = None,
+        watch: Watch | None = None,
+    ) -> NativeRun | None:
+        """Return what computes further steps of a run, each in one call; None where they go one operation at a time.
+
+        Args:
+            batch: Of the step before, with one token of each sequence; from now on it is changed in place.
+            kv: As for `run`.
+            scales: As for `run`.
+            watch: As for `run`.
+            steps: That are taken at most.
+            chosen: Address of each sequence's token in each step, int32.
+            out: Logits of the step before, of which the memory may be used.
+        """
+        if self._native is None or not (self.is_first and self.is_last):
+            return None
+        assert self.final_norm is not None
+        assert self.head is not None
+        assert self.embedding is not None
+        hidden = torch.empty(batch.num_tokens, self.config.hidden_size, dtype=self.dtype)
+        cos, sin, turns = self._rope.ahead(batch.positions, steps)
+        angles = torch.empty(2, batch.num_tokens, self.config.head_dim, dtype=self.dtype)
+        plan, layers = self._plan(batch, kv[0]), (self.layer_begin, self.layer_end)
+        step = self._native.step(
+            hidden, batch, (angles[0], angles[1]), plan, kv, scales, *layers,
+            tails=None, watch=0 if watch is None else watch.address,
+        )  # fmt: skip
+        parts = Parts(step, hidden, angles, cos, sin, turns, self.embedding, self.final_norm, self.head)
+        return native_run(self._native, batch, parts, kv.shape[1], steps, chosen, out)
 
     def forward(
         self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor, *, scales: Tensor | None = None

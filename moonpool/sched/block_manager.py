@@ -25,8 +25,11 @@ class OutOfBlocks(MoonpoolError):  # noqa: N818 - named like its kind in the fie
 class KeyEvents:
     """Net change of the set of held keys since the last call; no key is in both lists."""
 
-    stored: list[BlockKey]
-    removed: list[BlockKey]
+    stored: tuple[BlockKey, ...]
+    removed: tuple[BlockKey, ...]
+
+
+UNCHANGED = KeyEvents((), ())
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +205,9 @@ class BlockManager:
 
     def take_events(self) -> KeyEvents:
         """Net change of `keys()` since the last call."""
-        events = KeyEvents(list(self._stored), list(self._removed))
+        if not (self._stored or self._removed):
+            return UNCHANGED
+        events = KeyEvents(tuple(self._stored), tuple(self._removed))
         self._stored.clear()
         self._removed.clear()
         return events

@@ -62,6 +62,7 @@ class Calls:
         find: a member's address and incarnation; None when it is not there.
         post: hands an event to the core.
         reserve_limit_s: a `Reserve` call ends after so long. The core gives up waiting for it earlier.
+        clock: the core's, seconds.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class Calls:
         find: Find,
         post: Callable[[Event], None],
         reserve_limit_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channels = channels
         self._steps = steps
         self._find = find
         self._post = post
         self._reserve_limit_s = reserve_limit_s
+        self._clock = clock
         self._cancels: dict[int, Callable[[], object]] = {}
         self._tasks: set[asyncio.Task[Result]] = set()
 
@@ -128,14 +131,14 @@ class Calls:
         prefill = self._find(order.plan.prefill.id)
         if prefill is None or prefill.incarnation != order.incarnation:
             return Failure(Kind.UNAVAILABLE, f"{order.plan.prefill.id} has left")
-        stub, began = PrefillServiceStub(self._channels.get(prefill.address)), time.monotonic()
+        stub, began = PrefillServiceStub(self._channels.get(prefill.address)), self._clock()
         call = stub.Prefill(request, timeout=serving.remaining_s())
         try:
             first = True
             async for response in call:
                 if response.HasField("first_token") and first:
                     first = False
-                    how = _prefilled(response.first_token, request.sequence, time.monotonic() - began)
+                    how = _prefilled(response.first_token, request.sequence, self._clock() - began)
                     before = serving.answer.tokens
                     finish = finish_of(serving.first_token(response.first_token))
                     known = 0 < before == serving.answer.tokens

@@ -56,6 +56,7 @@ class Desk:
         recording: of the requests, if there is one.
         order: tells an instance what to do with its keys, and which role to take.
         post: hands an event to the core.
+        clock: the core's, seconds.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Desk:
         recording: Recording | None,
         order: Callable[[Resync | Replicate | ChangeRole], None],
         post: Callable[[Event], None],
+        clock: Callable[[], float],
     ) -> None:
         self._calls = calls
+        self._clock = clock
         self._decisions = decisions
         self._predictions = predictions
         self._recent = recent
@@ -82,7 +85,7 @@ class Desk:
         return len(self._serving)
 
     def open(self, answer: Answer, deadline: float, resume: Resume | None = None) -> Serving:
-        """Takes a request in, new or resumed; `deadline` is in seconds of `time.monotonic()`."""
+        """Takes a request in, new or resumed; `deadline` is in the clock's seconds."""
         request = answer.request
         ask = Ask(
             number=next(self._numbers),
@@ -103,7 +106,13 @@ class Desk:
             least_tokens=request.least_tokens,
         )
         serving = Serving(
-            ask, answer, self._first_token, self._delivered, list(request.prompt_keys), secret_for(resume)
+            ask,
+            answer,
+            self._first_token,
+            self._delivered,
+            list(request.prompt_keys),
+            secret_for(resume),
+            self._clock,
         )
         self._serving[ask.number] = serving
         if resume is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.errors import Unavailable
@@ -26,6 +26,7 @@ class Intake:
         desk: serves requests.
         tokenizing: worker threads.
         config: the conductor's.
+        clock: of the times of requests, seconds.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class Intake:
         desk: Desk,
         tokenizing: ThreadPoolExecutor,
         config: ConductorConfig,
+        clock: Callable[[], float],
     ) -> None:
         self._checkpoint = checkpoint
         self._registry = registry
         self._desk = desk
         self._tokenizing = tokenizing
         self._config = config
+        self._clock = clock
 
     def served(self) -> Served:
         """What requests are checked against.
@@ -81,7 +84,7 @@ class Intake:
         Raises:
             MoonpoolError: it failed, or was refused.
         """
-        request, arrived = await self.read(message), time.monotonic()
+        request, arrived = await self.read(message), self._clock()
         serving = self._desk.open(
             Answer.begin(request, self.served(), arrived), arrived + self._config.request_timeout_s
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -55,24 +55,9 @@ async def conductor(
 ) -> AsyncIterator[tuple[ConductorServicer, str]]:
     """Run a conductor while the body runs; yields its servicer and the address it advertises."""
     async with AsyncExitStack() as stack:
-        tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         security = Security.of(config, config.client_listen, config.api_keys)
         channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
-        recording = await _recording(config, stack)
-        core = _core(config)
-        driver: Driver[Event, Action] = Driver(core, lambda action: desk.perform(action), journal=config.journal())
-        cluster = Cluster(checkpoint.served(), channels, driver.post)
-        stack.callback(driver.close)
-        stack.push_async_callback(cluster.steps.aclose)
-        calls = Calls(channels, cluster.steps, cluster.find, driver.post, RESERVE_LIMIT * config.reserve_timeout_s)
-        stack.push_async_callback(calls.aclose)
-        decisions, recent = Decisions(config.explain_history, config.policy), Recent(time.monotonic)
-        desk = Desk(calls, decisions, Predictions(metrics), recent, recording, cluster.order, driver.post)
-        intake = Intake(checkpoint, cluster.registry, desk, tokenizing, config)
-        forgetting, keeper = await _records(config, channels, cluster, desk, intake, core, stack)
-        servicer = ConductorServicer(
-            config, cluster, core, desk, intake, decisions, recent, keeper, forgetting, tokenizing, spans
-        )
+        servicer = await stack.enter_async_context(assembled(config, checkpoint, channels, spans, metrics))
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         contract = (DESCRIPTOR, servicer)
@@ -82,6 +67,38 @@ async def conductor(
             kv_pb2.Instance(id=config.id, incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR, address=address)
         )
         yield servicer, address
+
+
+@asynccontextmanager
+async def assembled(
+    config: ConductorConfig,
+    checkpoint: Checkpoint,
+    channels: Channels,
+    spans: Recorder,
+    metrics: Metrics,
+    clock: Callable[[], float] = time.monotonic,
+) -> AsyncIterator[ConductorServicer]:
+    """All parts of a conductor but its ports, while the body runs; yields its servicer. `clock` gives seconds."""
+    async with AsyncExitStack() as stack:
+        tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
+        recording = await _recording(config, stack)
+        core = _core(config)
+        driver: Driver[Event, Action] = Driver(
+            core, lambda action: desk.perform(action), clock=clock, journal=config.journal()
+        )
+        cluster = Cluster(checkpoint.served(), channels, driver.post)
+        stack.callback(driver.close)
+        stack.push_async_callback(cluster.steps.aclose)
+        reserve_limit_s = RESERVE_LIMIT * config.reserve_timeout_s
+        calls = Calls(channels, cluster.steps, cluster.find, driver.post, reserve_limit_s, clock)
+        stack.push_async_callback(calls.aclose)
+        decisions, recent = Decisions(config.explain_history, config.policy), Recent(clock)
+        desk = Desk(calls, decisions, Predictions(metrics), recent, recording, cluster.order, driver.post, clock)
+        intake = Intake(checkpoint, cluster.registry, desk, tokenizing, config, clock)
+        forgetting, keeper = await _records(config, channels, cluster, desk, intake, core, stack)
+        yield ConductorServicer(
+            config, cluster, core, desk, intake, decisions, recent, keeper, forgetting, tokenizing, spans, clock
+        )
 
 
 async def _records(

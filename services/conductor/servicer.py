@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -88,8 +87,9 @@ class ConductorServicer:
         forgetting: Forgetting,
         tokenizing: ThreadPoolExecutor,
         spans: Recorder,
+        clock: Callable[[], float],
     ) -> None:
-        """`set_instance` must be called before the first request."""
+        """`set_instance` must be called before the first request; `clock` gives seconds, the core's."""
         self._config = config
         self.cluster = cluster
         self.core = core
@@ -101,6 +101,7 @@ class ConductorServicer:
         self._recent = recent
         self._tokenizing = tokenizing
         self._spans = spans
+        self._clock = clock
         self._joins = JoinServer(cluster, config.heartbeat_s, forgetting.admit)
         self._instance = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
         self._running: dict[str, _Running] = {}
@@ -128,7 +129,7 @@ class ConductorServicer:
         self._joins.stop()
 
     async def Generate(self, request: conductor_pb2.GenerateRequest, context: _GenerateContext) -> None:
-        arrived = time.monotonic()
+        arrived = self._clock()
         request.tenant = tenant_of(request.tenant)
         request_id = request.request_id or secrets.token_hex(8)
         if self._draining:
@@ -179,7 +180,7 @@ class ConductorServicer:
         deadline: float,
         context: _GenerateContext,
     ) -> None:
-        served, use = self._intake.served(), await self._keeper.use(message, deadline - time.monotonic())
+        served, use = self._intake.served(), await self._keeper.use(message, deadline - self._clock())
         message = use.request if use is not None else message
         request = await self._intake.read(message, request_id)
         resume, answer = read_resume(message, request, served), Answer.begin(request, served, arrived)
@@ -198,7 +199,7 @@ class ConductorServicer:
         """Tells a client everything of its request, or as long as no other call takes its place."""
         outgoing = serving.outgoing
         try:
-            async with asyncio.timeout(deadline - time.monotonic()) as running.limit:
+            async with asyncio.timeout(deadline - self._clock()) as running.limit:
                 await write_each(bare_write(context), outgoing.next)
         except TimeoutError:
             raise DeadlineExceeded("the request took longer than it may") from None

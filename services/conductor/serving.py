@@ -34,6 +34,7 @@ class Serving:
         outgoing: what its client is to be told.
         keys: of all full blocks of the prompt and the tokens at the last placement.
         secret: who knows it may resume the request.
+        clock: of the core's times, seconds.
         resumes: how often its client has resumed it.
         placement: the last one; `placements` how many there were, `sequence` under which engines have it.
         started: decode was told to start there.
@@ -49,6 +50,7 @@ class Serving:
     kv_delivered: Callable[["Serving"], None]
     keys: list[BlockKey]
     secret: bytes
+    clock: Callable[[], float]
     number: int = field(init=False)
     outgoing: Outgoing = field(init=False)
     resumes: int = 0
@@ -71,7 +73,7 @@ class Serving:
         self.prompt_unscored = self.ask.scored
         self.outgoing = Outgoing(whole=self.answer.request.whole)
         self.story.tenant = self.answer.request.tenant
-        self.story.arrived_at = time.time() - (time.monotonic() - self.answer.arrived)
+        self.story.arrived_at = time.time() - (self.clock() - self.answer.arrived)
 
     @property
     def reusable_keys(self) -> tuple[BlockKey, ...]:
@@ -80,7 +82,7 @@ class Serving:
 
     def remaining_s(self) -> float:
         """Seconds until the deadline."""
-        return max(self.ask.deadline - time.monotonic(), 0.001)
+        return max(self.ask.deadline - self.clock(), 0.001)
 
     def spec(self, sequence: str) -> kv_pb2.SequenceSpec:
         """The engines' form of what is placed under this id."""
@@ -221,7 +223,7 @@ class Serving:
 
     def timeline(self, *, over: bool) -> conductor_pb2.Timeline:
         """What the request has gone through, up to now; `over`: to its end."""
-        now = self._finished or self.answer.finished(self.placement, time.monotonic())
+        now = self._finished or self.answer.finished(self.placement, self.clock())
         story = conductor_pb2.Timeline(usage=now.usage, timing=now.timing)
         story.MergeFrom(self.story)
         if not over:
@@ -303,7 +305,7 @@ class Serving:
         known = answer.choices[choice].known(position, token_ids)
         answer.choices[choice].score = score
         new = logprobs.part(known) if logprobs is not None else None
-        now = time.monotonic()
+        now = self.clock()
         if len(token_ids) > known and len(self.story.token_s) < MAX_TIMES:
             self.story.token_s.append(now - answer.arrived)
         self.outgoing.delta(answer.extend(choice, token_ids[known:], now, new))
@@ -319,5 +321,5 @@ class Serving:
             self.outgoing.delta(delta)
         if not self.started:
             self.placement.decode = ""
-        self._finished = self.answer.finished(self.placement, time.monotonic())
+        self._finished = self.answer.finished(self.placement, self.clock())
         self.outgoing.finished(self._finished)

@@ -14,6 +14,7 @@ from simulator.kernel.clock import ps
 
 FLUSH_S = 0.02
 """From a change to its report."""
+_FLUSH = ps(FLUSH_S)
 _KINDS = {"p": Kind.PREFILL, "d": Kind.DECODE, "s": Kind.KVSTORE}
 
 
@@ -57,7 +58,7 @@ class Member:
         """Load or keys are others now."""
         if not self._armed:
             self._armed = True
-            self._world.at(max(self._world.now + ps(FLUSH_S), self._next_at), self._tell)
+            self._world.at(max(self._world.now + _FLUSH, self._next_at), self._tell)
 
     def lose(self) -> None:
         """Nothing is heard of it any more."""
@@ -105,7 +106,7 @@ class Members:
         self.leave(name, "was restarted")
         gap = ps(self._config.report_s)
         member = self._members[name] = Member(self._calls, self._post, name, incarnation, load, gap)
-        self._post(Joined(self._facts(name, member.incarnation)))
+        self._post(Joined(self.facts(name, member.incarnation)))
         self._post(KeysChanged(name, 1, tuple(keys), (), snapshot_begin=True, snapshot_end=True))
         self._post(Reported(name, load()))
 
@@ -147,7 +148,8 @@ class Members:
         if member is not None:
             member.changed()
 
-    def _facts(self, name: str, incarnation: int) -> InstanceFacts:
+    def facts(self, name: str, incarnation: int) -> InstanceFacts:
+        """What an instance says of itself as it joins."""
         config, kind = self._config, _KINDS[name[0]]
         store = kind is Kind.KVSTORE
         stages = config.stages_of(name) if kind is Kind.PREFILL else 1

@@ -223,7 +223,7 @@ class Orders:
 
     def _broken(self, call: PrefillCall) -> None:
         call.instance.leave(call.job)  # numbers are never used twice
-        self._end(call.io, Failure(Kind.STREAM, f"the call of {call.instance.name} broke"))
+        self._end(call.io, Failure(Kind.UNAVAILABLE, f"the call of {call.instance.name} broke"))
 
     # --- sequences --------------------------------------------------------------------------------------------------
 

@@ -104,11 +104,10 @@ class Pipeline:
 
     def _compute(self, step: Step) -> None:
         step.computing = True
-        begin, end = (step.duration * layer // self._layers for layer in (step.done, step.done + 1))
-        took = end - begin
-        if (pace := self._member.pace) != 1.0:
-            took = round(pace * took)
-            step.late += took - (end - begin)
+        alone = step.duration * (step.done + 1) // self._layers - step.duration * step.done // self._layers
+        pace = self._member.pace
+        took = alone if pace == 1.0 else round(pace * alone)
+        step.late += took - alone
         self._world.after(took, self._computed, step)
 
     def _computed(self, step: Step) -> None:

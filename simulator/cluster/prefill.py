@@ -226,6 +226,8 @@ class PrefillInstance:
 
     def _perform(self, action: actions.Action) -> None:
         match action:
+            case actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
+                self._transfer(action)  # first, as most are these
             case actions.RunStep():
                 self._begin(action)
             case actions.OpenGate(step, layer):
@@ -247,8 +249,6 @@ class PrefillInstance:
                 self._put(action)
             case actions.Accept() | actions.TellToken() | actions.EndJob() | actions.Refuse() | actions.Stale():
                 self._say(action)
-            case actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
-                self._transfer(action)
             case actions.CloseTransfer(job, aborted=True) if (target := self._opened.pop(job, None)) is not None:
                 self._calls.send(lambda: self._peers.give_up(target), reliable=True)
 
@@ -309,10 +309,10 @@ class PrefillInstance:
         assert prompt.target is not None
         moving[io] = None
         match action:
-            case actions.OpenTransfer():
-                self._calls.send(lambda: self._open(action, prompt, moving), reliable=True)
             case actions.SendSlices():
                 self._send(action, prompt, prompt.target)
+            case actions.OpenTransfer():
+                self._calls.send(lambda: self._open(action, prompt, moving), reliable=True)
             case actions.AwaitVerdict():
                 tail = ps(self._config.delays.tail_s)
                 if tail:

@@ -101,9 +101,14 @@ class Store:
     def _has(self, key: BlockKey) -> bool:
         return key in self._dram or key in self._ssd
 
+    def _lacking(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Those whose blocks are not here."""
+        ssd, lacking = self._ssd, self._dram.lacking(keys)
+        return [key for key in lacking if key not in ssd] if ssd else lacking
+
     def read(self, keys: Sequence[BlockKey], begin: int, end: int, ready: Callable[[], None]) -> None:
         """Reads blocks `begin` to `end` of a chain that is held; `ready` is called when they are in DRAM."""
-        from_disk = sum(key not in self._dram for key in keys[begin:end])
+        from_disk = len(self._dram.lacking(keys[begin:end]))
         self.read_blocks += end - begin
         self.disk_blocks += from_disk
         self._keep(keys[:end])
@@ -126,7 +131,7 @@ class Store:
             self._write(self._puts.popleft())
 
     def _write(self, put: Put) -> None:
-        missing, life = sum(not self._has(key) for key in put.keys), self.incarnation
+        missing, life = len(self._lacking(put.keys)), self.incarnation
         if not missing:
             self._keep(put.keys)
             self._world.after(0, _call, put.done)
@@ -147,9 +152,9 @@ class Store:
 
     def _keep(self, keys: Sequence[BlockKey]) -> None:
         """The blocks of a chain are in DRAM now and were used."""
-        new = [key for key in keys if not self._has(key)]
+        new = self._lacking(keys)
         self._dram.request(keys)
-        gone, self._gone = [key for key in self._gone if not self._has(key)], []
+        gone, self._gone = self._lacking(self._gone), []
         stored = [key for key in new if self._has(key)]
         if stored or gone:
             self._on_keys(stored, gone)

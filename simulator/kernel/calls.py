@@ -45,6 +45,7 @@ class Calls:
         self.world = world
         self._delays = delays
         self._seed = seed
+        self._faulty = delays.drop_share > 0.0 or delays.late_share > 0.0
         self.sent = self.dropped = self.late = 0
 
     def send(self, deliver: Callable[[], None], *, reliable: bool = False) -> None:
@@ -56,7 +57,8 @@ class Calls:
     def arrival(self, *, reliable: bool = False) -> int | None:
         """When a message that is sent now arrives, picoseconds; None when it is lost."""
         self.sent += 1
-        delays, fate = self._delays, draw_unit(self._seed, self.sent, 1)
+        delays = self._delays
+        fate = draw_unit(self._seed, self.sent, 1) if self._faulty else 1.0
         if fate < delays.drop_share and not reliable:
             self.dropped += 1
             return None

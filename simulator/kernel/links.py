@@ -22,6 +22,7 @@ MANY = 96
 """Flows at once from which on shares are not dealt out with each change."""
 DEAL_S = 0.002
 """Between two deals then. A slice of a layer takes some ten milliseconds."""
+_DEAL = ps(DEAL_S)
 _ROUNDING = 1e-9
 """A smaller share of a link is an error of rounding, not room."""
 
@@ -96,10 +97,10 @@ class Network:
         flow = Flow(self._made, tuple(path), nbytes, priority, done, float(nbytes), self._world.now)
         self.flows[flow.number] = flow
         if nbytes:
-            rate = min([link.unused for link in flow.path]) if self._deals else 0.0
+            if self._deals:
+                self._set_rate(flow, min([link.unused for link in flow.path]))
             for link in flow.path:
                 link.flows[flow.number] = flow
-            self._set_rate(flow, rate)
             self._share(flow.path)
         else:
             flow.end = flow.looked_at = self._world.now
@@ -146,7 +147,7 @@ class Network:
             self._deal(path)
             return
         if not self._changed:
-            self._world.after(ps(DEAL_S), self._deal_changed)
+            self._world.after(_DEAL, self._deal_changed)
         self._changed.update(dict.fromkeys(path))
 
     def _deal_changed(self, _: None) -> None:
@@ -157,15 +158,16 @@ class Network:
         flows = _connected(tuple(links))
         rates = fair_rates(flows)
         for flow in flows:
-            if rates[flow.number] != flow.rate:
-                self._set_rate(flow, rates[flow.number])
+            rate = rates[flow.number]
+            if rate != flow.rate:
+                self._set_rate(flow, rate)
 
     def _set_rate(self, flow: Flow, rate: float) -> None:
         now = self._world.now
         flow.left = max(0.0, flow.left - flow.rate * (now - flow.since) / PS)
         flow.since, flow.rate = now, rate
         flow.end = now + ceil(flow.left / rate * PS) if rate > 0 else None
-        soon = ps(DEAL_S) if self._deals else 0
+        soon = _DEAL if self._deals else 0
         if flow.end is not None and (flow.looked_at is None or flow.end + soon < flow.looked_at):
             self._look_at(flow, flow.end)
 
@@ -176,13 +178,9 @@ class Network:
 
 def _connected(path: Sequence[Link]) -> list[Flow]:
     """All flows that share links with these links, directly or through others, in the order of their beginnings."""
-    found: dict[int, Flow] = {}
-    for link in path:
-        found.update(link.flows)
-    if all(len(link.flows) == len(found) for link in path) and all(flow.path == path for flow in found.values()):
-        return [found[number] for number in sorted(found)]  # nobody else is concerned
-    links, seen = list(path), set[Link]()
-    found = {}
+    if (alone := _alone(path)) is not None:
+        return alone
+    links, seen, found = list(path), set[Link](), dict[int, Flow]()
     while links:
         link = links.pop()
         if link in seen:
@@ -195,14 +193,28 @@ def _connected(path: Sequence[Link]) -> list[Flow]:
     return [found[number] for number in sorted(found)]
 
 
+def _alone(path: Sequence[Link]) -> list[Flow] | None:
+    """The flows on these links in the order of their beginnings, where all of them cross just these; else None."""
+    flows = path[0].flows
+    for link in path:
+        if len(link.flows) != len(flows):
+            return None
+    for flow in flows.values():
+        if flow.path != path:
+            return None
+    return list(flows.values())
+
+
 def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
     """The rate of each flow by number, bytes per second: max-min fair, urgent ones first."""
     if len(flows) == 1:
-        return {flows[0].number: min(link.bytes_per_s for link in flows[0].path)}
+        return {flows[0].number: min([link.bytes_per_s for link in flows[0].path])}
     spare = {link: link.bytes_per_s for flow in flows for link in flow.path}
     rates: dict[int, float] = {}
-    for priority in Priority:
-        _fill([flow for flow in flows if flow.priority is priority], spare, rates)
+    urgent = [flow for flow in flows if flow.priority is Priority.URGENT]
+    _fill(urgent, spare, rates)
+    if len(urgent) < len(flows):
+        _fill([flow for flow in flows if flow.priority is not Priority.URGENT], spare, rates)
     return rates
 
 
@@ -211,6 +223,10 @@ def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, floa
 
     What is left per flow of a link only grows while others are filled, so an outdated entry of the heap is too small.
     """
+    if len(flows) == 1:
+        share = rates[flows[0].number] = min([spare[link] for link in flows[0].path])
+        _take(flows[0].path, share, spare)
+        return
     crowds: dict[Link, list[Flow]] = {}
     for flow in flows:
         for link in flow.path:
@@ -229,11 +245,12 @@ def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, floa
             for flow in crowds[link]:
                 if flow.number not in rates:
                     rates[flow.number] = share
-                    _take(flow.path, share, spare, counts)
+                    _take(flow.path, share, spare)
+                    for other in flow.path:
+                        counts[other] -= 1
 
 
-def _take(path: Sequence[Link], share: float, spare: dict[Link, float], counts: dict[Link, int]) -> None:
+def _take(path: Sequence[Link], share: float, spare: dict[Link, float]) -> None:
     for link in path:
         left = spare[link] - share
         spare[link] = left if left > _ROUNDING * link.bytes_per_s else 0.0
-        counts[link] -= 1

@@ -59,14 +59,15 @@ class Collector:
         self._tokens += request.made
         self._prompt_tokens += request.tokens
         self._reused_tokens += request.reused
-        ttft, tbt = (request.first_at - request.arrived) / PS, longest_mean(request.intervals) / PS
+        intervals = request.intervals
+        ttft, tbt = (request.first_at - request.arrived) / PS, longest_mean(intervals) / PS
         e2e = (request.ended_at - request.arrived) / PS
         self._ttft.add(ttft)
         self._e2e.add(e2e)
         self._error.add(abs(request.predicted_ttft_s - ttft) / ttft)
-        if request.intervals:
+        if intervals:
             self._tbt.add(tbt)
-            self._tpot.add(sum(request.intervals) / len(request.intervals) / PS)
+            self._tpot.add(sum(intervals) / len(intervals) / PS)
         self._good += ttft <= self._slo.ttft_s and tbt <= self._slo.tbt_s
 
     def summary(self) -> Summary:

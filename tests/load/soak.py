@@ -3,7 +3,8 @@
 A local stack in float32 answers greedy requests with known answers, those of a plain forward pass made beforehand,
 among sampled ones whose prompts are new each time, so that pool and store fill and throw out. The memory of every
 process is sampled; without shared memory, as the pool's pages are touched bit by bit. It is flat when the last quarter
-of the run has no more than the second, by SLACK; engines also keep the bound that they have told at start.
+of the run has no more than the second, by SLACK; engines also keep the bound that they have told at start. Requests
+that are refused for lack of room are asked again when the refusal says so; few may be.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from moonpool.checkpoint import Tokenizer, load_config
 from moonpool.cli.named import chosen_model
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, SamplingParams
-from moonpool.errors import MoonpoolError
+from moonpool.errors import MoonpoolError, Overloaded
 from moonpool.model import PackedBatch, StageModel, load_stage
 
 PROMPTS, LONGEST, ANSWER, CHUNK = 12, 1200, 24, 512
@@ -37,6 +38,8 @@ CONCURRENCY, KNOWN_SHARE = 6, 0.5
 SAMPLE_S, SAY_S = 2.0, 30.0
 GROWTH, GROWTH_BYTES = 0.03, 16 << 20
 """SLACK: a process may have grown by so much, whichever is more."""
+REFUSED_SHARE = 0.1
+"""Of all requests, refusals among them, may be refused."""
 TEXT = Path(__file__).parents[2] / "docs"
 _BOUND = re.compile(r"\bmemory\b.*\bbound_mib\W+(\d+).*\bpid\W+(\d+)")
 
@@ -186,6 +189,7 @@ class Soak:
     draws: random.Random
     checked: int = 0
     others: int = 0
+    refused: int = 0
     wrong: list[str] = field(default_factory=list)
 
     async def worker(self, client: AsyncClient) -> None:
@@ -196,15 +200,23 @@ class Soak:
                     await self._ask_known(client, self.draws.choice(self.known))
                 else:
                     await self._ask_new(client, self.draws.choice(self.known))
+            except Overloaded as refusal:
+                self.refused += 1
+                await asyncio.sleep(refusal.retry_after_s)
             except MoonpoolError as error:
-                self.wrong.append(f"a request failed: {error}")
+                self.fault(f"a request failed: {error}")
+
+    def fault(self, text: str) -> None:
+        """Something is wrong: it is said at once, and again at the end."""
+        self.wrong.append(text)
+        say(text)
 
     async def _ask_known(self, client: AsyncClient, known: Known) -> None:
         how = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
         result = await client.generate(token_ids=known.prompt, sampling=how)
         self.checked += 1
         if list(result.token_ids)[: len(known.answer)] != known.answer or len(result.token_ids) != ANSWER:
-            self.wrong.append(f"wrong answer to a prompt of {len(known.prompt)} tokens: {list(result.token_ids)}")
+            self.fault(f"wrong answer to a prompt of {len(known.prompt)} tokens: {list(result.token_ids)}")
 
     async def _ask_new(self, client: AsyncClient, known: Known) -> None:
         keep = self.draws.randrange(len(known.prompt) + 1)
@@ -216,7 +228,7 @@ class Soak:
         result = await client.generate(token_ids=known.prompt[:keep] + tail, sampling=how)
         self.others += 1
         if len(result.token_ids) != how.max_tokens:
-            self.wrong.append(f"{len(result.token_ids)} tokens instead of {how.max_tokens}")
+            self.fault(f"{len(result.token_ids)} tokens instead of {how.max_tokens}")
 
     async def run(self, stack: LocalStack, processes: Sequence[Watched], begin: float) -> None:
         """Loads the stack, samples memory, says how far it is."""
@@ -235,7 +247,8 @@ class Soak:
     def progress(self, processes: Sequence[Watched], passed: float) -> str:
         """A line."""
         sizes = ", ".join(f"{it.name} {it.sizes[-1] >> 20}" for it in processes)
-        return f"{passed:.0f} s: {self.checked} checked, {self.others} others, {len(self.wrong)} wrong; MiB: {sizes}"
+        asked = f"{self.checked} checked, {self.others} others, {self.refused} refused, {len(self.wrong)} wrong"
+        return f"{passed:.0f} s: {asked}; MiB: {sizes}"
 
 
 def say(text: str) -> None:
@@ -252,6 +265,8 @@ def verdict(soak: Soak, processes: Sequence[Watched]) -> list[str]:
     faults = [*soak.wrong, *(fault for it in processes for fault in it.faults())]
     if not any(it.bound for it in processes):
         faults.append("no engine has told its bound")
+    if soak.refused > REFUSED_SHARE * (soak.refused + soak.checked + soak.others):
+        faults.append(f"{soak.refused} requests were refused for lack of room")
     if not soak.checked:
         faults.append("no answer was checked")
     return faults
@@ -285,7 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for fault in faults:
         say(f"FAULT: {fault}")
     say(
-        f"{'FAILED' if faults else 'passed'}: {soak.checked} answers checked, {soak.others} others, seed {options.seed}"
+        f"{'FAILED' if faults else 'passed'}: {soak.checked} answers checked, {soak.others} others, "
+        f"{soak.refused} refused, seed {options.seed}"
     )
     return 1 if faults else 0
 

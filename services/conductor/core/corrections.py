@@ -1,8 +1,6 @@
 """What measured times to first token teach of a prefill instance, beside the speeds that it tells."""
 
-from dataclasses import replace
-
-from moonpool.cost import DEFAULT_BYTES_PER_S, Regression, Speeds, prefill_seconds
+from moonpool.cost import Regression, Speeds, prefill_seconds
 from services.conductor.core.crowds import CHANGE, DRIFT, LEAST_S, SLOW, Overheads, Slowness
 from services.conductor.core.parts import Parts
 
@@ -57,9 +55,8 @@ class Corrections:
         """The corrected speeds; the same object as long as nothing changes."""
         if self._speeds is None:
             _, load, fixed, growing, _ = self.factors
-            speeds = self._told if fixed == growing == 1.0 else self._told.slowed_prefill(growing, fixed)
-            rate = (speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S) / load
-            self._speeds = speeds if load == 1.0 else replace(speeds, load_bytes_per_s=rate)
+            same = load == fixed == growing == 1.0
+            self._speeds = self._told if same else self._told.slowed_prefill(growing, load, fixed)
         return self._speeds
 
     def told(self, speeds: Speeds) -> None:

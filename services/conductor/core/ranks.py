@@ -108,13 +108,13 @@ class Ranks:
             self.move(slot, load, turn)
             return
         levels = self._levels(speeds)
-        key = ClassKey(levels, stages, step_tokens)
-        if before is not None and before[0].key.kind == key.kind and before[0].key.distance(levels) <= LEAVE:
+        key = before[0].key if before is not None else None
+        if key is not None and key.kind == (stages, step_tokens) and key.distance(levels) <= LEAVE:
             self.move(slot, load, turn)
         else:
             if before is not None:
                 self.remove(slot)
-            found = self._class_for(key, speeds)
+            found = self._class_for(ClassKey(levels, stages, step_tokens), speeds)
             found.mask |= 1 << slot
             self.mask |= 1 << slot
             place = Place(load(found.speeds), turn, name, slot)

@@ -35,7 +35,7 @@ class Flight:
 
     def advanced(self, now: float, steps: int, context: int) -> "Flight":
         """So many steps are over, and it goes on."""
-        return replace(self, began=now, context=context, left=self.left - steps)
+        return Flight(self.run, context, now, self.copies, self.left - steps, self.is_cut)
 
     def overdue(self, now: float, speeds: Speeds) -> Speeds:
         """The engine's speeds, slower where the step that is being computed takes too long."""

@@ -122,8 +122,10 @@ class PrefillCore:
 
     def due(self) -> float | None:
         """See `moonpool.core.kernel.Core.due`."""
-        times = [at for at in (self.steps.plan_at, self.steps.stalled_at()) if at is not None]
-        return min(times, default=None)
+        plan_at, stalled_at = self.steps.plan_at, self.steps.stalled_at()
+        if plan_at is None or stalled_at is None:
+            return stalled_at if plan_at is None else plan_at
+        return min(plan_at, stalled_at)
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
@@ -267,6 +269,9 @@ class PrefillCore:
     def _ended(self, io: int, result: Result) -> None:
         flight = self.state.end(io)
         match flight:
+            case SendFlight():  # most are these
+                assert isinstance(result, SlicesSent | Failed)
+                self._batch_ended(flight, result)
             case StepFlight():
                 assert isinstance(result, StepEnded)
                 self._step_ended(io, flight, result)
@@ -279,9 +284,6 @@ class PrefillCore:
             case TransferFlight():
                 assert isinstance(result, Done | Failed)
                 self._transfer_ended(flight, result)
-            case SendFlight():
-                assert isinstance(result, SlicesSent | Failed)
-                self._batch_ended(flight, result)
             case PutFlight():
                 self.state.manager.release(flight.blocks)
 

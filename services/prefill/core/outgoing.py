@@ -2,13 +2,13 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MERGE_BYTES = 128 << 10
 """Slices of several layers leave in one batch until they make so many bytes: a message costs about 150 us."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Blocks [first, end) of one layer that are whole. `step`: the step that made them, None for a prefix."""
 
     layer: int

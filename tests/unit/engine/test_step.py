@@ -161,6 +161,23 @@ def test_a_run_computes_what_its_steps_compute_one_by_one(checkpoint: Path) -> N
         assert not len(several.gates[0])
 
 
+def test_a_run_seals_the_blocks_that_it_fills_and_ends_when_it_is_aborted(checkpoint: Path) -> None:
+    with stages(checkpoint, 1) as one:
+        one.run(whole())
+        share = SequenceStep(ids(7), 40, (4, 1, 6, 2), GREEDY)
+        one.run(Step(2, (share,), steps=12))
+        for layer in range(one.pool.layout.layers):
+            data, value = one.pool.read(layer, 6)
+            assert value == slice_hash(data)
+            assert one.pool.read(layer, 2)[1] == 0
+        assert one.runners[0].run(Step(3, (share,), steps=12))
+        assert one.runners[0].go_on()
+        one.gates[0].abort(3)
+        assert not one.runners[0].go_on()
+        assert [it.aborted for it in one.events[-3:] if isinstance(it, StepDone)] == [False, False, True]
+        assert not len(one.gates[0])
+
+
 def test_several_samples_of_one_position_come_with_the_first(checkpoint: Path) -> None:
     how = SampleSpec(SamplingParams(temperature=1.0, n=3), seed=5, samples=3)
     with stages(checkpoint, 2) as two:

@@ -54,7 +54,7 @@ int main() {
         int32_t tokens[ROWS * DRAWS], failed[ROWS], likely[ROWS * TOP];
         uint32_t ranks[ROWS * DRAWS];
         float logprobs[ROWS * DRAWS], top[ROWS * TOP];
-        mp_uniform(its.seeds, its.positions, ROWS * DRAWS, numbers);
+        mp_uniform(its.seeds, its.positions, 0, ROWS * DRAWS, numbers);
         Sampling s{its.logits.data(), ROWS, vocab, its.rows, nullptr, numbers, tokens, failed, logprobs, ranks, likely, top, TOP};
         if (mp_sample(&s, 1)) return 1;
         for (int32_t it : failed) if (it) return 2;

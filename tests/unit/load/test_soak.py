@@ -9,8 +9,8 @@ from tests.load.soak import Known, Soak, Watched, bounds, quarters, verdict
 MIB = 1 << 20
 
 
-def soaked(wrong: list[str] | None = None, checked: int = 5) -> Soak:
-    return Soak([Known([1], [2])], 10, 0.0, random.Random(1), checked=checked, wrong=wrong or [])
+def soaked(wrong: list[str] | None = None, checked: int = 5, refused: int = 0) -> Soak:
+    return Soak([Known([1], [2])], 10, 0.0, random.Random(1), checked=checked, refused=refused, wrong=wrong or [])
 
 
 def process(*sizes: int, bound: int = 0, most: int = 0) -> Watched:
@@ -44,6 +44,12 @@ def test_wrong_and_missing_answers_fail() -> None:
     flat = process(1, 1, 1, 1, bound=5)
     assert verdict(soaked(["wrong answer"]), [flat]) == ["wrong answer"]
     assert verdict(soaked(checked=0), [flat]) == ["no answer was checked"]
+
+
+def test_a_tenth_may_be_refused() -> None:
+    flat = process(1, 1, 1, 1, bound=5)
+    assert verdict(soaked(checked=9, refused=1), [flat]) == []
+    assert verdict(soaked(checked=8, refused=1), [flat]) == ["1 requests were refused for lack of room"]
 
 
 def test_bounds_are_read_from_the_log() -> None:

@@ -148,6 +148,30 @@ def test_a_large_vocabulary(both: Both) -> None:
     )
 
 
+def spread(kind: str, vocabulary: int) -> Tensor:
+    """Logits whose weight lies in all tokens, in some runs of them, in few, or far apart."""
+    generator = torch.Generator().manual_seed(len(kind))
+    logits = torch.randn(1, vocabulary, generator=generator) * 0.5
+    if kind == "runs":
+        logits[:, 1000:1700] += 9
+    elif kind == "few":
+        logits[:, torch.randperm(vocabulary, generator=generator)[:60]] += 14
+    elif kind == "rounded":
+        logits = logits.bfloat16().float()
+    elif kind == "far apart":  # sums of what is kept are rounded
+        logits = logits * 0.01 - 28
+        logits[:, 77] = 0
+    return logits
+
+
+@pytest.mark.parametrize("kind", ["flat", "rounded", "runs", "few", "far apart"])
+def test_top_p_finds_its_border_wherever_the_weight_lies(kind: str, both: Both) -> None:
+    logits = spread(kind, 30_011).repeat(6, 1)
+    logits[3:, :15_000] = -math.inf
+    shares = [0.05, 0.95, 1 - 1e-9, 0.4, 0.95, 0.999]
+    both(logits, [SampleSpec(SamplingParams(top_p=share), seed, samples=40) for seed, share in enumerate(shares)])
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite(bad: float, both: Both) -> None:
     logits = torch.zeros(4, 300)
@@ -199,7 +223,7 @@ def test_native_numbers_are_those_of_the_rule() -> None:
     positions = [0, 2**63, *(chosen.getrandbits(chosen.randrange(1, 64)) for _ in range(300))]
     numbers = np.empty(len(seeds))
     hashed = np.array([seeds, positions], np.uint64)
-    Library(build.build()).uniform(hashed[0].ctypes.data, hashed[1].ctypes.data, len(seeds), numbers.ctypes.data)
+    Library(build.build()).uniform(hashed[0].ctypes.data, hashed[1].ctypes.data, 0, len(seeds), numbers.ctypes.data)
     assert numbers.tolist() == [uniform(seed, at) for seed, at in zip(seeds, positions, strict=True)]
 
 

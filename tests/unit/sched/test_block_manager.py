@@ -91,17 +91,17 @@ def test_events_are_net_changes() -> None:
     manager = BlockManager(1)
     manager.allocate(1)
     manager.register(0, key(1))
-    assert manager.take_events() == KeyEvents([key(1)], [])
+    assert manager.take_events() == KeyEvents((key(1),), ())
     manager.release([0])
     manager.allocate(1)  # evicts key 1
     manager.register(0, key(2))
     manager.release([0])
     manager.allocate(1)  # evicts key 2, which nobody has heard of
     manager.register(0, key(1))
-    assert manager.take_events() == KeyEvents([], [])
+    assert manager.take_events() == KeyEvents((), ())
     manager.release([0])
     manager.allocate(1)
-    assert manager.take_events() == KeyEvents([], [key(1)])
+    assert manager.take_events() == KeyEvents((), (key(1),))
     manager.check_invariants()
 
 

@@ -13,10 +13,13 @@ class _Selector(selectors.SelectSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
+        self.settling: deque[asyncio.Future[None]] = deque()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         found = super().select(0)
-        if not found:
+        if self.settling and timeout != 0 and not found:
+            self.settling.popleft().set_result(None)
+        elif not found:
             assert timeout is not None, "everybody waits for ever"
             self.now += max(0.0, timeout)
         return found
@@ -36,6 +39,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.now
+
+    def settled(self) -> "asyncio.Future[None]":
+        """Done as soon as nobody has anything left to do at this time."""
+        done = self.create_future()
+        self._virtual.settling.append(done)
+        return done
 
     def run_in_executor(  # type: ignore[override]  # of any function, without the type variables
         self, executor: Any, func: Callable[..., Any], *args: Any

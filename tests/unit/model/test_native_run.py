@@ -1,0 +1,102 @@
+"""A run's further steps in one call each, beside the same steps one operation at a time: the same bits."""
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.native import library
+from moonpool.checkpoint import load_config
+from moonpool.engine.gates import Gates
+from moonpool.errors import InvalidRequest
+from moonpool.model import PackedBatch, StageModel, load_stage
+from moonpool.model.create import create
+from moonpool.model.rope import TABLE
+
+pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
+
+BLOCK = 16
+STARTS = (0, 14, 15, 31, 40)
+"""Positions of the sequences' first tokens: around the borders of blocks."""
+TABLES = ((7, 3, 1), (0, 2, 9), (4, 8, 5), (6, 10, 11), (12, 13, 14, 15))
+
+
+class Whole:
+    """A stage of all layers, with KV of some sequences."""
+
+    def __init__(
+        self, path: Path, starts: tuple[int, ...] = STARTS, tables: tuple[tuple[int, ...], ...] = TABLES
+    ) -> None:
+        self.config = config = load_config(path)
+        self.stage: StageModel = load_stage(path, config, torch.bfloat16, 0, config.num_layers)
+        blocks = 1 + max(map(max, tables))
+        shape = (config.num_layers, blocks, config.num_kv_heads, 2, BLOCK, config.head_dim)
+        self.pool = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        self.chosen = array("i", range(5, 5 + len(starts)))
+        parts = [(array("i", [9]).tobytes(), start, table) for start, table in zip(starts, tables, strict=True)]
+        self.batch = PackedBatch.build(parts, BLOCK)
+        self.stage.forward(self.batch.token_ids, self.batch, self.pool)
+
+    def one_by_one(self) -> Tensor:
+        """Logits of the next step, with the tokens that are chosen."""
+        self.batch = self.batch.after(self.chosen.tolist())
+        return self.stage.logits(self.stage.forward(self.batch.token_ids, self.batch, self.pool))
+
+    def choose(self, logits: Tensor) -> None:
+        """The highest of each, in place."""
+        for row, token in enumerate(logits.argmax(-1).tolist()):
+            self.chosen[row] = token
+
+
+@pytest.mark.parametrize("family", ["tiny-llama", "tiny-qwen2", "tiny-qwen3"])  # with an embedding of its own, or tied
+@torch.inference_mode()
+def test_the_same_bits_as_one_by_one(family: str, checkpoint: Callable[[str], Path]) -> None:
+    mine, other = Whole(checkpoint(family)), Whole(checkpoint(family))
+    run = mine.stage.going_on(mine.batch, mine.pool, 8, mine.chosen.buffer_info()[0])
+    assert run is not None
+    for _ in range(8):
+        expected = other.one_by_one()
+        assert run.go_on()
+        assert torch.equal(run.logits, expected)
+        assert torch.equal(mine.pool, other.pool)
+        assert run.filled == other.batch.filled()
+        mine.choose(run.logits)
+        other.choose(expected)
+    for name in ("token_ids", "positions", "context_lens", "block_ids", "offsets"):
+        assert torch.equal(getattr(mine.batch, name), getattr(other.batch, name)), name
+    with pytest.raises(InvalidRequest, match="sequences"):
+        run.go_on()
+
+
+@torch.inference_mode()
+def test_behind_the_positions_whose_angles_are_kept(tmp_path: Path) -> None:
+    path = create("tiny-llama", tmp_path / "long", overrides={"max_position_embeddings": 2 * TABLE})
+    starts, tables = (TABLE - 2, 3), (tuple(range(TABLE // BLOCK + 1)), (TABLE // BLOCK + 1,))
+    mine, other = Whole(path, starts, tables), Whole(path, starts, tables)
+    run = mine.stage.going_on(mine.batch, mine.pool, 4, mine.chosen.buffer_info()[0])
+    assert run is not None
+    for _ in range(4):
+        assert run.go_on()
+        assert torch.equal(run.logits, other.one_by_one())
+
+
+@torch.inference_mode()
+def test_a_run_that_was_given_up_computes_no_further_step(checkpoint: Callable[[str], Path]) -> None:
+    gates, whole = Gates(), Whole(checkpoint("tiny-llama"))
+    watch = gates.watch(1, gated=False)
+    run = whole.stage.going_on(whole.batch, whole.pool, 8, whole.chosen.buffer_info()[0], watch=watch)
+    assert run is not None
+    assert run.go_on()
+    gates.abort(1)
+    run.logits.fill_(torch.nan)
+    assert not run.go_on()
+    assert bool(run.logits.isnan().all())
+
+
+@torch.inference_mode()
+def test_tables_that_lead_out_of_the_pool_are_left_to_the_checks(checkpoint: Callable[[str], Path]) -> None:
+    whole = Whole(checkpoint("tiny-llama"))
+    assert whole.stage.going_on(whole.batch, whole.pool[:, :15], 8, whole.chosen.buffer_info()[0]) is None

@@ -1,0 +1,57 @@
+"""Requests of a trace with tokens: the simulator knows their lengths and keys, the conductor's shell hashes them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.kv.keys import BlockKey, block_keys
+from simulator.cluster.requests import Request, answer_key
+from simulator.kernel.clock import ps
+from simulator.traces.mooncake import TraceRequest
+
+FIRST, COUNT = 3, 4000
+"""Token ids that are words: so many from the first one on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request.
+
+    Attributes:
+        request: as the simulator has it; its prompt's keys are those of the tokens.
+        prompt, answer: tokens; the answer's last one is the end token.
+        keys: of all full blocks of prompt and answer.
+    """
+
+    request: Request
+    prompt: array[int]
+    answer: array[int]
+    keys: tuple[BlockKey, ...]
+
+    @property
+    def id(self) -> str:
+        """As its conductor knows it."""
+        return f"r{self.request.number}"
+
+    @property
+    def key_of(self) -> dict[bytes, bytes]:
+        """Keys of the answer's blocks by those that the simulator has for them."""
+        known = len(self.request.keys)
+        return {answer_key(self.request, index): key for index, key in enumerate(self.keys[known:], known)}
+
+
+def asked(trace: Sequence[TraceRequest], root: bytes, block_tokens: int, end_token: int) -> list[Asked]:
+    """The requests of a trace, with tokens by their blocks' ids and their numbers."""
+    return [_asked(number, one, root, block_tokens, end_token) for number, one in enumerate(trace, 1)]
+
+
+def _asked(number: int, one: TraceRequest, root: bytes, block_tokens: int, end_token: int) -> Asked:
+    words = [FIRST + (block * block_tokens + at) % COUNT for block in one.hash_ids for at in range(block_tokens)]
+    prompt = array("i", words[: one.input_length])
+    answer = array("i", [FIRST + (number * 37 + at * 11) % COUNT for at in range(one.output_length - 1)] + [end_token])
+    keys = block_keys(root, prompt + answer, block_tokens)
+    own = tuple(keys[: one.input_length // block_tokens])
+    request = Request(number, ps(one.timestamp / 1000), one.input_length, one.output_length, own)
+    return Asked(request, prompt, answer, tuple(keys))

@@ -1,0 +1,319 @@
+"""Instances as the conductor's shell reaches them: its calls are answered as the simulator's were, at the same times.
+
+They take the place of the network: channels that open no connection, and streams that are queues.
+"""
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+from moonpool.cluster.speeds import speeds_to_proto
+from moonpool.core.kernel import Ended
+from moonpool.kv.keys import pack_keys
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.errors import DETAIL_KEY, to_status
+from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
+from services.conductor.core.facts import InstanceFacts, LoadFacts
+from services.conductor.core.failures import Failure, Stale
+from services.conductor.core.messages import (
+    Accepted,
+    Delivered,
+    FirstToken,
+    Joined,
+    KeysChanged,
+    Left,
+    Prefill,
+    Promised,
+    Rehashed,
+    Reported,
+    Reserve,
+    Start,
+    Tokens,
+)
+from services.conductor.facts import kind_to_proto
+from services.conductor.servicer import ConductorServicer
+from services.conductor.translate import error_of, target_proto
+from tests.unit.simulator.cluster.asked import Asked
+from tests.unit.simulator.cluster.scripts import Noted
+
+
+class Call:
+    """A call, for its caller. What is put into it comes there; an error ends it."""
+
+    def __init__(self) -> None:
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        self.put, self._next = answers.put_nowait, answers.get
+
+    def __aiter__(self) -> "Call":
+        return self
+
+    async def __anext__(self) -> Any:
+        answer = await self.read()
+        if answer is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return answer
+
+    async def read(self) -> Any:
+        answer = await self._next()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def write(self, message: Any) -> None:
+        """What follows from an order is known."""
+
+    def cancel(self) -> None:
+        """Nothing that is put into it from now on is read."""
+
+
+class Channel:
+    """To one instance: `begin` gets the methods' names and the requests of calls that answer with a stream or late."""
+
+    def __init__(self, begin: Callable[[str, Any], Call]) -> None:
+        self._begin = begin
+
+    def unary_unary(self, method: str, **codecs: Any) -> Any:
+        async def call(request: Any, timeout: float | None = None) -> Any:
+            match method.rpartition("/")[2]:
+                case "Check":
+                    return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+                case "SyncRecords":
+                    return kvstore_pb2.SyncRecordsResponse()
+                case "Reserve":
+                    return await self._begin("Reserve", request).read()
+            raise AssertionError(f"nobody answers {method}")
+
+        return call
+
+    def unary_stream(self, method: str, **codecs: Any) -> Any:
+        return lambda request, timeout=None: self._begin(method.rpartition("/")[2], request)
+
+    def stream_stream(self, method: str, **codecs: Any) -> Any:
+        return lambda: self._begin(method.rpartition("/")[2], None)
+
+    stream_unary = stream_stream
+
+
+class InProcess(Channels):
+    """Channels to the instances of a script; they are called as in the simulator, and live at "NAME:1"."""
+
+    def __init__(self, script: Sequence[Noted]) -> None:
+        super().__init__()
+        self.calls: dict[int, Call] = {}
+        """Those that wait for their end, by their number in the core."""
+        self.streams: dict[str, Call] = {}
+        """The last one to each decode instance."""
+        self._numbers: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+        for action in [action for noted in script for action in noted.actions]:
+            if isinstance(action, Reserve | Prefill):
+                self._numbers[type(action).__name__, action.sequence].append(action.io)
+
+    def get(self, address: str) -> Any:
+        return Channel(partial(self._begin, address.partition(":")[0]))
+
+    async def probe(self, address: str, timeout_s: float) -> None:
+        """All are there, or it is known that they are not."""
+
+    def answer(self, io: int, message: Any) -> None:
+        """Answers a call; where the shell has not made it, what it did instead is in its journal."""
+        if io in self.calls:
+            self.calls[io].put(message)
+
+    def tell(self, decode: str, message: Any) -> None:
+        """The same on the stream to a decode instance."""
+        if decode in self.streams:
+            self.streams[decode].put(message)
+
+    def _begin(self, instance: str, method: str, request: Any) -> Call:
+        call = Call()
+        if method == "Steps":
+            self.streams[instance] = call
+        else:
+            sequence = request.sequence.request_id
+            assert self._numbers[method, sequence], f"{method} of {sequence} at {instance} was not called there"
+            self.calls[self._numbers[method, sequence].popleft()] = call
+        return call
+
+
+class Instances:
+    """Tells the conductor's shell what comes from outside.
+
+    Args:
+        servicer: the shell's.
+        script: what the simulator's conductor heard, and what it did.
+        channels: on which the shell calls.
+        wanted: the requests by their numbers.
+        model: what engines serve.
+    """
+
+    def __init__(
+        self,
+        servicer: ConductorServicer,
+        script: Sequence[Noted],
+        channels: InProcess,
+        wanted: Mapping[int, Asked],
+        model: conductor_pb2.ModelInfo,
+    ) -> None:
+        self._servicer, self._channels, self._wanted, self._model = servicer, channels, wanted, model
+        actions = [action for noted in script for action in noted.actions]
+        self._prompts = {it.io: it for it in actions if isinstance(it, Prefill)}
+        self._starts = {it.io: it for it in actions if isinstance(it, Start)}
+        self._made: dict[int, int] = defaultdict(int)  # tokens of each answer
+        self._begins: dict[int, int] = defaultdict(int)  # those that its last placement begins behind
+        self._members: dict[str, asyncio.Queue[conductor_pb2.JoinRequest | None]] = {}
+        self._joins: list[asyncio.Task[None]] = []
+
+    async def leave(self) -> None:
+        """All leave."""
+        for member in self._members.values():
+            member.put_nowait(None)
+        await asyncio.gather(*self._joins)
+
+    def tell(self, event: Any) -> None:
+        """Lets an event of the script happen, if it is not the shell's own."""
+        match event:
+            case Joined() | KeysChanged() | Reported() | Left():
+                self._tell_of(event)
+            case Rehashed(request, tokens):
+                self._begins[request] = tokens
+            case Accepted(io, taken):
+                accepted = prefill_pb2.PrefillAccepted(number=taken)
+                self._channels.answer(io, prefill_pb2.PrefillResponse(accepted=accepted))
+            case FirstToken():
+                self._first_token(event)
+            case Delivered(io):
+                finished = prefill_pb2.PrefillFinished()
+                self._channels.answer(io, prefill_pb2.PrefillResponse(finished=finished))
+            case Tokens():
+                self._tokens(event)
+            case Ended(io, result) if io in self._channels.calls:
+                self._end(self._channels.calls.pop(io), result)
+            case Ended(io, Failure(message="its stream broke")):
+                stream = self._channels.streams.pop(self._starts[io].target.decode, None)
+                if stream is not None:  # else this was its sequence too
+                    stream.put(grpc.aio.EOF)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _first_token(self, event: FirstToken) -> None:
+        order, how = self._prompts[event.io], event.how
+        asked, position = self._wanted[order.request], self._begins[order.request]
+        first = prefill_pb2.FirstToken(
+            token_id=asked.answer[position],
+            computed_tokens=how.computed_tokens,
+            prefill_s=how.there_s,
+            misses=[
+                prefill_pb2.StoreMiss(store=kv_pb2.Instance(id=store), block=asked.keys.index(key))
+                for store, key in how.misses
+            ],
+            reads=[
+                prefill_pb2.LoadedPrefix(source=kv_pb2.Instance(id=source), blocks=blocks, seconds=seconds)
+                for source, blocks, seconds in how.loads
+            ],
+        )
+        self._made[order.request] += not event.known
+        self._channels.answer(event.io, prefill_pb2.PrefillResponse(first_token=first))
+
+    def _tokens(self, event: Tokens) -> None:
+        order = self._starts[event.io]
+        position = self._made[order.request]
+        self._made[order.request] += event.count
+        tokens = decode_pb2.SequenceTokens(
+            request_id=order.sequence,
+            position=position,
+            token_ids=self._wanted[order.request].answer[position : position + event.count],
+            finish_reason=kv_pb2.FINISH_REASON_STOP if event.known else kv_pb2.FINISH_REASON_UNSPECIFIED,
+        )
+        self._channels.tell(order.target.decode, decode_pb2.StepsResponse(tokens=[tokens]))
+
+    def _end(self, call: Call, result: Any) -> None:
+        match result:
+            case Promised(target, lease_s, taken, tbt_s):
+                call.put(
+                    decode_pb2.ReserveResponse(
+                        target=target_proto(target), lease_s=lease_s, number=taken, predicted_tbt_s=tbt_s
+                    )
+                )
+            case Stale(drain_s, taken):
+                stale = prefill_pb2.PrefillStale(drain_s=drain_s, taken=taken)
+                call.put(prefill_pb2.PrefillResponse(stale=stale))
+            case Failure():
+                code, text, detail = to_status(error_of(result))
+                trailing = grpc.aio.Metadata((DETAIL_KEY, detail.SerializeToString()))
+                call.put(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, text))
+            case _:
+                call.put(grpc.aio.EOF)
+
+    # --- members ----------------------------------------------------------------------------------------------------
+
+    def _tell_of(self, event: Joined | KeysChanged | Reported | Left) -> None:
+        match event:
+            case Joined(facts):
+                self._join(facts)
+            case KeysChanged(name, sequence, stored, removed, begin, end):
+                events = kv_pb2.KVEvents(
+                    sequence=sequence, stored_keys=pack_keys(stored), removed_keys=pack_keys(removed),
+                    snapshot_begin=begin, snapshot_end=end,
+                )  # fmt: skip
+                self._members[name].put_nowait(conductor_pb2.JoinRequest(events=events))
+            case Reported(name, load):
+                self._members[name].put_nowait(conductor_pb2.JoinRequest(load=load_proto(load)))
+            case Left(name, _, "is lost"):
+                member = self._servicer.cluster.registry.get(name)
+                assert member is not None
+                self._servicer.cluster.leave(member, lost=True)
+
+    def _join(self, facts: InstanceFacts) -> None:
+        earlier = self._members.get(facts.id)
+        if earlier is not None:
+            earlier.put_nowait(None)
+        messages = self._members[facts.id] = asyncio.Queue()
+        hello = hello_proto(facts, self._model)
+        messages.put_nowait(conductor_pb2.JoinRequest(hello=hello))
+
+        async def told() -> AsyncIterator[conductor_pb2.JoinRequest]:
+            while (message := await messages.get()) is not None:
+                yield message
+
+        self._joins.append(asyncio.create_task(self._servicer.Join(told(), Heard())))
+
+
+class Heard:
+    """The context of a call whose answers nobody needs."""
+
+    async def bare_write(self, message: Any) -> None:
+        """Takes it."""
+
+    def time_remaining(self) -> None:
+        """There is no deadline."""
+
+    def invocation_metadata(self) -> None:
+        """Nothing came with the call."""
+
+
+def hello_proto(facts: InstanceFacts, model: conductor_pb2.ModelInfo) -> conductor_pb2.JoinHello:
+    """How an instance says who it is."""
+    instance = kv_pb2.Instance(
+        id=facts.id, incarnation=facts.incarnation, kind=kind_to_proto(facts.kind), address=f"{facts.id}:1"
+    )
+    return conductor_pb2.JoinHello(
+        instance=instance, model=model if facts.shape is not None else None, total_blocks=facts.total_blocks,
+        speed=speeds_to_proto(facts.speeds), stages=facts.stages, step_tokens=facts.step_tokens,
+        capacity_bytes=facts.capacity_bytes, either_role=facts.either,
+    )  # fmt: skip
+
+
+def load_proto(load: LoadFacts) -> conductor_pb2.LoadReport:
+    """How an instance says what it has to do."""
+    return conductor_pb2.LoadReport(
+        running=load.running, waiting=load.waiting, free_blocks=load.free_blocks, cached_blocks=load.cached_blocks,
+        promised_blocks=load.promised_blocks, context_tokens=load.context_tokens, drain_s=load.drain_s,
+        speed=None if load.speeds is None else speeds_to_proto(load.speeds), draining=load.draining, taken=load.taken,
+        expected_answer_tokens=load.answer_tokens,
+    )  # fmt: skip

@@ -1,0 +1,206 @@
+"""The conductor's shell, on an event loop in virtual time, decides as the simulator's conductor does.
+
+The simulator serves a small seeded trace, loses instances in it, and notes what its conductor's core was told and what
+it answered. The service's own servicer, desk, calls, driver and journal get the same requests at the same times, as
+token ids, and instances join, report, answer its calls and make tokens as they did there, in the contract's messages.
+Every decision is the same at the same time: where requests go, which are refused, and what is tried again.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import moonpool.bundled
+from moonpool.core.kernel import Ended
+from moonpool.errors import Overloaded, Unavailable
+from moonpool.kv.keys import chain_root, namespace
+from moonpool.kv.layout import KVLayout
+from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor.checkpoint import Checkpoint
+from services.conductor.config import ConductorConfig
+from services.conductor.core.admission import Admission
+from services.conductor.core.failures import Kind, Stale
+from services.conductor.core.messages import (
+    Announce,
+    Arrived,
+    Fail,
+    Joined,
+    KeysChanged,
+    Rehash,
+    Reported,
+    Start,
+    Target,
+)
+from services.conductor.service import assembled
+from services.conductor.servicer import ConductorServicer
+from simulator.cluster.cluster import Cluster
+from simulator.cluster.config import ClusterConfig, Slo
+from simulator.cluster.entrance import FOREVER_S, slo_of
+from simulator.kernel.calls import CallDelays
+from simulator.kernel.clock import PS, ps
+from tests.unit.simulator.cluster.asked import Asked, asked
+from tests.unit.simulator.cluster.instances import Heard, InProcess, Instances
+from tests.unit.simulator.cluster.rig import PROFILE
+from tests.unit.simulator.cluster.scripts import SEED, Noted, assert_same, decided, journalled, requests
+from tests.unit.simulator.cluster.virtual_loop import VirtualLoop, run_virtually
+
+TINY = Path(moonpool.bundled.__file__).parent / "tiny"
+LAYOUT = KVLayout(layers=4, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
+NAMESPACE = namespace(bytes(32), LAYOUT)
+CHECKPOINT = Checkpoint.load(str(TINY))
+[END] = CHECKPOINT.config.eos_token_ids
+SERVED = CHECKPOINT.served()
+MODEL = conductor_pb2.ModelInfo(
+    name=SERVED.name,
+    namespace=NAMESPACE,
+    config_hash=SERVED.config_hash,
+    vocab_size=SERVED.vocab_size,
+    max_tokens=8192,
+    layout=LAYOUT.to_proto(),
+    emulated="round",
+)
+CONFIG = ClusterConfig(
+    profile=replace(PROFILE, token_bytes=LAYOUT.token_bytes), prefill=3, decode=3, kvstore=1,
+    block_tokens=LAYOUT.block_tokens, step_tokens=64, pool_blocks=40, max_batch=8, slo=Slo(0.6, 0.03),
+    admission="promised", seed=SEED,
+)  # fmt: skip
+
+
+def simulated(config: ClusterConfig, wanted: list[Asked], losses: list[tuple[float, str]]) -> list[Noted]:
+    """What the conductor of a simulated cluster heard and decided, which loses instances at some times."""
+    cluster = Cluster(config, lambda _: None, longest_run=1)
+    [conductor] = cluster.conductors
+    noted = list(_joining(cluster))
+    conductor.host.heard = lambda now, event, actions: noted.append(Noted(now, event, list(actions)))
+    for one in wanted:
+        cluster.world.at(one.request.arrived, cluster.clients.arrive, one.request)
+    for at_s, name in losses:
+        cluster.world.at(ps(at_s), lambda name: cluster.crash(name, 1.0), name)
+    cluster.run()
+    cluster.check_at_rest()
+    return noted
+
+
+def _joining(cluster: Cluster) -> Iterator[Noted]:
+    """How all joined, when the cluster was made."""
+    members = cluster.conductors[0].members
+    everybody: list[Any] = [*cluster.prefills, *cluster.decodes, *cluster.stores]
+    for one in everybody:
+        yield Noted(0.0, Joined(members.facts(one.name, one.incarnation)), [])
+        yield Noted(0.0, KeysChanged(one.name, 1, (), (), snapshot_begin=True, snapshot_end=True), [])
+        yield Noted(0.0, Reported(one.name, one.load()), [])
+
+
+def settings_of(config: ClusterConfig, journal: Path) -> ConductorConfig:
+    """The same for the service."""
+    return ConductorConfig(
+        id="conductor-0", model=str(TINY), generation_config="none", journal_dir=journal, journal_bytes=1 << 30,
+        heartbeat_s=60.0, request_timeout_s=FOREVER_S, policy=config.policy, policy_seed=config.seed,
+        decode_prompt_tokens=config.decode_prompt_tokens, balancing_threshold=config.threshold, peers=config.peers,
+        copy_share=config.copy_share, slow_factor=config.slow_factor, retries=config.retries,
+        recovery_s=config.recovery_s, room_wait_s=config.room_wait_s or FOREVER_S,
+        reserve_timeout_s=config.reserve_timeout_s, admission=Admission.PREDICTIVE,
+    )  # fmt: skip
+
+
+async def play(config: ClusterConfig, script: list[Noted], wanted: list[Asked], journal: Path) -> None:
+    """Tells the shell what comes from outside; the rest happens by itself."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop.jobs.extend(noted.now for noted in script if isinstance(noted.event, Arrived))  # prompts are hashed by then
+    settings, channels = settings_of(config, journal), InProcess(script)
+    parts = settings, CHECKPOINT, channels, Recorder("conductor-0", None), Metrics(settings.service())
+    async with assembled(*parts, loop.time) as servicer:
+        instances = Instances(servicer, script, channels, {one.request.number: one for one in wanted}, MODEL)
+        clients = [asyncio.create_task(_ask(servicer, one, config)) for one in wanted]
+        for noted in script:
+            await asyncio.sleep(noted.now - loop.time())
+            instances.tell(noted.event)
+            await loop.settled()
+        await asyncio.wait(clients, timeout=1.0)  # who waits for more shows in the journal
+    await instances.leave()
+
+
+async def _ask(servicer: ConductorServicer, one: Asked, config: ClusterConfig) -> None:
+    await asyncio.sleep(one.request.arrived / PS)
+    slo = slo_of(config)
+    context: Any = Heard()
+    message = conductor_pb2.GenerateRequest(
+        request_id=one.id,
+        tokens=conductor_pb2.TokenPrompt(token_ids=one.prompt),
+        sampling=kv_pb2.Sampling(max_tokens=len(one.answer), temperature=0.0, seed=1),
+        slo=conductor_pb2.Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s),
+    )
+    with suppress(Overloaded, Unavailable):  # the core's answer is in the journal
+        await servicer.Generate(message, context)
+
+
+def in_its_words(value: Any, key_of: dict[bytes, bytes]) -> Any:
+    """An event or an action with the addresses and the keys of blocks that the shell has for the simulator's."""
+    match value:
+        case bytes():
+            return key_of.get(value, value)
+        case tuple() if type(value) is tuple:
+            return tuple(in_its_words(one, key_of) for one in value)
+        case Target(decode, address="", transfer_id=number) if number:
+            return replace(value, address=f"{decode}:1")
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{it.name: in_its_words(getattr(value, it.name), key_of) for it in fields(value)})
+    return value
+
+
+def without_words(noted: list[Noted]) -> list[Noted]:
+    """Without what is said for people of failures: of connections the two have different words."""
+    return [
+        replace(one, actions=[
+            replace(it, failure=replace(it.failure, message="")) if isinstance(it, Rehash | Fail) else it
+            for it in one.actions
+        ])
+        for one in noted
+    ]  # fmt: skip
+
+
+def decides_alike(config: ClusterConfig, count: int, losses: list[tuple[float, str]], journal: Path) -> list[Noted]:
+    """What the simulator's conductor heard and decided of so many requests; the shell's has decided the same."""
+    trace = [
+        replace(one, input_length=max(config.block_tokens, one.input_length))  # what is shorter has no key in a trace
+        for one in requests(count, random.Random(SEED), blocks=10, shared=9)
+    ]
+    wanted = asked(trace, chain_root(NAMESPACE, ""), config.block_tokens, END)
+    key_of = {key: other for one in wanted for key, other in one.key_of.items()}
+    expected = [
+        Noted(one.now, in_its_words(one.event, key_of), [in_its_words(it, key_of) for it in one.actions])
+        for one in simulated(config, wanted, losses)
+    ]
+    run_virtually(play(config, expected, wanted, journal))
+    assert_same(decided(without_words(journalled(journal)), Ended), decided(without_words(expected), Ended))
+    return expected
+
+
+def test_places_and_refuses_as_the_simulator_does(tmp_path: Path) -> None:
+    """More comes than is served in time, and than there is room for. One prompt's rest is computed at decode."""
+    print(f"seed {SEED}")
+    noted = decides_alike(replace(CONFIG, kvstore=2, decode_prompt_tokens=40), 60, [], tmp_path)
+    actions = [action for one in noted for action in one.actions]
+    placed = [action for action in actions if isinstance(action, Announce)]
+    assert len(placed) > 40
+    assert any(it.plan.sources for it in placed)
+    assert any(it.compute for it in actions if isinstance(it, Start))
+    assert {it.failure.reason for it in actions if isinstance(it, Fail)} == {"ttft_slo", "no_decode_room"}
+
+
+def test_tries_again_as_the_simulator_does(tmp_path: Path) -> None:
+    """Instances and messages are lost; prompts come to instances that have more to do than was known."""
+    print(f"seed {SEED}")
+    config = replace(CONFIG, seed=4, delays=CallDelays(drop_share=0.01))
+    noted = decides_alike(config, 40, [(0.6, "d1"), (0.9, "p0"), (1.2, "s0")], tmp_path)
+    again = [action.failure.kind for one in noted for action in one.actions if isinstance(action, Rehash)]
+    assert len(again) > 10
+    assert set(again) == {Kind.STREAM, Kind.UNAVAILABLE, Kind.TRANSFER}
+    assert sum(isinstance(one.event, Ended) and isinstance(one.event.result, Stale) for one in noted) > 1
