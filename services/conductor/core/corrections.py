@@ -7,9 +7,10 @@ from services.conductor.core.parts import Parts
 LATER = 0.25
 """Share of a full step that prompts which come later are believed to take of the step in which one that waited ends."""
 FIRST = Parts(later=LATER)
-SPREADS = Parts(queue=0.2, load=0.2, fixed=0.3, growing=0.5, later=0.25)
-"""What is believed of the factors before anything was measured, and how uncertain that is. What grows with tokens is
-the least certain: an instance tells what it takes with all of its cores, and other programs may have most of them."""
+SPREADS = Parts(queue=0.2, load=0.2, fixed=0.2, growing=0.2, later=0.25)
+"""What is believed of the factors before anything was measured, and how uncertain that is."""
+SHARED_SPREADS = SPREADS._replace(fixed=0.3, growing=0.5)
+"""The same where other programs may have cores: an instance tells what it takes with all of its own."""
 
 
 class Corrections:
@@ -32,7 +33,7 @@ class Corrections:
 
     Args:
         told: the speeds that it tells.
-        slow: times as long as alone that work is believed to take in company; 1 = as long, as of emulated engines.
+        alone: it takes no cores from others, nor they from it, as emulated engines; company costs it nothing.
 
     Attributes:
         overheads: what prompts take beside.
@@ -42,11 +43,13 @@ class Corrections:
 
     __slots__ = ("_learnt", "_speeds", "_told", "factors", "overheads", "slowness")
 
-    def __init__(self, told: Speeds, slow: float = SLOW) -> None:
+    def __init__(self, told: Speeds, *, alone: bool = False) -> None:
         self._told = told
         self.overheads = Overheads()
-        self._learnt = Regression(FIRST, SPREADS, change=CHANGE, drift=DRIFT, least_s=LEAST_S)
-        self.slowness = Slowness(slow)
+        self._learnt = Regression(
+            FIRST, SPREADS if alone else SHARED_SPREADS, change=CHANGE, drift=DRIFT, least_s=LEAST_S
+        )
+        self.slowness = Slowness(1.0 if alone else SLOW)
         self._speeds: Speeds | None = None
         self.factors = FIRST
 

@@ -203,7 +203,7 @@ def test_company_of_more_requests_is_learnt_apart() -> None:
 
 
 def test_company_costs_an_emulated_engine_nothing() -> None:
-    learnt = Corrections(TOLD, slow=1.0)
+    learnt = Corrections(TOLD, alone=True)
     for _ in range(20):
         learnt.observe(Parts(0.0, 0.0, 0.0, 0.05, 0.0), NONE, 0.06, shared=1.0, others=1)
     assert learnt.slowness.of(1) == 1.0
