@@ -116,17 +116,16 @@ static void softmax(const Attention& a, Room& r, int rows, int G, int position, 
             r.m[i] = m;
         }
         m = r.m[i];
-        vi odd = {};
         for (int k = 0; k < full; k += W) {
             vf x = load(s + k) * scale - m;
-            odd |= (x != x) & first_lanes(seen - k);
+            if (k + W > seen) x = first_lanes(x, seen - k, -__builtin_inff());
             vf e = exp2v<DEGREE>(x);
             l += e;
             if (PAIRS) narrow((bf16*)weights + k, e);
             else store(weights + k, e);
         }
         memset((char*)weights + full * (PAIRS ? 2 : 4), 0, (size_t)(n - full) * (PAIRS ? 2 : 4));
-        r.l[i] += sum(l + nan_where(odd));
+        r.l[i] += sum(l);
     }
 }
 

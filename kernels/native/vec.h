@@ -149,12 +149,11 @@ INLINE void narrow(f16* p, vf v) {
 template <class T> INLINE vf rounded(vf v) { T t[W]; narrow(t, v); return widen(t); }
 template <> inline __attribute__((always_inline)) vf rounded<float>(vf v) { return v; }
 
-// 2^x for x <= 127; exactly 1 at 0, exactly 0 below -126. DEGREE 6: 1e-7 relative, 4: 3e-6.
+// 2^x for x <= 127; exactly 1 at 0, exactly 0 up to -126.5; NaN stays one. DEGREE 6: 1e-7 relative, 4: 3e-6.
 template <int DEGREE> INLINE vf exp2v(vf x) {
-    vf low = splat(-126.0f), magic = splat(12582912.0f);
-    vi dead = x < low;
-    x = vmax(x, low);
-    vf t = x + magic;  // its low bits are round(x)
+    vf low = splat(-127.0f), magic = splat(12582912.0f + 127);
+    x = vmax(low, x);
+    vf t = x + magic;  // its low bits are round(x) + 127: the power's exponent
     vf f = x - (t - magic);
     vf y;
     if (DEGREE == 6) {
@@ -171,56 +170,57 @@ template <int DEGREE> INLINE vf exp2v(vf x) {
         y = y * f + 6.931219948e-1f;
     }
     y = y * f + 1.0f;
-    y = (vf)((vi)y + ((vi)t << 23));
-    return (vf)((vi)y & ~dead);
+    return y * (vf)((vi)t << 23);
 }
 #define LOG2E 1.44269504088896341f
 
-// ---- sums across lanes: v[0..W) become one vector of their W sums ----
-template <int STEP> INLINE vf merge(vf a, vf b);
+// ---- across lanes: v[0..W) become one vector of their W sums, or largest ones ----
+#define SHUF __builtin_shufflevector
 #if W == 16
-#define SHUF __builtin_shufflevector
-template <> inline __attribute__((always_inline)) vf merge<1>(vf a, vf b) {
-    return SHUF(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-           SHUF(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-}
-template <> inline __attribute__((always_inline)) vf merge<2>(vf a, vf b) {
-    return SHUF(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           SHUF(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-}
-template <> inline __attribute__((always_inline)) vf merge<4>(vf a, vf b) {
-    return SHUF(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-           SHUF(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-}
-template <> inline __attribute__((always_inline)) vf merge<8>(vf a, vf b) {
-    return SHUF(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           SHUF(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
+#define LOW_1 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define HIGH_1 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#define LOW_2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH_2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define LOW_4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
+#define HIGH_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
+#define LOW_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define HIGH_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
 #elif W == 8
-#define SHUF __builtin_shufflevector
-template <> inline __attribute__((always_inline)) vf merge<1>(vf a, vf b) {
-    return SHUF(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + SHUF(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
-}
-template <> inline __attribute__((always_inline)) vf merge<2>(vf a, vf b) {
-    return SHUF(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + SHUF(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-}
-template <> inline __attribute__((always_inline)) vf merge<4>(vf a, vf b) {
-    return SHUF(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUF(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-}
+#define LOW_1 0, 8, 1, 9, 4, 12, 5, 13
+#define HIGH_1 2, 10, 3, 11, 6, 14, 7, 15
+#define LOW_2 0, 1, 8, 9, 4, 5, 12, 13
+#define HIGH_2 2, 3, 10, 11, 6, 7, 14, 15
+#define LOW_4 0, 1, 2, 3, 8, 9, 10, 11
+#define HIGH_4 4, 5, 6, 7, 12, 13, 14, 15
 #else
-#define SHUF __builtin_shufflevector
-template <> inline __attribute__((always_inline)) vf merge<1>(vf a, vf b) { return SHUF(a, b, 0, 4, 1, 5) + SHUF(a, b, 2, 6, 3, 7); }
-template <> inline __attribute__((always_inline)) vf merge<2>(vf a, vf b) { return SHUF(a, b, 0, 1, 4, 5) + SHUF(a, b, 2, 3, 6, 7); }
+#define LOW_1 0, 4, 1, 5
+#define HIGH_1 2, 6, 3, 7
+#define LOW_2 0, 1, 4, 5
+#define HIGH_2 2, 3, 6, 7
 #endif
-// Lane i of the result is the sum of v[i].
-template <int STEP = 1> INLINE vf sums(vf* v) {
+struct Added { static INLINE_IN vf of(vf a, vf b) { return a + b; } };
+struct Larger { static INLINE_IN vf of(vf a, vf b) { return vmax(a, b); } };
+template <int STEP, class F> INLINE vf merge(vf a, vf b) {
+    if constexpr (STEP == 1) return F::of(SHUF(a, b, LOW_1), SHUF(a, b, HIGH_1));
+    else if constexpr (STEP == 2) return F::of(SHUF(a, b, LOW_2), SHUF(a, b, HIGH_2));
+#if W >= 8
+    else if constexpr (STEP == 4) return F::of(SHUF(a, b, LOW_4), SHUF(a, b, HIGH_4));
+#endif
+#if W >= 16
+    else return F::of(SHUF(a, b, LOW_8), SHUF(a, b, HIGH_8));
+#endif
+}
+// Lane i of the result is of v[i], for i < N; all others are of any of them.
+template <class F, int N = W, int STEP = 1> INLINE vf across(vf* v) {
     if constexpr (STEP == W) {
         return v[0];
     } else {
-        for (int i = 0; i < W / STEP / 2; i++) v[i] = merge<STEP>(v[2 * i], v[2 * i + 1]);
-        return sums<2 * STEP>(v);
+        constexpr int LEFT = (N + 1) / 2;
+        for (int i = 0; i < LEFT; i++) v[i] = merge<STEP, F>(v[2 * i], v[2 * i + 1 < N ? 2 * i + 1 : 2 * i]);
+        return across<F, LEFT, 2 * STEP>(v);
     }
 }
+INLINE vf sums(vf* v) { return across<Added>(v); }
 INLINE float sum(vf v) {
     float t[W], r = 0;
     store(t, v);
@@ -239,11 +239,10 @@ INLINE float max_of(vf v) {
     for (int s = W / 2; s; s /= 2) for (int i = 0; i < s; i++) t[i] = t[i] > t[i + s] ? t[i] : t[i + s];
     return t[0];
 }
-INLINE vf nan_where(vi lanes) { return (vf)(lanes & 0x7fc00000); }  // NaN there, 0 elsewhere
-INLINE vi first_lanes(int n) {  // all bits set in lanes below n
+INLINE vf first_lanes(vf v, int n, float rest) {  // v in lanes below n
     vi lane;
     for (int i = 0; i < W; i++) lane[i] = i;
-    return lane < n;
+    return lane < n ? v : splat(rest);
 }
 INLINE vi imax(vi a, vi b) { return a > b ? a : b; }
 // The largest of magnitudes that are given as their bits. As integers, NaN is above all numbers, so that it stays.
@@ -260,7 +259,6 @@ INLINE float largest(vi bits) {
 }
 
 #if defined(MP_BF16)
-// Sums of 16 pairs of products added to c: the machine's bf16 instruction.
 // 16 vectors of 16 lanes, rows for columns.
 INLINE void turn(vu* r) {
     __m512i t[16], u[16];
@@ -282,5 +280,6 @@ INLINE void turn(vu* r) {
         r[j] = (vu)low, r[8 + j] = (vu)high;
     }
 }
+// Sums of 16 pairs of products added to c: the machine's bf16 instruction.
 INLINE vf dot2(vf c, vu a, vu b) { return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b); }
 #endif

@@ -82,6 +82,7 @@ def content_key(data: Buffer) -> bytes:
     return blake3(data).digest()
 
 
+@functools.lru_cache(1024)
 def layout_of(nbytes: int) -> KVLayout:
     """The layout of the blocks of values of `nbytes`.
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, StreamBroken, Unavailable
+from moonpool.errors import DeadlineExceeded, FrameError, InvalidRequest, MoonpoolError, StreamBroken, Unavailable
 from moonpool.kv.scattered import Bytes
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.calling import LANE_GRACE_S
@@ -50,11 +50,11 @@ class ServerStream(Generic[Req]):
         silent: whether the stream ended because nothing came for `silence_s`.
         borrows: payloads that lie in a region of the peer are lent: `on_message` copies what it needs of them before
             it verifies that, and keeps nothing else (`lent`, `give_back`).
-        briefs: brief messages are taken on lanes.
+        brief_kind: brief messages of this kind are taken on lanes, any other ends the stream; None: none are.
     """
 
     borrows = False
-    briefs = False
+    brief_kind: int | None = None
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ServerStream(Generic[Req]):
             hello = cast("Any", message).hello
             self._offered = self._lanes.offer(hello, lambda opened: self._attach(opened, type(message)))
             if self._offered is not None:
-                self._offered.brief = self.briefs
+                self._offered.brief = self.brief_kind is not None
         return self._offered
 
     def on_message(self, message: Req, payload: Any) -> None:
@@ -298,11 +298,13 @@ class ServerStream(Generic[Req]):
             self._check_unsent(lane)
 
         def brief(message: Brief, payload: Bytes) -> int:
+            if message.kind != self.brief_kind:
+                raise FrameError(f"a brief message of kind {message.kind} has no place on this stream")
             nbytes = self._answer(message, payload)
             self._check_unsent(lane)
             return nbytes
 
-        taken = lane.run(take, self.place, lend=self.borrows, brief=brief if self.briefs else None)
+        taken = lane.run(take, self.place, lend=self.borrows, brief=None if self.brief_kind is None else brief)
         await self._lane_ended(await taken)
 
     def _answer(self, message: Brief, payload: Bytes) -> int:

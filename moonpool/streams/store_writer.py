@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice
@@ -25,6 +26,25 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 
 ReadSlice = Callable[[int, int], tuple[memoryview, int]]
 """Gives the layer slice of (layer, index into keys) and its hash."""
+
+
+class PutBlocks(NamedTuple):
+    """Full blocks that are to be put.
+
+    Attributes:
+        keys: the blocks' keys; their order numbers them.
+        parents: the key before each in its chain.
+        tenant: whose blocks these are.
+        read: the layer slice of (layer, index into keys) and its hash; the bytes must stay as they are until the put
+            has ended.
+        forgotten: deletions that concern these blocks, and that these are younger than.
+    """
+
+    keys: Sequence[bytes]
+    parents: Sequence[bytes]
+    tenant: str
+    read: ReadSlice
+    forgotten: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,22 +166,14 @@ class StoreWriter:
         parents: Sequence[bytes],
         tenant: str,
         read: ReadSlice,
+        forgotten: Sequence[str] = (),
         *,
         timeout_s: float,
-        forgotten: Sequence[str] = (),
     ) -> PutOutcome:
-        """Stores full blocks; returns once all of them are VISIBLE.
+        """Stores full blocks, given as the fields of `PutBlocks`; returns once all of them are VISIBLE.
 
-        Those the store has already are not sent, nor is the rest of those that another writer finishes meanwhile.
-
-        Args:
-            keys: The blocks' keys; their order numbers them.
-            parents: The key before each in its chain.
-            tenant: Whose blocks these are.
-            read: The layer slice of (layer, index into keys) and its hash; the bytes must stay as they are until `put`
-                returns.
-            timeout_s: Longest time for all of it.
-            forgotten: Deletions that concern these blocks, and that these are younger than.
+        Those the store has already are not sent, nor is the rest of those that another writer finishes meanwhile. It
+        takes `timeout_s` at most.
 
         Raises:
             InvalidRequest: The store will never take these blocks, as they are older than a deletion for example.
@@ -178,20 +190,13 @@ class StoreWriter:
         began = asyncio.get_running_loop().time()
         try:
             with self._stream.deadlines.within(timeout_s):
-                return await self._put(keys, parents, tenant, read, timeout_s, forgotten)
+                return await self._put(PutBlocks(keys, parents, tenant, read, forgotten), timeout_s)
         except TimeoutError:
             self._stream.suspect(began)
             raise TransferFailed(f"{self._stream.name}: a put of {len(keys)} blocks took {timeout_s:g} s") from None
 
-    async def _put(
-        self,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes],
-        tenant: str,
-        read: ReadSlice,
-        timeout_s: float,
-        forgotten: Sequence[str],
-    ) -> PutOutcome:
+    async def _put(self, blocks: PutBlocks, timeout_s: float) -> PutOutcome:
+        keys, parents, tenant, read, forgotten = blocks
         put = _Put(next(self._ids), len(keys))
         session = await self._stream.open(put.session, put)
         aborted = True

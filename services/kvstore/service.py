@@ -155,15 +155,13 @@ class KVStoreService(StoreListener):
         tiers = [("dram", len(dram), dram.block_bytes, dram.capacity_bytes)]
         if ssd is not None:
             tiers.append(("ssd", len(ssd.catalogue), ssd.used_bytes, ssd.capacity_bytes))
+        told = [conductor_pb2.TierLoad(name=n, blocks=b, used_bytes=u, capacity_bytes=c) for n, b, u, c in tiers]
         return conductor_pb2.LoadReport(
             running=self.store.reads.leases + len(self.store.writes.sessions),
             waiting=len(self.rooms),
             cached_blocks=len(dram),
             draining=self._draining,
-            tiers=[
-                conductor_pb2.TierLoad(name=name, blocks=blocks, used_bytes=used, capacity_bytes=size)
-                for name, blocks, used, size in tiers
-            ],
+            tiers=told,
         )
 
     @contextlib.asynccontextmanager

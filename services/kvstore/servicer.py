@@ -68,12 +68,8 @@ class KVStoreServicer:
     async def Pin(self, request: pb.PinRequest, context: object) -> pb.PinResponse:  # noqa: N802
         keys = unpack_keys(request.keys, max_keys=MAX_SESSION_BLOCKS)
         outcome = self.operations.pin(request.tenant, request.name, keys, request.ttl_s)
-        return pb.PinResponse(
-            blocks=outcome.blocks,
-            bytes=outcome.nbytes,
-            ttl_s=request.ttl_s if outcome.blocks else 0.0,
-            limit=pb.PinLimit.Value(f"PIN_LIMIT_{outcome.limit.name}"),
-        )
+        limit, ttl_s = pb.PinLimit.Value(f"PIN_LIMIT_{outcome.limit.name}"), request.ttl_s if outcome.blocks else 0.0
+        return pb.PinResponse(blocks=outcome.blocks, bytes=outcome.nbytes, ttl_s=ttl_s, limit=limit)
 
     async def Unpin(self, request: pb.UnpinRequest, context: object) -> pb.UnpinResponse:  # noqa: N802
         return pb.UnpinResponse(found=self.operations.unpin(request.tenant, request.name))
@@ -104,13 +100,10 @@ class KVStoreServicer:
         return pb.WarmResponse(blocks=blocks, bytes=nbytes)
 
     async def ReuseCurve(self, request: pb.ReuseCurveRequest, context: object) -> pb.ReuseCurveResponse:  # noqa: N802
-        reuse = self.operations.reuse
-        return pb.ReuseCurveResponse(
-            points=[pb.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()],
-            references=reuse.uses,
-            sampled=reuse.last_uses.rate,
-            capacity_bytes=self.operations.capacity_bytes,
-        )
+        reuse, capacity = self.operations.reuse, self.operations.capacity_bytes
+        points = [pb.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()]
+        uses, rate = reuse.uses, reuse.last_uses.rate
+        return pb.ReuseCurveResponse(points=points, references=uses, sampled=rate, capacity_bytes=capacity)
 
 
 def _own(packed: bytes) -> list[BlockKey]:

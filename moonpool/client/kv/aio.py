@@ -23,6 +23,7 @@ from moonpool.rpc.tls import Tls
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.regions import SharedMemory
 from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
+from moonpool.streams.store_writer import PutBlocks
 
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -246,12 +247,9 @@ class AsyncKVClient:
             data = group[index][1].slice(layer)
             return data, slice_hash(data)
 
-        tenant, deletions = identity
-        parents = [NO_PARENT] * len(keys)
+        blocks = PutBlocks(keys, [NO_PARENT] * len(keys), identity.tenant, read, identity.deletions)
         try:
-            outcome = await self._connection.put(
-                layout, keys, parents, tenant, read, timeout_s=timeout_s, forgotten=deletions
-            )
+            outcome = await self._connection.put(layout, blocks, timeout_s)
         except InvalidRequest:
             left = await self._not_otherwise_there(layout, group, timeout_s)
             if len(left) == len(group):

@@ -21,7 +21,7 @@ from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.direct.opening import DirectStream
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.prefix_read import Into, OnSlice
-from moonpool.streams.store_writer import PutOutcome, ReadSlice, StoreWriter
+from moonpool.streams.store_writer import PutBlocks, PutOutcome, StoreWriter
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
@@ -102,21 +102,11 @@ class Connection:
         """Values of a layout that are put at once, at most."""
         return min(PORTION, max(1, PORTION_BYTES // layout.block_bytes))
 
-    async def put(
-        self,
-        layout: KVLayout,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes],
-        tenant: str,
-        read: ReadSlice,
-        *,
-        timeout_s: float,
-        forgotten: Sequence[str] = (),
-    ) -> PutOutcome:
+    async def put(self, layout: KVLayout, blocks: PutBlocks, timeout_s: float) -> PutOutcome:
         """Puts values of one layout as `StoreWriter.put`; raises as `named`, and InvalidRequest, Overloaded."""
         async with self._using(layout) as streams:
             with named:
-                return await streams.writer.put(keys, parents, tenant, read, timeout_s=timeout_s, forgotten=forgotten)
+                return await streams.writer.put(*blocks, timeout_s=timeout_s)
 
     async def read(
         self, layout: KVLayout, keys: Sequence[bytes], *, on_slice: OnSlice, into: Into, timeout_s: float

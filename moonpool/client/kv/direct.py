@@ -24,7 +24,7 @@ from moonpool.streams.direct.writer import DirectWriter
 from moonpool.streams.lanes.brief import BRIEF_BYTES
 from moonpool.streams.lanes.regions import SharedMemory
 from moonpool.streams.prefix_read import Into, OnSlice
-from moonpool.streams.store_writer import PutOutcome, ReadSlice
+from moonpool.streams.store_writer import PutBlocks, PutOutcome
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kvstore_pb2
 
@@ -33,18 +33,24 @@ log = get_logger(__name__)
 DIRECT = ("local", "tcp")
 """Lanes that can be direct ones."""
 OPEN_AGAIN_S = 10.0
-"""After so long a direct lane that could not be opened is tried again."""
+"""A direct lane of one kind and size is opened no sooner than this after the one before: it may break each time."""
 
 User = TypeVar("User", DirectReader, DirectWriter)
 
 
 @dataclass(slots=True, eq=False)
 class _Open(Generic[User]):
-    """A direct lane that is in use, and its stream. `used`: when it was used last; higher is later."""
+    """A direct lane that is in use, and its stream.
+
+    Attributes:
+        again_at: from when on another one may be opened.
+        used: when it was used last; higher is later.
+    """
 
     user: User
     stream: DirectStream[Any, Any]
-    used: int = 0
+    again_at: float
+    used: int
 
 
 _Made = tuple[DirectStream[Any, Any], Callable[[DirectLane], User]]
@@ -75,7 +81,7 @@ class _Table(Generic[User]):
         return found.user
 
     def wants(self, layout: KVLayout) -> bool:
-        """There is none, and it has not failed a short time ago."""
+        """There is none, and none was opened or failed a short time ago."""
         return layout not in self._open and self._clock() >= self._again_at.get(layout, 0.0)
 
     def open(self, layout: KVLayout, make: Callable[[], _Made[User]]) -> None:
@@ -98,7 +104,7 @@ class _Table(Generic[User]):
         if len(self._open) >= MAX_SIZES:
             self._retire_one()
         with self._changing:
-            self._open[layout] = _Open(user(lane), stream, next(self._uses))
+            self._open[layout] = _Open(user(lane), stream, self._clock() + OPEN_AGAIN_S, next(self._uses))
         return True
 
     def _retire_one(self) -> None:
@@ -115,6 +121,7 @@ class _Table(Generic[User]):
         with self._changing:
             if self._open.get(layout) is not found:
                 return
+            self._again_at[layout] = found.again_at
             del self._open[layout]
         self._loop.run(found.stream.aclose())
 
@@ -146,25 +153,14 @@ class DirectConnection(Connection):
     async def remove(self, keys: Sequence[bytes], timeout_s: float) -> int:
         return self._loop.run(super().remove(keys, timeout_s))
 
-    async def put(
-        self,
-        layout: KVLayout,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes],
-        tenant: str,
-        read: ReadSlice,
-        *,
-        timeout_s: float,
-        forgotten: Sequence[str] = (),
-    ) -> PutOutcome:
-        writer = self._writers.get(layout)
-        if writer is not None and len(keys) <= writer.most:
+    async def put(self, layout: KVLayout, blocks: PutBlocks, timeout_s: float) -> PutOutcome:
+        until, writer = time.monotonic() + timeout_s, self._writers.get(layout)
+        if writer is not None and len(blocks.keys) <= writer.most:
             with named:
-                present = writer.put(keys, parents, tenant, read, timeout_s=timeout_s, forgotten=forgotten)
-            if present is not None:
-                return PutOutcome(present, len(keys) - present)
-        usual = super().put(layout, keys, parents, tenant, read, timeout_s=timeout_s, forgotten=forgotten)
-        outcome = self._loop.run(usual)
+                outcome = writer.put(blocks, timeout_s)
+            if outcome is not None:
+                return outcome
+        outcome = self._loop.run(super().put(layout, blocks, until - time.monotonic()))
         if self._writers.wants(layout) and layout.block_bytes <= BRIEF_BYTES and self.lane_of(layout) in DIRECT:
             self._writers.open(layout, lambda: self._new_writer(layout))
         return outcome
@@ -172,7 +168,7 @@ class DirectConnection(Connection):
     async def read(
         self, layout: KVLayout, keys: Sequence[bytes], *, on_slice: OnSlice, into: Into, timeout_s: float
     ) -> int:
-        reader = self._readers.get(layout)
+        until, reader = time.monotonic() + timeout_s, self._readers.get(layout)
         if reader is not None and reader.most:
             with named:
                 if len(keys) <= reader.most:
@@ -181,7 +177,8 @@ class DirectConnection(Connection):
                     count = _read(reader, keys, on_slice, into, timeout_s)
             if count is not None:
                 return count
-        count = self._loop.run(super().read(layout, keys, on_slice=on_slice, into=into, timeout_s=timeout_s))
+        left_s = until - time.monotonic()
+        count = self._loop.run(super().read(layout, keys, on_slice=on_slice, into=into, timeout_s=left_s))
         if self._readers.wants(layout) and layout.block_bytes <= BRIEF_BYTES and self.lane_of(layout) in DIRECT:
             self._readers.open(layout, lambda: self._new_reader(layout))
         return count

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 
 from moonpool.errors import FrameError, StreamBroken
 from moonpool.kv.frames import MAX_FRAME_SLICES
@@ -12,10 +13,17 @@ from moonpool.kv.shapes import bound, frame_shape
 from moonpool.streams.direct.lane import DirectLane
 from moonpool.streams.lanes.brief import ABOUT_BYTES, BRIEF_BYTES, OTHERWISE, PUT, STORED, Place
 from moonpool.streams.lanes.regions import SharedMemory
+from moonpool.streams.store_writer import PutBlocks, PutOutcome
 from moonpool.v1 import kvstore_pb2
 
 MAX_BLOCKS = 128
 """In one exchange; a store takes more in a session only."""
+
+
+@functools.lru_cache(16)
+def _about(tenant: str, forgotten: tuple[str, ...]) -> bytes:
+    """What a put says of its blocks; nearly always the same."""
+    return kvstore_pb2.PutOpen(tenant=tenant, forgotten=forgotten).SerializeToString()
 
 
 class DirectWriter:
@@ -33,26 +41,18 @@ class DirectWriter:
         self._staging = None if staging is None else staging.shared.data
         self.most = min(MAX_BLOCKS, MAX_FRAME_SLICES // layout.layers, BRIEF_BYTES // layout.block_bytes)
 
-    def put(
-        self,
-        keys: Sequence[bytes],
-        parents: Sequence[bytes],
-        tenant: str,
-        read: Callable[[int, int], tuple[memoryview, int]],
-        *,
-        timeout_s: float,
-        forgotten: Sequence[str] = (),
-    ) -> int | None:
-        """Stores blocks, `most` at most; returns how many the store had already, once all are VISIBLE.
+    def put(self, blocks: PutBlocks, timeout_s: float) -> PutOutcome | None:
+        """Stores blocks, `most` at most; returns once all are VISIBLE.
 
         None, and nothing has happened, where it takes a session, which then says why: no room, or it is refused; more
-        deletions are named than fit; another thread uses the lane, or it has ended. Arguments as for `StoreWriter.put`.
+        deletions are named than fit; another thread uses the lane, or it has ended.
 
         Raises:
             TransferFailed: It took longer than `timeout_s`; blocks may be stored all the same.
             StreamBroken: The lane has ended meanwhile; the same.
         """
-        about = kvstore_pb2.PutOpen(tenant=tenant, forgotten=forgotten).SerializeToString()
+        keys, parents, tenant, read, forgotten = blocks
+        about = _about(tenant, tuple(forgotten))
         if len(about) > ABOUT_BYTES:
             return None
         layout = self._layout
@@ -64,19 +64,20 @@ class DirectWriter:
         try:
             with self.lane:
                 places, follow = self._placed([data for data, _ in slices])
-                blocks = pack_keys((*keys, *parents))
-                number = self.lane.ask(PUT, len(keys), blocks, hashes, places, about, follow)
+                packed = pack_keys((*keys, *parents))
+                number = self.lane.ask(PUT, len(keys), packed, hashes, places, about, follow)
                 return self._answer(number, len(keys))
         except FrameError as error:
             raise StreamBroken(f"the store's answer is not proper: {error}") from error
 
-    def _answer(self, number: int, blocks: int) -> int | None:
+    def _answer(self, number: int, blocks: int) -> PutOutcome | None:
         message, follow = self.lane.answer(number)
         if message.kind == OTHERWISE:
             return None
-        if message.kind != STORED or follow or len(message.numbers) > blocks:
+        present = len(message.numbers)
+        if message.kind != STORED or follow or present > blocks:
             raise FrameError(f"a put is answered by a message of kind {message.kind}")
-        return len(message.numbers)
+        return PutOutcome(present, blocks - present)
 
     def _placed(self, pieces: Sequence[memoryview]) -> tuple[list[Place], Sequence[memoryview]]:
         """Where the store finds the pieces, and what follows the message: all of it where it shares no memory."""

@@ -69,7 +69,7 @@ class LaneDialer:
         self._retry_s = retry_s
         self._dial_s = dial_s
         self._failed: dict[int, float] = {}  # when, by the peer's incarnation
-        self._lanes: list[Lane[Message]] = []
+        self._lanes: list[Lane[Any]] = []
         self.failures = 0
 
     def gauges(self) -> list[Entry]:
@@ -124,7 +124,7 @@ class LaneDialer:
         own, readable, mailbox = end.own, end.readable, end.mailbox
         lane = Lane(end.name, end.sock, cls, own=own, readable=readable, mailbox=mailbox, acknowledge=acknowledge)
         self._lanes = [each for each in self._lanes if not each.closed]
-        self._lanes.append(lane)  # type: ignore[arg-type]
+        self._lanes.append(lane)
         return lane
 
     async def join(

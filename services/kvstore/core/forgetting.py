@@ -59,12 +59,8 @@ def drop(store: BlockStore, keys: Sequence[BlockKey]) -> Forgotten:
 
 def expire(store: BlockStore, ttl_s: Mapping[str, float], now: float) -> Steps:
     """Deletes blocks that are in a tier for longer than `ttl_s` says of their tenant; `now` is seconds since 1970."""
-    return _sweep(
-        store,
-        lambda info: info.written_at < now - ttl_of(ttl_s, info.tenant),
-        store.tiers.catalogue.expired(ttl_s, now),
-        STEP_BLOCKS,
-    )
+    on_ssd = store.tiers.catalogue.expired(ttl_s, now)
+    return _sweep(store, lambda info: info.written_at < now - ttl_of(ttl_s, info.tenant), on_ssd, STEP_BLOCKS)
 
 
 def _sweep(store: BlockStore, in_dram: Callable[[BlockInfo], bool], on_ssd: Wanted, step_blocks: int) -> Steps:

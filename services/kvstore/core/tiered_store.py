@@ -77,7 +77,8 @@ class TieredStore:
             if victims is None:
                 self.unreserve(taken)
                 return False
-            self.removed(victims)
+            if victims:
+                self.removed(victims)
             taken[tenant] = count
         return True
 

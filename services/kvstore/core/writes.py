@@ -20,6 +20,7 @@ from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.tenancy.tenants import sum_by_tenant
 
 MAX_OPEN_KEYS = 1 << 18  # of all open sessions together
+PUTS_AHEAD = 8  # for which room is made at once
 
 
 class DeletedBlocks(InvalidRequest):
@@ -105,13 +106,16 @@ class Writes:
         return present
 
     def make_room(self, spec: PutSpec) -> None:
-        """After a put: evicts what one more would, but none of its own, if that is little: the next need not wait."""
-        dram, room = self._tiers.dram, {spec.tenant: len(spec.keys) * spec.format.layout.block_bytes}
+        """After a put: evicts what some more would, but none of its own, if that is little: the next need not wait."""
+        dram, nbytes = self._tiers.dram, len(spec.keys) * spec.format.layout.block_bytes
+        ahead = min(PUTS_AHEAD * nbytes, dram.capacity_bytes // 64)
+        if ahead < nbytes or dram.has_room(nbytes, spec.tenant):
+            return
         stay = [block for key in spec.keys if (block := dram.get(key)) is not None]
         for block in stay:
             dram.hold(block)
-        if sum(room.values()) <= dram.capacity_bytes // 64 and self._tiers.reserve(room):
-            self._tiers.unreserve(room)
+        if self._tiers.reserve({spec.tenant: ahead}):
+            self._tiers.unreserve({spec.tenant: ahead})
         self._tiers.release(stay)
 
     def _offered(self, spec: PutSpec, present: Sequence[int]) -> None:
@@ -145,8 +149,8 @@ class Writes:
         self.sessions.add(session)
         self.open_keys += len(session.spec.keys)
 
-    def durable_present(self, session: PutSession) -> list[int]:
-        return [index for index in session.present if self._tiers.durable(session.spec.keys[index])]
+    def durable_of(self, session: PutSession, indices: Sequence[int]) -> list[int]:
+        return [index for index in indices if self._tiers.durable(session.spec.keys[index])]
 
     def reserve(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
         """Reserves DRAM for those blocks of a frame whose first bytes it brings, all or (False) none.
@@ -213,7 +217,7 @@ class Writes:
         for writer, indices in visible.items():
             if writer.complete:
                 self._tiers.dram.arrived(writer.spec.keys)
-            durable = [index for index in indices if self._tiers.durable(writer.spec.keys[index])]
+            durable = self.durable_of(writer, indices)
             writer.on_visible(indices)
             if durable:
                 writer.on_durable(durable)

@@ -92,17 +92,23 @@ class DramTier(PartTable[DramBlock]):
         Returns:
             The evicted keys, or None when too little can be evicted; then nothing has changed.
         """
-        victims = self._victims(nbytes, tenant)
+        victims = [] if self.has_room(nbytes, tenant) else self._victims(nbytes, tenant)
         if victims is None:
             return None
-        self._discard(victims)
-        self.evictions += len(victims)
+        if victims:
+            self._discard(victims)
+            self.evictions += len(victims)
         self.reserved.add(tenant, nbytes)
         return [block.info.key for block in victims]
 
+    def has_room(self, nbytes: int, tenant: str) -> bool:
+        """Whether `reserve` would succeed now without evicting anything."""
+        coming = self.reserved.get(tenant, 0) + nbytes
+        return nbytes <= self.free_bytes and not self.account.over_quota(tenant, coming)
+
     def can_reserve(self, nbytes: int, tenant: str) -> bool:
         """Whether `reserve` would succeed now; evicts nothing."""
-        return self._victims(nbytes, tenant) is not None
+        return self.has_room(nbytes, tenant) or self._victims(nbytes, tenant) is not None
 
     def _victims(self, nbytes: int, tenant: str) -> list[DramBlock] | None:
         """Blocks in the policy's order, the tenant's own first as far as its quota asks for it; None if too few may go.
@@ -111,8 +117,6 @@ class DramTier(PartTable[DramBlock]):
         """
         over = nbytes - self.free_bytes
         own = self.account.over_quota(tenant, self.reserved.get(tenant, 0) + nbytes)
-        if over <= 0 >= own:
-            return []
         evictable = self.block_bytes - self.fixed.total_bytes - self.account.guarded_from(tenant, self.fixed)
         if over > evictable or own > self.account.used[tenant] - self.fixed[tenant]:
             return None  # decides the common cases without a walk over the blocks

@@ -18,7 +18,7 @@ from moonpool.kv.scattered import Bytes
 from moonpool.kv.shapes import frame_shape
 from moonpool.kv.values import check_owned
 from moonpool.streams.credits import ByteCredits
-from moonpool.streams.lanes.brief import BRIEF_BYTES, Answer, Brief, found
+from moonpool.streams.lanes.brief import BRIEF_BYTES, GET, Answer, Brief, found
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.read_sessions import ReadSessions
 from moonpool.streams.receiving import FrameWriter
@@ -90,6 +90,8 @@ def _wanted(message: kv_pb2.ReadOpen, layout: KVLayout) -> _Wanted:
 
 class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRequest]):
     """One reader process' stream."""
+
+    brief_kind = GET
 
     def __init__(self, resources: GetResources, closing: asyncio.Event, lanes: LaneServer | None = None) -> None:
         super().__init__(

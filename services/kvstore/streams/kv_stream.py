@@ -17,7 +17,6 @@ class KVStream(ServerStream[Req]):
 
     format: BlockFormat
     tenant: str | None
-    briefs = True
 
     def welcome(self) -> Message:
         raise NotImplementedError

@@ -21,7 +21,7 @@ from moonpool.kv.shapes import shape_of
 from moonpool.kv.values import check_owned
 from moonpool.rpc.roles import permitted
 from moonpool.streams.credits import CreditReturn, Traffic
-from moonpool.streams.lanes.brief import STORED, Answer, Brief, about
+from moonpool.streams.lanes.brief import PUT, STORED, Answer, Brief, about
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, portions
@@ -63,7 +63,7 @@ class _Entry:
 class PutStream(KVStream[kvstore_pb2.PutRequest]):
     """One writer process' stream. Blocks are copied and verified straight from the writer's memory (`land`)."""
 
-    borrows = True
+    borrows, brief_kind = True, PUT
 
     def __init__(self, resources: PutResources, closing: asyncio.Event, lanes: LaneServer | None = None) -> None:
         super().__init__(closing, lanes=lanes)
@@ -208,8 +208,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         entry.session = session
         opened = kvstore_pb2.PutOpened(session=entry.number, present=session.present)
         self.post(kvstore_pb2.PutResponse(opened=opened))
-        durable = self._writes.durable_present(session)
-        if durable:
+        if durable := self._writes.durable_of(session, session.present):
             self._durable(entry, durable)
         self._arm(entry)
 

@@ -56,7 +56,8 @@ def test_every_instruction_set(target: Library, dtype: torch.dtype) -> None:
 def test_a_score_without_an_order_makes_the_result_nan(target: Library, dtype: torch.dtype) -> None:
     """As softmax has it: in the heads and rows that meet a NaN or an infinite score, and in no other."""
     case = make([(1, 700), (1, 65), (70, 190), (1, 64)], heads=6, kv_heads=2, head_dim=64, dtype=dtype)
-    for sequence, token, value in ((0, 130, torch.nan), (2, 150, torch.nan), (3, 63, torch.inf)):
+    full = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN all of whose bits are set
+    for sequence, token, value in ((0, 130, full), (2, 150, torch.nan), (3, 63, torch.inf)):
         case.dense[sequence][0, token, 1, 5] = value
         case.kv[int(case.block_tables[sequence, token // 16]), 1, 0, token % 16, 5] = value
     out, exact = case.run(), case.exact()

@@ -1,5 +1,7 @@
 """Quantised KV: its place in a slice, writes with a scale for each token, attention over it."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,13 +17,15 @@ from tests.unit.kernels.cases import LAST_TOKEN, MODES, Case
 DTYPES = list(quantized.DTYPES.values())
 HEADS, TOKENS, SIZE = 2, 16, 32
 LENGTHS = (1, 15, 16, 17, 63, 64, 75, 256, 513, 2049)
+SHAPES = ((3, 32), (7, 64), (1, 128), (8, 48), (9, 80))
+"""(query heads to a key's, their numbers)"""
 
 
-def pool(dtype: torch.dtype, blocks: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+def pool(dtype: torch.dtype, blocks: int = 5, head_dim: int = SIZE) -> tuple[Tensor, Tensor, Tensor]:
     """(slices, values, scales) full of bytes that are NaN in every type."""
-    size = KVLayout(1, HEADS, SIZE, TOKENS, "int8").slice_bytes
+    size = KVLayout(1, HEADS, head_dim, TOKENS, "int8").slice_bytes
     slices = torch.full((blocks, size), 255, dtype=torch.uint8)
-    return slices, *quantized.views(slices, dtype, kv_heads=HEADS, block_tokens=TOKENS, head_dim=SIZE)
+    return slices, *quantized.views(slices, dtype, kv_heads=HEADS, block_tokens=TOKENS, head_dim=head_dim)
 
 
 def test_scales_lie_behind_the_values() -> None:
@@ -105,22 +109,25 @@ def test_zeros_and_stale_blocks(dtype: torch.dtype) -> None:
     assert scales[2, :, :, 1:].isnan().all(), "other tokens are left alone"
 
 
-def attended(stored: torch.dtype, dtype: torch.dtype, counts: list[int], tokens: list[int]) -> tuple[Case, Tensor]:
+def attended(
+    stored: torch.dtype, dtype: torch.dtype, counts: list[int], tokens: list[int], shape: tuple[int, int] = SHAPES[0]
+) -> tuple[Case, Tensor]:
     """Sequences of one prefix, with so many query rows and tokens each; and the scales of their pool."""
+    group, size = shape
     total, generator = max(tokens), torch.Generator().manual_seed(max(tokens))
     blocks = -(-total // TOKENS)
-    _, values, scales = pool(stored, blocks + 7)
-    both = torch.randn(2, total, HEADS, SIZE, generator=generator)
+    _, values, scales = pool(stored, blocks + 7, size)
+    both = torch.randn(2, total, HEADS, size, generator=generator)
     both[1, -1] *= LAST_TOKEN
     both = both.to(dtype)
     table, position = torch.randperm(blocks + 7, generator=generator)[:blocks], torch.arange(total)
     write_kv(both[0], both[1], values, table[position // TOKENS], position % TOKENS, scales=scales)
-    q = torch.randn(sum(counts), 6, SIZE, generator=generator).to(dtype)
+    q = torch.randn(sum(counts), HEADS * group, size, generator=generator).to(dtype)
     tables = table.int().expand(len(counts), blocks).contiguous()
     starts, lengths = torch.tensor([0, *counts]).cumsum(0).int(), torch.tensor(tokens, dtype=torch.int32)
     stand_for = values[table].float() * scales[table][..., None]  # [blocks, heads, 2, tokens, size]
     dense = stand_for.permute(2, 0, 3, 1, 4).flatten(1, 2)
-    return Case(q, values, tables, starts, lengths, [dense[:, :count] for count in tokens], scale=0.2), scales
+    return Case(q, values, tables, starts, lengths, [dense[:, :count] for count in tokens], 1.2 * size**-0.5), scales
 
 
 def rounds(mode: str, dtype: torch.dtype) -> float:
@@ -136,8 +143,8 @@ def test_attention_over_it(stored: torch.dtype, dtype: torch.dtype, mode: str, m
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)
     case, scales = attended(stored, dtype, [1, 3], [70, 75])
     case.check(case.run(scales=scales), rounds(mode, dtype))
-    for length in LENGTHS:
-        case, scales = attended(stored, dtype, [1], [length + 1])
+    for length, shape in zip(LENGTHS, itertools.cycle(SHAPES)):
+        case, scales = attended(stored, dtype, [1], [length + 1], shape)
         case.check(case.run(scales=scales), rounds(mode, dtype))
         with pytest.raises(AssertionError, match="of a row's size"):
             case.check(case.run(scales=scales, context_lens=case.context_lens - 1), rounds(mode, dtype))

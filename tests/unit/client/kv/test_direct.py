@@ -3,17 +3,23 @@
 import asyncio
 import errno
 import gc
+import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typing_extensions import Buffer
 
 from moonpool.client.kv import InvalidRequest, KVClient, Unavailable, direct
+from moonpool.client.kv.connection import Connection
+from moonpool.client.kv.direct import OPEN_AGAIN_S
+from moonpool.kv.layout import KVLayout
 from moonpool.streams.lanes.regions import SharedMemory
+from moonpool.streams.store_writer import PutBlocks, PutOutcome
 from moonpool.v1 import kv_pb2
 from tests.unit.client.kv.test_values import NAME, SIZES, data_of
 from tests.unit.kvstore.rig import Rig, rig
@@ -195,6 +201,64 @@ async def test_a_put_that_was_taken_has_not_failed_because_no_direct_lane_could_
     async with stored(folder, "local") as store:
         await with_client(store, "local", work)
         assert store.service.lanes.opened["local"] == USUAL + 1
+
+
+async def test_lanes_that_break_each_time_are_not_opened_each_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(direct, "time", SimpleNamespace(monotonic=lambda: now))
+    async with stored(folder, "local") as store:
+
+        def work(client: KVClient) -> None:
+            def breaks(key: bytes) -> None:
+                assert client.put(key, data_of(65_536))
+                assert client.get(key) == data_of(65_536)
+                (block,) = store.service.store.tiers.dram.values()
+                block.data[70] ^= 1
+                assert client.get(key) is None
+
+            nonlocal now
+            breaks(b"1")
+            for turn in range(3):
+                now += OPEN_AGAIN_S - 1.0 if turn else 0.0
+                breaks(b"%d" % turn)
+            assert store.service.lanes.opened["local"] == USUAL + DIRECT + 1
+
+        await with_client(store, "local", work)
+
+
+async def test_what_a_direct_lane_does_not_take_has_the_time_that_is_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, given = itertools.count(100.0, 2.0), list[float]()
+    usual_put, usual_read = Connection.put, Connection.read
+
+    async def put(self: Connection, layout: KVLayout, blocks: PutBlocks, timeout_s: float) -> PutOutcome:
+        given.append(timeout_s)
+        return await usual_put(self, layout, blocks, timeout_s)
+
+    async def read(self: Connection, *arguments: Any, timeout_s: float, **options: Any) -> int:
+        given.append(timeout_s)
+        return await usual_read(self, *arguments, timeout_s=timeout_s, **options)
+
+    async with stored(folder, "local") as store:
+
+        def work(client: KVClient) -> None:
+            for key in (b"1", b"2"):
+                assert client.put(key, b"data")
+                assert client.get(key) == bytearray(b"data")
+            assert client.put(b"large", bytes(5000))
+            monkeypatch.setattr(direct, "time", SimpleNamespace(monotonic=lambda: next(now)))
+            monkeypatch.setattr(Connection, "put", put)
+            monkeypatch.setattr(Connection, "read", read)
+            assert not client.put(b"large", b"data", timeout_s=20.0), "it is there in another format"
+            for block in store.service.store.tiers.dram.values():
+                block.data[1] ^= 1
+            assert client.get(b"1", timeout_s=10.0) is None
+            assert given[:2] == [18.0, 8.0]
+
+        await with_client(store, "local", work)
 
 
 async def test_a_client_that_is_dropped_without_close_ends_its_thread_and_its_streams(folder: Path) -> None:

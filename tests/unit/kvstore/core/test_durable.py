@@ -47,7 +47,7 @@ def test_a_session_hears_of_present_blocks_that_become_durable(tmp_path: Path) -
     second = driven.open(spec_of([A, B]))
     assert second is not None
     assert list(second.present) == [0, 1]
-    assert driven.store.writes.durable_present(second) == [0]
+    assert driven.store.writes.durable_of(second, second.present) == [0]
     driven.store.writes.close(first)
     driven.flush()
     assert driven.durable == [(A,), (B,)]

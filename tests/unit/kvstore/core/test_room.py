@@ -12,6 +12,7 @@ from moonpool.kv.layout import KVLayout
 from services.kvstore.core.assembly import PORTION_BLOCKS, portions
 from services.kvstore.core.reads import PORTION_KEYS, ReadLease
 from services.kvstore.core.tiered_store import StoreListener
+from services.kvstore.core.writes import PUTS_AHEAD
 from services.kvstore.policies.queues import LFU
 from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.helpers import (
@@ -60,6 +61,18 @@ def test_room_is_made_ahead_once_and_if_it_is_little() -> None:
         writes.make_room(spec_of(old[63:]))
         assert len(driven.removed) == 1
     assert driven.store.tiers.dram.free_bytes == BLOCK
+    check(driven.store)
+
+
+def test_room_is_made_ahead_for_some_puts_at_once() -> None:
+    driven = Driven(dram_bytes=64 * 20 * BLOCK)
+    writes, dram, old = driven.store.writes, driven.store.tiers.dram, keys_of(64 * 20, "old")
+    for at in range(0, len(old), 64):
+        writes.close(driven.put(old[at : at + 64]))
+    for blocks, room in ((1, PUTS_AHEAD), (PUTS_AHEAD, PUTS_AHEAD), (PUTS_AHEAD + 1, 20), (21, 20)):
+        writes.make_room(spec_of(old[-blocks:]))
+        assert dram.free_bytes == room * BLOCK
+    assert len(driven.removed) == 20
     check(driven.store)
 
 

@@ -24,6 +24,7 @@ from moonpool.streams.lanes.brief import BRIEF_BYTES, GET, OTHERWISE, PUT, STORE
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.regions import SharedMemory
 from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
+from moonpool.streams.store_writer import PutBlocks
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.streams.get_stream import GetStream
 from services.kvstore.streams.put_stream import PutStream
@@ -82,14 +83,15 @@ async def read(lane: DirectLane, keys: Sequence[BlockKey]) -> list[bytes] | None
     return None if count is None else [bytes(each) for each in memory[:count]]
 
 
-async def write(lane: DirectLane, keys: Sequence[BlockKey], staging: SharedMemory | None, **options: Any) -> int | None:
+async def write(lane: DirectLane, keys: Sequence[BlockKey], staging: SharedMemory | None) -> int | None:
     def slice_at(layer: int, index: int) -> tuple[memoryview, int]:
         data = memoryview(slice_of(keys[index], layer))
         return data, slice_hash(data)
 
     writer = DirectWriter(lane, LAYOUT, staging)
-    parents = [NO_PARENT] * len(keys)
-    return await asyncio.to_thread(writer.put, keys, parents, "", slice_at, timeout_s=TIMEOUT_S, **options)
+    blocks = PutBlocks(keys, [NO_PARENT] * len(keys), "", slice_at)
+    outcome = await asyncio.to_thread(writer.put, blocks, TIMEOUT_S)
+    return None if outcome is None else outcome.present
 
 
 async def ask(lane: DirectLane, *message: Any, **fields: Any) -> Brief:
@@ -225,7 +227,18 @@ IMPROPER = [
     Brief(PUT, 1, 1, extents=(Place(1, BRIEF_BYTES, 0),) * 3),
     Brief(GET, 1, 1, keys=KEYS[0], pulled=1),
     Brief(9, 1, 1),
+    Brief(GET, 1, 1, keys=KEYS[0]),
+    Brief(STORED, 1),
 ]
+
+
+async def test_a_put_on_a_lane_of_reads_ends_it(sockets: Path) -> None:
+    async with storing(sockets, "tcp") as store, reading(store) as (stream, lane):
+        message, fields = put_of([])
+        with pytest.raises(StreamBroken):
+            await ask(lane, *message, **fields)
+        async with asyncio.timeout(TIMEOUT_S):
+            await stream.ended()
 
 
 async def test_what_is_improper_ends_its_lane_only(sockets: Path) -> None:

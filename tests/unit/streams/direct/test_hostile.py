@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from moonpool.streams.lanes.brief import BRIEF, FOUND, GET, OTHERWISE, STORED, B
 from moonpool.streams.lanes.dialing import LaneEnd
 from moonpool.streams.lanes.regions import Mailbox, Mapped, OwnRegions
 from moonpool.streams.lanes.sockets import LENGTHS, LaneSocket
+from moonpool.streams.store_writer import PutBlocks
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, data_of, keys_of, slice_of
 
 KEYS = keys_of(2)
@@ -73,13 +74,16 @@ def read(lane: DirectLane, timeout_s: float = 10.0) -> list[bytes] | None:
     return None if count is None else [bytes(each) for each in memory[:count]]
 
 
-def put(lane: DirectLane, keys: list[BlockKey] = KEYS, **options: Any) -> int | None:
+def put(
+    lane: DirectLane, keys: list[BlockKey] = KEYS, timeout_s: float = 10.0, forgotten: Sequence[str] = ()
+) -> int | None:
     def slice_at(layer: int, index: int) -> tuple[memoryview, int]:
         data = memoryview(slice_of(keys[index], layer))
         return data, slice_hash(data)
 
-    options = {"timeout_s": 10.0} | options
-    return DirectWriter(lane, LAYOUT, None).put(keys, [NO_PARENT] * len(keys), "", slice_at, **options)
+    blocks = PutBlocks(keys, [NO_PARENT] * len(keys), "", slice_at, forgotten)
+    outcome = DirectWriter(lane, LAYOUT, None).put(blocks, timeout_s)
+    return None if outcome is None else outcome.present
 
 
 SAID: dict[str, bytes] = {
