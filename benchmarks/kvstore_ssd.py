@@ -1,11 +1,15 @@
 """The kvstore's SSD tier: blocks read from a cold disk beside plain reads, and put until durable beside plain appends.
 
 Sustained Put: the tier is full before the clock starts, and several times what it holds is put, so that space is
-reclaimed all the time (`--ssd-put-gigabytes 20 --ssd-tier-gigabytes 2` for a long stretch). Cold Get: the store was
-restarted, so that its DRAM is empty, and its files were dropped from the page cache. Plain reads are `preadv` of the
-same sizes in the same order by as many threads, from a file like a segment, through the page cache with the kernel's
-reading ahead, each thread into the same few bytes. They are read once more in whole blocks, and directly in such pieces
-as the store reads. Plain appends sync as often as the store does.
+reclaimed all the time (`--ssd-put-gigabytes 20 --ssd-tier-gigabytes 2` for a long stretch). What a disk takes depends
+on what it took just before. So a gigabyte is put at a time, in turns with as much of plain appends and of Put to DRAM,
+every second time in reverse order. Each portion counts until it is durable, and is a pair of its own. Plain appends
+sync as often as the store does.
+
+Cold Get: the store was restarted, so that its DRAM is empty, and its files were dropped from the page cache. Plain
+reads are `preadv` of the same sizes in the same order by as many threads, from a file like a segment, through the page
+cache with the kernel's reading ahead, each thread into the same few bytes. They are read once more in whole blocks,
+and directly in such pieces as the store reads.
 """
 
 import argparse
@@ -38,10 +42,12 @@ HEADER_BYTES = 4096
 """Of a record on disk: as far apart are the blocks in the file of plain reads."""
 DRAM_BYTES = 192 << 20
 """Of the SSD tier's store: much less than what is put."""
-SEGMENT_BYTES = 16 << 20
-"""Of the store's segments: more than the default for such small tiers."""
+SEGMENT_BYTES = 32 << 20
+"""Least of a segment, as much as a commit; for small tiers it is more than the default, which is a 64th of the tier."""
 TIMES_PUT = 3
 """Sustained Put moves this many times what its tier holds, unless it is told otherwise."""
+PORTION_BYTES = 1 << 30
+"""Least that is put, or appended, at a time, unless less is put in all."""
 MEMORY_BYTES = 64 << 20
 PARTS = 10
 """Of a stretch, after each of which it is told how far it has come."""
@@ -51,7 +57,7 @@ MIN_BLOCKS = 288
 @contextlib.contextmanager
 def store(folder: Path, ssd_bytes: int, dram_bytes: int = DRAM_BYTES, threads: int = DEPTH) -> Iterator[Child]:
     """A kvstore with an SSD tier in `folder`, which so many threads read."""
-    sizes = ("--ssd-bytes", str(ssd_bytes), "--segment-bytes", str(SEGMENT_BYTES))
+    sizes = ("--ssd-bytes", str(ssd_bytes), "--segment-bytes", str(max(SEGMENT_BYTES, ssd_bytes // 64)))
     tier = ("--data-dir", str(folder), *sizes, "--read-threads", str(threads))
     with child("services.kvstore", "--dram-bytes", str(dram_bytes), *tier, "--log-level", "warning") as process:
         yield process
@@ -73,7 +79,7 @@ def told(jobs: Sequence[Job], what: str, progress: Progress) -> Iterator[Job]:
 
 
 async def put_seconds(
-    address: str, memory: Memory, seed: int, blocks: int, what: str, progress: Progress, *, durable: bool
+    address: str, memory: Memory, seed: object, blocks: int, what: str, progress: Progress, *, durable: bool
 ) -> float:
     """Seconds until chains are VISIBLE, or DURABLE."""
     async with connected(address, LAYOUT, memory) as client:
@@ -117,7 +123,7 @@ def read_cost(path: Path, pieces: Sequence[Piece], threads: int, *, direct: bool
 
 
 class Figures:
-    """Seconds of each run, or what it cost; the store's and the references'."""
+    """Seconds of each portion or run, or what it cost; the store's and the references'."""
 
     def __init__(self) -> None:
         self.put: list[float] = []
@@ -139,7 +145,7 @@ class Figures:
             return paired(name, "GB/s", pairs, beside, target=target)
 
         slower = [max(both) for both in zip(self.append, self.put_dram, strict=True)]
-        put, moved = f"SSD, sustained Put until durable, {sizes.put / sizes.held:.0f} times the tier", sizes.put
+        put, moved = f"SSD, sustained Put until durable, {sizes.put / sizes.held:.0f} times the tier", sizes.portion
         get, read, plain = "SSD, cold Get", sizes.read, "plain reads of the same size, order and depth"
         gigabytes = read * LAYOUT.block_bytes / 1e9
         cpu = [(a.cpu_s / gigabytes, b.cpu_s / gigabytes) for a, b in zip(self.get, self.read, strict=True)]
@@ -170,6 +176,16 @@ class Sizes(NamedTuple):
     held: int
     threads: int = DEPTH
 
+    @property
+    def portions(self) -> int:
+        """In how many portions they are put."""
+        return max(1, self.put * LAYOUT.block_bytes // PORTION_BYTES)
+
+    @property
+    def portion(self) -> int:
+        """Blocks of one."""
+        return self.put // self.portions
+
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
     """Of the flags; never less than `MIN_BLOCKS`, or for a tier a third of it."""
@@ -183,13 +199,31 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
     return Sizes(read, put, held, options.ssd_threads)
 
 
-async def put_sustained(
-    folder: Path, memory: Memory, seed: int, blocks: int, held: int, progress: Progress = lambda words: None
-) -> float:
-    """Seconds to put blocks until they are durable into a full tier that holds `held` of them."""
-    with store(folder, blocks_bytes(held)) as process:
-        await put_seconds(process.address, memory, ~seed, 2 * held, "filling the tier", progress, durable=True)
-        return await put_seconds(process.address, memory, seed, blocks, "sustained Put", progress, durable=True)
+async def put_in_turns(
+    seed: int, figures: Figures, folder: Path, memory: Memory, sizes: Sizes, dram: str, progress: Progress
+) -> None:
+    """Puts to a store in `folder` whose tier is full, appends to a file there, and puts to the store at `dram`."""
+    nbytes = sizes.portion * LAYOUT.block_bytes
+
+    async def put(address: str, portion: int, *, durable: bool) -> float:
+        blocks = sizes.portion
+        return await put_seconds(address, memory, (seed, portion), blocks, "", lambda words: None, durable=durable)
+
+    async def append() -> float:
+        return append_seconds(folder / "append", memory.source, 1 << 20, nbytes, SYNC_BYTES)
+
+    with store(folder / "put", blocks_bytes(sizes.held)) as process:
+        await put_seconds(process.address, memory, seed, 2 * sizes.held, "filling the tier", progress, durable=True)
+        for portion in range(sizes.portions):
+            ways = (
+                (figures.put, functools.partial(put, process.address, portion, durable=True)),
+                (figures.append, append),
+                (figures.put_dram, functools.partial(put, dram, portion, durable=False)),
+            )
+            for seconds, way in ways if (seed + portion) % 2 == 0 else reversed(ways):
+                seconds.append(await way())
+            rates = ", ".join(f"{nbytes / 1e9 / seconds[-1]:.2f}" for seconds, _ in ways)
+            progress(f"SSD: {portion + 1} of {sizes.portions}: sustained Put, appends, Put to DRAM: {rates} GB/s")
 
 
 async def get_cold(folder: Path, memory: Memory, seed: int, sizes: Sizes, progress: Progress) -> Cost:
@@ -208,14 +242,13 @@ def blocks_bytes(blocks: int) -> int:
 
 
 async def one_run(
-    seed: int, figures: Figures, folder: Path, memory: Memory, sizes: Sizes, dram: Child, progress: Progress
+    seed: int, figures: Figures, folder: Path, memory: Memory, sizes: Sizes, dram: str, progress: Progress
 ) -> None:
-    """Every figure once, in a new folder with the file of plain reads; `seed` differs from other runs'."""
-    blocks, nbytes = sizes.read, sizes.put * LAYOUT.block_bytes
-    figures.put.append(await put_sustained(folder / "put", memory, seed, sizes.put, sizes.held, progress))
-    figures.append.append(append_seconds(folder / "append", memory.source, 1 << 20, nbytes, SYNC_BYTES))
-    in_dram = await put_seconds(dram.address, memory, seed, sizes.put, "Put to DRAM", progress, durable=False)
-    figures.put_dram.append(in_dram)
+    """Every figure once, those of sustained Put once per portion, in a new folder with the file of plain reads.
+
+    `seed` differs from other runs'.
+    """
+    blocks = sizes.read
     figures.get.append(await get_cold(folder / "get", memory, seed, sizes, progress))
     pitch = LAYOUT.block_bytes + HEADER_BYTES
     bands = LAYOUT.block_bytes // PIECE_BYTES
@@ -227,6 +260,7 @@ async def one_run(
     for costs, pieces, direct in orders:
         drop_cache(folder)
         costs.append(read_cost(folder / "plain", pieces, sizes.threads, direct=direct))
+    await put_in_turns(seed, figures, folder, memory, sizes, dram, progress)
 
 
 async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
@@ -243,7 +277,7 @@ async def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
             with tempfile.TemporaryDirectory(dir=shared) as name:
                 folder = Path(name)
                 (folder / "plain").hardlink_to(Path(shared) / "plain")
-                await one_run(number, figures, folder, memory, sizes, dram, progress)
+                await one_run(number, figures, folder, memory, sizes, dram.address, progress)
             progress(f"SSD: run {number + 1} of {options.runs}")
     rows = figures.rows(sizes)
     for row in rows:

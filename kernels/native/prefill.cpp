@@ -118,7 +118,7 @@ static void softmax(const Attention& a, Room& r, int rows, int G, int position, 
         m = r.m[i];
         for (int k = 0; k < full; k += W) {
             vf x = load(s + k) * scale - m;
-            if (k + W > seen) x = first_lanes(x, seen - k, -__builtin_inff());
+            if (k + W > seen) x = first_lanes(seen - k) ? x : splat(-__builtin_inff());
             vf e = exp2v<DEGREE>(x);
             l += e;
             if (PAIRS) narrow((bf16*)weights + k, e);

@@ -26,7 +26,7 @@ INLINE void softmax(float* s, const Tile<C>& t, float scale, const Running& r, f
         for (int k = 0; k < t.n; k += W) {
             vf x = load(s + h * ROW + k) * times;
             if (t.scales) x = x * load(t.scales->k + k);
-            if (k + W > t.n) x = first_lanes(x, t.n - k, -__builtin_inff());
+            if (k + W > t.n) x = first_lanes(t.n - k) ? x : splat(-__builtin_inff());
             store(s + h * ROW + k, x);
             tops[h] = vmax(tops[h], x);
         }

@@ -239,10 +239,10 @@ INLINE float max_of(vf v) {
     for (int s = W / 2; s; s /= 2) for (int i = 0; i < s; i++) t[i] = t[i] > t[i + s] ? t[i] : t[i + s];
     return t[0];
 }
-INLINE vf first_lanes(vf v, int n, float rest) {  // v in lanes below n
+INLINE vi first_lanes(int n) {  // all bits set in lanes below n
     vi lane;
     for (int i = 0; i < W; i++) lane[i] = i;
-    return lane < n ? v : splat(rest);
+    return lane < n;
 }
 INLINE vi imax(vi a, vi b) { return a > b ? a : b; }
 // The largest of magnitudes that are given as their bits. As integers, NaN is above all numbers, so that it stays.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from moonpool.kv.selection import Selection
@@ -47,18 +48,33 @@ class Deletions:
             for table, names in self._tables(selection):
                 _remove(table, names, deletion)
 
-    def concerning(self, keys: Iterable[bytes], tenant: str, namespace: bytes, ending: bytes = b"") -> list[str]:
-        """Ids of those that name the tenant, the namespace or one of the keys; sorted.
-
-        If `ending` is given, also of those that name any key which ends so: for that each name is looked at.
-        """
+    def concerning(self, keys: Iterable[bytes], tenant: str, namespace: bytes) -> list[str]:
+        """Ids of those that name the tenant, the namespace or one of the keys; sorted."""
         if not self._selections:
             return []
         named = [self._by_tenant.get(tenant), self._by_namespace.get(namespace)]
         if self._by_key:
             named += map(self._by_key.get, keys)
-            named += (ids for key, ids in self._by_key.items() if key.endswith(ending)) if ending else ()
         return sorted({id_ for one in named if one for id_ in ((one,) if isinstance(one, str) else one)})
+
+    def with_ending(self, ending: bytes, portion: int) -> Generator[None, None, list[str]]:
+        """Ids of those, of all that are known now, that name a key which ends so; in the order in which they came.
+
+        Each key may be looked at: after `portion` of them others have a turn. Deletions may come and go meanwhile.
+        """
+        found, looked_at = list[str](), 0
+        for deletion, selection in list(self._selections.items()):
+            keys = iter(selection.keys)
+            while some := list(itertools.islice(keys, portion - looked_at)):
+                looked_at += len(some)
+                if ends := any(key.endswith(ending) for key in some):
+                    found.append(deletion)
+                if looked_at == portion:
+                    looked_at = 0
+                    yield
+                if ends:
+                    break
+        return found
 
     def _tables(self, selection: Selection) -> Iterator[tuple[_Table, frozenset[Any]]]:
         yield self._by_tenant, selection.tenants

@@ -5,12 +5,14 @@ import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+from moonpool.cluster.selections import PORTION
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.values import check_owned, tenant_tag
 from moonpool.rpc.roles import own_tenant, tenant_of
 from moonpool.rpc.wire import PayloadMessage
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.open_streams import OpenStreams
+from moonpool.streams.turns import in_turns
 from moonpool.telemetry.gauges import Gauges
 from moonpool.v1 import kv_pb2
 from moonpool.v1 import kvstore_pb2 as pb
@@ -55,11 +57,14 @@ class KVStoreServicer:
 
     async def Find(self, request: pb.FindRequest, context: object) -> pb.FindResponse:  # noqa: N802
         keys, tenant, store = _own(request.keys), tenant_of(request.tenant), self.operations.store
-        ending = b"" if keys else tenant_tag(tenant)  # whoever puts asks for no keys, at first and after a refusal
-        deletions = store.writes.deletions.concerning((), tenant, request.namespace, ending)
-        found, known = find(store.tiers, keys, request.namespace)
+        deletions, namespace = store.writes.deletions, request.namespace
+        concerning = deletions.concerning((), tenant, namespace)
+        if not keys:  # whoever puts asks for none, at first and after a refusal
+            named = await in_turns(deletions.with_ending(tenant_tag(tenant), PORTION))
+            concerning = sorted({*concerning, *named})
+        found, known = find(store.tiers, keys, namespace)
         layouts = [layout.to_proto() for layout in known]
-        return pb.FindResponse(layouts=layouts, found=found, deletions=deletions, tenant=tenant)
+        return pb.FindResponse(layouts=layouts, found=found, deletions=concerning, tenant=tenant)
 
     async def Remove(self, request: pb.RemoveRequest, context: object) -> pb.RemoveResponse:  # noqa: N802
         dropped = await self.deletions.drop(_own(request.keys))

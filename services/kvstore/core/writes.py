@@ -89,15 +89,18 @@ class Writes:
             return None
         self.check_not_deleted(spec)
         present = self._present(spec)
+        nbytes = size * (count - len(present))
+        if not tiers.dram.has_room(nbytes, spec.tenant):  # nothing is evicted for bytes that are not intact
+            landed(spec, data, hashes, range(count), tiers.dram.arena.allocate)
         if present:
             self._offered(spec, present)  # before others are evicted
-        if not tiers.reserve({spec.tenant: size * (count - len(present))}):
-            tiers.dram.check_possible(size * (count - len(present)), spec.tenant, now)
+        if not tiers.reserve({spec.tenant: nbytes}):
+            tiers.dram.check_possible(nbytes, spec.tenant, now)
             return None
         try:
             blocks = landed(spec, data, hashes, set(present), tiers.dram.arena.allocate)
         except BaseException:
-            tiers.unreserve({spec.tenant: size * (count - len(present))})
+            tiers.unreserve({spec.tenant: nbytes})
             raise
         tiers.insert(blocks)
         self.blocks_put += len(blocks)

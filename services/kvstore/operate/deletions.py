@@ -10,8 +10,9 @@ from moonpool.cluster.selections import read_deletions
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import EVERY_TENANT, Selection, check_ttls
+from moonpool.streams.turns import in_turns
 from moonpool.v1 import kv_pb2
-from services.kvstore.core.forgetting import Forgotten, Steps, drop, expire, forget
+from services.kvstore.core.forgetting import Forgotten, drop, expire, forget
 from services.kvstore.operate.ledger import Ledger
 from services.kvstore.operate.operations import Operations
 from services.kvstore.operate.writer import WriteBehind
@@ -44,7 +45,7 @@ class Deletions:
             for portion in asked:
                 await self._carry_out({name: one for name, one in portion.items() if self._done(name) is None})
             if ttl_s:
-                total = await _in_turns(expire(self.operations.store, ttl_s, self.clock()))
+                total = await in_turns(expire(self.operations.store, ttl_s, self.clock()))
         await self._erased()
         for portion in asked:
             counts = {name: count for name in portion if (count := self._done(name)) is not None}
@@ -60,7 +61,7 @@ class Deletions:
             together = Selection.union(new.values())
             for name, selection in new.items():
                 self.ledger.deletions.add(name, selection)
-            done = await _in_turns(forget(self.operations.store, together))
+            done = await in_turns(forget(self.operations.store, together))
             self.operations.unpin_all(together.tenants)
             self.unsaved.update(dict.fromkeys(new, Forgotten()) | {next(iter(new)): done})
 
@@ -68,9 +69,9 @@ class Deletions:
         """Deletes what some folder, left out then, may hold still; all that is older where it is known no more what."""
         known, missing, store = self.ledger.deletions, self.ledger.incomplete, self.operations.store
         if missing:
-            await _in_turns(forget(store, Selection.union(known[name] for name in missing if name in known)))
+            await in_turns(forget(store, Selection.union(known[name] for name in missing if name in known)))
             if over := [at for name, at in missing.items() if name not in known]:
-                await _in_turns(expire(store, {EVERY_TENANT: 0.0}, max(over)))
+                await in_turns(expire(store, {EVERY_TENANT: 0.0}, max(over)))
             with contextlib.suppress(Unavailable):
                 await self._erased()
                 await self.ledger.applied(dict.fromkeys(missing, (0, 0)))
@@ -96,13 +97,3 @@ class Deletions:
     def _done(self, name: str) -> Forgotten | None:
         counts = self.ledger.counts(name)
         return self.unsaved.get(name) if counts is None else Forgotten(*counts)
-
-
-async def _in_turns(steps: Steps) -> Forgotten:
-    while True:
-        await asyncio.sleep(0)
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: Forgotten = end.value
-            return found

@@ -1,30 +1,33 @@
 """What the writer thread does for one plan: carry over, remove, append. Everything here blocks.
 
 The order makes a block durable and keeps it so: records written, segments synced, then the index transaction that names
-them. A file is deleted only after the transaction that forgets it. There are two transactions at most: the first
-carries and removes, so that its room is free, the second stores new blocks.
+them. A file is deleted only after the transaction that forgets it. There is one transaction, or, where something is
+carried over, two: the first carries and removes, so that its room is free, the second stores new blocks.
 """
 
 import collections
 import contextlib
 import dataclasses
 import errno
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.writing import Buffer
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.ssd.catalogue import ENTRY, Place, Row, Segment, Slot
-from services.kvstore.ssd.files import Buffer, Files
+from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.reader import read_record
 from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header
 
 log = get_logger(__name__)
 
-ERASE_BYTES = 1 << 20  # overwritten in one write at most
-WRITE_BYTES = 4 << 20  # of one write at most; the device begins with it while the next is being prepared
+_ZEROS = bytes(ALIGN)
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,6 +51,12 @@ class Append:
     @property
     def end(self) -> int:
         return self.offset + self.row[2] * ALIGN
+
+    def parts(self) -> tuple[Buffer, ...]:
+        """The record of a new block."""
+        assert self.block is not None
+        data = memoryview(self.block.data)
+        return pack_header(self.block.info, self.block.hashes), data, bytes(-len(data) % ALIGN)
 
 
 def ends(appends: Iterable[Append]) -> dict[Segment, int]:
@@ -131,11 +140,18 @@ class Committer:
     index: Index | None  # None when there was no room for one
     folder: Path
     sync: bool  # a commit survives a loss of power
+    deleting: dict[Segment, Future[None]] = dataclasses.field(default_factory=dict)  # files, in another thread
 
     def run(self, plan: WritePlan) -> None:
         """Does a plan. On an error `plan.cleared` tells how far it came."""
         try:
-            self._clear(plan)
+            self._erase(plan)
+            if plan.full:
+                self._free(plan)
+            for append in plan.carry:
+                self._carry(append, plan)
+            if plan.carry or not plan.store:
+                self._commit(plan, plan.carried)
             if plan.store:
                 self._write(plan.store)
                 self._commit(plan, plan.store)
@@ -143,27 +159,12 @@ class Committer:
             self._cut(plan)
             raise
 
-    def _clear(self, plan: WritePlan) -> None:
-        """The first transaction, and the files that it makes superfluous."""
-        self._erase(plan)
-        if plan.full:
-            for segment in plan.removed_segments:
-                if not segment.live:
-                    self.files.unlink(segment.path)
-        if plan.carry or plan.dead or plan.removed_segments:
-            for append in plan.carry:
-                self._carry(append, plan)
-            going = {segment.number for segment in plan.removed_segments}
-            dropped = [slot for slot in plan.dead if slot[0] not in going]
-            self._commit(plan, plan.carried, going, dropped)
-        plan.cleared = True
-        read = {victim.segment for victim in plan.victims if victim.carried}
-        for segment in (*plan.nameless, *plan.removed_segments):
-            try:
-                self.files.unlink(segment.path, readable=segment in read or segment.readers > 0)
-            except OSError as error:
-                log.error("a segment could not be deleted", path=str(segment.path), error=str(error))
-                plan.undeleted.append(segment)
+    def _free(self, plan: WritePlan) -> None:
+        """Deletes segments that have nothing to carry: a full device may have no room to forget them before."""
+        wait(self.deleting.values())
+        for segment in plan.removed_segments:
+            if not segment.live:
+                self.files.unlink(segment.path)
 
     def _erase(self, plan: WritePlan) -> None:
         """Overwrites records with zeros, on the device: no start finds them, with an index or without.
@@ -176,10 +177,7 @@ class Committer:
         for segment, places in by_segment.items():
             try:
                 for _, slot in places:
-                    nbytes = segment.nbytes(slot)
-                    for at in range(0, nbytes, ERASE_BYTES):
-                        zeros = bytes(min(nbytes - at, ERASE_BYTES))
-                        self.files.write(segment.path, [zeros], segment.offset(slot) + at)
+                    self.files.write(segment.path, [_ZEROS] * segment.lengths[slot], segment.offset(slot))
                 self.files.sync(segment.path)
             except OSError as error:
                 plan.unerased += places
@@ -201,32 +199,47 @@ class Committer:
         self.files.write(append.segment.path, [record], append.offset)
 
     def _write(self, appends: Sequence[Append]) -> None:
-        parts: list[Buffer] = []
-        for append, after in zip(appends, (*appends[1:], None), strict=True):
-            if not parts:
-                first = append
-            assert append.block is not None
-            data = memoryview(append.block.data)
-            parts += pack_header(append.block.info, append.block.hashes), data, bytes(-len(data) % ALIGN)
-            if after is None or after.segment is not append.segment or append.end - first.offset >= WRITE_BYTES:
-                self.files.write(append.segment.path, parts, first.offset)
-                parts.clear()
+        for segment, some in itertools.groupby(appends, lambda append: append.segment):
+            written = list(some)
+            self.files.write(segment.path, [part for one in written for part in one.parts()], written[0].offset)
 
-    def _commit(
-        self, plan: WritePlan, appends: Sequence[Append], going: Iterable[int] = (), dropped: Iterable[Slot] = ()
-    ) -> None:
+    def _commit(self, plan: WritePlan, appends: Sequence[Append]) -> None:
+        """Names what was appended; with the first transaction goes what is to go, and then its files."""
         sizes = ends(appends)
         if self.sync:
             for segment in sizes:
                 self.files.sync(segment.path)
             if not all(segment.size for segment in sizes):
                 self.files.sync_folder(self.folder)
-        if self.index is not None:
+        going = set() if plan.cleared else {segment.number for segment in plan.removed_segments}
+        dropped = [] if plan.cleared else [slot for slot in plan.dead if slot[0] not in going]
+        if self.index is not None and (appends or going or dropped):
             before = collections.Counter(append.segment for append in (plan.carried if plan.cleared else ()))
             entries = {(one.number, len(one.keys) + before[one]): packed for one, packed in pack(appends).items()}
             committed = {segment.number: size for segment, size in sizes.items()}
             kinds = {segment.number: segment.named for segment in sizes}
             self.index.commit(IndexChange(going, dropped, entries, committed, kinds))
+        if not plan.cleared:
+            plan.cleared = True
+            self._delete(plan)
+
+    def _delete(self, plan: WritePlan) -> None:
+        """Begins to delete what the index has forgotten; that takes long where a device is told which blocks are free.
+
+        Which deletions have failed is heard when they are over: with a later plan, as a rule the next one.
+        """
+        read = {victim.segment for victim in plan.victims if victim.carried}
+        begun: dict[Segment, Future[None]] = {}
+        for segment in (*plan.nameless, *plan.removed_segments):
+            unlink = functools.partial(self.files.unlink, readable=segment in read or segment.readers > 0)
+            begun[segment] = self.files.later(unlink, segment.path)
+        over = self.deleting | {segment: deletion for segment, deletion in begun.items() if deletion.done()}
+        self.deleting.clear()
+        self.deleting.update((segment, deletion) for segment, deletion in begun.items() if segment not in over)
+        for segment, deletion in over.items():
+            if (error := deletion.exception()) is not None:
+                log.error("a segment could not be deleted", path=str(segment.path), error=str(error))
+                plan.undeleted.append(segment)
 
     def _cut(self, plan: WritePlan) -> None:
         """Takes back what was written behind the committed ends, as far as the device lets us."""

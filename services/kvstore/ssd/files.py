@@ -1,26 +1,25 @@
 """The file layer of the SSD tier: its reads of segments, and every change it makes to the file system.
 
 Tests put another layer in its place, which lets operations fail or loses what was not synced. All methods block, but
-for `close_later`; reads and writes of one file from several threads are safe.
+for `later` and `close_later`; reads and writes of one file from several threads are safe.
 """
 
 import collections
 import contextlib
-import ctypes
 import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
-from moonpool.kv.reading import Outcome, Read, Span, read_slice_by_slice, slice_reader
+from moonpool.kv.reading import Outcome, Span, read_slice_by_slice, slice_reader
+from moonpool.kv.writing import SECTOR, Buffer, write_all, write_direct
 
-SECTOR = 4096  # alignment of direct reads: offset, length and memory
 MAX_OPEN = 512  # segments that stay open; a process may have 1,024 open files unless it is told otherwise
 PROBE_BYTES = 1 << 20
 
@@ -28,11 +27,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CACHED = os.O_RDONLY | os.O_CLOEXEC
 _DIRECT = _CACHED | getattr(os, "O_DIRECT", 0)
 _WRITE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-_IOV_MAX = 512
-_SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it
-
-Buffer = bytes | bytearray | memoryview
+_WRITE_DIRECT = _WRITE | (_DIRECT & ~_CACHED)
+_ALL_FLAGS = _CACHED, _DIRECT, _WRITE, _WRITE_DIRECT
 
 
 def is_full(error: BaseException) -> bool:
@@ -50,33 +46,19 @@ class _File:
     def __del__(self) -> None:
         os.close(self.fd)
 
-    def read(self, read: Read, sector: int, spans: Sequence[Span]) -> Outcome:
-        return read(self.fd, sector, spans)
-
-    def write(self, parts: Sequence[Buffer], offset: int) -> int:
-        """Writes parts one after the other from `offset` on; where they end."""
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
-        while views:
-            count = os.pwritev(self.fd, views[:_IOV_MAX], offset)
-            offset += count
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if count:
-                views[0] = views[0][count:]
-        return offset
-
 
 class Files:
     """Files and folders of one data folder. Failing operations raise OSError, or lmdb.Error where LMDB failed.
 
-    `direct` keeps segments out of the page cache: reads go past it where the file system can, and what is written goes
-    to the device at once. At most `max_open` files stay open.
+    `direct` keeps segments out of the page cache: reads and writes go past it where the file system can. At most
+    `max_open` files stay open.
     """
 
     def __init__(self, *, direct: bool = False, max_open: int = MAX_OPEN) -> None:
         self._direct = direct
         self._read = slice_reader()
-        self._reads_direct = direct and _DIRECT != _CACHED and self._read is not read_slice_by_slice
+        self._writes_direct = direct and _DIRECT != _CACHED
+        self._reads_direct = self._writes_direct and self._read is not read_slice_by_slice
         self._max_open = max_open
         self._lock = threading.Lock()
         self._open: collections.OrderedDict[tuple[Path, int], _File] = collections.OrderedDict()
@@ -97,13 +79,15 @@ class Files:
         """Reads spans of a file and hashes them, as far as they come; OSError where the file cannot be opened."""
         if self._reads_direct:
             try:
-                outcome = self._file(path, _DIRECT).read(self._read, SECTOR, spans)
+                file = self._file(path, _DIRECT)
+                outcome = self._read(file.fd, SECTOR, spans)
             except OSError as error:
                 outcome = Outcome(0, [], error)
             if outcome.error is None or outcome.error.errno != errno.EINVAL:
                 return outcome
             self._reads_direct = False  # the file system has no direct reads
-        return self._file(path, _CACHED).read(self._read, 0, spans)
+        file = self._file(path, _CACHED)
+        return self._read(file.fd, 0, spans)
 
     def peek(self, path: Path, nbytes: int, offset: int) -> bytes:
         """Up to `nbytes` bytes, through the page cache and without reading ahead: for a walk over headers."""
@@ -114,18 +98,22 @@ class Files:
 
     def write(self, path: Path, parts: Sequence[Buffer], offset: int) -> None:
         """Writes parts one after the other from `offset` on; makes the file if need be."""
+        if self._writes_direct:
+            try:
+                file = self._file(path, _WRITE_DIRECT)
+                write_direct(file.fd, parts, offset)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            self._writes_direct = False  # the file system has no direct writes
         file = self._file(path, _WRITE)
-        end = file.write(parts, offset)
-        if self._direct and _sync_file_range is not None:  # a hint, so that a sync waits less: errors are ignored
-            begin, nbytes = ctypes.c_int64(offset), ctypes.c_int64(end - offset)
-            _sync_file_range(file.fd, begin, nbytes, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+        write_all(file.fd, parts, offset)
 
     def sync(self, path: Path) -> None:
         """Returns once everything written to the file is on the device; its name need not be."""
         file = self._file(path, _WRITE)
         self.flush(file.fd, path)
-        if self._direct:
-            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def truncate(self, path: Path, size: int) -> None:
         os.truncate(path, size)
@@ -143,12 +131,16 @@ class Files:
         """Closes a file that has no readers. Slow for a large file without a name."""
         with self._lock:
             self._kept.discard(path)
-            closed = [self._open.pop((path, flags), None) for flags in (_CACHED, _DIRECT, _WRITE)]
+            closed = [self._open.pop((path, flags), None) for flags in _ALL_FLAGS]
         del closed  # with the lock released
 
     def close_later(self, path: Path) -> None:
         """As `close`, in a thread: for the event loop."""
-        self._closer.submit(self.close, path)
+        self.later(self.close, path)
+
+    def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
+        """Changes a file in a thread, which does one such change after the other."""
+        return self._closer.submit(change, path)
 
     def close_all(self) -> None:
         self._closer.shutdown()

@@ -95,9 +95,8 @@ class Index:
             present = (path / "data.mdb").stat().st_size
             if present < needed:  # touching pages behind its end would kill the process (SIGBUS)
                 raise IndexLostError(f"the index has {present} bytes instead of {needed}")
-            with (
-                files.transaction(self._env) if files is not None else contextlib.nullcontext() as txn
-            ):  # one commit makes them all
+            changing = contextlib.nullcontext() if files is None else files.transaction(self._env)
+            with changing as txn:  # one commit makes them all
                 self._meta, self._segments, self._entries, self._dropped, self._kinds = (
                     self._env.open_db(name, txn, create=files is not None) for name in _TABLES
                 )
@@ -164,9 +163,8 @@ class Index:
             txn.put(_SLOT_KEY.pack(*slot), b"", db=self._dropped)
         for segment, kinds in change.kinds.items():
             for number in reversed(range(len(kinds))):  # those before one that is there are there too
-                if not txn.put(
-                    _SLOT_KEY.pack(segment, number), _pack_kind(kinds[number]), overwrite=False, db=self._kinds
-                ):
+                key, packed = _SLOT_KEY.pack(segment, number), _pack_kind(kinds[number])
+                if not txn.put(key, packed, overwrite=False, db=self._kinds):
                     break
         for segment, size in change.segments.items():
             txn.put(_SEGMENT_KEY.pack(segment), _SEGMENT_SIZE.pack(size), db=self._segments)

@@ -48,19 +48,19 @@ class Disk:
     @property
     def erasing(self) -> bool:
         """Whether there are records to be overwritten, or files to be deleted, which may hold such."""
-        return self.dooming or bool(self.doomed or self.forgotten or self.nameless)
+        return self.dooming or bool(self.doomed or self.forgotten or self.nameless or self.committer.deleting)
 
     @property
     def has_housekeeping(self) -> bool:
-        return bool(self.dead or self.doomed or self.nameless or self.forgotten) or self.space.has_work
+        return self.erasing or bool(self.dead) or self.space.has_work
 
 
 class SsdTier:
     """A bounded, durable set of blocks on some disks. Made by `open_tier`.
 
-    Each disk has plans of its own, one at a time. While a segment of which much must stay is rewritten, the files may
-    exceed the budget by what is carried. `commit` does a plan, blocking, in a writer thread; then its blocks are as
-    durable as `durability` says. A disk that fails is left out: its blocks are here no more.
+    Each disk has plans of its own, one at a time. For a while its files may exceed the budget by the blocks of a plan,
+    and by what is being deleted. `commit` does a plan, blocking, in a writer thread; then its blocks are as durable as
+    `durability` says. A disk that fails is left out: its blocks are here no more.
     """
 
     def __init__(self, disks: Sequence[Disk], catalogue: Catalogue, admission: Admission) -> None:

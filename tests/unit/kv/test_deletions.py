@@ -1,5 +1,7 @@
 """Deletions are found by what they name."""
 
+from collections.abc import Generator
+
 from moonpool.kv.deletions import Deletions
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
@@ -28,12 +30,38 @@ def test_one_that_is_forgotten_or_replaced_concerns_nothing() -> None:
     assert (deletions.concerning([B], "", N), len(deletions)) == ([], 0)
 
 
+def found_by(looking: Generator[None, None, list[str]]) -> tuple[list[str], int]:
+    """What is found, and how many turns others have had."""
+    turns = 0
+    while True:
+        try:
+            next(looking)
+        except StopIteration as end:
+            return end.value, turns
+        turns += 1
+
+
 def test_those_of_keys_with_an_end_are_found() -> None:
     deletions = Deletions()
     deletions.add("both", Selection(keys=frozenset([A, B])))
     deletions.add("a", Selection(keys=frozenset([A]), tenants=frozenset(["aa"]), namespaces=frozenset([A])))
-    for ending, found in ((b"aa", ["a", "both"]), (b"bb", ["both"]), (N, []), (b"", [])):
-        assert deletions.concerning([], "nobody", bytes(32), ending) == found
+    for ending, found in ((b"aa", ["both", "a"]), (b"bb", ["both"]), (N, [])):
+        assert found_by(deletions.with_ending(ending, 1))[0] == found
+
+
+def test_keys_with_an_end_are_looked_for_in_portions_while_deletions_come_and_go() -> None:
+    many = [BlockKey(number.to_bytes(32, "big")) for number in range(100)]
+    deletions = Deletions()
+    deletions.add("large", Selection(keys=frozenset(many)))
+    for number, key in enumerate(many):
+        deletions.add(f"small {number}", Selection(keys=frozenset([key])))
+    for portion, turns in ((10, 20), (100, 2), (150, 1), (1000, 0)):
+        assert found_by(deletions.with_ending(b"none", portion)) == ([], turns)
+    looking = deletions.with_ending(many[99][-1:], 1)
+    next(looking)
+    deletions.remove("small 5")
+    deletions.add("later", Selection(keys=frozenset(many)))
+    assert found_by(looking)[0] == ["large", "small 99"]
 
 
 def test_what_several_name_is_found_as_long_as_one_of_them_is_known() -> None:

@@ -2,12 +2,25 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import lmdb
 
 from moonpool.kv.reading import Outcome, Span
 from services.kvstore.ssd.files import Files
+
+
+def at_once(change: Callable[[Path], None], path: Path) -> "Future[None]":
+    """Changes a file in this thread; what is no error of the file system is raised."""
+    done: Future[None] = Future()
+    try:
+        change(path)
+    except OSError as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
+    return done
 
 
 class FaultyFiles(Files):
@@ -51,6 +64,9 @@ class FaultyFiles(Files):
         error = planned.pop(0) if planned else self._always.get(name)
         if error is not None:
             raise error
+
+    def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
+        return at_once(change, path)
 
     def read(self, path: Path, spans: Sequence[Span]) -> Outcome:
         self.step("read", path)

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 
 from moonpool.client.kv import MAX_VALUE_BYTES, AsyncKVClient, InvalidRequest, KVClient, TransferFailed, Unavailable
+from moonpool.cluster.selections import PORTION
 from moonpool.errors import ConfigError
+from moonpool.kv.keys import KEY_BYTES, BlockKey
+from moonpool.kv.selection import Selection
 from moonpool.kv.values import value_key, value_namespace
 from moonpool.v1 import kv_pb2
+from moonpool.v1.kvstore_pb2 import FindRequest
 from tests.unit.kvstore.rig import Rig, rig
 
 NAME = "engine/model"
@@ -166,6 +170,23 @@ async def test_after_an_operators_deletion_values_can_be_put_again(selection: kv
         assert await client.put(b"k", b"new")
         async with AsyncKVClient(store.address, namespace=NAME, lanes="grpc") as later:
             assert await later.put(b"k2", b"new")
+
+
+async def test_others_have_turns_while_a_store_looks_through_many_deleted_keys() -> None:
+    keys = frozenset(BlockKey(number.to_bytes(KEY_BYTES, "big")) for number in range(3 * PORTION))
+    own = value_key(value_namespace(NAME), "", b"k")
+    async with rig() as store:
+        deletions = store.service.store.writes.deletions
+        deletions.add("blocks", Selection(keys=keys))
+        deletions.add("value", Selection(keys=frozenset([own])))
+        deletions.add("all", Selection(tenants=frozenset([""])))
+        for asked, found in ((b"", ["all", "value"]), (own, ["all"])):
+            asking, turns = asyncio.ensure_future(store.service.servicer.Find(FindRequest(keys=asked), None)), 0
+            while not asking.done():
+                await asyncio.sleep(0)
+                turns += 1
+            assert asking.result().deletions == found
+            assert (turns > 3) == (not asked)
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,25 @@ def test_room_made_ahead_is_not_that_of_what_was_just_put(limit: str) -> None:
     check(driven.store)
 
 
+@pytest.mark.parametrize("limit", ["all DRAM", "a quota"])
+def test_nothing_is_evicted_for_whole_blocks_that_are_damaged(limit: str) -> None:
+    account = Account(quotas={"ann": 2 * BLOCK}) if limit == "a quota" else None
+    driven = Driven(dram_bytes=(8 if account else 2) * BLOCK, account=account)
+    writes, dram = driven.store.writes, driven.store.tiers.dram
+    writes.close(driven.put([A, B], "ann"))
+    spec, runs = spec_of([B, C], tenant="ann"), [run_of(key, 0, layer) for layer in range(3) for key in (B, C)]
+    data, hashes = bytearray(b"".join(bytes(run.data) for run in runs)), [run.hashes[0] for run in runs]
+    data[-1] ^= 1
+    with pytest.raises(FrameError):
+        writes.put_whole(spec, memoryview(data), hashes, 0.0)
+    assert (driven.removed, dram.reserved.total_bytes) == ([], 0)
+    data[-1] ^= 1
+    assert writes.put_whole(spec, memoryview(data), hashes, 0.0) == [0]
+    assert driven.removed == [A]
+    assert driven.read([B, C]) == [data_of(B), data_of(C)]
+    check(driven.store)
+
+
 def test_data_waits_while_unfinished_blocks_fill_dram() -> None:
     driven = Driven(dram_bytes=2 * BLOCK)
     writes = driven.store.writes

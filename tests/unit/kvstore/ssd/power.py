@@ -4,11 +4,13 @@ import contextlib
 import random
 import shutil
 from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import lmdb
 
 from services.kvstore.ssd.files import Files
+from tests.unit.kvstore.faulty_files import at_once
 
 PAGE = 4096
 META_BYTES = 2 * PAGE
@@ -153,6 +155,9 @@ class PowerFiles(Files):
         self._on_step("truncate")
         super().truncate(path, size)
         self._changed(path)
+
+    def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
+        return at_once(change, path)
 
     def unlink(self, path: Path, *, readable: bool = False) -> None:
         self._on_step("unlink")

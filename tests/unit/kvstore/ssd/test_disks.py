@@ -70,7 +70,7 @@ def test_each_disk_takes_batches_and_has_a_budget_of_its_own(tmp_path: Path) -> 
         put(ssd, KEYS[8:10], 1)  # its oldest blocks make room, not those of the other
         assert keys_on(ssd, 0) == {*KEYS[:2], *KEYS[4:6]}
         assert keys_on(ssd, 1) == set(KEYS[6:10])
-        assert [len(list((path / "segments").iterdir())) for path in folders(tmp_path)] == [4, 4]
+    assert [len(list((path / "segments").iterdir())) for path in folders(tmp_path)] == [4, 4]
 
 
 def test_blocks_are_found_whatever_the_order_of_the_folders(tmp_path: Path) -> None:

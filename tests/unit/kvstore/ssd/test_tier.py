@@ -199,7 +199,7 @@ def test_a_smaller_budget_is_reached_after_a_restart(tmp_path: Path) -> None:
         driven.flush()
         assert held(driven.store) == {KEYS[3], KEYS[4]}
         assert driven.removed == KEYS[:3]
-        assert len(segment_files(tmp_path)) == 2
+    assert len(segment_files(tmp_path)) == 2
 
 
 def test_nothing_is_reclaimed_under_a_reader(tmp_path: Path) -> None:
