@@ -296,8 +296,8 @@ class Prefills(Pool[Prefill]):
             factors = factors.computed(belief)
         predicted = queue_s, load_s, prefill_s, busy_s
         overhead_s = learnt.overheads.seconds(others)
-        beside = shared, others, read_s, later_s, fixed_s
-        return PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, overhead_s, factors, *beside)
+        why = source, excluded, overhead_s, factors, shared, others
+        return PrefillChoice(facts.id, blocks, used, *predicted, *why, read_s, later_s, fixed_s)
 
     def _excluded(
         self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand
