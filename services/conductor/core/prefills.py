@@ -294,10 +294,24 @@ class Prefills(Pool[Prefill]):
         if belief < 1.0:
             load_s, prefill_s, fixed_s, busy_s = [part * belief for part in (load_s, prefill_s, fixed_s, busy_s)]
             factors = factors.computed(belief)
-        predicted = queue_s, load_s, prefill_s, busy_s
-        overhead_s = learnt.overheads.seconds(others)
-        why = source, excluded, overhead_s, factors, shared, others
-        return PrefillChoice(facts.id, blocks, used, *predicted, *why, read_s, later_s, fixed_s)
+        return PrefillChoice(
+            facts.id,
+            blocks,
+            used,
+            queue_s,
+            load_s,
+            prefill_s,
+            busy_s,
+            source,
+            excluded,
+            learnt.overheads.seconds(others),
+            factors,
+            shared,
+            others,
+            read_s,
+            later_s,
+            fixed_s,
+        )
 
     def _excluded(
         self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand
