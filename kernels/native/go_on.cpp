@@ -1,7 +1,11 @@
-// A further step of a run: each sequence goes on with the token that was chosen for it.
+// Further steps of a run: each sequence goes on with the token that was chosen for it.
 //
-// One call from these tokens to the logits of the next ones. What lies between two calls is Python behind a step, whose
-// caches are cold: there each small operation takes its tens of microseconds.
+// One call from chosen tokens to the logits of the next ones and, where nothing has to be looked at in between, the choice
+// and the steps after it. What lies between two calls is Python behind a step, whose caches are cold: there each small
+// operation takes its tens of microseconds.
+#include <time.h>
+
+#include "sample.h"
 #include "step.h"
 
 struct GoOn {
@@ -10,15 +14,27 @@ struct GoOn {
     const int32_t* chosen;  // [rows], tokens
     int64_t *tokens, *positions;
     int32_t* contexts;
-    int64_t* turns;             // [rows], the row of the angles that belongs to each position
+    int64_t* turns;               // [rows], the row of the angles that belongs to each position
     const char *cosines, *sines;  // [N, head_dim]: as many as the run may come to
-    const Panels* embedding;    // null: its rows are in `table`, dense
+    const Panels* embedding;      // null: its rows are in `table`, dense
     const char* table;
-    const char* norm;           // the last one
+    const char* norm;             // the last one
     const Panels* head;
     char* normed;
     float* logits;
-    int64_t filled;             // blocks that the step fills: written here
+    // How it goes on by itself.
+    const Sampling* sampling;     // null: one step, whose logits are left to the caller
+    const uint64_t *seeds, *counters;  // of draws, as many as rows; null: none is drawn
+    double* numbers;              // of draws
+    uint64_t later;               // steps that the run is behind `counters`
+    const int32_t* ends; int64_t end_count;  // tokens that a run may end with
+    int64_t most, until_ns;       // steps at most, and none after one that is over later (CLOCK_MONOTONIC)
+    // What was done, written here.
+    int64_t* full; int64_t filled;  // blocks that steps have filled, [most, rows] at most
+    int32_t* found;               // [most, rows], tokens
+    int64_t* over_ns;             // [most], when each step was over
+    int64_t failed;               // rows of the last step for which no token was found
+    int64_t stopped;              // whether the step after those that are done was stopped
 };
 
 extern "C" int mp_rows(const Panels* p, const int64_t* outputs, int64_t n, void* to, int threads);
@@ -32,14 +48,12 @@ static void advance(GoOn* g) {
     int64_t bytes = g->model->head_dim * type_bytes[g->model->type];
     int64_t *blocks = (int64_t*)s.blocks, *offsets = (int64_t*)s.offsets;
     int32_t* items = (int32_t*)s.all.single;
-    g->filled = 0;
     for (int64_t r = 0; r < s.rows; r++) {
         g->tokens[r] = g->chosen[r];
         int64_t position = ++g->positions[r], turn = ++g->turns[r];
         items[4 * r + 3] = ++g->contexts[r];
         blocks[r] = s.tables[r * s.table_stride + position / s.block_tokens];
         offsets[r] = position % s.block_tokens;
-        g->filled += offsets[r] == s.block_tokens - 1;
         memcpy((char*)s.cos + r * bytes, g->cosines + turn * bytes, bytes);
         memcpy((char*)s.sin + r * bytes, g->sines + turn * bytes, bytes);
     }
@@ -51,16 +65,53 @@ static int embed(const GoOn* g) {
     for (int64_t r = 0; r < s.rows; r++) memcpy(s.hidden + r * bytes, g->table + g->tokens[r] * bytes, bytes);
     return 0;
 }
-
-// Returns the layer that it came to, `last` unless it was stopped; -1 where there is no memory to work in. Without all
-// layers there are no logits. Who calls knows that tables hold one token more, of blocks that there are.
-extern "C" int64_t mp_go_on(GoOn* g) {
+enum Came { STOPPED, DONE, NO_MEMORY };
+// One step, up to its logits.
+static Came compute(GoOn* g) {
     const Step& s = *g->step;
     const Model& m = *g->model;
     advance(g);
-    if (embed(g)) return -1;
+    if (embed(g)) return NO_MEMORY;
     int64_t came = mp_step(g->model, &s);
-    if (came != s.last) return came;
+    if (came != s.last) return came < 0 ? NO_MEMORY : STOPPED;
     int code = mp_rms_norm(m.type, s.hidden, m.hidden, nullptr, g->norm, m.eps, g->normed, s.rows, m.hidden, s.threads);
-    return code || mp_product(g->head, g->normed, m.hidden, s.rows, g->logits, WIDE, s.threads) ? -1 : came;
+    if (code || mp_product(g->head, g->normed, m.hidden, s.rows, g->logits, WIDE, s.threads)) return NO_MEMORY;
+    for (int64_t r = 0; r < s.rows; r++)
+        if (s.offsets[r] == s.block_tokens - 1) g->full[g->filled++] = s.blocks[r];
+    return DONE;
+}
+static bool choose(GoOn* g, int64_t step) {
+    const Step& s = *g->step;
+    g->later++;
+    if (g->seeds) mp_uniform(g->seeds, g->counters, g->later, s.rows, g->numbers);
+    if ((g->failed = mp_sample(g->sampling, s.threads)) < 0) return false;
+    memcpy(g->found + step * s.rows, g->chosen, s.rows * sizeof(int32_t));
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    g->over_ns[step] = t.tv_sec * 1000000000ll + t.tv_nsec;
+    return true;
+}
+// Whether a further step may follow without anybody's looking.
+static bool goes_on(const GoOn* g, int64_t step) {
+    const Watch* watch = g->step->watch;
+    if (g->failed || g->over_ns[step] >= g->until_ns || others_compute()) return false;
+    if (watch && __atomic_load_n(&watch->awaited, __ATOMIC_ACQUIRE)) return false;
+    for (int64_t r = 0; r < g->step->rows; r++)
+        for (int64_t i = 0; i < g->end_count; i++)
+            if (g->chosen[r] == g->ends[i]) return false;
+    return true;
+}
+
+// Returns how many steps are done; the one after them was stopped where that says so. -1: no memory to work in. Who
+// calls knows that tables hold as many tokens more, of blocks that there are.
+extern "C" int64_t mp_go_on(GoOn* g) {
+    g->filled = g->failed = g->stopped = 0;
+    for (int64_t step = 0;; step++) {
+        Came came = compute(g);
+        if (came == NO_MEMORY) return -1;
+        if (came == STOPPED) return g->stopped = 1, step;
+        if (!g->sampling) return step + 1;
+        if (!choose(g, step)) return -1;
+        if (step + 1 == g->most || !goes_on(g, step)) return step + 1;
+    }
 }

@@ -49,6 +49,15 @@ extern "C" double mp_had() {
     return had;
 }
 
+bool others_compute() {
+    if (!slots) return false;
+    int64_t cores = slots[own_slot].cores.load(std::memory_order_relaxed), since = now_ns() - BUSY_NS;
+    for (int i = 0; i < slot_count; i++)
+        if (i != own_slot && slots[i].beat_ns.load(std::memory_order_relaxed) > since &&
+            slots[i].cores.load(std::memory_order_relaxed) == cores) return true;
+    return false;
+}
+
 static int lent(int threads, int64_t now) {
     Slot& own = slots[own_slot];
     own.beat_ns.store(now, std::memory_order_relaxed);

@@ -205,10 +205,10 @@ class Library:
         return came
 
     def go_on(self, further: GoOn) -> int:
-        """Compute a further step of a run, see go_on.cpp; return the layer that it came to."""
-        came = int(self._c.mp_go_on(further))
-        self._done(came < 0)
-        return came
+        """Compute further steps of a run, see go_on.cpp; return how many are done."""
+        done = int(self._c.mp_go_on(further))
+        self._done(done < 0)
+        return done
 
     def sample(self, sampling: Sampling) -> int:
         """Choose tokens, see sample.cpp; return how many rows failed."""

@@ -4,30 +4,8 @@
 // A row's logits are looked at in runs; those without a token that may be chosen cost nothing but a look at the mask.
 #include "nucleus.h"
 #include "parallel.h"
+#include "sample.h"
 
-struct Row {
-    double top_p;                           // 1: all
-    const char* mask;                       // a bit for each token that may be chosen; null: all may
-    int64_t history, banned, bias;          // where they lie in `data`
-    int32_t history_count, prompt_tokens;   // tokens; those of them that are the prompt's
-    int32_t banned_count, bias_count;       // tokens; biases are as many floats behind their tokens
-    int32_t draw, draws;                    // of `numbers` and `tokens`
-    int32_t top_k;                          // 0: all
-    int32_t top;                            // likely tokens that are told; -1: no log probabilities
-    float scale;                            // of logits, for powers of two; negative: the highest is chosen
-    float min_p, repetition, frequency, presence;
-    int32_t mask_bytes;                     // tokens behind them may not be chosen
-};
-struct Sampling {
-    float* logits; int64_t rows, vocab;     // overwritten
-    const Row* row;
-    const char* data;
-    const double* numbers;                  // in [0, 1), for each draw
-    int32_t* tokens;                        // of each draw
-    int32_t* failed;                        // of each row, see Failure
-    float* logprobs; uint32_t* ranks;       // of each draw, where they are wanted
-    int32_t* top_tokens; float* top_logprobs; int64_t most;  // [rows, most]
-};
 enum Failure { FINE = 0, NOTHING_LEFT = 1, NOT_FINITE = 2 };
 
 // Memory of one row.

@@ -12,8 +12,9 @@ struct Model {
     int32_t type, heads, kv_heads, head_dim;
     float eps, scale;  // of norms, of attention's scores
 };
-// What another thread may change meanwhile: whether the step was given up, and the model's highest layer that may run.
-struct Watch { int64_t aborted, open; };
+// What another thread may change meanwhile: whether the step was given up, the model's highest layer that may run, and
+// whether something waits for the step's end.
+struct Watch { int64_t aborted, open, awaited; };
 // Sequences to attend with, as in pool.h: those with one row, and those with several.
 struct Items { const int32_t* single; int64_t singles; const int32_t* several; int64_t many; };
 struct Step {

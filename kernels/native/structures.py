@@ -75,6 +75,18 @@ class Step(ctypes.Structure):
     )  # fmt: skip
 
 
+class Sampling(ctypes.Structure):
+    """In sample.h."""
+
+    _fields_ = (
+        ("logits", _P), ("rows", _L), ("vocab", _L),
+        ("row", _P), ("data", _P), ("numbers", _P),
+        ("tokens", _P), ("failed", _P),
+        ("logprobs", _P), ("ranks", _P),
+        ("top_tokens", _P), ("top_logprobs", _P), ("most", _L),
+    )  # fmt: skip
+
+
 class GoOn(ctypes.Structure):
     """In go_on.cpp."""
 
@@ -84,19 +96,9 @@ class GoOn(ctypes.Structure):
         ("turns", _P), ("cosines", _P), ("sines", _P),
         ("embedding", ctypes.POINTER(Panels)), ("table", _P),
         ("norm", _P), ("head", ctypes.POINTER(Panels)), ("normed", _P), ("logits", _P),
-        ("filled", _L),
-    )  # fmt: skip
-
-
-class Sampling(ctypes.Structure):
-    """In sample.cpp."""
-
-    _fields_ = (
-        ("logits", _P), ("rows", _L), ("vocab", _L),
-        ("row", _P), ("data", _P), ("numbers", _P),
-        ("tokens", _P), ("failed", _P),
-        ("logprobs", _P), ("ranks", _P),
-        ("top_tokens", _P), ("top_logprobs", _P), ("most", _L),
+        ("sampling", ctypes.POINTER(Sampling)), ("seeds", _P), ("counters", _P), ("numbers", _P), ("later", _L),
+        ("ends", _P), ("end_count", _L), ("most", _L), ("until_ns", _L),
+        ("full", _P), ("filled", _L), ("found", _P), ("over_ns", _P), ("failed", _L), ("stopped", _L),
     )  # fmt: skip
 
 
@@ -110,4 +112,4 @@ SAMPLING_ROW = np.dtype(
         ("mask_bytes", "i4"),
     ]
 )  # fmt: skip
-"""Row of sample.cpp."""
+"""Row of sample.h."""

@@ -152,10 +152,10 @@ class Turns:
             self.nap(LOOK_S)
         self._began = 0.0 if aborted() else self.clock()  # what an aborted step takes says nothing of others
 
-    def share(self) -> float:
-        """Which share of the cores that it wanted a step had, which ends now; from when on it did not wait."""
+    def share(self, steps: int = 1) -> float:
+        """Which share of the cores that they wanted some steps had, which end now; since the first did not wait."""
         if self._began:
-            self._took_s, self._began = self.clock() - self._began, 0.0
+            self._took_s, self._began = (self.clock() - self._began) / steps, 0.0
         return self.had()
 
 

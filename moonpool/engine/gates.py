@@ -8,14 +8,15 @@ _ALL = 1 << 62
 
 
 class Watch:
-    """One step's state in two words, for code that looks at it without a lock: native code does.
+    """One step's state in three words, for code that looks at it without a lock: native code does.
 
     Attributes:
-        address: of the words, 8 bytes each: whether the step was given up, and the highest layer that may run.
+        address: of the words, 8 bytes each: whether the step was given up, the highest layer that may run, and whether
+            something waits for the step's end.
     """
 
-    def __init__(self, *, aborted: bool, highest: int) -> None:
-        self._words = array("q", (aborted, highest))
+    def __init__(self, *, aborted: bool, highest: int, awaited: bool = False) -> None:
+        self._words = array("q", (aborted, highest, awaited))
         self.address = self._words.buffer_info()[0]
 
     def abort(self) -> None:
@@ -25,6 +26,10 @@ class Watch:
     def open(self, layer: int) -> None:
         """This layer may run, and all lower ones."""
         self._words[1] = max(layer, self._words[1])
+
+    def wait(self) -> None:
+        """Something waits: after the step under way, its run comes back for it."""
+        self._words[2] = 1
 
     def stopped(self, layer: int) -> bool:
         """Whether this layer must not run any more, or not yet."""
@@ -70,6 +75,14 @@ class Gates:
         with self._changed:
             if not self._is_done(step_id):
                 self._cut.add(step_id)
+                if step_id in self._watched:
+                    self._watched[step_id].wait()
+
+    def order(self) -> None:
+        """There is an order, which is looked at between two steps."""
+        with self._changed:
+            for watch in self._watched.values():
+                watch.wait()
 
     def is_cut(self, step_id: int) -> bool:
         """Whether the run is to end."""
@@ -110,7 +123,8 @@ class Gates:
         """What the step may look at from now on until it is done, in place of `aborted` and, when gated, `wait`."""
         with self._changed:
             highest = self._open.get(step_id, -1) if gated else _ALL
-            self._watched[step_id] = Watch(aborted=step_id in self._aborted, highest=highest)
+            aborted, awaited = step_id in self._aborted, step_id in self._cut
+            self._watched[step_id] = Watch(aborted=aborted, highest=highest, awaited=awaited)
             return self._watched[step_id]
 
     def done(self, step_id: int) -> None:

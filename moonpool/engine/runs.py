@@ -4,7 +4,6 @@ Packed sequences and rows of the sampler are made once and changed in place from
 not change, so a decode step has next to nothing to do in Python.
 """
 
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from moonpool.engine.captures import GraphShape
 from moonpool.engine.choosing import Choosing, Found
-from moonpool.engine.masks import Allowed
+from moonpool.engine.masks import Making
 from moonpool.engine.messages import StepDone
 from moonpool.model.batch import PackedBatch
 from moonpool.model.native_run import NativeRun
@@ -27,7 +26,7 @@ class Run:
     """As it was ordered: the run's first."""
     packed: PackedBatch
     """On the host."""
-    masks: Future[Allowed] | None
+    masks: Making | None
     """Of the step under way, where some are wanted."""
     tails: list[int] | None
     """Of each sequence, its last rows whose hidden states after the last layer are wanted; None = all rows."""
@@ -43,14 +42,15 @@ class Run:
     choosing: Choosing | None = None
     """Made with the first choice."""
     native: NativeRun | None = None
-    """Its steps from now on, where each is one call."""
+    """Its steps from now on, where native calls take them."""
     found: Found = field(default_factory=Found)
     _untold: list[StepDone] = field(default_factory=list)
-    _ends: frozenset[int] = field(init=False)
+    ends: frozenset[int] = field(init=False)
+    """Tokens that it may be over with."""
 
     def __post_init__(self) -> None:
         self.batch = self.packed
-        self._ends = frozenset().union(*(sequence.end_token_ids for sequence in self.step.sequences))
+        self.ends = frozenset().union(*(sequence.end_token_ids for sequence in self.step.sequences))
 
     def following(self) -> list[int] | None:
         """What each sequence goes on with; None when the run is over with this step."""
@@ -59,7 +59,7 @@ class Run:
         tokens = [token for token in self.found.sampled if token is not None]
         if len(tokens) < len(self.found.sampled):
             return None
-        if not self._ends.isdisjoint(tokens):
+        if not self.ends.isdisjoint(tokens):
             pairs = zip(self.step.sequences, tokens, strict=True)
             return None if any(token in sequence.end_token_ids for sequence, token in pairs) else tokens
         return tokens
@@ -67,10 +67,17 @@ class Run:
     def go_on(self, tokens: list[int], layer: int) -> None:
         """Makes it the run's next step, which begins at `layer` and goes on with these tokens; `masks` are set."""
         assert self.choosing is not None
-        self.choosing.go_on(tokens)
+        if self.native is None or not self.native.alone:
+            self.choosing.go_on(tokens)
         if self.native is None:
             self.packed = self.batch = self.packed.after(tokens)
         self.tails, self.layer, self.left = None, layer, self.left - 1
+
+    def together(self, now_ns: int) -> tuple[int, int]:
+        """How many steps may be taken before the next one is told, and when one is told at the latest."""
+        first_ns = self._untold[0].end_ns if self._untold else now_ns
+        most = TOLD_TOGETHER - len(self._untold) if self.step.patient else 1
+        return min(most, self.left + 1), first_ns + round(TELL_S * 1e9)
 
     def told(self, done: StepDone) -> StepDone | None:
         """What is told when a step is over; None where it waits for further ones of the run."""

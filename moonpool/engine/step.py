@@ -20,7 +20,7 @@ from moonpool.engine.pipeline import Links
 from moonpool.engine.runs import Run
 from moonpool.model.batch import PackedBatch
 from moonpool.model.inference import inference
-from moonpool.model.native_run import NativeRun
+from moonpool.model.native_run import Done, NativeRun
 from moonpool.model.stage import StageModel
 from moonpool.sched.steps import LayerDone, Step
 
@@ -49,8 +49,9 @@ class StageRunner:
     """Of the last stage; None = answers have no format."""
     give_way: Callable[[Callable[[], bool]], None] = lambda aborted: None
     """Called in the beginning of a patient step, with what tells whether the step was aborted."""
-    share: Callable[[], float] = lambda: 1.0
-    """Which share of the cores that it wanted this process had since it was asked before (`moonpool.engine.cores`)."""
+    share: Callable[[int], float] = lambda steps: 1.0
+    """Which share of the cores that it wanted this process had since it was asked before, so many steps ago
+    (`moonpool.engine.cores`)."""
     graphs: DecodeGraphs | None = None
     """Of decode steps; None = all run layer by layer."""
     _following: tuple[Run, list[int]] | None = None
@@ -81,6 +82,7 @@ class StageRunner:
         full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
         packed = PackedBatch.build(parts, self.place.memory.kv.shape[4], full_hits=full_hits)
         run = Run(step, packed, masks, self._tails(step), self.model.layer_begin, step.steps - 1)
+        self._make_masks(run)
         return self._step(run, clocks)
 
     def go_on(self) -> bool:
@@ -88,6 +90,7 @@ class StageRunner:
         assert self._following is not None
         run, tokens = self._following
         clocks = self._begin(run.step)
+        self._make_masks(run)
         if run.native is None:
             run.native = self._native(run)
         run.go_on(tokens, self.model.layer_begin)
@@ -102,22 +105,46 @@ class StageRunner:
         if done and self.model.is_last:
             self.place.lane.run(partial(self._choose, run))
         self.place.lane.mark().wait()
+        if not done:
+            run.found = Found()
         following = self._begin_following(run, done=done)
         # Sent whatever has happened, so that the next stage knows.
         self.links.send(run.step.step_id, run.hidden if done else None)
-        return self._over(run, clocks, following, done=done)
+        return self._over(run, clocks, self._share(run, clocks), following, done=done)
 
     def _natively(self, run: Run, native: NativeRun, clocks: _Clocks) -> bool:
-        """A further step in one call, on a plain CPU: nothing else that is done for a step is left."""
+        """Further steps in one call, on a plain CPU: nothing else that is done for a step is left."""
         assert run.choosing is not None
-        done, memory = native.go_on(), self.place.memory
-        if done:
-            if native.filled:
-                memory.go_on((), native.filled)
-                for layer in range(self.model.layer_begin, self.model.layer_end):
-                    memory.leave(layer, None)
-            run.found = run.choosing.choose_from(native.logits_at, run.masks)
-        return self._over(run, clocks, self._begin_following(run, done=done), done=done)
+        came, memory = native.go_on(*run.together(clocks.began_ns)), self.place.memory
+        if came.filled:
+            memory.go_on((), came.filled)
+            for layer in range(self.model.layer_begin, self.model.layer_end):
+                memory.leave(layer, None)
+        run.left -= came.steps + came.stopped - 1
+        if not native.alone:
+            run.found = Found() if came.stopped else run.choosing.choose_from(native.logits_at, run.masks)
+        share = self._share(run, clocks, came.steps + came.stopped)
+        if native.alone:
+            clocks = self._tell(run, native, came, clocks, share)
+        return self._over(run, clocks, share, self._begin_following(run, done=not came.stopped), done=not came.stopped)
+
+    def _tell(self, run: Run, native: NativeRun, came: Done, clocks: _Clocks, share: float) -> _Clocks:
+        """Reports all but the last step of a call; `run.found` and the times returned are the last one's."""
+        assert run.choosing is not None
+        run.found, last = Found(), came.steps + came.stopped - 1
+        for index, (tokens, over_ns) in enumerate(native.tokens(came.steps)):
+            run.found = Found(list(tokens))
+            if index < last:
+                self._report(run, run.found, clocks, share, over_ns, aborted=False, over=False)
+                clocks = clocks._replace(start_ns=over_ns, began_ns=over_ns)
+        if native.failed:
+            run.found = run.choosing.found_alone()
+        return clocks
+
+    def _make_masks(self, run: Run) -> None:
+        """On a plain CPU before the layers; on a device the sampler makes them while it computes."""
+        if run.masks is not None and self.place.device is None:
+            run.masks.early()
 
     def _begin_following(self, run: Run, *, done: bool) -> list[int] | None:
         """The tokens of the run's next step, whose masks are begun; None where it is over."""
@@ -126,15 +153,13 @@ class StageRunner:
             run.masks = self.masks.go_on(following)
         return following
 
-    def _over(self, run: Run, clocks: _Clocks, following: list[int] | None, *, done: bool) -> bool:
+    def _over(self, run: Run, clocks: _Clocks, share: float, following: list[int] | None, *, done: bool) -> bool:
         """Reports the step; whether its run goes on."""
-        found = run.found if done else Found()
         self._following = None if following is None else (run, following)
         if following is None:
             # Gates are done before the report: its receiver may open gates of the next step at once.
             self.gates.done(run.step.step_id)
-        share = self.share() * self._ran(run.step, clocks, found.awaited_ns)
-        report = partial(self._report, run, found, clocks, share, aborted=not done, over=following is None)
+        report = partial(self._report, run, run.found, clocks, share, 0, aborted=not done, over=following is None)
         self.place.memory.over(report, aborted=not done)
         return following is not None
 
@@ -188,9 +213,12 @@ class StageRunner:
         if not plain or choosing is None or choosing.chosen is None or len(step.sequences) != run.packed.num_tokens:
             return None
         memory, watch = self.place.memory, self.gates.watch(step.step_id, gated=False)
-        return self.model.going_on(
+        native = self.model.going_on(
             run.packed, memory.kv, run.left, choosing.chosen, scales=memory.scales, out=choosing.logits, watch=watch
         )
+        if native is not None and run.masks is None:
+            native.choose_by(choosing.alone, run.ends)
+        return native
 
     def _graph(self, run: Run) -> bool:
         """Gives all layers of this stage to the lane as one graph; False when the step was aborted before."""
@@ -248,24 +276,31 @@ class StageRunner:
             self.give_way(partial(self.gates.aborted, step.step_id))
         return _Clocks(start_ns, time.monotonic_ns(), time.thread_time_ns())
 
+    def _share(self, run: Run, clocks: _Clocks, steps: int = 1) -> float:
+        """Of the cores that was had since a step began, and in the steps behind it."""
+        return self.share(steps) * self._ran(run.step, clocks, run.found.awaited_ns)
+
     def _ran(self, step: Step, clocks: _Clocks, awaited_ns: int) -> float:
         """Which share of the time since a step began to compute this thread ran: else something else had its core.
 
-        Time in which it waited for masks is left out. 1 where it may have waited for something else than cores and
+        Time in which it waited for grammars is left out. 1 where it may have waited for something else than cores and
         them: other stages, a device, a gate.
         """
         alone = self.model.is_first and self.model.is_last and self.place.device is None and not step.gated
         took_ns = time.monotonic_ns() - clocks.began_ns - awaited_ns
         return min(1.0, (time.thread_time_ns() - clocks.ran_ns) / took_ns) if alone and took_ns else 1.0
 
-    def _report(self, run: Run, found: Found, clocks: _Clocks, share: float, *, aborted: bool, over: bool) -> None:
+    def _report(
+        self, run: Run, found: Found, clocks: _Clocks, share: float, end_ns: int, *, aborted: bool, over: bool
+    ) -> None:
+        """`end_ns`: 0 = now."""
         done = StepDone(
             run.step.step_id,
             self.stage,
             tuple(found.sampled),
             aborted,
             clocks.start_ns,
-            time.monotonic_ns(),
+            end_ns or time.monotonic_ns(),
             several=found.several,
             logprobs=found.logprobs,
             scores=found.scores,

@@ -90,6 +90,7 @@ class Receiver:
                     self._gates.abort(message.step_id)
                 else:
                     self.orders.put_nowait(message)
+                    self._gates.order()
         except ChannelClosed:
             # The I/O process has ended. The computing thread may be blocked in a collective: exit at once.
             if self._rendezvous:
@@ -168,7 +169,8 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside, full)
     runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
     if native is not None:
-        runner.share = native.had
+        had = native.had
+        runner.share = lambda steps: had()
     if device is not None and engine.graphs:
         longest = longest_tokens(config, engine)
         runner.graphs = DecodeGraphs(device, model, place.memory, Captures(longest), longest)

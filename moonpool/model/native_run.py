@@ -1,10 +1,12 @@
-"""Further steps of a run in one native call each (`kernels/native/go_on.cpp`), from chosen tokens to logits."""
+"""Further steps of a run in native calls (`kernels/native/go_on.cpp`), from chosen tokens to logits or other tokens."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,50 +38,86 @@ class Parts:
     head: Linear
 
 
+@dataclass(slots=True)
+class Done:
+    """What a call did."""
+
+    steps: int
+    """That are done."""
+    stopped: bool
+    """Another step was begun and given up: the watch stopped it."""
+    filled: list[int]
+    """Blocks that were filled."""
+
+
 class NativeRun:
     """The rest of a run; `StageModel.going_on` makes it.
 
     Attributes:
         logits: of the last step [T, vocab], float32; they may be overwritten.
         logits_at: their address.
-        filled: blocks that it has filled.
+        alone: tokens are chosen here, too.
     """
 
     def __init__(
-        self, layers: NativeLayers, batch: PackedBatch, parts: Parts, room: int, chosen: int, out: Tensor | None
+        self, layers: NativeLayers, batch: PackedBatch, parts: Parts, steps: int, chosen: int, out: Tensor | None
     ) -> None:
         head, rows = parts.head.panels, batch.num_tokens
         assert head is not None
         shape = (rows, head.structure.outputs)
         reused = out is not None and out.shape == shape
         self.logits = out if out is not None and reused else torch.empty(shape, dtype=torch.float32)
-        self.filled: list[int] = []
-        self._native, self._batch, self._parts, self._left = layers.native, batch, parts, room
         self.logits_at = self.logits.data_ptr()
+        self.alone = False
+        self._native, self._batch, self._parts, self._left = layers.native, batch, parts, steps
         self._normed = torch.empty_like(parts.hidden)
-        rows_of = parts.embedding.structure if isinstance(parts.embedding, Panels) else None
+        self._full = np.zeros(steps * rows, np.int64)
+        self._found, self._over_ns = np.zeros((steps, rows), np.int32), np.zeros(steps, np.int64)
+        self._ends = np.zeros(0, np.int32)
+        embedded = parts.embedding.structure if isinstance(parts.embedding, Panels) else None
         self._call = structures.GoOn(
             ctypes.pointer(layers.model), ctypes.pointer(parts.step),
             chosen, batch.token_ids.data_ptr(), batch.positions.data_ptr(), batch.context_lens.data_ptr(),
             parts.turns.data_ptr(), parts.cos.data_ptr(), parts.sin.data_ptr(),
-            None if rows_of is None else ctypes.pointer(rows_of),
+            None if embedded is None else ctypes.pointer(embedded),
             parts.embedding.data_ptr() if isinstance(parts.embedding, Tensor) else None,
             parts.norm.data_ptr(), ctypes.pointer(head.structure), self._normed.data_ptr(), self.logits_at,
-            0,
+            full=self._full.ctypes.data, found=self._found.ctypes.data, over_ns=self._over_ns.ctypes.data,
         )  # fmt: skip
 
-    def go_on(self) -> bool:
-        """Compute a step with the tokens that were chosen; False when the watch stopped it: then there are no logits.
+    def choose_by(self, alone: Callable[[structures.GoOn], bool], ends: Collection[int]) -> None:
+        """Choose tokens in the same call, where a sampler lets it; and further ones, but behind one of `ends`."""
+        self.alone = alone(self._call)
+        self._ends = np.array(list(ends), np.int32)
+        self._call.ends, self._call.end_count = self._ends.ctypes.data, len(self._ends)
+
+    def go_on(self, most: int = 1, until_ns: int = 0) -> Done:
+        """Compute a step with the tokens that were chosen, and more where tokens are chosen here.
+
+        Args:
+            most: steps.
+            until_ns: no step follows one that is over later, time.monotonic_ns.
 
         Raises:
             InvalidRequest: the block tables hold no further token.
         """
         if not self._left:
             raise InvalidRequest("sequences", "a block table does not hold a run's next token")
-        self._left -= 1
-        done: bool = self._native.go_on(self._call) == self._parts.step.last
-        self.filled = self._batch.full_blocks() if self._call.filled else []
-        return done
+        self._call.most, self._call.until_ns = min(most, self._left), until_ns
+        steps = self._native.go_on(self._call)
+        self._left -= steps
+        return Done(
+            steps, bool(self._call.stopped), self._full[: self._call.filled].tolist() if self._call.filled else []
+        )
+
+    def tokens(self, steps: int) -> list[tuple[list[int], int]]:
+        """Of the last call's steps, where tokens are chosen here: those of each sequence, and when each was over."""
+        return list(zip(self._found[:steps].tolist(), self._over_ns[:steps].tolist(), strict=True))
+
+    @property
+    def failed(self) -> bool:
+        """Of the last step: no token was found for a sequence."""
+        return bool(self._call.failed)
 
 
 def native_run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from kernels.native.library import Library
-from kernels.native.structures import SAMPLING_ROW, Sampling
+from kernels.native.structures import SAMPLING_ROW, GoOn, Sampling
 from moonpool.logprobs import Logprobs
 from moonpool.model.adjust import Mask
 from moonpool.sampling import SampleSpec, stream_seed
@@ -91,6 +92,20 @@ class NativeRows:
             self._data[end] = tokens[row]
             self._rows["history_count"][row] += 1
             self._ends[row] = end + 1
+
+    def alone(self, further: GoOn) -> bool:
+        """Have native code choose in further steps by itself; False where something is to be done or told between them.
+
+        Masks are not looked at. From then on `go_on` is not called any more.
+        """
+        if not self._plain or self._ends:
+            return False
+        self._call.logits = further.logits
+        further.sampling, further.later = ctypes.pointer(self._call), self._later
+        if self._drawn:
+            further.seeds, further.counters = self._hashed
+            further.numbers = self._numbers_at
+        return True
 
     def choose(self, logits: Tensor, masks: Mapping[int, Mask], numbers: Sequence[float] | None = None) -> Choice:
         """Choose tokens of each row of `logits` [R, vocab], contiguous float32, which are overwritten.

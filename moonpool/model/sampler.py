@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kernels.choice import choose
 from kernels.native import library
+from kernels.native.structures import GoOn
 from moonpool.logprobs import Logprobs
 from moonpool.model.adjust import Mask, adjust
 from moonpool.model.draw import draw, scale_of
@@ -85,11 +86,20 @@ class Sampler:
                 return _by_torch(logits, self._specs, masks)
         return _as_sampled(self._rows.choose(logits, masks))
 
+    def alone(self, further: GoOn) -> bool:
+        """See `NativeRows.alone`."""
+        return self._rows is not None and self._rows.alone(further)
+
+    def found(self) -> Sampled:
+        """What the last native choice found."""
+        assert self._rows is not None
+        return _as_sampled(self._rows.found())
+
     def sample_at(self, logits: int, masks: Mapping[int, Mask]) -> list[int] | Sampled:
         """As `sample`, natively, of logits at an address; one token of each row, where there is nothing else to say."""
         assert self._rows is not None
         tokens = self._rows.choose_at(logits, masks)
-        return _as_sampled(self._rows.found()) if tokens is None else tokens
+        return self.found() if tokens is None else tokens
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """The next step: each row's token was the one of `tokens`, and the same tokens are banned."""

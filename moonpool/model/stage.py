@@ -31,7 +31,8 @@ class Watch(Protocol):
     """What other threads may change while a step runs."""
 
     address: int
-    """Of two words of 8 bytes: whether the step was given up, and the model's highest layer that may run."""
+    """Of three words of 8 bytes: whether the step was given up, the model's highest layer that may run, and whether
+    something waits for the step's end."""
 
     def stopped(self, layer: int) -> bool:
         """Whether this layer must not run (any more, or yet)."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,11 @@ def test_a_run_computes_what_its_steps_compute_one_by_one(checkpoint: Path) -> N
         assert [(it.step_id, it.sampled, it.over) for it in done] == [
             (2, (token,), token is tokens[-1]) for token in tokens[1:]
         ]
+        told = several.run(Step(2, (share,), patient=True, steps=5))[6:]
+        done = [it for last in told for it in (*last.earlier, last)]
+        assert [(it.sampled, it.over) for it in done] == [((token,), token is tokens[-1]) for token in tokens[1:]]
+        assert all(one.end_ns <= next_.start_ns < next_.end_ns for one, next_ in pairwise(done))
+        del several.events[-len(told) :]
         ending = replace(share, end_token_ids=frozenset(tokens[3:4]))
         stop = tokens.index(tokens[3]) if tokens[3] in tokens[1:3] else 3
         assert [it.over for it in several.run(Step(3, (ending,), steps=5))[6:]] == [False] * (stop - 1) + [True]
@@ -336,6 +342,27 @@ def test_an_answer_whose_format_cannot_be_followed_gets_nothing_and_others_get_t
         assert list(done.failed) == [0]
         assert "no tokenizer" in done.failed[0]
         assert done.logprobs == {}
+
+
+def test_a_run_with_a_format_gives_the_tokens_of_plain_forward_passes_with_its_masks(checkpoint: Path) -> None:
+    how = SamplingParams(temperature=0.0, response_format="regex", grammar="[a-z]{30}")
+
+    def step(step_id: int, tokens: list[int], spec: SampleSpec, steps: int = 1) -> Step:
+        return Step(step_id, (SequenceStep(ids(*PROMPT, *tokens), 0, (4, 1, 6), spec),), steps=steps)
+
+    with stages(checkpoint, 1) as one:
+        one.runners[0].masks = Masks(lambda: Tokenizer.load(checkpoint), 512, (1,))
+        tokens = [it.sampled[0] or 0 for it in one.run(step(1, [], SampleSpec(how), steps=6))]
+        text = Tokenizer.load(checkpoint).decode(tokens)
+        assert text.isalpha()
+        assert text.islower()
+        for at, token in enumerate(tokens):
+            one.runners[0].masks.close()
+            one.runners[0].masks = Masks(lambda: Tokenizer.load(checkpoint), 512, (1,))
+            spec = SampleSpec(how, answer=ids(*tokens[:at]))
+            assert one.run(step(2 + at, tokens[:at], spec))[-1].sampled == (token,)
+        assert one.run(step(9, [], GREEDY))[-1].sampled[0] not in tokens
+        one.runners[0].close()
 
 
 def test_patient_steps_give_way(checkpoint: Path) -> None:

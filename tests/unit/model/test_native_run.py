@@ -1,5 +1,6 @@
 """A run's further steps in one call each, beside the same steps one operation at a time: the same bits."""
 
+import ctypes
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from moonpool.errors import InvalidRequest
 from moonpool.model import PackedBatch, StageModel, load_stage
 from moonpool.model.create import create
 from moonpool.model.rope import TABLE
+from moonpool.model.sampler import Sampler
+from moonpool.sampling import SampleSpec, SamplingParams
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
@@ -59,10 +62,11 @@ def test_the_same_bits_as_one_by_one(family: str, checkpoint: Callable[[str], Pa
     assert run is not None
     for _ in range(8):
         expected = other.one_by_one()
-        assert run.go_on()
+        done = run.go_on()
+        assert not done.stopped
         assert torch.equal(run.logits, expected)
         assert torch.equal(mine.pool, other.pool)
-        assert run.filled == other.batch.filled()
+        assert done.filled == other.batch.filled()
         mine.choose(run.logits)
         other.choose(expected)
     for name in ("token_ids", "positions", "context_lens", "block_ids", "offsets"):
@@ -79,7 +83,7 @@ def test_behind_the_positions_whose_angles_are_kept(tmp_path: Path) -> None:
     run = mine.stage.going_on(mine.batch, mine.pool, 4, mine.chosen.buffer_info()[0])
     assert run is not None
     for _ in range(4):
-        assert run.go_on()
+        assert not run.go_on().stopped
         assert torch.equal(run.logits, other.one_by_one())
 
 
@@ -89,10 +93,10 @@ def test_a_run_that_was_given_up_computes_no_further_step(checkpoint: Callable[[
     watch = gates.watch(1, gated=False)
     run = whole.stage.going_on(whole.batch, whole.pool, 8, whole.chosen.buffer_info()[0], watch=watch)
     assert run is not None
-    assert run.go_on()
+    assert run.go_on().steps == 1
     gates.abort(1)
     run.logits.fill_(torch.nan)
-    assert not run.go_on()
+    assert run.go_on().stopped
     assert bool(run.logits.isnan().all())
 
 
@@ -100,3 +104,41 @@ def test_a_run_that_was_given_up_computes_no_further_step(checkpoint: Callable[[
 def test_tables_that_lead_out_of_the_pool_are_left_to_the_checks(checkpoint: Callable[[str], Path]) -> None:
     whole = Whole(checkpoint("tiny-llama"))
     assert whole.stage.going_on(whole.batch, whole.pool[:, :15], 8, whole.chosen.buffer_info()[0]) is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@torch.inference_mode()
+def test_several_steps_of_one_call_choose_the_same_tokens(
+    temperature: float, checkpoint: Callable[[str], Path]
+) -> None:
+    """It comes back behind a token that may end an answer, and where something waits for it."""
+    gates, path = Gates(), checkpoint("tiny-llama")
+    mine, other = Whole(path), Whole(path)
+    specs = [SampleSpec(SamplingParams(temperature=temperature), seed=row) for row in range(len(STARTS))]
+    samplers = [Sampler(specs, mine.config.vocab_size, torch.device("cpu"), 9) for _ in range(2)]
+    for sampler in samplers:
+        sampler.sample(torch.randn(len(STARTS), mine.config.vocab_size, generator=torch.Generator().manual_seed(2)))
+    address = samplers[0].chosen
+    assert address is not None
+    watch = gates.watch(1, gated=False)
+    run = mine.stage.going_on(mine.batch, mine.pool, 8, address, watch=watch)
+    assert run is not None
+    ctypes.memmove(other.chosen.buffer_info()[0], address, 4 * len(STARTS))
+    expected = []
+    for _ in range(8):
+        samplers[1].go_on(other.chosen.tolist())
+        expected.append([token for [token] in samplers[1].sample(other.one_by_one()).tokens])
+        other.chosen = array("i", expected[-1])
+    ends = {expected[2][1]} - {token for its in expected[:2] for token in its}
+    run.choose_by(samplers[0].alone, ends)
+    assert run.alone
+    found, counts = [], []
+    for most in (8, 2, 8, 8):
+        done = run.go_on(most, until_ns=2**62)
+        found += [tokens for tokens, _ in run.tokens(done.steps)]
+        counts.append(done.steps)
+        if len(counts) == 2:
+            gates.cut(1)
+    assert found == expected[: len(found)]
+    assert counts[1:] == [2, 1, 1]
+    assert counts[0] == 3
