@@ -2,11 +2,13 @@
 
 `python -m benchmarks.sampling [--json]`. Steps are those of one stage in this process, in bfloat16, a context of 256
 tokens each. They go in runs of 32, as in an engine (docs/adr/0028-lookahead.md). All sequences of a structured run
-follow the same JSON schema and begin it anew when they have ended, which ends the run; plain ones sample from the same
-contexts. Both draw at temperature 1, and alternate; batch 8. Two shapes have the vocabulary that their model has, and
-`small` takes both in turn: its steps are so short that what is added to them shows. Weights are random and tokenizers
-made up (`moonpool model create`), but for SmolLM2-135M-Instruct, where it was fetched. At batch 32 runs that draw with
-top-p alternate with greedy ones, and the time is taken that those spend outside native code, their beginnings included.
+follow the same JSON schema and begin it anew when they have ended, which ends the run; a plain run of as many steps
+follows, which samples from the same contexts. Both draw at temperature 1; batch 8. The mean step counts, beginnings of
+runs included: of a schema that was used before, and of the first 32 steps of one that was not. Two shapes have the
+vocabulary that their model has, and `small` takes both in turn: its steps are so short that what is added to them
+shows. Weights are random and tokenizers made up (`moonpool model create`), but for SmolLM2-135M-Instruct, where it was
+fetched. At batch 32 runs that draw with top-p alternate with greedy ones, and the time is taken that those spend
+outside native code, their beginnings included.
 """
 
 import argparse
@@ -68,21 +70,6 @@ MOST_OUTSIDE = 0.03
 """Of a step, outside native calls."""
 NATIVE = ("step", "go_on", "rows", "rms_norm", "product", "uniform", "sample")
 """What a step calls."""
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "kind": {"enum": ["person", "place", "thing"]},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 5},
-        "size": {
-            "type": "object",
-            "properties": {"x": {"type": "number"}, "y": {"type": "integer"}},
-            "required": ["x"],
-        },
-    },
-    "required": ["name", "kind", "tags", "size"],
-    "additionalProperties": False,
-}
 PLAIN = SampleSpec(SamplingParams())
 TOP_P = SampleSpec(SamplingParams(temperature=0.8, top_p=0.95), seed=1)
 FEATURES = {
@@ -92,6 +79,25 @@ FEATURES = {
     "penalties": SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1),
     "20 log probabilities": SamplingParams(temperature=0.0, logprobs=20),
 }
+
+
+def schema(number: int) -> dict[str, object]:
+    """One of many that cost the same, and of which none is used when another one was."""
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40 + number},
+            "kind": {"enum": ["person", "place", "thing"]},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 5},
+            "size": {
+                "type": "object",
+                "properties": {"x": {"type": "number"}, "y": {"type": "integer"}},
+                "required": ["x"],
+            },
+        },
+        "required": ["name", "kind", "tags", "size"],
+        "additionalProperties": False,
+    }
 
 
 class Stage:
@@ -123,9 +129,14 @@ class Stage:
             self._masks,
         )
         self._numbers = itertools.count(1)
-        structured = SamplingParams(max_tokens=10_000, response_format="json_schema", grammar=json.dumps(SCHEMA))
-        self._sampling = [SequenceSampling.of(replace(structured, seed=row), 1, self._ends) for row in range(batch)]
-        self._answers = [array("i", [3]) for _ in range(batch)]
+        self._batch = batch
+        self.follow(schema(0))
+
+    def follow(self, its: dict[str, object]) -> None:
+        """Structured sequences begin anew, with this schema."""
+        params = SamplingParams(max_tokens=10_000, response_format="json_schema", grammar=json.dumps(its))
+        self._sampling = [SequenceSampling.of(replace(params, seed=row), 1, self._ends) for row in range(self._batch)]
+        self._answers = [array("i", [3]) for _ in range(self._batch)]
 
     def structured(self) -> list[float]:
         """Times of a run's steps whose sequences follow the schema."""
@@ -137,15 +148,15 @@ class Stage:
                 self._grow(row, token or 0)
         return times
 
-    def plain(self, spec: SampleSpec) -> list[float]:
+    def plain(self, spec: SampleSpec, steps: int = RUN) -> list[float]:
         """Times of a run's steps that sample so."""
-        return [took for took, _ in self._run([spec] * len(self._answers))]
+        return [took for took, _ in self._run([spec] * self._batch, steps=steps)]
 
     def _run(
-        self, specs: Sequence[SampleSpec], ends: frozenset[int] = frozenset()
+        self, specs: Sequence[SampleSpec], ends: frozenset[int] = frozenset(), steps: int = RUN
     ) -> Iterator[tuple[float, Sequence[int | None]]]:
         shares = tuple(self._sequence(row, spec, ends) for row, spec in enumerate(specs))
-        step: Step | None = Step(next(self._numbers), shares, steps=RUN)
+        step: Step | None = Step(next(self._numbers), shares, steps=steps)
         goes_on = True
         while goes_on:
             begin = time.perf_counter()
@@ -211,7 +222,7 @@ def paired_runs(
 ) -> list[tuple[float, float]]:
     """Median milliseconds of at least so many steps each, in runs that alternate, in each round."""
     pairs = []
-    for round_ in range(rounds + 1):  # in the first, parsers learn and memory settles
+    for round_ in range(rounds + 1):  # in the first memory settles
         mine: list[float] = []
         others: list[float] = []
         while len(mine) < steps:
@@ -239,12 +250,30 @@ def many_rows(checkpoint: Path, of: str, runs: int, steps: int) -> Iterator[Row]
             yield bounded(name, "of the step", shares, "wanted", MOST_OUTSIDE)
 
 
-def mask_row(checkpoint: Path, of: str, runs: int, steps: int) -> Row:
-    """A step with masks beside one without."""
+def masked(made: Stage, steps: int) -> tuple[float, float]:
+    """Mean milliseconds of at least so many steps with masks, and of as many without, in runs that alternate."""
+    mine: list[float] = []
+    others: list[float] = []
+    while len(mine) < steps:
+        its = made.structured()
+        mine += its
+        others += made.plain(PLAIN, len(its))
+    return 1e3 * statistics.fmean(mine), 1e3 * statistics.fmean(others)
+
+
+def mask_rows(checkpoint: Path, of: str, runs: int, steps: int) -> Iterator[Row]:
+    """A step with masks beside one without, of a schema that was used before and of a new one."""
+    known, new = [], []
     with closing(Stage(checkpoint, BATCH)) as made:
-        pairs = paired_runs(made.structured, partial(made.plain, PLAIN), runs, steps)
-    name = f"step with masks, {of}, batch {BATCH}"
-    return paired(name, "ms", pairs, "the step without", less_is_better=True, target=WANTED)
+        masked(made, steps)  # parsers learn and memory settles
+        for round_ in range(runs):
+            made.follow(schema(0))
+            known.append(masked(made, steps))
+            made.follow(schema(round_ + 1))
+            new.append(masked(made, RUN))
+    name, beside = f"step with masks, {of}, batch {BATCH}", "the step without"
+    yield paired(name, "ms", known, beside, less_is_better=True, target=WANTED)
+    yield paired(f"{name}, first {RUN} steps of a schema", "ms", new, beside, less_is_better=True)
 
 
 def feature_rows(vocabulary: int, runs: int) -> Iterator[Row]:
@@ -276,7 +305,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row | Absent]:
         with checkpoint_of(shape, vocabulary) as checkpoint:
             of = f"{shape}, vocabulary {vocabulary}"
             if masked:
-                yield mask_row(checkpoint, of, options.runs, options.steps)
+                yield from mask_rows(checkpoint, of, options.runs, options.steps)
             if many:
                 yield from many_rows(checkpoint, of, options.runs, options.steps)
     trained = cached("smollm2", cache_folder())
@@ -284,7 +313,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row | Absent]:
         name = f"step with masks, {TRAINED}, batch {BATCH}"
         yield Absent(name, "the step without", "it is not here (`moonpool model fetch smollm2`)")
     else:
-        yield mask_row(trained, TRAINED, options.runs, options.steps)
+        yield from mask_rows(trained, TRAINED, options.runs, options.steps)
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:

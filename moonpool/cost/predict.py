@@ -40,13 +40,15 @@ def prefill_seconds(
     """
     if new_tokens <= 0:
         return 0.0
-    work = PrefillWork(steps, new_tokens, attention_pairs(new_tokens, prefix_tokens), prefix_tokens)
-    return work_seconds(speeds, work, begins=begins)
+    return _seconds(speeds, begins, steps, new_tokens, attention_pairs(new_tokens, prefix_tokens), prefix_tokens)
 
 
 def work_seconds(speeds: Speeds, work: PrefillWork, *, begins: bool = True) -> float:
     """Predict the seconds of this work; for callers that ask for the same work at several speeds."""
-    steps, new_tokens, pairs, prefix_tokens = work
+    return _seconds(speeds, begins, *work)
+
+
+def _seconds(speeds: Speeds, begins: bool, steps: int, new_tokens: int, pairs: int, prefix_tokens: int) -> float:
     once = speeds.prefill_per_prompt_s + speeds.prefill_per_cached_token_s * prefix_tokens if begins else 0.0
     return once + (
         steps * speeds.prefill_base_s + speeds.prefill_per_token_s * new_tokens + speeds.prefill_per_pair_s * pairs

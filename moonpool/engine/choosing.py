@@ -1,8 +1,6 @@
 """The last stage's end of a step: which tokens its sequences get, and log probabilities."""
 
-import time
 from collections.abc import Container, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from kernels.native.structures import GoOn
 from moonpool.engine.footprint import LOGIT_ROWS
-from moonpool.engine.masks import Allowed
+from moonpool.engine.masks import Making
 from moonpool.logprobs import Logprobs
 from moonpool.model.batch import PackedBatch
 from moonpool.model.likely import logprobs, most_likely
@@ -25,7 +23,7 @@ _NO_MASKS: dict[int, memoryview] = {}
 
 @dataclass(slots=True)
 class Found:
-    """As the fields of `StepResult`; and how long masks were waited for."""
+    """As the fields of `StepResult`; and how long grammars of masks were waited for."""
 
     sampled: list[int | None] = field(default_factory=list)
     several: dict[int, Several] = field(default_factory=dict)
@@ -61,7 +59,7 @@ class Choosing:
             if sequence.scored is not None
         ]
 
-    def choose(self, hidden: Tensor, batch: PackedBatch, masks: Future[Allowed] | None) -> Found:
+    def choose(self, hidden: Tensor, batch: PackedBatch, masks: Making | None) -> Found:
         """Everything that is wanted of the `hidden` states [T, hidden] after the last layer.
 
         `masks`: which tokens may follow, where not all may.
@@ -83,7 +81,7 @@ class Choosing:
         whole = len(self._parts) == 1 and not self._scored
         return self._parts[0].chosen_of(self._count) if whole else None
 
-    def choose_from(self, logits: int, masks: Future[Allowed] | None) -> Found:
+    def choose_from(self, logits: int, masks: Making | None) -> Found:
         """As `choose`, of all sequences' logits [S, vocab] at an address, which are overwritten."""
         return self._parts[0].draw_all(logits, masks)
 
@@ -116,7 +114,7 @@ class _Part:
         self,
         hidden: Tensor,
         batch: PackedBatch,
-        masks: Future[Allowed] | None,
+        masks: Making | None,
         found: Found,
         room: Tensor | None,
     ) -> Tensor:
@@ -137,7 +135,7 @@ class _Part:
         self._note(self._sampler.sample(logits, self._allowed(masks, found)), found)
         return room
 
-    def draw_all(self, logits: int, masks: Future[Allowed] | None) -> Found:
+    def draw_all(self, logits: int, masks: Making | None) -> Found:
         """As `Choosing.choose_from`: these are all sequences."""
         found = Found()
         tokens = self._sampler.sample_at(logits, self._allowed(masks, found))
@@ -166,13 +164,12 @@ class _Part:
         """See `Choosing.go_on`."""
         self._sampler.go_on(tokens if len(self._drawn) == len(tokens) else [tokens[index] for _, index in self._drawn])
 
-    def _allowed(self, masks: Future[Allowed] | None, found: Found) -> dict[int, memoryview]:
+    def _allowed(self, masks: Making | None, found: Found) -> dict[int, memoryview]:
         """Masks by row of those that are drawn, the same objects in all steps; `found` says where there is none."""
         if masks is None:
             return _NO_MASKS
-        began_ns = time.monotonic_ns()
-        made = masks.result()
-        found.awaited_ns += time.monotonic_ns() - began_ns
+        made = masks.now()
+        found.awaited_ns = made.waited_ns
         found.failed.update((index, made.failed[index]) for _, index in self._drawn if index in made.failed)
         if made.masks is not self._seen:
             self._seen = made.masks

@@ -1,49 +1,32 @@
-"""Which tokens may follow in answers of a given format: worked out on a thread of its own while the engine computes.
+"""Which tokens may follow in answers of a given format.
 
-What may follow depends on the tokens before it, which are known as soon as a step has chosen them. So the masks of a
-run's next step are begun at once, beside what the engine does between two steps, and are there when the step has its
-logits. The library writes them, without the interpreter's lock, to where the sampler reads them. While the thread
-works, native kernels leave it a core: a team with more threads than cores waits at each barrier for one that does not
-run. The first request with a format waits for the tokenizer, which takes up to a second and 150 MB with 152k tokens:
-who asks for no format pays neither.
-
-A mask is a function of the grammar and the answer so far. Parsers that stand behind an answer are kept only to save
-time: one that is missing is made anew from the answer, so nothing is lost with a preempted or moved sequence, nor when
-all are given up because the process holds too much.
+What may follow depends on the tokens before it, so a step's masks can be made as soon as the step before has chosen.
+They are made by the thread that runs the step: on a CPU before the layers, where another thread would take a core from
+those that compute them; on a device when the sampler asks for them, while it computes. Only grammars that are new are
+compiled on another thread, while the step's layers run (`moonpool.engine.parsers`). The library writes masks to where
+the sampler reads them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TypeVar
+from functools import partial
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from moonpool.checkpoint import Tokenizer
-from moonpool.engine.footprint import give_back
-from moonpool.grammar import LIMITS, Grammar
-from moonpool.kv.keys import tokens_from_bytes
+from moonpool.engine.parsers import Parsers
+from moonpool.grammar import Grammar
 from moonpool.sched.steps import Step
 
-MAX_GRAMMARS = 64
-MAX_PARSERS = 512
-TOKEN_BYTES = 4
 WORD_BITS = 32
 LOOKS = 16
 """Steps from one look at the process's memory to the next."""
-SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 4, 6))]
-"""Tokens that match one of these expressions are allowed together where a format allows the expression; only the others
-are looked at one by one. The library's own, and shorter texts: for those whose longest length is near."""
 _MAX_REASON = 300
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @dataclass(slots=True)
@@ -52,12 +35,14 @@ class Allowed:
 
     Attributes:
         masks: bit i (from the lowest bit of the first byte on) says whether token i may follow. In all steps of a run
-            these are the same objects, whose bits change: they are to be read before the next step's are begun.
+            these are the same objects, whose bits change: they are to be read before the next step's are made.
         failed: why there is no mask: a grammar is too complex at this place, or an answer does not fit it.
+        waited_ns: for a tokenizer and for grammars, in this step.
     """
 
     masks: dict[int, memoryview] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    waited_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +63,30 @@ class Wanted:
             for index, sequence in enumerate(step.sequences)
             if sequence.sample is not None and (grammar := Grammar.of(sequence.sample.params)) is not None
         ]
+
+
+class Making:
+    """Makes the masks of a step, once. A run goes on only from a step whose masks were made.
+
+    Args:
+        make: makes them.
+        grammars: that it may have to wait for.
+    """
+
+    def __init__(self, make: Callable[[], Allowed], grammars: Sequence[Future[LLMatcher]] = ()) -> None:
+        self._make, self._grammars = make, grammars
+        self._made: Allowed | None = None
+
+    def early(self) -> None:
+        """Makes them, unless a grammar has to be waited for."""
+        if all(it.done() for it in self._grammars):
+            self.now()
+
+    def now(self) -> Allowed:
+        """The masks."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
 
 
 @dataclass(slots=True)
@@ -103,10 +112,10 @@ class Masks:
     """Makes bit masks, of one step or run after the other.
 
     Args:
-        load: gives the tokenizer; called on the thread.
+        load: gives the tokenizer; called on another thread.
         vocab_size: tokens of the model.
         end_token_ids: of the model.
-        aside: the thread works within such a context.
+        aside: that thread works within such a context.
         full: whether the process holds as much as it may; asked for every `LOOKS` steps, and before a grammar is
             compiled.
     """
@@ -119,94 +128,74 @@ class Masks:
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
         full: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._load = load
-        self._aside = aside
-        self._full = full
-        self._vocab_size = vocab_size
-        self._ends = end_token_ids
-        self._thread = ThreadPoolExecutor(1, "masks")
-        self._goes_on = False
-        # The thread's own:
+        self._parsers = Parsers(load, vocab_size, end_token_ids, aside, full)
         self._steps = 0
         self._rows: list[_Row] = []
         self._allowed = Allowed()
-        self._grammars: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._parsers: OrderedDict[tuple[Grammar, bytes], LLMatcher] = OrderedDict()
+        self._goes_on = False
 
-    def begin(self, wanted: Sequence[Wanted]) -> Future[Allowed] | None:
+    def begin(self, wanted: Sequence[Wanted]) -> Making | None:
         """Begins the masks of a step, which may begin a run; None where none is wanted."""
         self._goes_on = bool(wanted)
-        return self._thread.submit(self._begin, wanted) if wanted else None
+        if not wanted:
+            return None
+        self._close()
+        self._look()
+        needed = [self._parsers.prepare(it.grammar, it.answer) for it in wanted]
+        return Making(partial(self._first, wanted), [it for it in needed if it is not None])
 
-    def go_on(self, tokens: Sequence[int]) -> Future[Allowed] | None:
+    def go_on(self, tokens: Sequence[int]) -> Making | None:
         """Begins those of the run's next step, when each sequence of the step has got its one of these tokens."""
-        return self._thread.submit(self._go_on, tokens) if self._goes_on else None
+        return Making(partial(self._next, tokens)) if self._goes_on else None
 
     def close(self) -> None:
         """Ends the thread."""
-        self._thread.shutdown(cancel_futures=True)
+        self._parsers.close()
 
-    # --- on the thread ---------------------------------------------------------------------------------------------
+    def _first(self, wanted: Sequence[Wanted]) -> Allowed:
+        self._open(wanted)
+        for row in self._rows:
+            self._find(row)
+        return self._allowed
 
-    @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        tokenizer = self._load()
-        size = max(self._vocab_size, tokenizer.vocab_size)
-        return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None, slices=SLICES)
-
-    def _begin(self, wanted: Sequence[Wanted]) -> Allowed:
-        with self._aside():
-            self._close()
-            self._look()
-            self._open(wanted)
-            for row in self._rows:
-                self._find(row)
-            return self._allowed
-
-    def _go_on(self, tokens: Sequence[int]) -> Allowed:
-        with self._aside():
-            if self._look():
-                self._open([row.now() for row in self._rows])
-            for row in self._rows:
-                row.later.append(tokens[row.index])
-                row.parser.consume_token(tokens[row.index])
-                self._find(row)
-            return self._allowed
+    def _next(self, tokens: Sequence[int]) -> Allowed:
+        self._allowed.waited_ns = 0
+        if self._look():
+            self._open([row.now() for row in self._rows])
+        for row in self._rows:
+            token = tokens[row.index]
+            row.later.append(token)
+            row.parser.consume_token(token)
+            self._find(row)
+        return self._allowed
 
     def _look(self) -> bool:
         """Once in a while, whether the process held too much, and all has been given up."""
         self._steps += 1
-        return self._steps % LOOKS == 0 and self._make_room()
-
-    def _make_room(self) -> bool:
-        """Gives all up where the process holds too much: what is needed is made anew."""
-        if not self._full():
-            return False
-        self._parsers.clear()
-        self._grammars.clear()
-        give_back()
-        return True
+        return self._steps % LOOKS == 0 and self._parsers.make_room()
 
     def _close(self) -> None:
         """The run is over: its parsers are kept for those that go on with its sequences."""
         for row in self._rows:
             if row.index not in self._allowed.failed:
                 now = row.now()
-                _keep(self._parsers, (now.grammar, now.answer), row.parser, MAX_PARSERS)
+                self._parsers.keep(now.grammar, now.answer, row.parser)
         self._rows = []
 
     def _open(self, wanted: Sequence[Wanted]) -> None:
         """From now on these are the rows."""
         self._rows, self._allowed = [], Allowed()
+        waited_ns = self._parsers.waited_ns
         for it in wanted:
             try:
-                parser, words = self._parser(it.grammar, it.answer), -(-self._tokenizer.vocab_size // WORD_BITS)
+                parser = self._parsers.take(it.grammar, it.answer)
             except Exception as error:  # of the library, or the checkpoint has no tokenizer: other sequences go on
                 self._allowed.failed[it.index] = _reason(it.grammar, repr(error))
                 continue
-            bits = np.zeros(words, np.uint32)
+            bits = np.zeros(-(-self._parsers.tokenizer.vocab_size // WORD_BITS), np.uint32)
             self._allowed.masks[it.index] = bits.data.cast("B")
             self._rows.append(_Row(it.index, it.grammar, it.answer, parser, (bits.ctypes.data, bits.nbytes)))
+        self._allowed.waited_ns = self._parsers.waited_ns - waited_ns
 
     def _find(self, row: _Row) -> None:
         """Writes a row's mask."""
@@ -214,35 +203,6 @@ class Masks:
         if row.parser.is_error():
             self._allowed.failed[row.index] = _reason(row.grammar, row.parser.get_error())
 
-    def _parser(self, grammar: Grammar, answer: bytes) -> LLMatcher:
-        """The parser behind an answer, at best the one that stood before its last token."""
-        known = self._parsers.pop((grammar, answer), None)
-        if known is not None:
-            return known
-        before = self._parsers.pop((grammar, answer[:-TOKEN_BYTES]), None) if answer else None
-        if before is not None:
-            before.consume_token(int.from_bytes(answer[-TOKEN_BYTES:], "little"))
-            return before
-        parser = self._compiled(grammar).deep_copy()
-        if answer:
-            parser.consume_tokens(tokens_from_bytes(answer).tolist())
-        return parser
-
-    def _compiled(self, grammar: Grammar) -> LLMatcher:
-        found = self._grammars.pop(grammar, None)
-        if found is None:
-            self._make_room()
-            found = LLMatcher(self._tokenizer, grammar.compiled(), log_level=0, limits=LIMITS)
-        _keep(self._grammars, grammar, found, MAX_GRAMMARS)
-        return found
-
 
 def _reason(grammar: Grammar, error: str) -> str:
     return f"the {grammar.format} cannot be followed: {error}"[:_MAX_REASON]
-
-
-def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
-    """As the newest of at most `most`."""
-    kept[key] = value
-    while len(kept) > most:
-        kept.popitem(last=False)

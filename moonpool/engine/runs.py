@@ -4,7 +4,6 @@ Packed sequences and rows of the sampler are made once and changed in place from
 not change, so a decode step has next to nothing to do in Python.
 """
 
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from moonpool.engine.captures import GraphShape
 from moonpool.engine.choosing import Choosing, Found
-from moonpool.engine.masks import Allowed
+from moonpool.engine.masks import Making
 from moonpool.engine.messages import StepDone
 from moonpool.model.batch import PackedBatch
 from moonpool.model.native_run import NativeRun
@@ -27,7 +26,7 @@ class Run:
     """As it was ordered: the run's first."""
     packed: PackedBatch
     """On the host."""
-    masks: Future[Allowed] | None
+    masks: Making | None
     """Of the step under way, where some are wanted."""
     tails: list[int] | None
     """Of each sequence, its last rows whose hidden states after the last layer are wanted; None = all rows."""

@@ -82,6 +82,7 @@ class StageRunner:
         full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
         packed = PackedBatch.build(parts, self.place.memory.kv.shape[4], full_hits=full_hits)
         run = Run(step, packed, masks, self._tails(step), self.model.layer_begin, step.steps - 1)
+        self._make_masks(run)
         return self._step(run, clocks)
 
     def go_on(self) -> bool:
@@ -89,6 +90,7 @@ class StageRunner:
         assert self._following is not None
         run, tokens = self._following
         clocks = self._begin(run.step)
+        self._make_masks(run)
         if run.native is None:
             run.native = self._native(run)
         run.go_on(tokens, self.model.layer_begin)
@@ -138,6 +140,11 @@ class StageRunner:
         if native.failed:
             run.found = run.choosing.found_alone()
         return clocks
+
+    def _make_masks(self, run: Run) -> None:
+        """On a plain CPU before the layers; on a device the sampler makes them while it computes."""
+        if run.masks is not None and self.place.device is None:
+            run.masks.early()
 
     def _begin_following(self, run: Run, *, done: bool) -> list[int] | None:
         """The tokens of the run's next step, whose masks are begun; None where it is over."""
@@ -276,7 +283,7 @@ class StageRunner:
     def _ran(self, step: Step, clocks: _Clocks, awaited_ns: int) -> float:
         """Which share of the time since a step began to compute this thread ran: else something else had its core.
 
-        Time in which it waited for masks is left out. 1 where it may have waited for something else than cores and
+        Time in which it waited for grammars is left out. 1 where it may have waited for something else than cores and
         them: other stages, a device, a gate.
         """
         alone = self.model.is_first and self.model.is_last and self.place.device is None and not step.gated

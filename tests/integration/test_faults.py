@@ -20,12 +20,15 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SCORE_TOLERANCE = 1e-4
 ENGINES = ("prefill-0", "decode-0")
 """Once they are restarted, KV can only come from the kvstore."""
+PATIENT = ("--adopt-wait-s", "60", "--slow-factor", "0")
+"""A conductor on a busy machine: instances may take long to join it again, and none is left because it is slow."""
 
 
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
     """A default stack; each test leaves all its services running."""
-    with CheckedStack(small_plan(checkpoint, tmp_path_factory.mktemp("stack"))) as running:
+    plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), "conductor", *PATIENT)
+    with CheckedStack(plan) as running:
         yield running
 
 
@@ -114,8 +117,13 @@ def test_client_leaves_in_decode(stack: CheckedStack) -> None:
 
 @pytest.fixture(scope="module")
 def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    """Two instances of each kind of engine, no kvstore; sequences hardly outlive their conductor."""
-    plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("pair")), "decode", "--grace-s", "0.01")
+    """Two instances of each kind of engine, no kvstore; sequences hardly outlive their conductor.
+
+    They do by less than it takes to start another one, and by enough for it to open its stream: until then a promise
+    lasts no longer than that, and a prompt whose promise is over is placed anew.
+    """
+    plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("pair")), "decode", "--grace-s", "0.3")
+    plan = with_flags(plan, "conductor", *PATIENT)
     with CheckedStack(dataclasses.replace(plan, prefill=2, decode=2, kvstore=0)) as running:
         yield running
 

@@ -1,7 +1,5 @@
 """What is chosen of a step's last hidden states, and of the further steps of its run."""
 
-import time
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import cast
 
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.footprint import LOGIT_ROWS
-from moonpool.engine.masks import Allowed
+from moonpool.engine.masks import Allowed, Making
 from moonpool.model.batch import PackedBatch
 from moonpool.model.stage import StageModel
 from moonpool.sampling import SampleSpec, SamplingParams
@@ -43,7 +41,7 @@ class Chosen:
         self.batch = PackedBatch.build([(it.token_ids, it.start, it.block_table) for it in shares], 16)
         self.choosing = Choosing(cast("StageModel", self.model), Step(1, shares, steps=3), ())
 
-    def choose(self, *rows: dict[int, float], masks: Future[Allowed] | None = None) -> Found:
+    def choose(self, *rows: dict[int, float], masks: Making | None = None) -> Found:
         """Logits of each row, 0 but for some tokens."""
         logits = torch.zeros(len(rows), VOCAB)
         for row, values in enumerate(rows):
@@ -71,25 +69,13 @@ def test_a_sequence_goes_on_with_its_own_token_beside_a_beam() -> None:
     assert it.choose({5: 1.0}, logits).sampled == [5, 9]
 
 
-class Late(Future[Allowed]):
-    """Masks that are made while they are waited for.
+def test_masks_are_made_when_the_logits_are_there_and_waiting_for_grammars_is_told() -> None:
+    def make() -> Allowed:
+        assert it.model.rows == 2
+        return Allowed({1: memoryview(bytes([0, 0, 1]) + bytes(VOCAB // 8 - 3))}, waited_ns=5)
 
-    Attributes:
-        took_ns: to make them.
-    """
-
-    def result(self, timeout: float | None = None) -> Allowed:
-        began_ns = time.monotonic_ns()
-        made = Allowed({1: memoryview(bytes([0, 0, 1]) + bytes(VOCAB // 8 - 3))})
-        while time.monotonic_ns() == began_ns:
-            pass
-        self.took_ns = time.monotonic_ns() - began_ns
-        return made
-
-
-def test_time_in_which_masks_are_waited_for_is_told() -> None:
-    it, masks = Chosen(SampleSpec(), SampleSpec()), Late()
-    found = it.choose({5: 1.0}, {7: 1.0}, masks=masks)
+    it = Chosen(SampleSpec(), SampleSpec())
+    found = it.choose({5: 1.0}, {7: 1.0}, masks=Making(make))
     assert found.sampled == [5, 16]
-    assert 0 < masks.took_ns <= found.awaited_ns
+    assert found.awaited_ns == 5
     assert not it.choose({5: 1.0}, {7: 1.0}).awaited_ns

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 
 import moonpool.bundled
 from moonpool.checkpoint import Tokenizer, load_config
-from moonpool.engine.masks import LOOKS, MAX_PARSERS, Masks, Wanted
+from moonpool.engine.masks import LOOKS, Masks, Wanted
+from moonpool.engine.parsers import MAX_PARSERS
 from moonpool.model import sample
 from moonpool.sampling import SampleSpec, SamplingParams
 from moonpool.sched.sampling import SequenceSampling
@@ -45,18 +47,18 @@ def step_of(*specs: SampleSpec) -> Step:
 def begun(masks: Masks, *specs: SampleSpec) -> dict[int, bytes]:
     made = masks.begin(Wanted.of(step_of(*specs)))
     assert made is not None
-    assert made.result().failed == {}
-    return {index: bytes(mask) for index, mask in made.result().masks.items()}
+    assert made.now().failed == {}
+    return {index: bytes(mask) for index, mask in made.now().masks.items()}
 
 
 def refused(masks: Masks, *specs: SampleSpec) -> str:
     """Why the first one has no mask."""
     made = masks.begin(Wanted.of(step_of(*specs)))
     assert made is not None
-    return made.result().failed[0]
+    return made.now().failed[0]
 
 
-def allowed(mask: bytes) -> set[int]:
+def allowed(mask: bytes | memoryview) -> set[int]:
     return {token for token in range(CONFIG.vocab_size) if mask[token // 8] >> token % 8 & 1}
 
 
@@ -124,18 +126,43 @@ def test_a_run_has_the_masks_of_its_steps_and_gives_its_parsers_back(masks: Mask
         return [SampleSpec(), *(sampling.at(PROMPT + array("i", whole[:at])) for whole in wholes)]
 
     assert length > LOOKS
-    made = running.begin(Wanted.of(step_of(*specs(0))))
+    assert begun(running, *specs(0)) == begun(masks, *specs(0))
     for at in range(1, length):
         made = running.go_on([7, *(whole[at - 1] for whole in wholes)])
         assert made is not None
-        assert made.result().failed == {}
-        assert {index: bytes(mask) for index, mask in made.result().masks.items()} == begun(masks, *specs(at))
+        assert made.now().failed == {}
+        assert {index: bytes(mask) for index, mask in made.now().masks.items()} == begun(masks, *specs(at))
     assert next(looks, None) is None
     assert begun(running, *specs(length)) == begun(masks, *specs(length))
     wrong = running.go_on([7, 7, 7])
     assert wrong is not None
-    assert sorted(wrong.result().failed) == [1, 2]
+    assert sorted(wrong.now().failed) == [1, 2]
     running.close()
+
+
+def test_masks_are_made_early_unless_a_grammar_has_to_be_waited_for() -> None:
+    read = threading.Event()
+
+    def load() -> Tokenizer:
+        assert read.wait(timeout=60)
+        return TOKENIZER
+
+    late = Masks(load, CONFIG.vocab_size, CONFIG.eos_token_ids)
+    sampling = SequenceSampling.of(SamplingParams(response_format="regex", grammar="[ab]!"), len(PROMPT), (END,))
+    made = late.begin(Wanted.of(step_of(sampling.at(PROMPT))))
+    assert made is not None
+    made.early()
+    read.set()
+    mask = made.now().masks[0]
+    a, end = (TOKENIZER.encode(text, add_special=False)[0] for text in "a!")
+    assert a in allowed(mask)
+    following = late.go_on([a])
+    assert a in allowed(mask)
+    assert following is not None
+    following.early()
+    assert allowed(mask) == {end}
+    assert following.now().masks[0] is mask
+    late.close()
 
 
 def test_samples_with_a_common_beginning_do_not_disturb_each_other(masks: Masks) -> None:
@@ -196,8 +223,8 @@ def test_what_cannot_be_followed_has_no_mask(masks: Masks) -> None:
     assert END not in allowed(begun(masks, *specs[1:])[1])
     made = masks.begin(Wanted.of(step_of(*specs)))
     assert made is not None
-    assert list(made.result().failed) == [0]
-    assert 2 in made.result().masks
+    assert list(made.now().failed) == [0]
+    assert 2 in made.now().masks
     assert masks.begin(Wanted.of(step_of(SampleSpec()))) is None
     assert masks.go_on([5]) is None
     strange = SequenceSampling.of(SamplingParams(response_format="regex", grammar="x"), 1, CONFIG.eos_token_ids)

@@ -344,6 +344,27 @@ def test_an_answer_whose_format_cannot_be_followed_gets_nothing_and_others_get_t
         assert done.logprobs == {}
 
 
+def test_a_run_with_a_format_gives_the_tokens_of_plain_forward_passes_with_its_masks(checkpoint: Path) -> None:
+    how = SamplingParams(temperature=0.0, response_format="regex", grammar="[a-z]{30}")
+
+    def step(step_id: int, tokens: list[int], spec: SampleSpec, steps: int = 1) -> Step:
+        return Step(step_id, (SequenceStep(ids(*PROMPT, *tokens), 0, (4, 1, 6), spec),), steps=steps)
+
+    with stages(checkpoint, 1) as one:
+        one.runners[0].masks = Masks(lambda: Tokenizer.load(checkpoint), 512, (1,))
+        tokens = [it.sampled[0] or 0 for it in one.run(step(1, [], SampleSpec(how), steps=6))]
+        text = Tokenizer.load(checkpoint).decode(tokens)
+        assert text.isalpha()
+        assert text.islower()
+        for at, token in enumerate(tokens):
+            one.runners[0].masks.close()
+            one.runners[0].masks = Masks(lambda: Tokenizer.load(checkpoint), 512, (1,))
+            spec = SampleSpec(how, answer=ids(*tokens[:at]))
+            assert one.run(step(2 + at, tokens[:at], spec))[-1].sampled == (token,)
+        assert one.run(step(9, [], GREEDY))[-1].sampled[0] not in tokens
+        one.runners[0].close()
+
+
 def test_patient_steps_give_way(checkpoint: Path) -> None:
     with stages(checkpoint, 1) as one:
         called: list[int] = []

@@ -82,6 +82,7 @@ class Worker(threading.Thread):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("lane", ["local", "tcp"])
 def test_a_store_that_is_killed_again_and_again(lane: str, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_KV_LANES_DIR", str(sockets))

@@ -4,6 +4,8 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from services.kvstore.ssd.admission import Admission
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import RECORD, Driven, data_of, held, keys_of, open_ssd, store, writing
+from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, held, keys_of, open_ssd, store, writing
 from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(12)
@@ -37,6 +39,7 @@ async def written(driven: Driven, *, retry_after_s: tuple[float, ...] = (0.0, 0.
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
+BROKEN = OSError(errno.EIO, "Input/output error")
 FULL_INDEX = lmdb.DiskError("mdb_txn_commit: No space left on device")
 
 
@@ -266,3 +269,57 @@ def test_a_removed_segment_is_closed_off_the_event_loop(tmp_path: Path) -> None:
     ssd.close()
     late = files.closed[len(before) :]
     assert "0000000000000001.seg in kvstore-close_0" in late
+
+
+class HeldFiles(Files):
+    """Files are deleted when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[tuple[Future[None], Callable[[Path], None], Path]] = []
+
+    def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
+        self.held.append((Future(), change, path))
+        return self.held[-1][0]
+
+    def delete(self, error: OSError | None = None) -> list[str]:
+        """Does what was to be done, or lets it fail; names of the files."""
+        held, self.held = self.held, []
+        for done, change, path in held:
+            if error is None:
+                change(path)
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+        return [path.name for _, _, path in held]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_files_that_are_being_deleted_are_work_until_it_is_known_that_they_are_gone(
+    tmp_path: Path, fails: bool
+) -> None:
+    files = HeldFiles()
+    ssd = open_ssd(tmp_path, 4 * RECORD, 2 * RECORD, files=files)
+    folder, first = tmp_path / "segments", f"{1:016d}.seg"
+    for key in KEYS[:5]:
+        plan = ssd.plan([block_of(key)])
+        ssd.commit(plan)
+        ssd.committed(plan)
+    assert set(ssd.catalogue) == set(KEYS[2:5])
+    assert (folder / first).exists()
+    assert ssd.disks[0].erasing
+    assert ssd.has_housekeeping
+    for error in [BROKEN] * fails + [None]:
+        assert first in files.delete(error)
+        assert (folder / first).exists() == (error is not None)
+        plan = ssd.plan([])
+        ssd.commit(plan)
+        ssd.committed(plan)
+        assert [segment.path.name for segment in plan.undeleted] == [first] * (error is not None)
+        assert ssd.disks[0].erasing == (error is not None)
+        if error is not None:
+            plan = ssd.plan([])  # begins once more
+            ssd.commit(plan)
+            ssd.committed(plan)
+    assert not ssd.has_housekeeping
+    ssd.close()

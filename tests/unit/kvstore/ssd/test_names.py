@@ -92,7 +92,7 @@ def test_plans_that_fail_leave_no_names(tmp_path: Path) -> None:
 
 
 def test_half_a_plan_leaves_no_names(tmp_path: Path) -> None:
-    """The first transaction removes a segment, the second then cannot store."""
+    """A segment was to make room for a block that could not be written then."""
     files = FaultyFiles()
     ssd = open_ssd(tmp_path, SLOTS * RECORD, RECORD, files=files)
     for number in range(SLOTS):

@@ -11,7 +11,7 @@ from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.tenancy.tenants import Account
-from tests.unit.kvstore.faulty_files import FaultyFiles
+from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of, open_ssd, owner_of
 from tests.unit.kvstore.invariants import check
 
@@ -342,3 +342,19 @@ def test_many_wholly_kept_segments_do_not_hide_the_others(tmp_path: Path) -> Non
         for start in range(52, 60):
             put(ssd, [KEYS[start]])
         assert len(ssd.catalogue) >= 48
+
+
+@pytest.mark.parametrize("carries", [False, True])
+def test_a_plan_has_one_transaction_and_a_second_one_where_it_carries_over(tmp_path: Path, carries: bool) -> None:
+    files = FaultyFiles()
+    with tier(tmp_path, files=files, pins=KEYS[:1] if carries else ()) as ssd:
+        for at in range(0, 14, 2):
+            put(ssd, KEYS[at : at + 2])
+        steps = counting(files.steps)
+        assert len(put(ssd, KEYS[14:16]).carry) == carries
+        stored = ["write", "sync", "sync_folder", "transaction"]
+        if carries:  # the new blocks lie in two segments
+            stored = ["read", *stored, "unlink", "write", "write", "sync", "sync", "sync_folder", "transaction"]
+        else:
+            stored.append("unlink")
+        assert [name for name, _ in steps()] == stored
