@@ -61,8 +61,8 @@ REASONS = (
     Reason(
         "failover",
         "^bundled model, (2 stages, )?stage stopped",
-        "Two cores: in the longest wait, seconds after the stop, decode's engine, the services and the client have none. "
-        "Nobody waits for the stage.",
+        "Two cores: in the longest wait, seconds after the stop, decode's engine, the services and the client have "
+        "none. Nobody waits for the stage.",
     ),
     Reason(
         "kernels",
@@ -111,13 +111,13 @@ REASONS = (
     Reason(
         "sampling",
         "^step with masks",
-        "Eight masks take one thread 0.1 to 0.25 ms before the step's layers "
+        "Eight masks take one thread some 0.25 ms before the step's layers "
         "([ADR 39](../../docs/adr/0039-masks-on-the-step.md)).",
     ),
     Reason(
         "sampling",
         "^share of a step outside native calls",
-        "Python takes 0.6 to 0.9 ms of a step whatever the model; in a small model's step that is much.",
+        "The first two steps of a run take Python 2 to 3 ms, further ones 0.1 to 0.3, whatever the model.",
     ),
     Reason(
         "sampling",

@@ -202,6 +202,7 @@ def plan_of(options: argparse.Namespace, load: Load, folder: Path) -> StackPlan:
         time_scale=options.time_scale,
         block_tokens=load.block_tokens,
         log_level="warning",
+        core_page=folder / "cores",  # other stacks of this user lend it none
         extra=extra,
     )
 

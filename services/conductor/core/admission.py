@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from operator import itemgetter
 
+from moonpool.core.fair import Place
+from services.conductor.core.candidates import Limit
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
 from services.conductor.core.lengths import Stratum
@@ -78,6 +80,12 @@ class Gate:
             predicted.sort(key=itemgetter(0))
         kept = [option for tbt_s, option in predicted if tbt_s <= slo.tbt_s]
         return kept or self._too_slow(slo.tbt_s, plan, stratum, now, min([tbt_s for tbt_s, _ in predicted]))
+
+    def limit(self, slo: Slo, place: Place, elapsed_s: float) -> Limit | None:
+        """What the place of a request is chosen by; None = it is not refused, however late its first token comes."""
+        if self.admission is Admission.NONE or slo.ttft_s is None:
+            return None
+        return Limit(slo.ttft_s - elapsed_s, place)
 
     def late(self, slo: Slo, plan: Plan, elapsed_s: float) -> Failure | None:
         """The refusal of a request whose first token would come too late. Arguments as for `check`."""

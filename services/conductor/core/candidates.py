@@ -2,12 +2,20 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from moonpool.core.fair import Place as Turn
 from services.conductor.core.cost import PrefillChoice, PrefillCost
 from services.conductor.core.pool import blocks_at
 from services.conductor.core.ranks import Place, RankClass, Ranks
 from services.conductor.core.sets import members
+
+
+class Limit(NamedTuple):
+    """The first token is wanted within so many seconds from now, of a request with this place among others."""
+
+    within_s: float
+    place: Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,7 @@ class Candidates:
     _cost: Callable[[RankClass, int], PrefillCost]
     _predict: Callable[[int, int], PrefillChoice]
     _overlooked: int | None
+    _keeps: Callable[[PrefillChoice], bool]
 
     def __len__(self) -> int:
         return self._allowed.bit_count()
@@ -71,6 +80,11 @@ class Candidates:
             rated.append((by(choice), self._ranks.stages(place.slot), place, choice))
         rated.sort()
         return [choice for *_, choice in rated]
+
+    def keeping(self, choices: Sequence[PrefillChoice]) -> Sequence[PrefillChoice]:
+        """The same choices, where the first that keeps the request's limit goes before those that do not."""
+        at = next((at for at, choice in enumerate(choices) if self._keeps(choice)), 0)
+        return [choices[at], *choices[:at], *choices[at + 1 :]] if at else choices
 
 
 class Policy(Protocol):

@@ -1,23 +1,36 @@
 """Prefixes that are being computed: who comes next with the same beginning finds it at that instance.
 
-An instance computes what several of its prompts begin with once. So a prompt that has been placed there, and has no
-token yet, counts as its prefix for the next one, after the queue of which it is a part. Only some lengths are looked
-at, so a common beginning may count as up to a fifth shorter than it is.
+An instance computes what several of its prompts begin with once. So a prompt that has been placed there counts as its
+prefix for the next one, after the queue of which it is a part, until its blocks are reported: some 20 ms after its
+token. Only some lengths are looked at, so a common beginning may count as up to a fifth shorter than it is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
 
 MARKS = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 20)}))
 """Lengths in blocks at which chains are compared."""
+REPORTS = 2
+"""Load reports after a token with which its prompt's blocks are reported at the latest, or they were not kept. The
+first of them may have been under way when the token was."""
+
+
+@dataclass(slots=True)
+class _Computed:
+    """A chain that is computed and not reported; so many reports have come since."""
+
+    marked: tuple[bytes, ...]
+    reports: int = 0
 
 
 class Coming:
-    """Chains of the prompts that are placed at prefill instances and have no token yet, by claim."""
+    """Chains of the prompts that are placed at prefill instances, by claim, until their blocks are reported."""
 
     def __init__(self) -> None:
         self._claims: dict[int, tuple[str, tuple[bytes, ...]]] = {}
+        self._computed: dict[str, list[_Computed]] = {}  # by instance
         self._at: dict[bytes, dict[str, int]] = {}  # by the key at a mark: prompts of each instance
 
     def placed(self, claim: int, instance: str, keys: Sequence[bytes]) -> None:
@@ -29,8 +42,42 @@ class Coming:
             there[instance] = there.get(instance, 0) + 1
 
     def over(self, claim: int) -> None:
-        """It has its token, or is not there any more; unknown claims are fine."""
+        """It is not there any more; claims that are unknown, or computed, are fine."""
+        self._drop(*self._claims.pop(claim, ("", ())))
+
+    def computed(self, claim: int) -> str:
+        """It has its token: its blocks will be reported soon. Returns at which instance; "" = the claim is unknown."""
         instance, marked = self._claims.pop(claim, ("", ()))
+        if marked:
+            self._computed.setdefault(instance, []).append(_Computed(marked))
+        return instance
+
+    def told(self, instance: str, holds: Callable[[bytes], bool]) -> None:
+        """An instance has told which blocks it holds."""
+        self._keep(instance, lambda one: not holds(one.marked[-1]))
+
+    def reported(self, instance: str) -> None:
+        """An instance has reported its load."""
+        for one in self._computed.get(instance, ()):
+            one.reports += 1
+        self._keep(instance, lambda one: one.reports < REPORTS)
+
+    def lost(self, instance: str) -> None:
+        """Nothing is known of what an instance holds any more."""
+        self._keep(instance, lambda _: False)
+
+    def _keep(self, instance: str, wanted: Callable[[_Computed], bool]) -> None:
+        """Keeps those of an instance's computed chains that are wanted."""
+        kept: list[_Computed] = []
+        for one in self._computed.pop(instance, ()):
+            if wanted(one):
+                kept.append(one)
+            else:
+                self._drop(instance, one.marked)
+        if kept:
+            self._computed[instance] = kept
+
+    def _drop(self, instance: str, marked: Sequence[bytes]) -> None:
         for key in marked:
             there = self._at[key]
             there[instance] -= 1
@@ -55,17 +102,23 @@ class Coming:
 
     @property
     def claims(self) -> list[int]:
-        """Of the prompts."""
+        """Of the prompts that have no token yet."""
         return list(self._claims)
+
+    @property
+    def awaited(self) -> list[str]:
+        """Instances that will report what they have computed."""
+        return list(self._computed)
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(sorted(self._claims.items()))
+        return digest_of(sorted(self._claims.items()), sorted(self._computed.items()))
 
     def check_invariants(self) -> None:
-        """Asserts that the counts are those of the claims."""
+        """Asserts that the counts are those of the chains."""
         counted: dict[bytes, dict[str, int]] = {}
-        for instance, marked in self._claims.values():
+        computed = [(instance, one.marked) for instance, here in self._computed.items() for one in here]
+        for instance, marked in [*self._claims.values(), *computed]:
             for key in marked:
                 there = counted.setdefault(key, {})
                 there[instance] = there.get(instance, 0) + 1

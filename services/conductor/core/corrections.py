@@ -1,24 +1,27 @@
 """What measured times to first token teach of a prefill instance, beside the speeds that it tells."""
 
-from moonpool.cost import Regression, Speeds
+from moonpool.cost import Regression, Speeds, prefill_seconds
 from services.conductor.core.crowds import CHANGE, DRIFT, LEAST_S, SLOW, Overheads, Slowness
+from services.conductor.core.parts import Parts
 
-SPREAD = 0.2
-"""How uncertain the factors of waiting, loading and computing are before anything was measured."""
-LATER, LATER_SPREAD = 0.25, 0.25
+LATER = 0.25
 """Share of a full step that prompts which come later are believed to take of the step in which one that waited ends."""
-
-Factors = tuple[float, float, float, float]
-"""Of waiting, loading and computing, and of a full step: what later prompts take of it."""
+FIRST = Parts(later=LATER)
+SPREADS = Parts(queue=0.2, load=0.2, fixed=0.2, growing=0.2, later=0.25)
+"""What is believed of the factors before anything was measured, and how uncertain that is."""
+SHARED_SPREADS = SPREADS._replace(fixed=0.3, growing=0.5)
+"""The same where other programs may have cores: an instance tells what it takes with all of its own."""
 
 
 class Corrections:
     """Speeds of a prefill instance: those that it tells, corrected by what its prompts took.
 
-    What a prompt takes at its instance, from coming to its first token, is `queue * waiting + load * loading + compute
-    * computing`; the factors begin with 1: what the instance says is believed first. Prompts that found it idle teach
-    the last two. Those that waited teach the first, and `later`: while they waited others came, whose tokens fill the
-    step in which they end. That does not grow with the queue: `step * later`, where a step is a full one.
+    What a prompt takes at its instance, from coming to its first token, is the sum of some parts (`Parts`), each times
+    its factor. The factors begin with 1: what the instance says is believed first. Where other programs have cores,
+    what grows with tokens takes longer, and the rest of a step hardly does. While a prompt waits others come, whose
+    tokens fill the step in which it ends; that does not grow with the queue: it is a share of a full step. All factors
+    are learnt together: had those that waited a regression of their own, one misled prompt that found the instance idle
+    would stay believed as long as all wait.
     What is left of the time that the conductor measures is overhead: calls, tokenising, tokens on their way, and all
     else that does not grow with the prompt.
 
@@ -30,32 +33,33 @@ class Corrections:
 
     Args:
         told: the speeds that it tells.
-        slow: times as long as alone that work is believed to take in company; 1 = as long, as of emulated engines.
+        alone: it takes no cores from others, nor they from it, as emulated engines; company costs it nothing.
 
     Attributes:
         overheads: what prompts take beside.
-        factors: of waiting, loading and computing alone, and `later`.
+        factors: of each part.
         slowness: how much longer it takes in company.
     """
 
-    __slots__ = ("_parts", "_speeds", "_told", "_waiting", "factors", "overheads", "slowness")
+    __slots__ = ("_learnt", "_speeds", "_told", "factors", "overheads", "slowness")
 
-    def __init__(self, told: Speeds, slow: float = SLOW) -> None:
+    def __init__(self, told: Speeds, *, alone: bool = False) -> None:
         self._told = told
         self.overheads = Overheads()
-        self._waiting = Regression((1.0, LATER), (SPREAD, LATER_SPREAD), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
-        self._parts = Regression((1.0, 1.0), (SPREAD, SPREAD), change=CHANGE, drift=DRIFT, least_s=LEAST_S)
-        self.slowness = Slowness(slow)
+        self._learnt = Regression(
+            FIRST, SPREADS if alone else SHARED_SPREADS, change=CHANGE, drift=DRIFT, least_s=LEAST_S
+        )
+        self.slowness = Slowness(1.0 if alone else SLOW)
         self._speeds: Speeds | None = None
-        self.factors: Factors = (1.0, 1.0, 1.0, LATER)
+        self.factors = FIRST
 
     @property
     def speeds(self) -> Speeds:
         """The corrected speeds; the same object as long as nothing changes."""
         if self._speeds is None:
-            _, load, compute, _ = self.factors
-            same = load == compute == 1.0
-            self._speeds = self._told if same else self._told.slowed_prefill(compute, load)
+            _, load, fixed, growing, _ = self.factors
+            same = load == fixed == growing == 1.0
+            self._speeds = self._told if same else self._told.slowed_prefill(growing, load, fixed)
         return self._speeds
 
     def told(self, speeds: Speeds) -> None:
@@ -63,10 +67,15 @@ class Corrections:
         if speeds != self._told:
             self._told, self._speeds = speeds, None
 
+    def slowed(self, tokens: int) -> float:
+        """Times as long as the instance tells that a step of so many tokens takes."""
+        told_s = prefill_seconds(self._told, tokens, 0)
+        return prefill_seconds(self.speeds, tokens, 0) / told_s if told_s else self.factors.growing
+
     def observe(
         self,
-        foreseen: tuple[float, float, float, float],
-        by: Factors,
+        foreseen: Parts,
+        by: Parts,
         there_s: float,
         shared: float | None = None,
         others: int = 0,
@@ -74,28 +83,21 @@ class Corrections:
         """Learns from a prompt what it took at its instance, in seconds from its coming to its first token.
 
         Args:
-            foreseen: seconds of waiting, loading and computing, and of later prompts, as it was placed.
+            foreseen: seconds of each part, as it was placed.
             by: the factors in them.
             there_s: measured by the instance.
             shared: of its work, the share that was expected to be done in company; None = there is none on its host.
             others: requests that its host had as it was placed.
         """
-        waits_s, load_s, compute_s, step_s = (seconds / factor for seconds, factor in zip(foreseen, by, strict=True))
-        alone_s = self._parts.seconds((load_s, compute_s))
+        sizes = Parts(*[seconds / factor for seconds, factor in zip(foreseen, by, strict=True)])
         if shared:
-            whole_s = self._waiting.seconds((waits_s, step_s)) + alone_s
+            whole_s = self._learnt.seconds(sizes)
             self.slowness.observe(others, shared * whole_s, (1.0 - shared) * whole_s, there_s)
             there_s /= 1.0 + shared * (self.slowness.of(others) - 1.0)
-        if waits_s > 0.0:
-            self._waiting.observe((waits_s, step_s), there_s, known_s=alone_s)
-        else:
-            self._parts.observe((load_s, compute_s), there_s)
-            self._speeds = None
-        (queue, later), (load, compute) = self._waiting.coefficients, self._parts.coefficients
-        self.factors = queue, load, compute, later
+        self._learnt.observe(sizes, there_s)
+        self.factors, self._speeds = Parts(*self._learnt.coefficients), None
 
     @property
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
-        learnt = *self._waiting.state, *self._parts.state, *self.slowness.state
-        return self._told, *learnt, *self.overheads.state
+        return self._told, *self._learnt.state, *self.slowness.state, *self.overheads.state

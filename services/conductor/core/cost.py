@@ -19,6 +19,7 @@ from moonpool.cost import (
     work_seconds,
 )
 from services.conductor.core.facts import Demand, Shape
+from services.conductor.core.parts import Parts
 from services.conductor.core.reads import Source
 
 
@@ -28,8 +29,8 @@ class PrefillChoice(NamedTuple):
     `load_s` is what computing does not hide of loading. `source` is whom it would load from, whose link is busy with it
     for `read_s`. `busy_s` is how much later the next prompt begins for this one: less than its own time where stages
     overlap. `later_s` is what prompts that come later are expected to take of the step in which this one ends, if it
-    waits. `overhead_s` is what calls take; `factors` are those by which queue, load, prefill and `later_s` are
-    corrected.
+    waits. `overhead_s` is what calls take; `factors` are those by which the parts are corrected; `fixed_s` are seconds
+    of `prefill_s` that do not grow with tokens.
     `shared`: share of its work there beside which other engines of its host compute; None = there are none. `others`:
     requests that its host has as it is placed.
     """
@@ -44,11 +45,17 @@ class PrefillChoice(NamedTuple):
     source: str = ""
     excluded: str = ""
     overhead_s: float = 0.0
-    factors: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
+    factors: Parts = Parts()
     shared: float | None = None
     others: int = 0
     read_s: float = 0.0
     later_s: float = 0.0
+    fixed_s: float = 0.0
+
+    @property
+    def parts(self) -> Parts:
+        """Its time at the instance."""
+        return Parts(self.queue_s, self.load_s, self.fixed_s, self.prefill_s - self.fixed_s, self.later_s)
 
     @property
     def alone_s(self) -> float:
@@ -80,7 +87,7 @@ class DecodeChoice(NamedTuple):
 
 
 class PrefillCost(NamedTuple):
-    """Seconds of one prompt on an idle instance, and what it uses of its prefix."""
+    """Seconds of one prompt on an idle instance, and what it uses of its prefix; see `PrefillChoice`."""
 
     load_s: float
     prefill_s: float
@@ -88,6 +95,7 @@ class PrefillCost(NamedTuple):
     used_blocks: int
     source: str
     read_s: float = 0.0
+    fixed_s: float = 0.0
 
     @property
     def alone_s(self) -> float:
@@ -128,13 +136,15 @@ class PrefillModel:
                     best, least_s = (source, read_s, rest, rest_s), both_s
         if best is None:
             own_s = compute_s if stages == 1 else pipelined_seconds(compute_s, steps=local.steps, stages=stages)
-            return PrefillCost(0.0, own_s, compute_s / stages, local_blocks, "")
-        source, read_s, rest, own_s = best
-        busy_s = max(own_s / stages, read_s)
+            fixed_s = fixed_seconds(speeds, local, compute_s, own_s)
+            return PrefillCost(0.0, own_s, compute_s / stages, local_blocks, "", fixed_s=fixed_s)
+        source, read_s, rest, compute_s = best
+        own_s, busy_s = compute_s, max(compute_s / stages, read_s)
         if stages > 1:
             own_s = pipelined_seconds(own_s, steps=rest.steps, stages=stages)
             least_s = overlapped_seconds(source.wait_s + read_s, own_s, self._shape.layers)
-        return PrefillCost(least_s - own_s, own_s, busy_s, source.blocks, source.id, read_s)
+        fixed_s = fixed_seconds(speeds, rest, compute_s, own_s)
+        return PrefillCost(least_s - own_s, own_s, busy_s, source.blocks, source.id, read_s, fixed_s)
 
     def _rest(self, speeds: Speeds, step_tokens: int, blocks: int) -> tuple[PrefillWork, float]:
         """What is to be computed behind a loaded prefix, and its seconds."""
@@ -155,6 +165,11 @@ class PrefillModel:
             steps_of(new, step_tokens), new, attention_pairs(new, prefix), prefix
         )
         return work
+
+
+def fixed_seconds(speeds: Speeds, work: PrefillWork, compute_s: float, own_s: float) -> float:
+    """Of the time that work takes in a pipeline, as of the `compute_s` one stage after the other, what is fixed."""
+    return work.steps * speeds.prefill_base_s * (own_s / compute_s) if compute_s else 0.0
 
 
 def steps_of(tokens: int, step_tokens: int) -> int:

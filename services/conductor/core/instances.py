@@ -1,7 +1,6 @@
 """An instance of any kind, as it is when it joins."""
 
 from services.conductor.core.corrections import Corrections
-from services.conductor.core.crowds import SLOW
 from services.conductor.core.decodes import Decode
 from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts
 from services.conductor.core.prefills import Prefill
@@ -14,8 +13,8 @@ def instance_of(facts: InstanceFacts, now: float) -> Instance:
     """The instance, idle since `now`, not in any pool yet."""
     match facts.kind:
         case Kind.PREFILL:
-            alone = facts.shape is not None and facts.shape.emulated  # takes no cores from others, nor they from it
-            return Prefill(facts, -1, Corrections(facts.speeds, 1.0 if alone else SLOW), now)
+            emulated = facts.shape is not None and facts.shape.emulated
+            return Prefill(facts, -1, Corrections(facts.speeds, alone=emulated), now)
         case Kind.DECODE:
             load = LoadFacts(free_blocks=facts.total_blocks)
             return Decode(facts, -1, facts.speeds, load)

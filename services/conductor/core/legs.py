@@ -235,6 +235,7 @@ class Legs:
     def token(self, attempt: Attempt, now: float) -> None:
         """Prefill has given its token."""
         attempt.prefill, attempt.token_at = PrefillLeg.TOKEN, now
+        self._picture.prefills.computed(attempt.claim)
         self._release_claim(attempt, now)
 
     def expected_tokens(self, request: Request, longest: int) -> float:

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from moonpool.core.digest import digest_of
 from moonpool.core.fair import Place
 from moonpool.errors import Unavailable
-from services.conductor.core.candidates import Policy
-from services.conductor.core.cost import PrefillChoice
+from services.conductor.core.candidates import Limit, Policy
 from services.conductor.core.decodes import Answer, Decode, Decodes
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts, Shape
 from services.conductor.core.hot import Hot
@@ -127,6 +126,7 @@ class Picture:
         match instance:
             case Prefill():
                 instance.report(load, now, self._slow_factor)
+                self.prefills.coming.reported(instance_id)
             case Decode():
                 instance.report(load, now, self._slow_factor)
             case Store():
@@ -155,6 +155,7 @@ class Picture:
             instance_id, sequence, stored, removed, snapshot_begin=snapshot_begin, snapshot_end=snapshot_end
         )
         instance = self._instances[instance_id]
+        self.prefills.coming.told(instance_id, lambda key: self.index.holds(instance_id, key))
         slot = self.index.slot(instance_id)
         if slot != instance.slot:
             match instance:
@@ -227,10 +228,6 @@ class Picture:
             self.decodes.chose(instance)
             instances.append(instance)
         return number
-
-    def queue_s(self, choice: PrefillChoice, place: Place) -> float:
-        """Predicted seconds that a prompt at this place waits at an instance, as it shares its time among tenants."""
-        return self.prefills.queue_s(choice, place)
 
     def known(self, claim: int, number: int = 0) -> None:
         """Notes that the instance has said that it has the request.
@@ -306,6 +303,7 @@ class Picture:
         suspects: Collection[str] = (),
         choices: int = 1,
         at_decode: bool = False,
+        limit: Limit | None = None,
     ) -> Plan:
         """Plans a sequence of `tokens` tokens to compute and `answer_tokens` more to generate.
 
@@ -318,6 +316,7 @@ class Picture:
             suspects: ids of instances that failed this request before; used only when no other is left.
             choices: answers to generate.
             at_decode: decode may compute the rest of the prompt.
+            limit: of the request; None = it has none.
 
         Raises:
             Unavailable: no instance that is large enough takes requests now.
@@ -333,7 +332,7 @@ class Picture:
             decode_tokens=min(answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
             choices=choices,
         )
-        return self._planning.plan(Wanted(demand, shape, keys, prompt_key, now, suspects, at_decode))
+        return self._planning.plan(Wanted(demand, shape, keys, prompt_key, now, suspects, at_decode, limit))
 
     def _missing(self) -> str:
         pools = (("prefill", self.prefills), ("decode", self.decodes))
@@ -357,6 +356,7 @@ class Picture:
         match instance:
             case Prefill():
                 self.prefills.remove(instance)
+                self.prefills.coming.lost(instance.facts.id)
             case Decode():
                 self.decodes.remove(instance)
             case Store():

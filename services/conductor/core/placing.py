@@ -284,8 +284,9 @@ class Placing:
                 now=now,
                 suspects=request.suspects,
                 at_decode=at_decode,
+                limit=None if request.recovering else self._gate.limit(ask.slo, ask.place, request.elapsed_s(now)),
             )
-            chosen = plan.prefill._replace(queue_s=self._picture.queue_s(plan.prefill, ask.place))
+            chosen = plan.prefill._replace(queue_s=self._picture.prefills.queue_s(plan.prefill, ask.place))
             candidates = tuple([chosen if it.id == chosen.id else it for it in plan.candidates])
             return replace(plan, prefill=chosen, candidates=candidates)
         except Unavailable as error:

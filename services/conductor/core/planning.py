@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from moonpool.cost import transfer_seconds
 from moonpool.errors import InvalidRequest, Unavailable
+from services.conductor.core.candidates import Limit
 from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel
 from services.conductor.core.decodes import Decodes
 from services.conductor.core.facts import Demand, Shape
@@ -31,6 +32,7 @@ class Wanted:
     now: float
     suspects: Collection[str]
     at_decode: bool
+    limit: Limit | None
 
 
 class Planning:
@@ -100,7 +102,7 @@ class Planning:
 
     def _prefill(self, wanted: Wanted, prefixes: Prefixes, model: PrefillModel) -> list[PrefillChoice]:
         demand, pool = wanted.demand, self._prefills
-        choices = pool.choose(demand, model, prefixes, wanted.now, pool.mask_of(wanted.suspects))
+        choices = pool.choose(demand, model, prefixes, wanted.now, pool.mask_of(wanted.suspects), wanted.limit)
         if choices[0].excluded:
             if demand.prompt_blocks <= pool.largest_blocks:
                 raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")
@@ -125,7 +127,7 @@ class Planning:
             if not choice.excluded and choice.local_blocks < source.blocks:
                 instance = self._prefills.by_slot[self._index.slot(choice.id)]
                 facts, learnt = instance.facts, instance.learnt
-                speeds, slowed = learnt.speeds, choice.factors[2] / learnt.factors[2]
+                speeds, slowed = learnt.speeds, choice.factors.growing / learnt.factors.growing
                 alone_s = model.cost(speeds, facts.stages, facts.step_tokens, source.blocks).alone_s * slowed
                 missing = (source.blocks - choice.local_blocks) * wanted.shape.block_tokens * wanted.shape.token_bytes
                 ttft_s = choice.queue_s + choice.later_s + choice.overhead_s + alone_s

@@ -23,8 +23,11 @@ class KVCacheCentric:
     stores: bool = True
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the predicted time to first token, without what later prompts are expected to take."""
-        return candidates.least(limit, _KNOWN_S, _ALONE_S)
+        """By the predicted time to first token, without what later prompts are expected to take.
+
+        That counts in the request's limit: where the best would miss it, the first that keeps it is taken.
+        """
+        return candidates.keeping(candidates.least(limit, _KNOWN_S, _ALONE_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,11 @@ class CacheAware:
     stores: bool = False
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """By the predicted time to first token, without what later prompts are expected to take."""
-        return candidates.least(limit, _KNOWN_S, _ALONE_S)
+        """By the predicted time to first token, without what later prompts are expected to take.
+
+        That counts in the request's limit: where the best would miss it, the first that keeps it is taken.
+        """
+        return candidates.keeping(candidates.least(limit, _KNOWN_S, _ALONE_S))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from moonpool.core.digest import digest_of
 from moonpool.core.draws import draw_below
 from moonpool.core.fair import Place
 from moonpool.cost import Speeds, prefill_seconds
-from services.conductor.core.candidates import Candidates, Policy
+from services.conductor.core.candidates import Candidates, Limit, Policy
 from services.conductor.core.coming import Coming, with_coming
 from services.conductor.core.company import Span, stretched
 from services.conductor.core.corrections import Corrections
@@ -70,6 +70,11 @@ class Prefill:
         """Whether a prompt of ours is here."""
         return bool(self.prompts)
 
+    @property
+    def slowed(self) -> float:
+        """Times as long as it tells that its queue takes, which is full steps for the most part."""
+        return self.learnt.slowed(self.facts.step_tokens or TYPICAL_TOKENS)
+
     def claim(self, number: int, busy_s: float, now: float, place: Place | None = None) -> None:
         """Counts a prompt from now on."""
         self.prompts[number] = Prompt(busy_s, place=place)
@@ -108,7 +113,7 @@ class Prefill:
             return
         for prompt in self.prompts.values():
             prompt.covered = prompt.covered or (prompt.number is not None and prompt.number <= load.taken)
-        drain_s = load.drain_s * self.learnt.factors[2]
+        drain_s = load.drain_s * self.slowed
         ahead_s = drain_s + self._uncovered_s()
         self.others_at = now + max(0.0, drain_s - sum([it.busy_s for it in self.prompts.values() if it.covered]))
         # An idle one keeps the time since when it is: the one that was idle longest is chosen first.
@@ -133,8 +138,7 @@ class Prefill:
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
         """Learns from what a prompt took here that was predicted so."""
-        parts = choice.queue_s, choice.load_s, choice.prefill_s, choice.later_s
-        self.learnt.observe(parts, choice.factors, there_s, choice.shared, choice.others)
+        self.learnt.observe(choice.parts, choice.factors, there_s, choice.shared, choice.others)
 
     def computed(self, now: float) -> None:
         """A prompt of ours has its token and is not counted any more: what is left of the others begins now."""
@@ -204,8 +208,20 @@ class Prefills(Pool[Prefill]):
         coming = self.coming.match(keys)
         return with_coming(prefixes, [(blocks, it.slot) for name, blocks in coming.items() if (it := self.get(name))])
 
+    def computed(self, claim: int) -> None:
+        """A prompt has its token; its blocks count until they are reported, if its instance is still here."""
+        name = self.coming.computed(claim)
+        if self.get(name) is None:
+            self.coming.lost(name)
+
     def choose(
-        self, demand: Demand, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, suspects: int
+        self,
+        demand: Demand,
+        model: PrefillModel,
+        prefixes: Sequence[tuple[int, int]],
+        now: float,
+        suspects: int,
+        limit: Limit | None = None,
     ) -> list[PrefillChoice]:
         """Predictions for the best instances by the policy, best first, then for some that cannot be used.
 
@@ -215,13 +231,14 @@ class Prefills(Pool[Prefill]):
             prefixes: who holds how much of the prompt, as `Forest.match` says it.
             now: seconds.
             suspects: mask of instances that failed this request before; they come after all others.
+            limit: of the request; None = it has none.
         """
         self._decisions += 1
         able = self.able(demand.prompt_blocks)
         choices: list[PrefillChoice] = []
         for allowed in (able & ~suspects, able & suspects):
             if allowed and len(choices) < SHORTLIST:
-                candidates = self._candidates(model, prefixes, now, allowed)
+                candidates = self._candidates(model, prefixes, now, allowed, limit)
                 found = self._policy.order(candidates, SHORTLIST - len(choices))
                 if not found:
                     raise ValueError(f"the policy has chosen none of {len(candidates)} instances")
@@ -232,7 +249,12 @@ class Prefills(Pool[Prefill]):
         return choices
 
     def _candidates(
-        self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, allowed: int
+        self,
+        model: PrefillModel,
+        prefixes: Sequence[tuple[int, int]],
+        now: float,
+        allowed: int,
+        limit: Limit | None,
     ) -> Candidates:
         decision = self._decisions
         return Candidates(
@@ -244,33 +266,52 @@ class Prefills(Pool[Prefill]):
             lambda found, blocks: model.cost(found.speeds, found.key.stages, found.key.step_tokens, blocks),
             lambda slot, blocks: self._choice(model, slot, blocks, now),
             self.overlooked(allowed),
+            lambda choice: limit is None or self._ttft_s(choice, limit.place) <= limit.within_s,
         )
+
+    def _ttft_s(self, choice: PrefillChoice, place: Place) -> float:
+        """Predicted time to first token of a request with this place, as tenants share the instance's time."""
+        return choice.ttft_s - choice.queue_s + self.queue_s(choice, place)
 
     def _choice(self, model: PrefillModel, slot: int, blocks: int, now: float, excluded: str = "") -> PrefillChoice:
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
         cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks)
-        load_s, prefill_s, busy_s, used, source, read_s = cost
+        load_s, prefill_s, busy_s, used, source, read_s, fixed_s = cost
         factors = learnt.factors
-        queue_s = (free_at - now) * factors[0] if free_at > now else 0.0
+        queue_s = (free_at - now) * factors.queue if free_at > now else 0.0
         step_tokens = facts.step_tokens if queue_s else 0
-        later_s = prefill_seconds(learnt.speeds, step_tokens, 0) * factors[3] if step_tokens else 0.0
+        later_s = prefill_seconds(learnt.speeds, step_tokens, 0) * factors.later if step_tokens else 0.0
         company = self._decodes.company(facts.host, now) if self._decodes is not None else None
         others, shared = _others(instance, company), None
         if company is not None:
             alone_s = queue_s + later_s + load_s + prefill_s
             whole_s, shared = stretched(alone_s, company, learnt.slowness.of(others))
             by = whole_s / alone_s if alone_s else 1.0
-            queue_s, later_s, load_s, prefill_s = queue_s * by, later_s * by, load_s * by, prefill_s * by
-            factors = factors[0] * by, factors[1] * by, factors[2] * by, factors[3] * by
+            queue_s, later_s, factors = queue_s * by, later_s * by, factors.slowed(by)
+            load_s, prefill_s, fixed_s = load_s * by, prefill_s * by, fixed_s * by
         belief = self.belief(instance)
         if belief < 1.0:
-            load_s, prefill_s, busy_s = load_s * belief, prefill_s * belief, busy_s * belief
-            factors = factors[0], factors[1] * belief, factors[2] * belief, factors[3]
-        predicted = queue_s, load_s, prefill_s, busy_s
-        overhead_s = learnt.overheads.seconds(others)
-        beside = shared, others, read_s, later_s
-        return PrefillChoice(facts.id, blocks, used, *predicted, source, excluded, overhead_s, factors, *beside)
+            load_s, prefill_s, fixed_s, busy_s = [part * belief for part in (load_s, prefill_s, fixed_s, busy_s)]
+            factors = factors.computed(belief)
+        return PrefillChoice(
+            facts.id,
+            blocks,
+            used,
+            queue_s,
+            load_s,
+            prefill_s,
+            busy_s,
+            source,
+            excluded,
+            learnt.overheads.seconds(others),
+            factors,
+            shared,
+            others,
+            read_s,
+            later_s,
+            fixed_s,
+        )
 
     def _excluded(
         self, model: PrefillModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand
@@ -288,6 +329,7 @@ class Prefills(Pool[Prefill]):
         """As of all pools; and what is being computed is what was placed."""
         super().check_invariants()
         self.coming.check_invariants()
+        assert all(self.get(name) is not None for name in self.coming.awaited), "nobody will report it"
 
 
 def _others(instance: Prefill, company: Sequence[Span] | None) -> int:

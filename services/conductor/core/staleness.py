@@ -48,7 +48,7 @@ class Staleness:
         if instance is None or instance.load.drain_s is None or bearable_s is None or answered >= MOST:
             return None
         before_s = max(0.0, instance.free_at - best.busy_s - now)
-        allowed_s = (before_s + max(bearable_s, SLACK * best.ttft_s, LEAST_S)) / instance.learnt.factors[2]
+        allowed_s = (before_s + max(bearable_s, SLACK * best.ttft_s, LEAST_S)) / instance.slowed
         return allowed_s + self._picture.prefills.lagging_s(instance, now)
 
     def answered(self, instance_id: str, stale: Stale, now: float) -> None:

@@ -102,6 +102,17 @@ class Stack:
             while not condition():
                 await self.client.stats()  # each question lets the conductor go on
 
+    async def settled(self, member: FakeMember) -> None:
+        """Wait until a prefill instance has reported after its last token: it tells of no blocks that it computed."""
+        agent, coming = member.agent, self.servicer.core.picture.prefills.coming
+        assert agent is not None
+
+        def told() -> bool:
+            agent.notify()
+            return member.id not in coming.awaited
+
+        await self.until(told)
+
     async def joined(self, member: FakeMember) -> None:
         """Wait until a member has joined."""
         await self.until(lambda: self.cluster.find(member.id) == member.instance)

@@ -64,6 +64,7 @@ async def test_a_copy_is_ordered_when_prompts_go_on_asking() -> None:
             asked += 1
             assert asked <= 50
             await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+            await s.settled(p)
         assert asked > 1
         await s.until(lambda: bool(p.orders))
         assert p.orders[0].keys == b"".join(keys)

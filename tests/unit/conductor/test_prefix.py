@@ -64,6 +64,7 @@ async def test_a_miss_corrects_the_index_until_the_store_reports_the_block_again
         assert result.placement.predicted_cached_blocks == 2
         assert index.lengths(keys) == {"kvstore-0": 1}
         p.misses.clear()
+        await s.settled(p)
         result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
         assert result.placement.predicted_cached_blocks == 1
         assert (p.requests[1].source.blocks, p.requests[1].write_back_held) == (1, 1)

@@ -1,10 +1,11 @@
-"""Prefixes that are being computed: they count where they will be, for as long as their prompts have no token."""
+"""Prefixes that are being computed: they count where they will be, until their blocks are reported."""
 
 import itertools
 
 import pytest
 
 from services.conductor.core.coming import MARKS, Coming, with_coming
+from services.conductor.core.facts import InstanceFacts
 
 from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts
 
@@ -29,8 +30,11 @@ def test_who_computes_the_beginning_of_a_chain_and_how_much_of_it() -> None:
     assert coming.match(KEYS[:9]) == {"prefill-0": 8, "prefill-1": 6}
     assert coming.match(OTHERS) == {"prefill-0": 6, "prefill-1": 19}
     assert coming.match([]) == {}
+    assert coming.computed(1) == "prefill-0"
+    assert coming.computed(1) == ""
     coming.over(1)
-    coming.over(1)
+    assert coming.match(KEYS) == {"prefill-0": 19, "prefill-1": 6}, "until its blocks are reported"
+    coming.told("prefill-0", lambda key: key == KEYS[18])
     assert coming.match(KEYS) == {"prefill-0": 6, "prefill-1": 6}
     for claim in (2, 3, 4, 5):
         coming.over(claim)
@@ -60,7 +64,51 @@ def test_a_prompt_waits_for_its_prefix_where_that_is_sooner(queue_s: float) -> N
     assert sorted((it.id, it.local_blocks, it.queue_s, it.prefill_s) for it in (best, other)) == wanted
     assert (best.id, plan.sources) == ("prefill-0", ())
     world.picture.release(first, 1.0)
-    assert [it.local_blocks for it in world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4], now=1.0).candidates] == [0, 0]
+    assert held(world) == [0, 0]
+
+
+def held(world: World) -> list[int]:
+    return [it.local_blocks for it in world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4]).candidates]
+
+
+def computed(*others: InstanceFacts) -> World:
+    """A prompt of four blocks has its token; they are not reported."""
+    world = World(facts("decode-0"), facts("prefill-0", speeds=SECOND_PER_TOKEN), *others)
+    claim = world.picture.claim_prefill("prefill-0", 64.0, 0.0)
+    world.picture.prefills.coming.placed(claim, "prefill-0", KEYS[:4])
+    world.picture.prefills.computed(claim)
+    world.picture.release(claim, 0.0)
+    assert held(world)[0] == 4
+    return world
+
+
+def test_what_is_computed_counts_until_it_is_reported() -> None:
+    world = computed()
+    world.events("prefill-0", KEYS[:2])
+    assert held(world) == [4]
+    world.events("prefill-0", KEYS[2:4])
+    assert held(world) == [4]
+    world.events("prefill-0", [], KEYS[1:4])
+    assert held(world) == [1], "what was reported is known from reports alone"
+
+
+def test_what_is_not_reported_soon_was_not_kept() -> None:
+    world = computed()
+    world.report("prefill-0")
+    assert held(world) == [4], "this report may have been on its way with the token"
+    world.report("prefill-0")
+    assert held(world) == [0]
+
+
+def test_who_leaves_reports_nothing() -> None:
+    world = computed(facts("prefill-1", speeds=SECOND_PER_TOKEN))
+    late = world.picture.claim_prefill("prefill-0", 64.0, 0.0)
+    world.picture.prefills.coming.placed(late, "prefill-0", KEYS[:4])
+    world.picture.leave("prefill-0")
+    world.picture.prefills.computed(late)
+    world.picture.release(late, 0.0)
+    world.join(facts("prefill-0", speeds=SECOND_PER_TOKEN))
+    assert held(world) == [0, 0]
 
 
 def test_who_has_a_part_of_what_is_coming_is_named_in_case_that_it_does_not_come() -> None:

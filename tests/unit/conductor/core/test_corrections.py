@@ -1,20 +1,22 @@
 """What measured times to first token teach of an instance."""
 
+from dataclasses import replace
+
 import pytest
 
 from moonpool.cost import Speeds
 from services.conductor.core.company import FOREVER, Span, stretched
-from services.conductor.core.corrections import LATER, Corrections, Factors
+from services.conductor.core.corrections import FIRST, LATER, Corrections
 from services.conductor.core.crowds import SLOW, Slowness
 from services.conductor.core.decodes import Answer, Decodes
 from services.conductor.core.facts import LoadFacts
+from services.conductor.core.parts import Parts
 from tests.unit.conductor.core.worlds import World, decode_at, facts
 
 TOLD = Speeds(prefill_per_token_s=1e-3, load_bytes_per_s=1e9)
 TOKENS = 64
 DECODE = facts("decode-0")
-NONE: Factors = (1.0, 1.0, 1.0, 1.0)
-FIRST: Factors = (1.0, 1.0, 1.0, LATER)
+NONE = Parts()
 
 
 def world() -> World:
@@ -39,23 +41,29 @@ def test_overhead_is_learnt_apart() -> None:
 
 
 def test_each_part_has_a_factor_of_its_own() -> None:
-    learnt = Corrections(TOLD)
+    told = replace(TOLD, prefill_base_s=0.01)
+    learnt, real = Corrections(told), Parts(1.3, 1.2, 0.8, 1.9, 0.6)
     for number in range(600):
         waits = number % 4
-        sizes = 0.02 * waits, 0.02 * (number % 3), 0.01 * (1 + number % 7), 0.04 if waits else 0.0
-        there_s = 1.3 * sizes[0] + 1.2 * sizes[1] + 0.9 * sizes[2] + 0.6 * sizes[3]
-        learnt.observe(sizes, NONE, there_s)
-    assert learnt.factors == pytest.approx((1.3, 1.2, 0.9, 0.6), rel=0.05)
-    assert learnt.speeds.prefill_per_token_s == pytest.approx(0.9e-3, rel=0.05)
+        later_s = 0.04 if waits else 0.0
+        sizes = Parts(0.02 * waits, 0.02 * (number % 3), 0.01 * (1 + number % 2), 0.01 * (1 + number % 7), later_s)
+        learnt.observe(sizes, NONE, sum([part * factor for part, factor in zip(sizes, real, strict=True)]))
+    assert list(learnt.factors) == pytest.approx(list(real), rel=0.05)
+    assert learnt.speeds.prefill_base_s == pytest.approx(0.8e-2, rel=0.05)
+    assert learnt.speeds.prefill_per_token_s == pytest.approx(1.9e-3, rel=0.05)
     assert learnt.speeds.load_bytes_per_s == pytest.approx(1e9 / 1.2, rel=0.05)
+    assert learnt.slowed(10) == pytest.approx((0.8e-2 + 1.9e-2) / 2e-2, rel=0.05), "a step of ten tokens"
 
 
-def test_those_that_waited_teach_nothing_of_loading_and_computing() -> None:
+def test_an_idle_instance_s_one_slow_prompt_is_not_believed_against_those_that_wait_then() -> None:
+    """As the first prompt of a burst is, beside which others are computed."""
     learnt = Corrections(TOLD)
-    for _ in range(30):
-        learnt.observe((0.1, 0.0, 0.1, 0.0), NONE, 0.24)
-    assert learnt.factors[0] == pytest.approx(1.4, rel=0.05)
-    assert learnt.factors[1:] == FIRST[1:]
+    learnt.observe(Parts(0.0, 0.0, 0.0, 0.1, 0.0), NONE, 0.3)
+    assert learnt.factors.growing > 1.4
+    for number in range(60):
+        waits_s = 0.1 * (1 + number % 3)
+        learnt.observe(Parts(waits_s, 0.0, 0.0, 0.1, 0.0), NONE, waits_s + 0.1)
+    assert list(learnt.factors) == pytest.approx(list(FIRST), rel=0.05)
 
 
 def test_a_prompt_that_waits_shares_the_step_in_which_it_ends_with_later_ones() -> None:
@@ -66,10 +74,11 @@ def test_a_prompt_that_waits_shares_the_step_in_which_it_ends_with_later_ones() 
     first = it.plan(TOKENS).prefill
     assert first.later_s == pytest.approx(LATER * 0.064)
     assert first.ttft_s == pytest.approx(0.5 + 0.064 + first.later_s)
-    for number in range(60):
-        it.report("prefill-0", now=0.0, drain_s=0.1 * (1 + number % 5))
+    for number in range(120):
+        queue_s = 0.1 * (number % 5)
+        it.report("prefill-0", now=0.0, drain_s=queue_s)
         plan = it.plan(TOKENS)
-        it.picture.first_token(plan, TOKENS, 0.1 * (1 + number % 5) + 0.064 + 0.05, 0.0, 0.0)
+        it.picture.first_token(plan, TOKENS, queue_s + 0.064 + (0.05 if queue_s else 0.0), 0.0, 0.0)
     it.report("prefill-0", now=0.0, drain_s=0.3)
     assert it.plan(TOKENS).prefill.later_s == pytest.approx(0.05, rel=0.2)
     assert it.plan(TOKENS).prefill.queue_s == pytest.approx(0.3, rel=0.05)
@@ -77,10 +86,10 @@ def test_a_prompt_that_waits_shares_the_step_in_which_it_ends_with_later_ones() 
 
 def test_what_was_foreseen_is_compared_without_the_factors_of_then() -> None:
     one, other = Corrections(TOLD), Corrections(TOLD)
-    one.observe((0.0, 0.0, 0.1, 0.0), NONE, 0.15)
-    other.observe((0.0, 0.0, 0.2, 0.0), (3.0, 0.5, 2.0, 0.2), 0.15)
+    one.observe(Parts(0.0, 0.0, 0.0, 0.1, 0.0), NONE, 0.15)
+    other.observe(Parts(0.0, 0.0, 0.0, 0.2, 0.0), Parts(3.0, 0.5, 0.7, 2.0, 0.2), 0.15)
     assert one.factors == pytest.approx(other.factors)
-    assert one.factors[2] > 1.1
+    assert one.factors.growing > 1.1
 
 
 class TestPicture:
@@ -164,10 +173,10 @@ def test_what_company_costs_is_learnt_beside_the_speed() -> None:
     for number in range(400):
         company = [[], [FOREVER], [Span(0.0, 0.03)]][number % 3]
         alone_s = 0.05 + 0.01 * (number % 5)
-        _, shared = stretched(alone_s * learnt.factors[2], company, learnt.slowness.of(1))
+        _, shared = stretched(alone_s * learnt.factors.growing, company, learnt.slowness.of(1))
         there_s, _ = stretched(1.2 * alone_s, company, 2.0)
-        learnt.observe((0.0, 0.0, alone_s, 0.0), NONE, there_s, shared, 1)
-    assert learnt.factors[2] == pytest.approx(1.2, rel=0.1)
+        learnt.observe(Parts(0.0, 0.0, 0.0, alone_s, 0.0), NONE, there_s, shared, 1)
+    assert learnt.factors.growing == pytest.approx(1.2, rel=0.1)
     assert learnt.slowness.of(1) == pytest.approx(2.0, rel=0.1)
 
 
@@ -175,8 +184,8 @@ def test_what_was_placed_before_company_was_known_to_be_slow_does_not_teach_too_
     """Many prompts are under way that were predicted by the first belief; work takes four times as long."""
     learnt = Corrections(TOLD)
     for _ in range(40):
-        learnt.observe((0.0, 0.0, 0.1, 0.0), NONE, 0.4, 1.0, 8)
-    assert learnt.slowness.of(8) * learnt.factors[2] == pytest.approx(4.0, rel=0.1)
+        learnt.observe(Parts(0.0, 0.0, 0.0, 0.1, 0.0), NONE, 0.4, 1.0, 8)
+    assert learnt.slowness.of(8) * learnt.factors.growing == pytest.approx(4.0, rel=0.1)
 
 
 def test_company_of_more_requests_is_learnt_apart() -> None:
@@ -194,11 +203,11 @@ def test_company_of_more_requests_is_learnt_apart() -> None:
 
 
 def test_company_costs_an_emulated_engine_nothing() -> None:
-    learnt = Corrections(TOLD, slow=1.0)
+    learnt = Corrections(TOLD, alone=True)
     for _ in range(20):
-        learnt.observe((0.0, 0.0, 0.05, 0.0), NONE, 0.06, shared=1.0, others=1)
+        learnt.observe(Parts(0.0, 0.0, 0.0, 0.05, 0.0), NONE, 0.06, shared=1.0, others=1)
     assert learnt.slowness.of(1) == 1.0
-    assert learnt.factors[2] == pytest.approx(1.2, rel=0.05)
+    assert learnt.factors.growing == pytest.approx(1.2, rel=0.05)
 
 
 def test_an_engine_alone_on_its_host_has_no_company() -> None:

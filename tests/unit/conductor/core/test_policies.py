@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.conductor.core.candidates import Candidates
+from moonpool.core.fair import Place
+from services.conductor.core.candidates import Candidates, Limit
 from services.conductor.core.cost import PrefillChoice
 from services.conductor.core.policies import POLICIES
 
@@ -88,6 +89,40 @@ def test_no_policy_is_offered_who_cannot_and_suspects_come_last(policy: str) -> 
     ids = [it.id for it in found.plan(64, suspects={"prefill-1"}).candidates]
     assert set(ids[:2]) == {"prefill-2", "prefill-3"}
     assert ids[2:] == ["prefill-1", "prefill-0", "prefill-4"]
+
+
+class TestLimits:
+    """The first instance holds most and is busy until 20.0; later prompts may take 16 s more of its next step."""
+
+    behind, before = Place("they", 2.0, 9), Place("they", 0.0, 9)
+
+    def world(self, policy: str = "kvcache_centric") -> World:
+        engines = [facts(name, speeds=SECOND_PER_TOKEN, step_tokens=64) for name in NAMES[:2]]
+        found = World(facts("decode-0"), *engines, policy=POLICIES[policy])
+        found.events("prefill-0", KEYS[:3])
+        found.events("prefill-1", KEYS[:1])
+        for number in range(2):
+            found.picture.claim_prefill("prefill-0", 10.0, 0.0, place=Place("they", 1.0, number))
+        return found
+
+    def order(self, found: World, within_s: float) -> list[tuple[str, float]]:
+        plan = found.plan(64, keys=KEYS, limit=Limit(within_s, self.behind))
+        assert plan.prefill == plan.candidates[0]
+        return [(it.id, it.ttft_s) for it in plan.candidates]
+
+    @pytest.mark.parametrize(("within_s", "first"), [(52.0, 0), (51.9, 1), (48.0, 1), (47.9, 0)])
+    def test_the_next_best_is_taken_where_it_alone_keeps_a_limit(self, within_s: float, first: int) -> None:
+        found = [("prefill-0", 52.0), ("prefill-1", 48.0)]
+        assert self.order(self.world(), within_s) == [found[first], found[1 - first]]
+
+    def test_the_queue_is_that_of_the_request_s_own_place(self) -> None:
+        plan = self.world().plan(64, keys=KEYS, limit=Limit(51.9, self.before))
+        assert plan.prefill.id == "prefill-0"
+
+    def test_a_policy_that_looks_at_no_time_looks_at_no_limit(self) -> None:
+        found = self.world("round_robin")
+        found.picture.claim_prefill("prefill-1", 0.0, 0.0)
+        assert self.order(found, 50.0) == [("prefill-0", 52.0), ("prefill-1", 48.0)]
 
 
 class TestRoundRobin:

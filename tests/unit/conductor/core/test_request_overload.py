@@ -6,7 +6,7 @@ import pytest
 
 from services.conductor.core.admission import Admission, Slo
 from services.conductor.core.lengths import Lengths, stratum_of
-from services.conductor.core.messages import ClientGone, Fail, Finish, Reserve
+from services.conductor.core.messages import ClientGone, Fail, Finish, Prefill, Reserve
 
 from .world import GONE, LIMITS, World
 
@@ -75,3 +75,19 @@ def test_without_admission_nobody_is_refused_before_decode_was_asked(admission: 
     world.arrive(prompt=40, slo=Slo(ttft_s=0.01))
     assert bool(world.ends) == (admission is not Admission.NONE)
     world.finish_all()
+
+
+@pytest.mark.parametrize(("limit_s", "where"), [(None, "prefill-0"), (0.0281, "prefill-0"), (0.0279, "prefill-1")])
+def test_a_limit_that_the_best_place_would_miss_is_kept_at_the_next(limit_s: float | None, where: str) -> None:
+    """The one that holds most is busy, the other one idle."""
+    world, keys = World(prefills=0, decodes=1), (b"1" * 32, b"2" * 32)
+    for number, blocks in enumerate((2, 1)):
+        world.join_prefill(f"prefill-{number}", step_tokens=40)
+        world.holds(f"prefill-{number}", keys[:blocks])
+    world.arrive(prompt=10)
+    world.arrive(prompt=40, keys=keys, slo=Slo(ttft_s=limit_s))
+    first, second = world.open(Reserve)
+    for call in (first, second):
+        world.promise(call)
+    assert [call.plan.prefill.id for call in world.open(Prefill)] == ["prefill-0", where]
+    assert world.ends == {}
