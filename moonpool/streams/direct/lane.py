@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from moonpool.errors import FrameError, StreamBroken, TransferFailed
@@ -112,16 +112,23 @@ class DirectLane:
         numbers: Sequence[int] = (),
         extents: Sequence[Place] = (),
         rest: bytes = b"",
-        payload: Sequence[memoryview] = (),
+        payload: Iterable[Sequence[memoryview]] = (),
+        follow: int = 0,
     ) -> int:
-        """Sends a message, with a number of its own, which is returned; the payload follows it."""
+        """Sends a message, with a number of its own, which is returned; `follow` bytes of payload follow it.
+
+        They are sent piece by piece, each as soon as it is given.
+        """
         self._numbers = number = self._numbers + 1
         message = Brief(kind, number, blocks, keys, numbers, extents, 0, self._pulled, rest)
         self._pulled = 0
-        if payload:
-            self._send([memoryview(message.encoded(sum([part.nbytes for part in payload]))), *payload])
-        else:
+        if not follow:
             self._send_short(message.encoded())
+            return number
+        left = [memoryview(message.encoded(follow))]
+        for parts in payload:
+            self._send([*left, *parts])
+            left = []
         return number
 
     def _send_short(self, data: bytes) -> None:

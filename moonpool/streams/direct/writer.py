@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from moonpool.errors import FrameError, StreamBroken
 from moonpool.kv.frames import MAX_FRAME_SLICES
@@ -11,13 +12,24 @@ from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.shapes import bound, frame_shape
 from moonpool.streams.direct.lane import DirectLane
-from moonpool.streams.lanes.brief import ABOUT_BYTES, BRIEF_BYTES, OTHERWISE, PUT, STORED, Place
+from moonpool.streams.lanes.brief import (
+    ABOUT_BYTES,
+    BRIEF_BYTES,
+    HASH_BYTES,
+    OTHERWISE,
+    PUT,
+    STORED,
+    Place,
+    hashes_behind,
+)
 from moonpool.streams.lanes.regions import SharedMemory
 from moonpool.streams.store_writer import PutBlocks, PutOutcome
 from moonpool.v1 import kvstore_pb2
 
 MAX_BLOCKS = 128
 """In one exchange; a store takes more in a session only."""
+SEND_BYTES = 512 << 10
+"""Of slices that follow a message so many are sent at once, about; then the next are hashed."""
 
 
 @functools.lru_cache(16)
@@ -51,24 +63,33 @@ class DirectWriter:
             TransferFailed: It took longer than `timeout_s`; blocks may be stored all the same.
             StreamBroken: The lane has ended meanwhile; the same.
         """
-        keys, parents, tenant, read, forgotten = blocks
-        about = _about(tenant, tuple(forgotten))
+        about = _about(blocks.tenant, tuple(blocks.forgotten))
         if len(about) > ABOUT_BYTES:
             return None
-        layout = self._layout
-        shape = frame_shape(range(layout.layers), len(keys), range(layout.kv_heads), layout.block_tokens)
-        slices = [read(layer, index) for layer, index in shape.cells]
-        hashes = bound([value for _, value in slices], shape.bindings(keys))
         if not self.lane.begin(timeout_s):
             return None
         try:
             with self.lane:
-                places, follow = self._placed([data for data, _ in slices])
-                packed = pack_keys((*keys, *parents))
-                number = self.lane.ask(PUT, len(keys), packed, hashes, places, about, follow)
-                return self._answer(number, len(keys))
+                return self._answer(self._ask(blocks, about), len(blocks.keys))
         except FrameError as error:
             raise StreamBroken(f"the store's answer is not proper: {error}") from error
+
+    def _ask(self, blocks: PutBlocks, about: bytes) -> int:
+        """Sends blocks; returns the number of the answer."""
+        layout, keys, count = self._layout, blocks.keys, len(blocks.keys)
+        shape = frame_shape(range(layout.layers), count, range(layout.kv_heads), layout.block_tokens)
+        bindings, packed = shape.bindings(keys), pack_keys((*keys, *blocks.parents))
+        if self._staging is None:
+            slices = itertools.starmap(blocks.read, shape.cells)
+            follow = len(bindings) * (layout.slice_bytes + HASH_BYTES)
+            return self.lane.ask(
+                PUT, count, packed, rest=about, payload=_hashed_meanwhile(slices, bindings), follow=follow
+            )
+        found = list(itertools.starmap(blocks.read, shape.cells))
+        hashes = bound([value for _, value in found], bindings)
+        return self.lane.ask(
+            PUT, count, packed, hashes, self._placed(self._staging, [data for data, _ in found]), about
+        )
 
     def _answer(self, number: int, blocks: int) -> PutOutcome | None:
         message, follow = self.lane.answer(number)
@@ -79,11 +100,9 @@ class DirectWriter:
             raise FrameError(f"a put is answered by a message of kind {message.kind}")
         return PutOutcome(present, blocks - present)
 
-    def _placed(self, pieces: Sequence[memoryview]) -> tuple[list[Place], Sequence[memoryview]]:
-        """Where the store finds the pieces, and what follows the message: all of it where it shares no memory."""
-        staging, at = self._staging, 0
-        if staging is None:
-            return [], pieces
+    def _placed(self, staging: memoryview, pieces: Sequence[memoryview]) -> list[Place]:
+        """Where the store finds the pieces; those that lie in no region are copied to one."""
+        at = 0
         places: list[Place] = []
         for piece in pieces:
             nbytes = piece.nbytes
@@ -98,4 +117,21 @@ class DirectWriter:
                 places[-1] = Place(region, last.length + nbytes, last.offset)
             else:
                 places.append(Place(region, nbytes, offset))
-        return places, ()
+        return places
+
+
+def _hashed_meanwhile(
+    slices: Iterable[tuple[memoryview, int]], bindings: Sequence[int]
+) -> Iterator[Sequence[memoryview]]:
+    """Slices, some at a time, each hashed when those before are on their way; their bound hashes come last."""
+    hashes: list[int] = []
+    some: list[memoryview] = []
+    nbytes = 0
+    for data, value in slices:
+        hashes.append(value)
+        some.append(data)
+        nbytes += data.nbytes
+        if nbytes >= SEND_BYTES:
+            yield some
+            some, nbytes = [], 0
+    yield [*some, hashes_behind(bound(hashes, bindings))]

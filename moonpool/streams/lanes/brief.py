@@ -11,7 +11,7 @@ block; their hashes are bound to blocks and layers as everywhere on the way to a
 | kind | keys | numbers | rest |
 |---|---|---|---|
 | GET | blocks wanted | | |
-| PUT | blocks, then their parents | hash of each slice | PutOpen with `tenant` and `forgotten` |
+| PUT | blocks, then their parents | hash of each slice; none: they end the payload | PutOpen: `tenant`, `forgotten` |
 | FOUND | | hash of each slice of this part, from slice `first` on | |
 | STORED | | indices of blocks that were there before | |
 | OTHERWISE | | | |
@@ -29,6 +29,7 @@ from xxhash import xxh3_64_intdigest
 
 from moonpool.errors import FrameError
 from moonpool.kv.keys import KEY_BYTES
+from moonpool.kv.scattered import Bytes
 from moonpool.streams.lanes.sockets import LENGTHS
 from moonpool.v1 import kvstore_pb2
 
@@ -47,6 +48,7 @@ GET, PUT, FOUND, STORED, OTHERWISE = range(1, 6)
 _HEAD = struct.Struct("<BxHHHHHIQ")
 _EXTENT = struct.Struct("<IIQ")
 _SUM = struct.Struct("<Q")
+HASH_BYTES = _SUM.size
 
 
 class Place(NamedTuple):
@@ -113,6 +115,19 @@ def decoded(data: bytes) -> Brief:
     numbers = _numbers(count).unpack_from(data, keys_end)
     found = tuple(Place(*one) for one in _EXTENT.iter_unpack(data[numbers_end:rest])) if extents else ()
     return Brief(kind, number, blocks, data[_HEAD.size : keys_end], numbers, found, first, pulled, data[rest:end])
+
+
+def hashes_behind(hashes: Sequence[int]) -> memoryview:
+    """Hashes of a put as they follow its payload, so that who sends it hashes while the other side receives."""
+    return memoryview(_numbers(len(hashes)).pack(*hashes))
+
+
+def hashes_of(message: Brief, payload: Bytes, slices: int) -> tuple[Bytes, Sequence[int]]:
+    """A put's payload and the hashes of its slices, wherever they came; nothing is known of either yet."""
+    end = payload.nbytes - slices * _SUM.size
+    if message.numbers or end <= 0 or not isinstance(payload, memoryview):
+        return payload, message.numbers
+    return payload[:end], _numbers(slices).unpack(payload[end:])
 
 
 @functools.lru_cache

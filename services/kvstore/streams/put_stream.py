@@ -21,7 +21,7 @@ from moonpool.kv.shapes import shape_of
 from moonpool.kv.values import check_owned
 from moonpool.rpc.roles import permitted
 from moonpool.streams.credits import CreditReturn, Traffic
-from moonpool.streams.lanes.brief import PUT, STORED, Answer, Brief, about
+from moonpool.streams.lanes.brief import PUT, STORED, Answer, Brief, about, hashes_of
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSession, PutSpec, portions
@@ -141,7 +141,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         layout, end = self.format.layout, message.blocks * KEY_BYTES
         whole = range(layout.layers), range(layout.kv_heads)
         spec = self._spec(about(message.rest), message.keys[:end], message.keys[end:], *whole)
-        hashes, slices = message.numbers, len(spec.keys) * layout.layers
+        slices = len(spec.keys) * layout.layers
+        payload, hashes = hashes_of(message, payload, slices)
         if len(hashes) != slices or payload.nbytes != slices * layout.slice_bytes or self._waits(spec):
             return
         present = self._writes.put_whole(spec, payload, hashes, self._loop.time())

@@ -20,7 +20,7 @@ from moonpool.streams.direct.lane import DirectLane
 from moonpool.streams.direct.opening import DirectStream
 from moonpool.streams.direct.reader import DirectReader
 from moonpool.streams.direct.writer import DirectWriter
-from moonpool.streams.lanes.brief import BRIEF_BYTES, GET, OTHERWISE, PUT, STORED, Brief, Place
+from moonpool.streams.lanes.brief import BRIEF_BYTES, GET, OTHERWISE, PUT, STORED, Brief, Place, hashes_behind
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.regions import SharedMemory
 from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
@@ -94,13 +94,19 @@ async def write(lane: DirectLane, keys: Sequence[BlockKey], staging: SharedMemor
     return None if outcome is None else outcome.present
 
 
+def following(fields: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `DirectLane.ask` for a message whose payload follows in one go."""
+    parts = fields.get("payload", [])
+    return fields | {"payload": [parts], "follow": sum(part.nbytes for part in parts)}
+
+
 async def ask(lane: DirectLane, *message: Any, **fields: Any) -> Brief:
     """One exchange with what may not be proper; its payload is left."""
 
     def exchange() -> Brief:
         assert lane.begin(TIMEOUT_S)
         with lane:
-            return lane.answer(lane.ask(*message, **fields))[0]
+            return lane.answer(lane.ask(*message, **following(fields)))[0]
 
     return await asyncio.to_thread(exchange)
 
@@ -112,6 +118,19 @@ def put_of(blocks: Sequence[BlockKey], **changes: Any) -> tuple[tuple[Any, ...],
     hashes = [bind(slice_hash(data), key, layer) for data, (layer, key) in zip(payload, cells, strict=True)]
     fields: dict[str, Any] = {"keys": pack_keys([*blocks, *blocks]), "numbers": hashes, "payload": payload}
     return (PUT, len(blocks)), fields | changes
+
+
+async def test_hashes_may_come_with_the_message_or_behind_the_payload(sockets: Path) -> None:
+    async with storing(sockets, "tcp") as store, opened(store, "Put") as (_, lane):
+        for at, behind in enumerate((False, True)):
+            message, fields = put_of(KEYS[2 * at : 2 * at + 2])
+            hashes = fields["numbers"]
+            if behind:
+                wrong = fields | {"payload": [*fields["payload"], hashes_behind([hashes[0] ^ 1, *hashes[1:]])]}
+                assert (await ask(lane, *message, **wrong | {"numbers": []})).kind == OTHERWISE
+                fields |= {"numbers": [], "payload": [*fields["payload"], hashes_behind(hashes)]}
+            assert (await ask(lane, *message, **fields)).kind == STORED
+        assert await store.read(KEYS[:4]) == [data_of(key) for key in KEYS[:4]]
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -325,7 +344,7 @@ async def test_who_leaves_in_the_middle_leaves_nothing(sockets: Path) -> None:
             assert lane.begin(TIMEOUT_S)
             with lane:
                 message, fields = put_of(KEYS[:2])
-                lane.ask(*message, **fields | {"payload": [memoryview(bytes(BLOCK))]})
+                lane.ask(*message, **following(fields | {"payload": [memoryview(bytes(BLOCK))]}))
                 lane.ask(GET, 0, b"")
                 raise FrameError("enough")
 

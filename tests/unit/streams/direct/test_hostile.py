@@ -248,7 +248,7 @@ async def test_a_store_that_reads_nothing_is_given_up() -> None:
             assert lane.begin(0.0)
             with lane:
                 while True:
-                    lane.ask(GET, 0, b"", payload=[memoryview(bytes(1 << 20))])
+                    lane.ask(GET, 0, b"", payload=[[memoryview(bytes(1 << 20))]], follow=1 << 20)
 
         with pytest.raises(TransferFailed, match="in time"):
             await asyncio.to_thread(flood)
