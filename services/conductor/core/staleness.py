@@ -52,12 +52,14 @@ class Staleness:
         return allowed_s + self._picture.prefills.lagging_s(instance, now)
 
     def answered(self, instance_id: str, stale: Stale, now: float) -> None:
-        """An instance has told what it has, which corrects the picture."""
+        """An instance has told what it has, which corrects the picture. It is no report: it says nothing of blocks."""
         self.answers += 1
-        instance = self._picture.prefills.get(instance_id)
+        prefills = self._picture.prefills
+        instance = prefills.get(instance_id)
         if instance is not None:
             load = replace(instance.load, drain_s=stale.drain_s, taken=stale.taken, speeds=None)
-            self._picture.report(instance_id, load, now)
+            instance.report(load, now, slow_factor=0.0)  # of speeds, which it does not tell
+            prefills.changed(instance)
 
     def digest(self) -> bytes:
         """Hash of the state."""

@@ -1,4 +1,4 @@
-"""What a job does not compute as it comes for another one: a prefix that is being loaded is loaded once. Pure."""
+"""What a job does not compute, or load, as it comes for another one: each prefix is computed or loaded once. Pure."""
 
 from moonpool.cost import prefill_seconds
 from services.prefill.core.gates import layer_seconds, stall_grace
@@ -26,6 +26,18 @@ def awaited_until(state: State, job: Job) -> float | None:
             if late_at is not None:
                 return late_at
     return None
+
+
+def is_brought(state: State, job: Job) -> bool:
+    """Whether jobs that were started before it are to compute all that its sources have, and have not yet."""
+    most = min(max(source.blocks for source in job.sources), state.reusable_blocks(job))
+    for other in state.started.values():
+        if other is job:
+            break
+        computes = other.load is None and other.computed < most * state.settings.block_tokens
+        if computes and other.reuse and not other.owner.transient and common(job.keys, other.keys) >= most:
+            return True
+    return False
 
 
 def _worth_waiting(state: State, job: Job, at: int, other: Job, load: Load) -> float | None:

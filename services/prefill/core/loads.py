@@ -6,7 +6,7 @@ A source that fails is not asked for a while: its failure delays one request by 
 from moonpool.core.digest import digest_of
 from moonpool.cost import Speeds, load_is_cheaper, load_seconds
 from services.prefill.core.actions import LoadBlocks, Loaded, Miss
-from services.prefill.core.awaited import awaited_until
+from services.prefill.core.awaited import awaited_until, is_brought
 from services.prefill.core.events import LoadEnded, Source
 from services.prefill.core.sends import Sends
 from services.prefill.core.state import Job, Load, LoadFlight, State
@@ -39,7 +39,7 @@ class Loads:
 
         Not what comes for another job: then it is decided again when that is over (`decide_again`).
         """
-        if job.sources and awaited_until(self._state, job) is not None:
+        if self._comes(job):
             self._undecided[job.number] = None
             return
         while job.next_source < len(job.sources):
@@ -50,14 +50,19 @@ class Loads:
             job.next_source += 1
 
     def decide_again(self) -> None:
-        """Decides for those that waited for what another job loads, and need not any more."""
+        """Decides for those that waited for what another job loads or computes, and need not any more."""
         for number in list(self._undecided):
             job = self._state.jobs.get(number)
-            if job is None or awaited_until(self._state, job) is None:
+            if job is None or job.first_step_at is not None:
                 del self._undecided[number]
-                if job is not None and job.first_step_at is None:
-                    self._steps.match_again(job)
-                    self.decide(job)
+            elif not self._comes(job):
+                del self._undecided[number]
+                self._steps.match_again(job)
+                self.decide(job)
+
+    def _comes(self, job: Job) -> bool:
+        """Whether what a job could load comes for another one."""
+        return bool(job.sources) and (awaited_until(self._state, job) is not None or is_brought(self._state, job))
 
     def layer_loaded(self, io: int, layer: int) -> None:
         """All slices of a layer are in the pool."""

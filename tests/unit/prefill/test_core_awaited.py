@@ -65,3 +65,26 @@ def test_when_the_one_that_loads_leaves_the_next_one_goes_on() -> None:
     it.settle()
     assert counted(second) == BT
     it.check_rest()
+
+
+def test_what_is_being_computed_for_a_prompt_is_not_loaded_for_the_next_one() -> None:
+    """A store has a part of it only: who loads that computes the rest once more."""
+    it = World(replace(SETTINGS, blocks=100, step_tokens=4 * BT))
+    first = it.arrive(8 * BT + 8)
+    second = it.arrive(8 * BT + 9, sources=(events.Source("store", 2),))
+    it.settle()
+    assert (counted(first), counted(second)) == (8 * BT + 8, 9)
+    assert not [action for action in it.done if isinstance(action, actions.LoadBlocks)]
+    it.check_rest()
+
+
+def test_when_the_one_that_computes_leaves_the_next_one_loads_what_is_stored() -> None:
+    it = World(replace(SETTINGS, blocks=100, step_tokens=4 * BT))
+    it.arrive(8 * BT + 8)
+    second = it.arrive(8 * BT + 9, sources=(events.Source("store", 2),))
+    it.post(events.Leave(1))
+    it.settle()
+    loads = [action for action in it.done if isinstance(action, actions.LoadBlocks)]
+    assert [(action.job, len(action.blocks)) for action in loads] == [(2, 2)]
+    assert counted(second) == 6 * BT + 9
+    it.check_rest()

@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 
-from services.conductor.core.coming import MARKS, Coming, with_coming
+from services.conductor.core.coming import MARKS, REPORTS, Coming, with_coming
 from services.conductor.core.facts import InstanceFacts
+from services.conductor.core.failures import Stale
+from services.conductor.core.staleness import Staleness
 
 from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts
 
@@ -98,6 +100,13 @@ def test_what_is_not_reported_soon_was_not_kept() -> None:
     assert held(world) == [4], "this report may have been on its way with the token"
     world.report("prefill-0")
     assert held(world) == [0]
+
+
+def test_who_says_that_it_is_busy_reports_nothing() -> None:
+    world = computed()
+    for number in range(REPORTS):
+        Staleness(world.picture).answered("prefill-0", Stale(1.0 + number, taken=7), 0.0)
+    assert held(world) == [4]
 
 
 def test_who_leaves_reports_nothing() -> None:
