@@ -16,6 +16,7 @@ from services.conductor.text import AnswerText
 
 STOP = kv_pb2.FINISH_REASON_STOP
 LENGTH = kv_pb2.FINISH_REASON_LENGTH
+CANCELLED = kv_pb2.FINISH_REASON_CANCELLED
 
 
 @dataclass(slots=True)
@@ -126,11 +127,14 @@ class Choice:
         return delta
 
     def end(self, reason: kv_pb2.FinishReason.ValueType) -> conductor_pb2.TokenDelta | None:
-        """End the answer for a reason from outside; returns held-back text, None for none."""
+        """End the answer for a reason from outside; returns held-back text, None for none.
+
+        One that is cut short may go on at another conductor: what is not certain yet is not told.
+        """
         if self.finish:
             return None
         self.finish = reason
-        return self.rest(self.text.end())
+        return self.rest("" if reason == CANCELLED else self.text.end())
 
     def rest(self, text: str = "") -> conductor_pb2.TokenDelta | None:
         """Text that comes without tokens: this one, and what a client that resumed still lacks; None for none."""

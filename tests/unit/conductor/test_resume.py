@@ -1,6 +1,7 @@
 """Requests that are resumed at another conductor: adopted, placed anew, or only ended."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,6 +137,28 @@ async def test_no_text_is_lost_or_doubled_wherever_it_is_taken_up() -> None:
         await again.read()
         assert again.text == whole.text[len(ahead.text) + 2 :]
         await s.rest()
+
+
+async def test_text_that_a_drain_cuts_off_goes_on_as_if_nothing_had_happened() -> None:
+    """The answer is cut in the middle of what becomes a stop text; that half of it is not told."""
+    p, d = prefill(), decode()
+    async with two(p, d) as (first, second), asyncio.timeout(WAIT_S):
+        tokens, text = await undisturbed(first)
+        begins = len((await first.client.generate(token_ids=PROMPT, sampling=replace(GREEDY, max_tokens=3))).text)
+        sampling = replace(GREEDY, stop=text[begins - 1 : begins + 1])
+        d.hold_at = 3
+        left = Call(first, request(sampling))
+        await left.read(3)
+        draining = asyncio.create_task(first.servicer.drain(0.0))
+        await left.read()
+        assert left.finished is not None
+        assert left.finished.reason == kv_pb2.FINISH_REASON_CANCELLED
+        d.hold_at = -1
+        again = Call(second, left.resume(request(sampling)))
+        await again.read()
+        assert left.tokens == tokens[:3]
+        assert left.text + again.text == text[: begins - 1]
+        await draining
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
