@@ -114,6 +114,7 @@ class AsyncTokenStream:
 
     async def _events(self) -> AsyncIterator[TokenEvent]:
         deadline = _now() + self._timeout_s
+        left: conductor_pb2.GenerateResponse | None = None
         try:
             while not self._closed:
                 heard = False
@@ -123,7 +124,9 @@ class AsyncTokenStream:
                         if not heard:
                             heard = True
                             self._search.found()
+                            left = None
                         if self._is_left(message):
+                            left = message
                             self._call.cancel()
                             raise NotConnected("the conductor drains, and the answer goes on at another one")
                         event = self._collector.take(message)
@@ -134,7 +137,11 @@ class AsyncTokenStream:
                     self._collector.ended()
                     return
                 except (Unavailable, Overloaded) as error:
-                    await _pause(self._pause_after(error, heard=heard), deadline)
+                    pause_s = self._pause_after(error, heard=heard)
+                    if left is not None and pause_s is None:  # nobody goes on with it
+                        self._collector.take(left)
+                        return
+                    await _pause(pause_s, deadline)
         except (Exception, asyncio.CancelledError):
             task = asyncio.current_task()
             if not self._closed or (task is not None and task.cancelling()):

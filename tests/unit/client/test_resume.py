@@ -43,9 +43,10 @@ def test_a_stream_goes_on_where_it_was_lost(dial: Dial) -> None:
 
 
 def draining(told: int) -> FakeConductor:
-    """A conductor that drains: it ends its answers after so many tokens."""
+    """A conductor that drains: it ends its answers after so many tokens, and takes none up again."""
     whole = answer(TOKENS, request_id="drawn", reason=kv_pb2.FINISH_REASON_CANCELLED)
-    return FakeConductor(lambda request: [*whole[: 1 + told], whole[-1]])
+    refused = [Unavailable("draining")]
+    return FakeConductor(lambda request: refused if request.HasField("resume") else [*whole[: 1 + told], whole[-1]])
 
 
 @pytest.mark.parametrize("told", [0, 3])
@@ -57,8 +58,11 @@ def test_an_answer_that_a_draining_conductor_ends_goes_on_at_another_one(dial: D
     assert [len(it.resume.token_ids) for it in other.requests] == [told]
 
 
-def test_without_another_conductor_it_ends_with_what_there_is(dial: Dial) -> None:
-    with dial(draining(3), resume_timeout_s=1.0) as client:
+@pytest.mark.parametrize("others", [[], [Unavailable("draining"), LOST]])
+def test_without_another_conductor_it_ends_with_what_there_is(dial: Dial, others: list[Exception]) -> None:
+    left = draining(3)
+    ends = [FakeConductor(lambda _, error=error: [error]) for error in others]  # type: ignore[misc]
+    with dial(left, *ends, resume_timeout_s=0.2) as client:
         result = client.generate(prompt="hi")
     assert (result.token_ids, result.finish_reason) == (list(TOKENS[:3]), "cancelled")
 
