@@ -160,6 +160,7 @@ class Running:
         """A request cannot take its tokens, for a defect of ours: it ends, and no other one."""
         log.exception("tokens cannot be taken: the request ends", request=request.request_id)
         self._end(request, "a defect: its tokens cannot be taken")
+        request.ending = True  # now, also where the core hears of it later: what follows would have a gap before it
 
     def _seconds(self, run: Run, sequences: list[LiveSequence], result: StepResult) -> tuple[float, float]:
         """Counts a step; returns what it took, with the time since the one before it in its run, and what it waited."""

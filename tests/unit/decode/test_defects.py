@@ -1,6 +1,17 @@
 """A defect that one request meets ends that request, with the reason, and no other one; and what no request may say."""
 
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moonpool.sched.steps import Step, StepResult
+from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import decode_pb2
+from services.decode.core.actions import Run
+from services.decode.running import Running
 from services.decode.subscriber import Subscriber
 from tests.unit.decode.calls import conducting, reserve, transfer
 from tests.unit.fakes.engine import GARBLED, continuation
@@ -21,6 +32,39 @@ async def test_tokens_that_cannot_be_taken_end_their_request_alone() -> None:
         assert conductor.failed == {"a": "a defect: its tokens cannot be taken"}
         assert conductor.tokens == {"b": answers["b"][1:]}
         await it.rest()
+
+
+async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_later() -> None:
+    """As where many events wait for the core: no later token is told as if none was missing before it."""
+    taken: list[int] = []
+    ends: list[str] = []
+    posted: list[Any] = []
+
+    def append(token: int, _: object) -> None:
+        if token == 1:
+            raise KeyError("a defect")
+        taken.append(token)
+
+    request: Any = SimpleNamespace(request_id="a", ending=False, beams=None)
+    sequence: Any = SimpleNamespace(
+        id=7, request=request, tokens=[0], steady=lambda _: 9, step=lambda *_, **__: None, filled=lambda _: [],
+        append=append, judge=lambda _: 0, tell=lambda: taken.append(-1),
+    )  # fmt: skip
+
+    async def run(_: Step, on_step: Any) -> StepResult:
+        first, second, third = (StepResult((token,), False, 0, 1) for token in (1, 2, 3))
+        on_step(first)
+        return replace(third, earlier=(second,))
+
+    engine: Any = SimpleNamespace(run=run, layout=SimpleNamespace(block_tokens=16))
+    live: Any = SimpleNamespace(sequences={7: sequence})
+    running = Running(engine, live, 99, Recorder("d", None), posted.append, lambda _, why: ends.append(why), print)
+    running.order(Run(1, (7,), steps=3))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.0):
+            await running.run()
+    assert (taken, ends) == ([], ["a defect: its tokens cannot be taken"])
+    assert [type(event).__name__ for event in posted] == ["Stepped", "Stepped", "StepDone"]
 
 
 async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone() -> None:
