@@ -9,6 +9,7 @@ from moonpool.telemetry.logs import get_logger
 from services.conductor.answer import Answer
 from services.conductor.calls import Calls
 from services.conductor.core.changes import ChangeRole
+from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.hot import Replicate
 from services.conductor.core.messages import (
     Action,
@@ -153,7 +154,28 @@ class Desk:
             self._post(Stopped(number))
 
     def perform(self, action: Action) -> None:
-        """Does what the core orders; waits for nothing."""
+        """Does what the core orders; waits for nothing. A defect that this meets ends the request that it is for."""
+        serving = self._serving.get(getattr(action, "request", 0))
+        try:
+            self._do(action)
+        except Exception:
+            if serving is None:
+                raise
+            order = type(action).__name__
+            log.exception("an order cannot be carried out: its request ends", order=order, request=serving.ask.id)
+            self._give_up(action, serving)
+
+    def _give_up(self, action: Action, serving: Serving) -> None:
+        """An order for a request could not be carried out."""
+        failure = Failure(Kind.INTERNAL, "a defect: the conductor cannot serve this request")
+        if isinstance(action, Complete | Fail | Drop):  # the core has ended it
+            self._serving.pop(action.request, None)
+            if not serving.outgoing.ended:
+                serving.outgoing.end(error_of(failure))
+        else:
+            self._post(Stopped(serving.ask.number, failure))
+
+    def _do(self, action: Action) -> None:
         match action:
             case Announce() | Rehash() | Complete() | Fail() | Drop():
                 self._tell(action, self._serving[action.request])

@@ -27,6 +27,11 @@ class Outgoing:
         self._ended = False
         self._failure: MoonpoolError | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will be told."""
+        return self._ended
+
     def placed(self, placed: conductor_pb2.Placed) -> None:
         """The request is placed."""
         self._waiting.clear()

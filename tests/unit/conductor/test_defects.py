@@ -1,6 +1,7 @@
 """A defect that tokens of one request meet ends that request, with an error and without another try, and no other."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from moonpool.client import AsyncClient, SamplingParams
 from moonpool.errors import Internal
 from moonpool.v1 import kv_pb2
-from services.conductor.core.messages import Event, Stopped
+from services.conductor.core.messages import Announce, Complete, Event, Stopped
 from services.conductor.following import Following
 from services.conductor.outgoing import Outgoing
 
@@ -57,6 +58,25 @@ async def test_a_first_token_that_cannot_be_told_ends_its_request() -> None:
             await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
         assert len(p.requests) == 1
         await d.until(lambda: len(d.cancelled) == 1)
+        await s.rest()
+
+
+@pytest.mark.parametrize(("order", "broken"), [(Announce, {"plan": None}), (Complete, {"finish": None})])
+async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone(order: type, broken: dict[str, None]) -> None:
+    p, d = prefill(), decode()
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+        handle = s.servicer.core.handle
+
+        def orders(now: float, event: Any, out: list[Any]) -> None:
+            handle(now, event, out)
+            out[:] = [replace(it, **broken) if isinstance(it, order) and it.request == 1 else it for it in out]
+
+        s.servicer.core.handle = orders  # type: ignore[method-assign]
+        with pytest.raises(Internal, match="cannot serve this request"):
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert result.token_ids == expected(len(PROMPT), 8)
+        assert d.streams == 1
         await s.rest()
 
 
