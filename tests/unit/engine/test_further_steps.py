@@ -100,9 +100,9 @@ def test_a_run_chooses_as_its_steps_do_one_by_one(way: dict[str, Any], checkpoin
         several.run(whole())
         token, spec, expected = 7, first, []
         for number in range(5):
-            done = single.run(Step(2 + number, (SequenceStep(ids(token), 40 + number, (4, 1, 6), spec),)))[-1]
-            expected.append((done.sampled, done.logprobs))
-            token = done.sampled[0] or 0
+            last = single.run(Step(2 + number, (SequenceStep(ids(token), 40 + number, (4, 1, 6), spec),)))[-1]
+            expected.append((last.sampled, last.logprobs))
+            token = last.sampled[0] or 0
             spec = spec.after(token)
         run = Step(2, (SequenceStep(ids(7), 40, (4, 1, 6), first),), patient=True, steps=5)
         done = [it for told in several.run(run)[1:] for it in (*told.earlier, told)]
