@@ -109,6 +109,22 @@ def test_a_run_chooses_as_its_steps_do_one_by_one(way: dict[str, Any], checkpoin
         assert [(it.sampled, it.logprobs) for it in done] == expected
 
 
+def test_a_token_that_would_end_another_answer_ends_no_run(checkpoint: Path) -> None:
+    def told(step: Step) -> list[tuple[int | None, ...]]:
+        done = [it for last in one.run(step) for it in (*last.earlier, last)]
+        del one.events[:]
+        return [it.sampled for it in done]
+
+    with stages(checkpoint, 1) as one:
+        told(whole())
+        first, second = (SequenceStep(ids(token), 40, (4, 1, block), GREEDY) for token, block in ((7, 6), (8, 2)))
+        expected = told(Step(2, (first, second), steps=5))
+        others = {its[1] for its in expected}
+        ends = frozenset(its[0] for its in expected if its[0] is not None) - others
+        assert ends
+        assert told(Step(3, (first, replace(second, end_token_ids=ends)), patient=True, steps=5)) == expected
+
+
 @NATIVE
 def test_a_sequence_whose_logits_are_not_finite_ends_a_run_and_the_others_have_their_tokens(checkpoint: Path) -> None:
     with stages(checkpoint, 1) as one:
