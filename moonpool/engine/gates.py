@@ -15,7 +15,7 @@ class Watch:
             something waits for the step's end.
     """
 
-    def __init__(self, *, aborted: bool, highest: int, awaited: bool = False) -> None:
+    def __init__(self, *, aborted: bool, highest: int, awaited: bool) -> None:
         self._words = array("q", (aborted, highest, awaited))
         self.address = self._words.buffer_info()[0]
 
@@ -77,12 +77,6 @@ class Gates:
                 self._cut.add(step_id)
                 if step_id in self._watched:
                     self._watched[step_id].wait()
-
-    def order(self) -> None:
-        """There is an order, which is looked at between two steps."""
-        with self._changed:
-            for watch in self._watched.values():
-                watch.wait()
 
     def is_cut(self, step_id: int) -> bool:
         """Whether the run is to end."""

@@ -137,7 +137,9 @@ class StageRunner:
             if index < last:
                 self._report(run, run.found, clocks, share, over_ns, aborted=False, over=False)
                 clocks = clocks._replace(start_ns=over_ns, began_ns=over_ns)
-        if native.failed:
+        if came.stopped:
+            run.found = Found()
+        elif native.failed:
             run.found = run.choosing.found_alone()
         return clocks
 

@@ -90,7 +90,6 @@ class Receiver:
                     self._gates.abort(message.step_id)
                 else:
                     self.orders.put_nowait(message)
-                    self._gates.order()
         except ChannelClosed:
             # The I/O process has ended. The computing thread may be blocked in a collective: exit at once.
             if self._rendezvous:

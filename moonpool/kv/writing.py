@@ -22,14 +22,15 @@ def write_all(fd: int, parts: Iterable[Buffer], offset: int) -> int:
     Raises:
         OSError: some of it may have been written.
     """
-    views = _views(parts)
-    while views:
-        count = os.pwritev(fd, views[:_IOV_MAX], offset)
+    views, at = _views(parts), 0
+    while at < len(views):
+        count = os.pwritev(fd, views[at : at + _IOV_MAX], offset)
         offset += count
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
+        while at < len(views) and count >= len(views[at]):
+            count -= len(views[at])
+            at += 1
         if count:
-            views[0] = views[0][count:]
+            views[at] = views[at][count:]
     return offset
 
 

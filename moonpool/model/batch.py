@@ -119,10 +119,8 @@ class PackedBatch:
 
     def filled(self) -> list[int]:
         """Blocks that the step fills, of a batch with one token of each sequence."""
-        return [] if self.within else self.full_blocks()
-
-    def full_blocks(self) -> list[int]:
-        """The same, whatever changed the batch."""
+        if self.within:
+            return []
         filled: list[int] = self.arrays["block_ids"][self.arrays["offsets"] == self.block_tokens - 1].tolist()
         return filled
 

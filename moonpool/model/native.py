@@ -67,7 +67,7 @@ class NativeLayers:
             last: The layer after the last.
             tails: Of each sequence so many last rows are wanted of layer `last` - 1, the others are left undefined;
                 None: all are wanted.
-            watch: Address of two words, see struct Watch of step.cpp; 0: there are none.
+            watch: Address of three words, see struct Watch of step.h; 0: there are none.
         """
         tables = batch.block_tables
         chosen = trim(batch, tails)

@@ -106,8 +106,11 @@ class Running:
             its_s, its_wait_s = self._seconds(run, sequences, result)
             seconds, waited_s = seconds + its_s, waited_s + its_wait_s
         for sequence in sequences:
-            if not sequence.request.ending:
-                sequence.tell()
+            try:
+                if not sequence.request.ending:
+                    sequence.tell()
+            except Exception:
+                self._defect(sequence.request)
         self._post(Stepped(run.step, len(results), seconds, tuple(filled), waited_s))
         if filled:
             self._notify()
@@ -144,12 +147,13 @@ class Running:
                     candidates.append((sequence.id, found))
                     continue
                 sequence.append(token, result.logprobs.get(index))
-                if reason := sequence.judge(self._max_tokens):
-                    ended.append((sequence.id, int(reason)))
+                reason = sequence.judge(self._max_tokens)
+                sequence.tell()
             except Exception:
                 self._defect(sequence.request)
                 continue
-            sequence.tell()
+            if reason:
+                ended.append((sequence.id, int(reason)))
         seconds, waited_s = self._seconds(run, sequences, result)
         told = tuple(ended), tuple(filled), 1, tuple(candidates), waited_s
         self._post(StepDone(run.step, result.aborted, seconds, *told))
@@ -157,7 +161,7 @@ class Running:
             self._notify(soon=bool(ended))  # a next turn may follow an answer at once
 
     def _defect(self, request: LiveRequest) -> None:
-        """A request cannot take its tokens, for a defect of ours: it ends, and no other one."""
+        """A request cannot take or tell its tokens, for a defect of ours: it ends, and no other one."""
         log.exception("tokens cannot be taken: the request ends", request=request.request_id)
         self._end(request, "a defect: its tokens cannot be taken")
         request.ending = True  # now, also where the core hears of it later: what follows would have a gap before it

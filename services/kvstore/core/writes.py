@@ -111,9 +111,10 @@ class Writes:
     def make_room(self, spec: PutSpec) -> None:
         """After a put: evicts what some more would, but none of its own, if that is little: the next need not wait."""
         dram, nbytes = self._tiers.dram, len(spec.keys) * spec.format.layout.block_bytes
-        ahead = min(PUTS_AHEAD * nbytes, dram.capacity_bytes // 64)
-        if ahead < nbytes or dram.has_room(nbytes, spec.tenant):
+        if nbytes > dram.capacity_bytes // 64 or dram.has_room(nbytes, spec.tenant):
             return
+        most = min(dram.capacity_bytes, dram.account.quota(spec.tenant) or dram.capacity_bytes) // 64
+        ahead = max(nbytes, min(PUTS_AHEAD * nbytes, most))
         stay = [block for key in spec.keys if (block := dram.get(key)) is not None]
         for block in stay:
             dram.hold(block)

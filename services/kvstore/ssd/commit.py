@@ -104,12 +104,12 @@ class WritePlan:
     full: bool
     carry: list[Append]
     store: list[Append]
-    erase: list[Place] = dataclasses.field(default_factory=list)  # records to be overwritten
+    deleting: dict[Segment, Future[None]]  # files, in another thread: of earlier plans, and then of this one
+    erase: list[Place]  # records to be overwritten
     unerased: list[Place] = dataclasses.field(default_factory=list)  # of these, what the device did not take
     erase_error: OSError | None = None  # the last reason
     cleared: bool = False  # first transaction committed: victims are forgotten, what was carried has its new place
     unreadable: Segment | None = None  # the plan failed for it
-    undeleted: list[Segment] = dataclasses.field(default_factory=list)
     lost: list[BlockKey] = dataclasses.field(default_factory=list)  # of bad records, once the plan has ended
     written_bytes: int = 0  # of records that count, once the plan has ended
 
@@ -140,7 +140,6 @@ class Committer:
     index: Index | None  # None when there was no room for one
     folder: Path
     sync: bool  # a commit survives a loss of power
-    deleting: dict[Segment, Future[None]] = dataclasses.field(default_factory=dict)  # files, in another thread
 
     def run(self, plan: WritePlan) -> None:
         """Does a plan. On an error `plan.cleared` tells how far it came."""
@@ -161,7 +160,7 @@ class Committer:
 
     def _free(self, plan: WritePlan) -> None:
         """Deletes segments that have nothing to carry: a full device may have no room to forget them before."""
-        wait(self.deleting.values())
+        wait(plan.deleting.values())
         for segment in plan.removed_segments:
             if not segment.live:
                 self.files.unlink(segment.path)
@@ -226,20 +225,16 @@ class Committer:
     def _delete(self, plan: WritePlan) -> None:
         """Begins to delete what the index has forgotten; that takes long where a device is told which blocks are free.
 
-        Which deletions have failed is heard when they are over: with a later plan, as a rule the next one.
+        A plan that deletes waits for those before it, so that no more than one plan's files are beyond the budget; so
+        does one that stores nothing.
         """
         read = {victim.segment for victim in plan.victims if victim.carried}
-        begun: dict[Segment, Future[None]] = {}
-        for segment in (*plan.nameless, *plan.removed_segments):
+        going = (*plan.nameless, *plan.removed_segments)
+        if going or not plan.store:
+            wait(plan.deleting.values())
+        for segment in going:
             unlink = functools.partial(self.files.unlink, readable=segment in read or segment.readers > 0)
-            begun[segment] = self.files.later(unlink, segment.path)
-        over = self.deleting | {segment: deletion for segment, deletion in begun.items() if deletion.done()}
-        self.deleting.clear()
-        self.deleting.update((segment, deletion) for segment, deletion in begun.items() if segment not in over)
-        for segment, deletion in over.items():
-            if (error := deletion.exception()) is not None:
-                log.error("a segment could not be deleted", path=str(segment.path), error=str(error))
-                plan.undeleted.append(segment)
+            plan.deleting[segment] = self.files.later(unlink, segment.path)
 
     def _cut(self, plan: WritePlan) -> None:
         """Takes back what was written behind the committed ends, as far as the device lets us."""

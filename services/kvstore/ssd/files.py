@@ -1,7 +1,7 @@
 """The file layer of the SSD tier: its reads of segments, and every change it makes to the file system.
 
 Tests put another layer in its place, which lets operations fail or loses what was not synced. All methods block, but
-for `later` and `close_later`; reads and writes of one file from several threads are safe.
+for `later`; reads and writes of one file from several threads are safe.
 """
 
 import collections
@@ -134,12 +134,8 @@ class Files:
             closed = [self._open.pop((path, flags), None) for flags in _ALL_FLAGS]
         del closed  # with the lock released
 
-    def close_later(self, path: Path) -> None:
-        """As `close`, in a thread: for the event loop."""
-        self.later(self.close, path)
-
     def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
-        """Changes a file in a thread, which does one such change after the other."""
+        """Closes or deletes a file in a thread, which does one after the other."""
         return self._closer.submit(change, path)
 
     def close_all(self) -> None:

@@ -79,7 +79,7 @@ class SsdReader:
         self._released = True
         self.segment.readers -= 1
         if self.segment.removed and not self.segment.readers:
-            self.files.close_later(self.segment.path)
+            self.files.later(self.files.close, self.segment.path)
 
 
 Band = tuple[SsdReader, memoryview]

@@ -275,9 +275,8 @@ def _is_whole(files: Files, path: Path, found: Found) -> bool:
 
 
 def _pack(segment: Segment, found: Sequence[Found]) -> bytes:
-    return b"".join(
-        ENTRY.pack(
-            info.key, at // ALIGN, nbytes // ALIGN, segment.number_of(Kind(info.format, info.tenant)), info.written_at
-        )
-        for at, nbytes, info in found
-    )
+    packed = bytearray()
+    for at, nbytes, info in found:
+        kind = segment.number_of(Kind(info.format, info.tenant))
+        packed += ENTRY.pack(info.key, at // ALIGN, nbytes // ALIGN, kind, info.written_at)
+    return bytes(packed)

@@ -7,6 +7,7 @@ stays readable until the plan is done: what is carried over has its place there 
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import lmdb
@@ -40,19 +41,28 @@ class Disk:
     full: bool = False  # the last plan found it so
     dead: list[Slot] = dataclasses.field(default_factory=list)  # the index does not know it
     doomed: list[Place] = dataclasses.field(default_factory=list)  # to be overwritten
-    dooming: bool = False  # a plan does so
+    dooming: bool = False  # a plan does so, or deletes the files of the next two
     nameless: list[Segment] = dataclasses.field(default_factory=list)  # forgotten by the index; the file is there yet
     forgotten: list[Segment] = dataclasses.field(default_factory=list)  # the file may go; the index knows it yet
+    deleting: dict[Segment, Future[None]] = dataclasses.field(default_factory=dict)  # files, in another thread
     leaving: list[Segment] = dataclasses.field(default_factory=list)  # removed, and still being read
 
     @property
     def erasing(self) -> bool:
         """Whether there are records to be overwritten, or files to be deleted, which may hold such."""
-        return self.dooming or bool(self.doomed or self.forgotten or self.nameless or self.committer.deleting)
+        left = any(not deletion.done() or deletion.exception() for deletion in self.deleting.values())
+        return left or self.dooming or bool(self.doomed or self.forgotten or self.nameless)
 
     @property
     def has_housekeeping(self) -> bool:
         return self.erasing or bool(self.dead) or self.space.has_work
+
+    def hear(self) -> None:
+        """Of deletions that are over: those that failed are to be tried again."""
+        for segment, deletion in list(self.deleting.items()):
+            if deletion.done() and (error := self.deleting.pop(segment).exception()) is not None:
+                log.error("a segment could not be deleted", path=str(segment.path), error=str(error))
+                self.nameless.append(segment)
 
 
 class SsdTier:
@@ -169,11 +179,13 @@ class SsdTier:
             disk.space.compact_one(victims)
         disk.space.used_bytes += nbytes
         carry, store = _place(disk.space, taken, victims)
-        known = disk.forgotten, disk.nameless, disk.dead
-        disk.forgotten, disk.nameless, disk.dead = [], [], []
+        disk.hear()
+        disk.dooming = bool(disk.doomed or disk.forgotten or disk.nameless)
         erase = [place for place in disk.doomed if place[0].id in self.catalogue.segments]
-        disk.dooming, disk.doomed = bool(disk.doomed), []
-        return WritePlan(number, taken, rejected, given_up, victims, *known, full, carry, store, erase)
+        known = disk.forgotten, disk.nameless, disk.dead
+        disk.forgotten, disk.nameless, disk.dead, disk.doomed = [], [], [], []
+        work = *known, full, carry, store, dict(disk.deleting), erase
+        return WritePlan(number, taken, rejected, given_up, victims, *work)
 
     def committed(self, plan: WritePlan) -> None:
         self._clear(plan)
@@ -230,8 +242,7 @@ class SsdTier:
             self.catalogue.remove(segment)
         self.erase(self._note_doubles())
         self.dropped_segments += len(removed)
-        disk.nameless += plan.undeleted
-        self._gone(disk, [segment for segment in (*plan.nameless, *removed) if segment not in plan.undeleted])
+        self._gone(disk, [*plan.nameless, *removed])
 
     def _note_doubles(self) -> list[Place]:
         """Has the indexes learn with the next plans which copies are dead for another one's sake; returns these."""
@@ -247,8 +258,8 @@ class SsdTier:
         for segment in segments:
             segment.removed = True
             if not segment.readers:
-                disk.folder.files.close_later(segment.path)
-        disk.leaving = [segment for segment in (*disk.leaving, *segments) if segment.readers]
+                disk.folder.files.later(disk.folder.files.close, segment.path)
+        disk.leaving = [segment for segment in dict.fromkeys((*disk.leaving, *segments)) if segment.readers]
 
     def _add(self, plan: WritePlan, appends: Sequence[Append]) -> None:
         for segment, size in ends(appends).items():
@@ -261,7 +272,7 @@ class SsdTier:
 
     def _settle(self, plan: WritePlan) -> None:
         disk = self.disks[plan.disk]
-        disk.dooming = False
+        disk.dooming, disk.deleting = False, plan.deleting
         for block in plan.blocks:
             self.catalogue.coming.add(block.info.tenant, -record_size(block.info))
         for segment in ends((*plan.carry, *plan.store)):
@@ -283,8 +294,7 @@ class SsdTier:
             self.catalogue.remove(segment)
             self._gone(disk, [segment])
             yield keys
-        for left in (disk.dead, disk.doomed, disk.nameless, disk.forgotten):
-            left.clear()
+        disk.dead, disk.doomed, disk.nameless, disk.forgotten, disk.deleting = [], [], [], [], {}
 
     def close(self) -> None:
         """Blocking. Closes all files and unlocks the folders; what was not synced on the way is synced now."""

@@ -67,6 +67,36 @@ async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_l
     assert [type(event).__name__ for event in posted] == ["Stepped", "Stepped", "StepDone"]
 
 
+@pytest.mark.parametrize("run_steps", [1, 4])
+async def test_tokens_that_cannot_be_told_end_their_request_alone(run_steps: int) -> None:
+    tokens = {name: prompt(20, seed) for seed, name in enumerate("ab")}
+    answers = {name: continuation(its, 6) for name, its in tokens.items()}
+    async with decoding(run_steps=run_steps) as it, conducting(it) as conductor:
+        start = it.service.shell.start
+
+        def starts(subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
+            tells = subscriber.tokens
+
+            def told(request_id: str, *its: Any, **more: Any) -> None:
+                if request_id == "a":
+                    raise KeyError("a defect")
+                tells(request_id, *its, **more)
+
+            if message.request_id == "a":
+                subscriber.tokens = told  # type: ignore[method-assign]
+            start(subscriber, message)
+
+        it.service.shell.start = starts  # type: ignore[method-assign]
+        targets = {name: await reserve(it, spec(name, tokens[name], max_tokens=6)) for name in "ab"}
+        for name, target in targets.items():
+            await transfer(it, target, tokens[name])
+            await conductor.start(name, target, answers[name][0])
+        await conductor.until(lambda: "a" in conductor.failed and "b" in conductor.reasons)
+        assert conductor.failed == {"a": "a defect: its tokens cannot be taken"}
+        assert conductor.tokens == {"b": answers["b"][1:]}
+        await it.rest()
+
+
 async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone() -> None:
     tokens = prompt(20)
     answer = continuation(tokens, 6)

@@ -136,8 +136,8 @@ def test_patient_steps_give_way_to_others_but_not_for_long() -> None:
     turns.give_way(wanted)
     waited_s = now - 100.01
     assert PATIENCE * 0.01 <= waited_s < PATIENCE * 0.01 + 2 * LOOK_S
-    now += 0.01
-    assert turns.share() == 0.5
+    now += 0.03
+    assert turns.share(3) == 0.5
     arrived = now
     turns.give_way(wanted)
     assert PATIENCE * 0.01 <= now - arrived < PATIENCE * 0.01 + 2 * LOOK_S, "what it waited before is not what it took"

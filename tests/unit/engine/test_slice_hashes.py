@@ -17,7 +17,7 @@ from moonpool.sched.steps import LayerDone, SequenceStep, Step
 from services.prefill.core import actions, events
 from services.prefill.core.core import PrefillCore
 from services.prefill.core.state import Settings
-from tests.unit.engine.test_step import BLOCKS, Stages, stages
+from tests.unit.engine.stages import BLOCKS, Stages, stages
 from tests.unit.sched.helpers import BT, keys_of, tokens
 
 Stored = dict[tuple[BlockKey, int], tuple[bytes, int]]

@@ -1,112 +1,23 @@
 """Steps on in-process stages: two of them, linked by a list, compute what one computes; aborts stay coherent."""
 
-import re
 import time
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from moonpool.checkpoint import Tokenizer, kv_layout, load_config
+from moonpool.checkpoint import Tokenizer, load_config
 from moonpool.engine.devices.memory import kv_of, slices_of
-from moonpool.engine.devices.opening import place_on
-from moonpool.engine.gates import Gates
 from moonpool.engine.masks import Masks, Wanted
-from moonpool.engine.messages import Fetched, StepDone
-from moonpool.engine.pipeline import NoLinks
-from moonpool.engine.step import StageRunner
+from moonpool.engine.messages import Fetched
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.model.load import load_stage
 from moonpool.sampling import SampleSpec, SamplingParams
 from moonpool.sched.steps import LayerDone, SequenceStep, Step, finished_blocks
-
-BLOCKS = 8
-GREEDY = SampleSpec()
-
-
-class ListLinks:
-    """What the stage before sends is what the stage after receives."""
-
-    def __init__(self) -> None:
-        self.sent: deque[tuple[int, Tensor | None]] = deque()
-
-    def receive(self, step_id: int, rows: int) -> Tensor | None:
-        sent_step, hidden = self.sent.popleft()
-        assert sent_step == step_id
-        assert hidden is None or hidden.shape[0] == rows
-        return hidden
-
-    def send(self, step_id: int, hidden: Tensor | None) -> None:
-        self.sent.append((step_id, hidden))
-
-    def flush(self) -> None: ...
-
-
-class Stages:
-    """All stages of a model in this process."""
-
-    def __init__(self, path: Path, pool: KVPool) -> None:
-        config = load_config(path)
-        self.events: list[LayerDone | StepDone | Fetched] = []
-        self.failures: list[BaseException] = []
-        self.gates = [Gates() for _ in pool.parts]
-        self.links = ListLinks()
-        self.pool = pool
-        self.runners = []
-        for stage, part in enumerate(pool.parts):
-            model = load_stage(path, config, torch.float32, part.layer_begin, part.layer_end)
-            links = NoLinks() if len(pool.parts) == 1 else _End(self.links, last=model.is_last)
-            place = place_on(None, part, self.failures.append)
-            self.runners.append(StageRunner(stage, model, place, links, self.gates[stage], self.events.append, 0.05))
-
-    def run(self, step: Step) -> list[StepDone]:
-        """A step of all stages, or a run of one."""
-        goes_on = [runner.run(step) for runner in self.runners][-1]
-        while goes_on:
-            goes_on = self.runners[-1].go_on()
-        done = [event for event in self.events if isinstance(event, StepDone)]
-        assert not self.links.sent
-        return done
-
-
-class _End:
-    def __init__(self, links: ListLinks, *, last: bool) -> None:
-        self.receive, self.flush = links.receive, links.flush
-        self._links, self._last = links, last
-
-    def send(self, step_id: int, hidden: Tensor | None) -> None:
-        if not self._last:
-            self._links.send(step_id, hidden)
-
-
-@contextmanager
-def stages(path: Path, count: int) -> Iterator[Stages]:
-    layout = kv_layout(load_config(path), "float32", 16)
-    half = layout.layers // 2
-    ranges = [(0, layout.layers)] if count == 1 else [(0, half), (half, layout.layers)]
-    pool = KVPool.create(layout, BLOCKS, ranges)
-    yield Stages(path, pool)
-    pool.close()
-
-
-def ids(*tokens: int) -> bytes:
-    return array("i", tokens).tobytes()
-
-
-PROMPT = tuple(range(5, 45))
-
-
-def whole(step_id: int = 1, *, gated: bool = False, layer_events: bool = False) -> Step:
-    return Step(step_id, (SequenceStep(ids(*PROMPT), 0, (4, 1, 6), GREEDY),), gated, layer_events)
+from tests.unit.engine.stages import GREEDY, PROMPT, ids, stages, whole
 
 
 def test_two_stages_and_chunks_compute_what_one_stage_computes_at_once(checkpoint: Path) -> None:
@@ -137,52 +48,6 @@ def test_blocks_are_copied_in_all_layers_before_the_step_writes(checkpoint: Path
         two.run(whole())
         shares = tuple(SequenceStep(ids(token), 40, (4, 1, block), GREEDY) for token, block in ((7, 6), (8, 2)))
         assert list(two.run(Step(2, shares, copies=((6, 2),)))[-1].sampled) == expected
-
-
-def test_a_run_computes_what_its_steps_compute_one_by_one(checkpoint: Path) -> None:
-    """It ends with its last step, with an end token, or where it is cut."""
-    with stages(checkpoint, 1) as single, stages(checkpoint, 1) as several:
-        single.run(whole())
-        several.run(whole())
-        tokens, share = [7], SequenceStep(ids(7), 40, (4, 1, 6), GREEDY)
-        for number in range(2, 7):
-            [token] = single.run(Step(number, (share,)))[-1].sampled
-            assert token is not None
-            tokens.append(token)
-            share = SequenceStep(ids(token), 39 + number, (4, 1, 6), GREEDY)
-        share = SequenceStep(ids(7), 40, (4, 1, 6), GREEDY)
-        done = several.run(Step(2, (share,), steps=5))[1:]
-        assert [(it.step_id, it.sampled, it.over) for it in done] == [
-            (2, (token,), token is tokens[-1]) for token in tokens[1:]
-        ]
-        told = several.run(Step(2, (share,), patient=True, steps=5))[6:]
-        done = [it for last in told for it in (*last.earlier, last)]
-        assert [(it.sampled, it.over) for it in done] == [((token,), token is tokens[-1]) for token in tokens[1:]]
-        assert all(one.end_ns <= next_.start_ns < next_.end_ns for one, next_ in pairwise(done))
-        del several.events[-len(told) :]
-        ending = replace(share, end_token_ids=frozenset(tokens[3:4]))
-        stop = tokens.index(tokens[3]) if tokens[3] in tokens[1:3] else 3
-        assert [it.over for it in several.run(Step(3, (ending,), steps=5))[6:]] == [False] * (stop - 1) + [True]
-        several.gates[0].cut(4)
-        assert several.run(Step(4, (share,), steps=5))[-1].over
-        assert not len(several.gates[0])
-
-
-def test_a_run_seals_the_blocks_that_it_fills_and_ends_when_it_is_aborted(checkpoint: Path) -> None:
-    with stages(checkpoint, 1) as one:
-        one.run(whole())
-        share = SequenceStep(ids(7), 40, (4, 1, 6, 2), GREEDY)
-        one.run(Step(2, (share,), steps=12))
-        for layer in range(one.pool.layout.layers):
-            data, value = one.pool.read(layer, 6)
-            assert value == slice_hash(data)
-            assert one.pool.read(layer, 2)[1] == 0
-        assert one.runners[0].run(Step(3, (share,), steps=12))
-        assert one.runners[0].go_on()
-        one.gates[0].abort(3)
-        assert not one.runners[0].go_on()
-        assert [it.aborted for it in one.events[-3:] if isinstance(it, StepDone)] == [False, False, True]
-        assert not len(one.gates[0])
 
 
 def test_several_samples_of_one_position_come_with_the_first(checkpoint: Path) -> None:
@@ -343,25 +208,6 @@ def test_an_answer_whose_format_cannot_be_followed_gets_nothing_and_others_get_t
         assert list(done.failed) == [0]
         assert "no tokenizer" in done.failed[0]
         assert done.logprobs == {}
-
-
-def test_a_run_with_a_format_gives_the_tokens_of_plain_forward_passes_with_its_masks(checkpoint: Path) -> None:
-    how = SamplingParams(temperature=0.0, response_format="regex", grammar="[a-z]{30}")
-
-    def step(step_id: int, tokens: list[int], spec: SampleSpec, steps: int = 1) -> Step:
-        return Step(step_id, (SequenceStep(ids(*PROMPT, *tokens), 0, (4, 1, 6), spec),), steps=steps)
-
-    with stages(checkpoint, 1) as one:
-        one.runners[0].masks = Masks(lambda: Tokenizer.load(checkpoint), 512, (1,))
-        tokens = [it.sampled[0] or 0 for it in one.run(step(1, [], SampleSpec(how), steps=6))]
-        assert re.fullmatch("[a-z]+", Tokenizer.load(checkpoint).decode(tokens))
-        for at, token in enumerate(tokens):
-            one.runners[0].masks.close()
-            one.runners[0].masks = Masks(lambda: Tokenizer.load(checkpoint), 512, (1,))
-            alone = step(2 + at, tokens[:at], SampleSpec(how, answer=ids(*tokens[:at])))
-            assert one.run(alone)[-1].sampled == (token,)
-        assert one.run(step(9, [], GREEDY))[-1].sampled[0] not in tokens
-        one.runners[0].close()
 
 
 def test_patient_steps_give_way(checkpoint: Path) -> None:

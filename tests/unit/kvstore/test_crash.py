@@ -66,8 +66,9 @@ class Lives:
             written = {key for life in range(self.lives) for key in keys_of(self.written + 100, str(life))}
             assert here - self.durable - self.gone <= written
             # Killed while it carried blocks over, it left them twice: the crasher checks that its next plan mends that.
-            # Killed before it forgot what made room for a batch, it has both, with the same consequence.
-            assert ssd.catalogue.live.total_bytes <= CAPACITY + BATCH * RECORD
+            # Killed before it forgot what made room for a batch, it has both, with the same consequence; and killed
+            # before the files were gone that made room for the batch before, these too.
+            assert ssd.catalogue.live.total_bytes <= CAPACITY + 2 * BATCH * RECORD + SEGMENT
             assert ssd.used_bytes <= CAPACITY or ssd.has_housekeeping
             for key in here:
                 self.check_block(ssd, key)

@@ -1,6 +1,7 @@
 """A run's further steps in one call each, beside the same steps one operation at a time: the same bits."""
 
 import ctypes
+import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_tables_that_lead_out_of_the_pool_are_left_to_the_checks(checkpoint: Cal
 def test_several_steps_of_one_call_choose_the_same_tokens(
     temperature: float, checkpoint: Callable[[str], Path]
 ) -> None:
-    """It comes back behind a token that may end an answer, and where something waits for it."""
+    """It comes back behind a token that may end an answer, when results are to be told, and where the run is cut."""
     gates, path = Gates(), checkpoint("tiny-llama")
     mine, other = Whole(path), Whole(path)
     specs = [SampleSpec(SamplingParams(temperature=temperature), seed=row) for row in range(len(STARTS))]
@@ -133,12 +134,11 @@ def test_several_steps_of_one_call_choose_the_same_tokens(
     run.choose_by(samplers[0].alone, ends)
     assert run.alone
     found, counts = [], []
-    for most in (8, 2, 8, 8):
-        done = run.go_on(most, until_ns=2**62)
+    for most, until_ns in ((8, 2**62), (2, 2**62), (8, time.monotonic_ns()), (8, 2**62)):
+        done = run.go_on(most, until_ns)
         found += [tokens for tokens, _ in run.tokens(done.steps)]
         counts.append(done.steps)
-        if len(counts) == 2:
+        if len(counts) == 3:
             gates.cut(1)
     assert found == expected[: len(found)]
-    assert counts[1:] == [2, 1, 1]
-    assert counts[0] == 3
+    assert counts == [3, 2, 1, 1]

@@ -207,10 +207,10 @@ def test_rows_that_nobody_wants_are_left_out_of_the_last_layer(mode: str, checkp
 
 
 class Words:
-    """A watch over two words: whether the step was given up, and the highest layer that may run."""
+    """A watch: whether the step was given up, and the highest layer that may run."""
 
     def __init__(self, aborted: int, open_: int) -> None:
-        self.words = array("q", (aborted, open_))
+        self.words = array("q", (aborted, open_, False))
         self.address = self.words.buffer_info()[0]
 
     def stopped(self, layer: int) -> bool:

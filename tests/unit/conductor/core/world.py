@@ -307,7 +307,9 @@ class World:
         assert len(self.core.requests) == len(self.arrived - set(self.ends))
         assert self.core.requests.calls == len(self.calls)
         sequences: list[Start | Adopt] = [*self.open(Start), *self.open(Adopt)]
-        for calls, most in ((self.open(Prefill), 1), (sequences, 2 if self.drained else 1)):
+        # Where a request was moved, the prefill call whose token it has may still be ending: it computes no more.
+        computing = [call for call in self.open(Prefill) if not (self.drained and call.io in self.given)]
+        for calls, most in ((computing, 1), (sequences, 2 if self.drained else 1)):
             busy = Counter(call.request for call in calls if call.request not in self.ends)
             assert all(count <= most for count in busy.values()), "a request is computed twice at once"
 

@@ -76,6 +76,15 @@ def test_room_is_made_ahead_for_some_puts_at_once() -> None:
     check(driven.store)
 
 
+def test_room_that_is_made_ahead_leaves_a_tenant_what_its_quota_allows() -> None:
+    driven = Driven(dram_bytes=64 * 20 * BLOCK, account=Account(quotas={"ann": 10 * BLOCK}))
+    driven.store.writes.close(driven.put(KEYS, "ann"))
+    driven.store.writes.close(driven.put(keys_of(2, "more"), "ann"))
+    driven.store.writes.make_room(spec_of(KEYS[-1:], tenant="ann"))
+    assert len(driven.removed) == 1
+    check(driven.store)
+
+
 @pytest.mark.parametrize("limit", ["a quota", "an order in which what is new leaves first"])
 def test_room_made_ahead_is_not_that_of_what_was_just_put(limit: str) -> None:
     account = Account(quotas={"ann": BLOCK}) if limit == "a quota" else None

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import lmdb
 import pytest
 
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.reading import Span
 from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.ssd.admission import Admission
 from services.kvstore.ssd.files import Files
@@ -294,32 +296,65 @@ class HeldFiles(Files):
         return [path.name for _, _, path in held]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_files_that_are_being_deleted_are_work_until_it_is_known_that_they_are_gone(
-    tmp_path: Path, fails: bool
-) -> None:
-    files = HeldFiles()
-    ssd = open_ssd(tmp_path, 4 * RECORD, 2 * RECORD, files=files)
-    folder, first = tmp_path / "segments", f"{1:016d}.seg"
+def full_of(files: Files, path: Path) -> SsdTier:
+    """A tier of two segments, the first of which has made room for a third."""
+    ssd = open_ssd(path, 4 * RECORD, 2 * RECORD, files=files)
     for key in KEYS[:5]:
         plan = ssd.plan([block_of(key)])
         ssd.commit(plan)
         ssd.committed(plan)
     assert set(ssd.catalogue) == set(KEYS[2:5])
-    assert (folder / first).exists()
-    assert ssd.disks[0].erasing
+    return ssd
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_files_that_are_being_deleted_are_work_until_they_are_gone(tmp_path: Path, fails: bool) -> None:
+    files = HeldFiles()
+    ssd = full_of(files, tmp_path)
+    disk, first = ssd.disks[0], tmp_path / "segments" / f"{1:016d}.seg"
+    assert first.exists()
+    assert disk.erasing
     assert ssd.has_housekeeping
-    for error in [BROKEN] * fails + [None]:
-        assert first in files.delete(error)
-        assert (folder / first).exists() == (error is not None)
+    if fails:
+        assert first.name in files.delete(BROKEN)
+        assert disk.erasing
         plan = ssd.plan([])
         ssd.commit(plan)
+        assert disk.erasing  # also while a plan tries again
         ssd.committed(plan)
-        assert [segment.path.name for segment in plan.undeleted] == [first] * (error is not None)
-        assert ssd.disks[0].erasing == (error is not None)
-        if error is not None:
-            plan = ssd.plan([])  # begins once more
-            ssd.commit(plan)
-            ssd.committed(plan)
+        assert disk.erasing
+    assert first.name in files.delete()
+    assert not first.exists()
+    assert not disk.erasing  # without another plan, which might begin to delete the next file
     assert not ssd.has_housekeeping
     ssd.close()
+
+
+def test_a_plan_that_deletes_nothing_waits_for_no_deletion(tmp_path: Path) -> None:
+    files = HeldFiles()
+    ssd = full_of(files, tmp_path)
+    plan = ssd.plan([block_of(KEYS[5])])
+    ssd.commit(plan)
+    ssd.committed(plan)
+    assert set(ssd.catalogue) == set(KEYS[2:6])
+    files.delete()
+    ssd.close()
+
+
+def test_nobody_waits_for_what_a_disk_deletes_that_is_left_out(tmp_path: Path) -> None:
+    ssd = full_of(HeldFiles(), tmp_path)
+    assert list(ssd.leave_out(0)) == [[KEYS[2], KEYS[3]], [KEYS[4]]]
+    assert not ssd.disks[0].erasing
+    ssd.close()
+
+
+def test_where_direct_writes_are_refused_the_page_cache_takes_them(tmp_path: Path) -> None:
+    """A write that is not aligned is refused as by a file system that has no direct ones."""
+    files, path, out = Files(direct=True), tmp_path / "file", memoryview(mmap.mmap(-1, 8192))
+    for parts, offset in (([b"a" * 4096, b"b" * 4096], 0), ([b"o", b"ff"], 4095), ([b"end"], 8192)):
+        files.write(path, parts, offset)
+        assert files.read(path, [Span(0, out)])[::2] == (1, None)
+    files.sync(path)
+    files.close_all()
+    assert path.read_bytes() == b"a" * 4095 + b"off" + b"b" * 4094 + b"end"
+    assert out == path.read_bytes()[:8192]

@@ -1,0 +1,170 @@
+"""Runs on one stage: what their further steps compute and choose, and how they end."""
+
+import re
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.native import library
+from moonpool.checkpoint import Tokenizer
+from moonpool.engine.masks import Masks
+from moonpool.engine.messages import StepDone
+from moonpool.kv.hashes import slice_hash
+from moonpool.model.native_run import Done
+from moonpool.model.sampler import NOT_FINITE
+from moonpool.sampling import SampleSpec, SamplingParams
+from moonpool.sched.steps import SequenceStep, Step
+from tests.unit.engine.stages import GREEDY, PROMPT, ids, stages, whole
+
+NATIVE = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
+
+
+def test_a_run_computes_what_its_steps_compute_one_by_one(checkpoint: Path) -> None:
+    """It ends with its last step, with an end token, or where it is cut."""
+    with stages(checkpoint, 1) as single, stages(checkpoint, 1) as several:
+        single.run(whole())
+        several.run(whole())
+        tokens, share = [7], SequenceStep(ids(7), 40, (4, 1, 6), GREEDY)
+        for number in range(2, 7):
+            [token] = single.run(Step(number, (share,)))[-1].sampled
+            assert token is not None
+            tokens.append(token)
+            share = SequenceStep(ids(token), 39 + number, (4, 1, 6), GREEDY)
+        share = SequenceStep(ids(7), 40, (4, 1, 6), GREEDY)
+        done = several.run(Step(2, (share,), steps=5))[1:]
+        assert [(it.step_id, it.sampled, it.over) for it in done] == [
+            (2, (token,), token is tokens[-1]) for token in tokens[1:]
+        ]
+        told = several.run(Step(2, (share,), patient=True, steps=5))[6:]
+        done = [it for last in told for it in (*last.earlier, last)]
+        assert [(it.sampled, it.over) for it in done] == [((token,), token is tokens[-1]) for token in tokens[1:]]
+        assert all(one.end_ns <= next_.start_ns < next_.end_ns for one, next_ in pairwise(done))
+        del several.events[-len(told) :]
+        ending = replace(share, end_token_ids=frozenset(tokens[3:4]))
+        stop = tokens.index(tokens[3]) if tokens[3] in tokens[1:3] else 3
+        assert [it.over for it in several.run(Step(3, (ending,), steps=5))[6:]] == [False] * (stop - 1) + [True]
+        several.gates[0].cut(4)
+        assert several.run(Step(4, (share,), steps=5))[-1].over
+        assert not len(several.gates[0])
+
+
+def test_a_run_seals_the_blocks_that_it_fills_and_ends_when_it_is_aborted(checkpoint: Path) -> None:
+    with stages(checkpoint, 1) as one:
+        one.run(whole())
+        share = SequenceStep(ids(7), 40, (4, 1, 6, 2), GREEDY)
+        one.run(Step(2, (share,), steps=12))
+        for layer in range(one.pool.layout.layers):
+            data, value = one.pool.read(layer, 6)
+            assert value == slice_hash(data)
+            assert one.pool.read(layer, 2)[1] == 0
+        assert one.runners[0].run(Step(3, (share,), steps=12))
+        assert one.runners[0].go_on()
+        one.gates[0].abort(3)
+        assert not one.runners[0].go_on()
+        assert [it.aborted for it in one.events[-3:] if isinstance(it, StepDone)] == [False, False, True]
+        assert not len(one.gates[0])
+
+
+def test_a_run_with_a_format_gives_the_tokens_of_plain_forward_passes_with_its_masks(checkpoint: Path) -> None:
+    how = SamplingParams(temperature=0.0, response_format="regex", grammar="[a-z]{30}")
+
+    def step(step_id: int, tokens: list[int], spec: SampleSpec, steps: int = 1) -> Step:
+        return Step(step_id, (SequenceStep(ids(*PROMPT, *tokens), 0, (4, 1, 6), spec),), steps=steps)
+
+    with stages(checkpoint, 1) as one:
+        one.runners[0].masks = Masks(lambda: Tokenizer.load(checkpoint), 512, (1,))
+        tokens = [it.sampled[0] or 0 for it in one.run(step(1, [], SampleSpec(how), steps=6))]
+        assert re.fullmatch("[a-z]+", Tokenizer.load(checkpoint).decode(tokens))
+        for at, token in enumerate(tokens):
+            one.runners[0].masks.close()
+            one.runners[0].masks = Masks(lambda: Tokenizer.load(checkpoint), 512, (1,))
+            alone = step(2 + at, tokens[:at], SampleSpec(how, answer=ids(*tokens[:at])))
+            assert one.run(alone)[-1].sampled == (token,)
+        assert one.run(step(9, [], GREEDY))[-1].sampled[0] not in tokens
+        one.runners[0].close()
+
+
+@pytest.mark.parametrize(
+    "way", [{"logprobs": 2}, {"repetition_penalty": 1.5, "frequency_penalty": 1.0}, {"temperature": 1.0, "top_p": 0.9}]
+)
+def test_a_run_chooses_as_its_steps_do_one_by_one(way: dict[str, Any], checkpoint: Path) -> None:
+    params = SamplingParams(**{"temperature": 0.0} | way)
+    first = SampleSpec(params, seed=3, history=ids(*PROMPT, 7) if params.penalised else None, prompt_tokens=len(PROMPT))
+    with stages(checkpoint, 1) as single, stages(checkpoint, 1) as several:
+        single.run(whole())
+        several.run(whole())
+        token, spec, expected = 7, first, []
+        for number in range(5):
+            last = single.run(Step(2 + number, (SequenceStep(ids(token), 40 + number, (4, 1, 6), spec),)))[-1]
+            expected.append((last.sampled, last.logprobs))
+            token = last.sampled[0] or 0
+            spec = spec.after(token)
+        run = Step(2, (SequenceStep(ids(7), 40, (4, 1, 6), first),), patient=True, steps=5)
+        done = [it for told in several.run(run)[1:] for it in (*told.earlier, told)]
+        assert [(it.sampled, it.logprobs) for it in done] == expected
+
+
+def test_a_token_that_would_end_another_answer_ends_no_run(checkpoint: Path) -> None:
+    def told(step: Step) -> list[tuple[int | None, ...]]:
+        done = [it for last in one.run(step) for it in (*last.earlier, last)]
+        del one.events[:]
+        return [it.sampled for it in done]
+
+    with stages(checkpoint, 1) as one:
+        told(whole())
+        first, second = (SequenceStep(ids(token), 40, (4, 1, block), GREEDY) for token, block in ((7, 6), (8, 2)))
+        expected = told(Step(2, (first, second), steps=5))
+        others = {its[1] for its in expected}
+        ends = frozenset(its[0] for its in expected if its[0] is not None) - others
+        assert ends
+        assert told(Step(3, (first, replace(second, end_token_ids=ends)), patient=True, steps=5)) == expected
+
+
+@NATIVE
+def test_a_sequence_whose_logits_are_not_finite_ends_a_run_and_the_others_have_their_tokens(checkpoint: Path) -> None:
+    with stages(checkpoint, 1) as one:
+        one.run(whole())
+        shares = tuple(SequenceStep(ids(token), 40, (4, 1, block), GREEDY) for token, block in ((7, 6), (8, 2)))
+        expected = [it.sampled for it in one.run(Step(2, shares, steps=2))[1:]]
+        del one.events[:]
+        assert one.runners[0].run(Step(3, shares, patient=True, steps=6))
+        one.runners[0].place.memory.kv[:, 6] = torch.nan
+        assert not one.runners[0].go_on()
+        [told] = [it for it in one.events if isinstance(it, StepDone)]
+        [first] = told.earlier
+        assert (first.sampled, told.sampled) == (expected[0], (None, expected[1][1]))
+        assert (told.over, told.failed) == (True, {0: NOT_FINITE})
+
+
+class Halted:
+    """The rest of a run whose next call does two steps and is given up in the third."""
+
+    alone, failed = True, False
+
+    def choose_by(self, alone: object, ends: object) -> None: ...
+
+    def go_on(self, most: int, until_ns: int) -> Done:
+        assert most > 2
+        return Done(2, stopped=True, filled=[])
+
+    def tokens(self, steps: int) -> list[tuple[list[int], int]]:
+        return [([5 + step], time.monotonic_ns()) for step in range(steps)]
+
+
+@NATIVE
+def test_steps_before_the_one_that_is_aborted_are_told_and_that_one_has_no_token(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stages(checkpoint, 1) as one:
+        [runner] = one.runners
+        monkeypatch.setattr(runner.model, "going_on", lambda *_, **__: Halted())
+        assert runner.run(Step(1, (SequenceStep(ids(7), 0, (4,), GREEDY),), patient=True, steps=6))
+        assert not runner.go_on()
+        [told] = [it for it in one.events if isinstance(it, StepDone)]
+        assert [(it.sampled, it.aborted) for it in told.earlier[1:]] == [((5,), False), ((6,), False)]
+        assert (told.sampled, told.aborted, told.over) == ((), True, True)
