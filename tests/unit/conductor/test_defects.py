@@ -62,7 +62,7 @@ async def test_a_first_token_that_cannot_be_told_ends_its_request() -> None:
 
 
 @pytest.mark.parametrize(("order", "broken"), [(Announce, {"plan": None}), (Complete, {"finish": None})])
-async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone(order: type, broken: dict[str, None]) -> None:
+async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone(order: Any, broken: dict[str, None]) -> None:
     p, d = prefill(), decode()
     async with stack(p, d) as s, asyncio.timeout(WAIT_S):
         handle = s.servicer.core.handle

@@ -58,7 +58,8 @@ async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_l
 
     engine: Any = SimpleNamespace(run=run, layout=SimpleNamespace(block_tokens=16))
     live: Any = SimpleNamespace(sequences={7: sequence})
-    running = Running(engine, live, 99, Recorder("d", None), posted.append, lambda _, why: ends.append(why), print)
+    calls = posted.append, lambda _, why: ends.append(why), lambda *, soon=False: None
+    running = Running(engine, live, 99, Recorder("d", None), *calls)
     running.order(Run(1, (7,), steps=3))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.0):
