@@ -172,10 +172,12 @@ def rows_of(name: str, waits: Sequence[Wait], wanted_s: float, calm: Sequence[Wa
 def growth(name: str, rounds: Sequence[Sequence[Wait]]) -> Row:
     """How the wait grows with the context, in each round: median of the longer half over that of the shorter half.
 
-    Rounds are not compared: the machine, and how many streams were hit, differ.
+    Rounds are not compared: the machine, and how many streams were hit, differ. One of a single stream has no halves.
     """
     ratios = []
     for waits in rounds:
+        if len(waits) < 2:
+            continue
         ordered = sorted(waits, key=lambda wait: wait.context)
         short, long = ordered[: len(ordered) // 2], ordered[len(ordered) // 2 :]
         ratios += [statistics.median(it.seconds for it in long) / statistics.median(it.seconds for it in short)]

@@ -35,6 +35,6 @@ def test_rows_say_whether_limits_are_kept() -> None:
     beside = list(rows_of("a case", waits, 0.1, calm))
     assert [(row.limit_value, row.met) for row in beside] == [(0.25, False), (0.9, True)], "each beside its own"
     slower = [Wait(it.context, 2 * it.seconds) for it in waits]
-    row = growth("a case", [waits, slower, [Wait(200, 0.1), Wait(4000, 0.1)]])
+    row = growth("a case", [waits, slower, [Wait(200, 0.1), Wait(4000, 0.1)], [Wait(200, 0.1)], []])
     assert row.value == pytest.approx(0.6 / 0.25)
     assert not row.met
