@@ -29,13 +29,13 @@ def awaited_until(state: State, job: Job) -> float | None:
 
 
 def is_brought(state: State, job: Job) -> bool:
-    """Whether jobs that were started before it are to compute all that its sources have, and have not yet."""
+    """Whether a started job that goes before it is to compute all that its sources have, and has not yet."""
     most = min(max(source.blocks for source in job.sources), state.reusable_blocks(job))
     for other in state.started.values():
-        if other is job:
-            break
         computes = other.load is None and other.computed < most * state.settings.block_tokens
-        if computes and other.reuse and not other.owner.transient and common(job.keys, other.keys) >= most:
+        # Who has the same keys is of the same tenant.
+        found = other.reuse and not other.owner.transient and other.place.own < job.place.own
+        if computes and found and common(job.keys, other.keys) >= most:
             return True
     return False
 

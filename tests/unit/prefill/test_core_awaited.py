@@ -88,3 +88,12 @@ def test_when_the_one_that_computes_leaves_the_next_one_loads_what_is_stored() -
     assert [(action.job, len(action.blocks)) for action in loads] == [(2, 2)]
     assert counted(second) == 6 * BT + 9
     it.check_rest()
+
+
+def test_who_goes_before_the_one_that_computes_loads_for_itself() -> None:
+    it = World(replace(SETTINGS, blocks=100, step_tokens=4 * BT))
+    it.arrive(8 * BT + 8)
+    it.arrive(8 * BT + 9, sources=(events.Source("store", 2),), priority=-1)
+    assert [action.job for action in it.done if isinstance(action, actions.LoadBlocks)] == [2]
+    it.settle()
+    it.check_rest()
