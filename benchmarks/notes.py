@@ -54,15 +54,10 @@ REASONS = (
         "between processes, sampling) is a good part of that.",
     ),
     Reason(
-        "engine",
-        "^qwen2.5-0.5b, decode, batch 8",
-        "Ahead, but by less than was wanted; which part is too slow is not known.",
-    ),
-    Reason(
         "failover",
         "^bundled model, (2 stages, )?stage stopped",
-        "Two cores: in the longest wait, seconds after the stop, decode's engine, the services and the client have "
-        "none. Nobody waits for the stage.",
+        "Two cores: in one round that was looked at, decode's engine and the client waited for a core in the longest "
+        "wait, seconds after the stop.",
     ),
     Reason(
         "kernels",
