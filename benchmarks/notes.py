@@ -75,6 +75,12 @@ REASONS = (
     Reason("kvstore", "^DRAM, ", GRPC_COSTS),
     Reason(
         "kvstore",
+        "^SSD, sustained Put",
+        "Client and store take 1.0 to 1.4 processor seconds per GB, and the store's writer writes, syncs and notes one "
+        "batch after the other ([ADR 32](../../docs/adr/0032-sustained-puts.md)).",
+    ),
+    Reason(
+        "kvstore",
         "^SSD, cold Get",
         "Store and client take 1.8 to 2.4 processor seconds per GB, of which reading the device is 0.15 "
         "([ADR 4](../../docs/adr/0004-ssd-tier.md)); both share two cores.",
@@ -107,7 +113,7 @@ REASONS = (
         "sampling",
         "^step with masks",
         "Eight masks take one thread some 0.25 ms before the step's layers "
-        "([ADR 39](../../docs/adr/0039-masks-on-the-step.md)).",
+        "([ADR 39](../../docs/adr/0039-masks-on-the-step.md)), and such runs come back to Python for each step.",
     ),
     Reason(
         "sampling",
