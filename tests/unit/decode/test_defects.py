@@ -1,6 +1,8 @@
 """A defect that one request meets ends that request, with the reason, and no other one; and what no request may say."""
 
 import asyncio
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,29 +11,33 @@ import pytest
 
 from moonpool.sched.steps import Step, StepResult
 from moonpool.telemetry.spans import Recorder
-from moonpool.v1 import decode_pb2
+from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core.actions import Run
 from services.decode.running import Running
 from services.decode.subscriber import Subscriber
-from tests.unit.decode.calls import conducting, reserve, transfer
+from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
 from tests.unit.fakes.engine import GARBLED, continuation
-from tests.unit.instances import decoding, prompt, spec
+from tests.unit.instances import Decode, decoding, prompt, spec
+
+
+async def only_b_goes_on(it: Decode, conductor: Conductor, specs: Sequence[kv_pb2.SequenceSpec]) -> None:
+    """Starts "a", which meets a defect, and "b"; returns when the one failed, the other ended, and all is free."""
+    for each, target in [(each, await reserve(it, each)) for each in specs]:
+        tokens = array("i", each.token_ids).tolist()
+        await transfer(it, target, tokens)
+        await conductor.start(each.request_id, target, continuation(tokens, 6)[0])
+    await conductor.until(lambda: "a" in conductor.failed and "b" in conductor.reasons)
+    await it.rest()
 
 
 async def test_tokens_that_cannot_be_taken_end_their_request_alone() -> None:
     tokens = {name: prompt(20, seed) for seed, name in enumerate("ab")}
     broken = spec("a", tokens["a"], max_tokens=6)
     broken.sampling.response_format, broken.sampling.grammar = "regex", GARBLED
-    answers = {name: continuation(its, 6) for name, its in tokens.items()}
     async with decoding() as it, conducting(it) as conductor:
-        targets = {"a": await reserve(it, broken), "b": await reserve(it, spec("b", tokens["b"], max_tokens=6))}
-        for name, target in targets.items():
-            await transfer(it, target, tokens[name])
-            await conductor.start(name, target, answers[name][0])
-        await conductor.until(lambda: "a" in conductor.failed and "b" in conductor.reasons)
+        await only_b_goes_on(it, conductor, [broken, spec("b", tokens["b"], max_tokens=6)])
         assert conductor.failed == {"a": "a defect: its tokens cannot be taken"}
-        assert conductor.tokens == {"b": answers["b"][1:]}
-        await it.rest()
+        assert conductor.tokens == {"b": continuation(tokens["b"], 6)[1:]}
 
 
 async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_later() -> None:
@@ -71,7 +77,6 @@ async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_l
 @pytest.mark.parametrize("run_steps", [1, 4])
 async def test_tokens_that_cannot_be_told_end_their_request_alone(run_steps: int) -> None:
     tokens = {name: prompt(20, seed) for seed, name in enumerate("ab")}
-    answers = {name: continuation(its, 6) for name, its in tokens.items()}
     async with decoding(run_steps=run_steps) as it, conducting(it) as conductor:
         start = it.service.shell.start
 
@@ -88,19 +93,13 @@ async def test_tokens_that_cannot_be_told_end_their_request_alone(run_steps: int
             start(subscriber, message)
 
         it.service.shell.start = starts  # type: ignore[method-assign]
-        targets = {name: await reserve(it, spec(name, tokens[name], max_tokens=6)) for name in "ab"}
-        for name, target in targets.items():
-            await transfer(it, target, tokens[name])
-            await conductor.start(name, target, answers[name][0])
-        await conductor.until(lambda: "a" in conductor.failed and "b" in conductor.reasons)
+        await only_b_goes_on(it, conductor, [spec(name, tokens[name], max_tokens=6) for name in "ab"])
         assert conductor.failed == {"a": "a defect: its tokens cannot be taken"}
-        assert conductor.tokens == {"b": answers["b"][1:]}
-        await it.rest()
+        assert conductor.tokens == {"b": continuation(tokens["b"], 6)[1:]}
 
 
 async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone() -> None:
     tokens = prompt(20)
-    answer = continuation(tokens, 6)
     async with decoding() as it, conducting(it) as conductor:
         start = it.service.shell.start
 
@@ -110,14 +109,9 @@ async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone() -> N
             start(subscriber, message)
 
         it.service.shell.start = starts  # type: ignore[method-assign]
-        targets = {name: await reserve(it, spec(name, tokens, max_tokens=6)) for name in "ab"}
-        for name, target in targets.items():
-            await transfer(it, target, tokens)
-            await conductor.start(name, target, answer[0])
-        await conductor.until(lambda: "a" in conductor.failed and "b" in conductor.reasons)
+        await only_b_goes_on(it, conductor, [spec(name, tokens, max_tokens=6) for name in "ab"])
         assert conductor.failed == {"a": "a defect: its start cannot be carried out"}
-        assert conductor.tokens["b"] == answer[1:]
-        await it.rest()
+        assert conductor.tokens["b"] == continuation(tokens, 6)[1:]
 
 
 async def test_more_known_tokens_than_the_answer_may_have_are_refused() -> None:
