@@ -93,6 +93,11 @@ class Choosing:
         """What was found in the last of these steps, where that is not a token for each."""
         return self._parts[0].found_alone()
 
+    def begin_with(self, tokens: Sequence[int]) -> None:
+        """The run's first step computes these tokens, one of each sequence; where `chosen` is an address it has them."""
+        if self.chosen is not None:
+            self._parts[0].begin_with(tokens)
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """The run's next step: each of its sequences has got its one of `tokens`."""
         for part in self._parts:
@@ -159,6 +164,10 @@ class _Part:
     def chosen_of(self, sequences: int) -> int | None:
         """As `Choosing.chosen`, where a step has so many sequences."""
         return self._sampler.chosen if len(self._drawn) == sequences else None
+
+    def begin_with(self, tokens: Sequence[int]) -> None:
+        """See `Choosing.begin_with`."""
+        self._sampler.begin_with(tokens)
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """See `Choosing.go_on`."""
