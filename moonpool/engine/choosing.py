@@ -94,7 +94,7 @@ class Choosing:
         return self._parts[0].found_alone()
 
     def begin_with(self, tokens: Sequence[int]) -> None:
-        """The run's first step computes these tokens, one of each sequence; where `chosen` is an address it has them."""
+        """The run's first step computes these tokens, one of each sequence; `chosen`, where it is one, has them."""
         if self.chosen is not None:
             self._parts[0].begin_with(tokens)
 

@@ -226,7 +226,7 @@ class StageRunner:
         return None if run.native is None else run
 
     def _native(self, run: Run, steps: int) -> NativeRun | None:
-        """What computes so many further steps of a run, each in one call; None where they go one operation at a time."""
+        """What computes so many steps of a run, each in one call; None where they go one operation at a time."""
         step, choosing = run.step, run.choosing
         plain = self.place.device is None and not step.gated and not step.layer_events
         if not plain or choosing is None or choosing.chosen is None or len(step.sequences) != run.packed.num_tokens:

@@ -99,7 +99,7 @@ class NativeRows:
             self._ends[row] = end + 1
 
     def alone(self, further: GoOn) -> bool:
-        """Have native code choose in the next steps by itself; False where something is to be done or told between them.
+        """Have native code choose in steps to come by itself; False where something is to be done or told between them.
 
         Masks are not looked at. From then on `go_on` is not called any more.
         """
