@@ -59,7 +59,8 @@ class Calls:
         channels: to the instances.
         steps: streams to decode instances.
         find: a member's address and incarnation; None when it is not there.
-        post: hands an event to the core.
+        post: hands an event to the core; raises what that meets.
+        over: the same for the end of I/O, from where nobody hears an exception: raises nothing.
         reserve_limit_s: a `Reserve` call ends after so long. The core gives up waiting for it earlier.
         clock: the core's, seconds.
     """
@@ -70,6 +71,7 @@ class Calls:
         steps: StepsPool,
         find: Find,
         post: Callable[[Event], None],
+        over: Callable[[Ended[Result]], None],
         reserve_limit_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,6 +79,7 @@ class Calls:
         self._steps = steps
         self._find = find
         self._post = post
+        self._over = over
         self._reserve_limit_s = reserve_limit_s
         self._clock = clock
         self._cancels: dict[int, Callable[[], object]] = {}
@@ -197,7 +200,7 @@ class Calls:
             message = build()
         except Exception as defect:
             log.error("a message cannot be built", exc_info=defect)
-            self._post(Ended(io, Failure(Kind.INTERNAL, "a call failed")))
+            self._over(Ended(io, Failure(Kind.INTERNAL, "a call failed")))
             return
         task = asyncio.create_task(_guarded(partial(call, message)))
         self._tasks.add(task)
@@ -206,7 +209,7 @@ class Calls:
         def done(task: asyncio.Task[Result]) -> None:
             self._tasks.discard(task)
             del self._cancels[io]
-            self._post(Ended(io, _CANCELLED if task.cancelled() else task.result()))
+            self._over(Ended(io, _CANCELLED if task.cancelled() else task.result()))
 
         task.add_done_callback(done)
 
@@ -232,7 +235,7 @@ class Calls:
         """Takes a sequence over where it runs, and follows it."""
         decode = self._find(order.target.decode)
         if decode is None or decode.incarnation != order.target.incarnation:
-            self._post(Ended(order.io, Failure(Kind.UNAVAILABLE, f"{order.target.decode} has left")))
+            self._over(Ended(order.io, Failure(Kind.UNAVAILABLE, f"{order.target.decode} has left")))
             return
         steps, following = self._follow(replace(order, target=replace(order.target, address=decode.address)), serving)
         root = serving.answer.request.chain_root
@@ -281,7 +284,7 @@ class Calls:
         if tell:
             steps.unsubscribe(order.sequence)
             steps.cancel(order.sequence, target_proto(order.target))
-        self._post(Ended(order.io, result))
+        self._over(Ended(order.io, result))
 
 
 async def _guarded(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:

@@ -10,7 +10,7 @@ import pytest
 from moonpool.client import AsyncClient, SamplingParams
 from moonpool.errors import Internal
 from moonpool.v1 import kv_pb2
-from services.conductor.core.messages import Announce, Complete, Event, Stopped
+from services.conductor.core.messages import Announce, Complete, Event, Reported, Stopped
 from services.conductor.following import Following
 from services.conductor.outgoing import Outgoing
 
@@ -78,6 +78,26 @@ async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone(order:
         assert result.token_ids == expected(len(PROMPT), 8)
         assert d.streams == 1
         await s.rest()
+
+
+async def test_a_core_that_fails_outside_a_request_ends_the_conductor() -> None:
+    """As at a report: nobody can say whose it is, and what the core knows is not certain any more."""
+
+    async def conducts() -> None:
+        async with stack(prefill(), decode()) as s:
+            handle = s.servicer.core.handle
+
+            def fails(now: float, event: Any, out: list[Any]) -> None:
+                if isinstance(event, Reported):
+                    raise KeyError("the core has a defect")
+                handle(now, event, out)
+
+            s.servicer.core.handle = fails  # type: ignore[method-assign]
+            await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await asyncio.wait_for(conducts(), WAIT_S)
+    assert ended.group_contains(Internal, match="the core has a defect")
 
 
 async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_request() -> None:
