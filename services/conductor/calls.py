@@ -83,6 +83,7 @@ class Calls:
         self._reserve_limit_s = reserve_limit_s
         self._clock = clock
         self._cancels: dict[int, Callable[[], object]] = {}
+        self._followed: dict[int, tuple[Start | Adopt, StepsStream]] = {}
         self._tasks: set[asyncio.Task[Result]] = set()
 
     async def aclose(self) -> None:
@@ -97,6 +98,15 @@ class Calls:
         cancel = self._cancels.get(io)
         if cancel is not None:
             cancel()
+        else:
+            self._end_sequence(io, None, tell=True)
+
+    def let_go(self, io: int) -> None:
+        """Follows a sequence no more, which stays where it is; its `Ended` follows."""
+        if io in self._followed:
+            order, steps = self._followed[io]
+            steps.unsubscribe(order.sequence)
+            self._end_sequence(io, None, tell=False)
 
     # --- unary and prefill calls ------------------------------------------------------------------------------------
 
@@ -259,8 +269,8 @@ class Calls:
 
     def _follow(self, order: Start | Adopt, serving: Serving) -> tuple[StepsStream, Following]:
         steps = self._steps.get(decode_proto(order.target))
-        self._cancels[order.io] = lambda: self._end_sequence(order, steps, None, tell=True)
-        end = partial(self._end_sequence, order, steps)
+        self._followed[order.io] = order, steps
+        end = partial(self._end_sequence, order.io)
         stop = partial(steps.cancel, order.sequence, target_proto(order.target))
         following = Following(order.io, serving, self._post, end, stop)
         steps.subscribe(order.sequence, following)
@@ -277,14 +287,15 @@ class Calls:
         if decode is not None and decode.incarnation == target.incarnation:
             self._steps.get(decode).cancel(order.sequence, target_proto(order.target))
 
-    def _end_sequence(self, order: Start | Adopt, steps: StepsStream, result: Result, *, tell: bool) -> None:
+    def _end_sequence(self, io: int, result: Result, *, tell: bool) -> None:
         """A sequence is over; `tell` when decode does not know it."""
-        if self._cancels.pop(order.io, None) is None:
+        if io not in self._followed:
             return
+        order, steps = self._followed.pop(io)
         if tell:
             steps.unsubscribe(order.sequence)
             steps.cancel(order.sequence, target_proto(order.target))
-        self._over(Ended(order.io, result))
+        self._over(Ended(io, result))
 
 
 async def _guarded(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:

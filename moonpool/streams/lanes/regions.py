@@ -138,8 +138,13 @@ def unmap(regions: Sequence[Mapped]) -> None:
     Who unmaps a region whose other owners have gone gives its memory back to the system: 0.3 s of each GB of a killed
     instance's pool, for which an event loop would stand still.
     """
+
+    def close() -> None:
+        for each in regions:
+            each.close()
+
     if regions:
-        threading.Thread(target=lambda: [each.close() for each in regions], name="unmap").start()
+        threading.Thread(target=close, name="unmap").start()
 
 
 def map_regions(
