@@ -2,6 +2,7 @@ import asyncio
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,7 +146,7 @@ class Broken(Counter):
         super().handle(now, event, out)
 
 
-async def failed(driver: Driver[Add | Ended[int], Said | Start], core: Counter) -> None:
+async def failed(driver: Driver[Any, Said | Start], core: Counter) -> None:
     """The driver fails with the core's defect as the cause, and its core gets nothing more."""
     with pytest.raises(Internal, match="broken") as failure:
         await asyncio.wait_for(driver.failure(), 10)
