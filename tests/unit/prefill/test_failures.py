@@ -144,6 +144,7 @@ async def test_a_core_that_fails_outside_a_request_ends_the_instance() -> None:
             handle(now, event, out)
 
         it.service.core.handle = fails  # type: ignore[method-assign]
-        await begin(it, spec("a", prompt(BLOCK, 1), max_tokens=1))
+        story = await begin(it, spec("a", prompt(BLOCK, 1), max_tokens=1))
         await it.until(lambda: it.death is not None)
         assert isinstance(it.death, Internal)
+        story.call.cancel()  # the server would wait for it
