@@ -92,7 +92,7 @@ async def assembled(
         )
         group = await stack.enter_async_context(asyncio.TaskGroup())
         stack.callback(group.create_task(driver.failure()).cancel)
-        cluster = Cluster(checkpoint.served(), channels, driver.tell)
+        cluster = Cluster(checkpoint.served(), channels, driver.post, driver.tell)
         stack.callback(driver.close)
         stack.push_async_callback(cluster.steps.aclose)
         reserve_limit_s = RESERVE_LIMIT * config.reserve_timeout_s

@@ -192,7 +192,7 @@ class DecodeShell:
         """
         if live.transfer.state is not TransferState.PROMISED:
             raise TransferFailed(f"transfer {live.id} was opened before")
-        self._post(Open(live.id, older))
+        self._order(Open(live.id, older))
         self._driver.settle()
         if not live.table:
             raise TransferFailed(f"transfer {live.id} is over")
@@ -203,12 +203,12 @@ class DecodeShell:
         now = self._clock()
         if now - live.heard_at >= self.core.config.lease_s / HEARD_PER_LEASE:
             live.heard_at = now
-            self._driver.tell(Heard(live.id))
+            self._driver.post(Heard(live.id))
 
     def arrived(self, live: LiveRequest) -> None:
         """All KV of a request has come."""
         self._spans.instant("transfer.complete", request=live.request_id, transfer=live.id)
-        self._post(Arrived(live.id))
+        self._order(Arrived(live.id))
 
     def end(self, live: LiveRequest, why: str) -> None:
         """Ends a request early."""
@@ -325,7 +325,7 @@ class DecodeShell:
         self.notify()
 
     def _order(self, event: Event) -> None:
-        """Posts what a conductor orders for one request; raises what it meets, which ends that request."""
+        """Posts what a peer orders for one request; raises what that meets, which ends this request or the stream."""
         self._driver.post(event)
         self.notify()
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from moonpool.client import AsyncClient, SamplingParams
+from moonpool.core.kernel import Ended
 from moonpool.errors import Internal
 from moonpool.v1 import kv_pb2
-from services.conductor.core.messages import Announce, Complete, Event, Reported, Stopped
+from services.conductor.core.messages import Announce, Complete, Event, Stopped
 from services.conductor.following import Following
 from services.conductor.outgoing import Outgoing
 
@@ -81,19 +82,19 @@ async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone(order:
 
 
 async def test_a_core_that_fails_outside_a_request_ends_the_conductor() -> None:
-    """As at a report: nobody can say whose it is, and what the core knows is not certain any more."""
+    """As where a call ends: what the core knows is not certain any more."""
 
     async def conducts() -> None:
         async with stack(prefill(), decode()) as s:
             handle = s.servicer.core.handle
 
             def fails(now: float, event: Any, out: list[Any]) -> None:
-                if isinstance(event, Reported):
+                if isinstance(event, Ended):
                     raise KeyError("the core has a defect")
                 handle(now, event, out)
 
             s.servicer.core.handle = fails  # type: ignore[method-assign]
-            await asyncio.Event().wait()
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
 
     with pytest.raises(ExceptionGroup) as ended:
         await asyncio.wait_for(conducts(), WAIT_S)

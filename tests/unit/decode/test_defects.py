@@ -14,7 +14,7 @@ from moonpool.sched.steps import Step, StepResult
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core.actions import Run
-from services.decode.core.events import Heard
+from services.decode.core.events import Stop
 from services.decode.running import Running
 from services.decode.subscriber import Subscriber
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
@@ -120,12 +120,12 @@ async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone() -> N
 
 
 async def test_a_core_that_fails_outside_a_request_ends_the_instance() -> None:
-    """As at a tick, or where I/O ends: nobody would compute any more, and nobody would know."""
+    """Nobody would compute any more, and nobody would know."""
     async with decoding() as it, conducting(it):
         handle, shell = it.service.core.handle, it.service.shell
 
         def fails(now: float, event: Any, out: list[Any]) -> None:
-            if isinstance(event, Heard):
+            if isinstance(event, Stop):
                 raise KeyError("the core has a defect")
             handle(now, event, out)
 
@@ -133,8 +133,7 @@ async def test_a_core_that_fails_outside_a_request_ends_the_instance() -> None:
         target = await reserve(it, spec("a", prompt(20)))
         live = shell.get(target.transfer_id, target.generation)
         assert live is not None
-        live.heard_at = -1e9
-        shell.heard(live)
+        shell.end(live, "nobody wants it")
         await it.until(lambda: it.death is not None)
         assert isinstance(it.death, Internal)
         it.service.core.handle = handle  # type: ignore[method-assign]
