@@ -19,7 +19,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from moonpool.checkpoint import Tokenizer
-from moonpool.engine.parsers import Parsers
+from moonpool.engine.parsers import Parser, Parsers
 from moonpool.grammar import Grammar
 from moonpool.sched.steps import Step
 
@@ -97,7 +97,7 @@ class _Row:
     grammar: Grammar
     answer: bytes
     """When the run began."""
-    parser: LLMatcher
+    parser: Parser
     bits: tuple[int, int]
     """Address and bytes of its mask."""
     later: list[int] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Masks:
         for row in self._rows:
             token = tokens[row.index]
             row.later.append(token)
-            row.parser.consume_token(token)
+            row.parser.matcher.consume_token(token)
             self._find(row)
         return self._allowed
 
@@ -187,21 +187,34 @@ class Masks:
         self._rows, self._allowed = [], Allowed()
         waited_ns = self._parsers.waited_ns
         for it in wanted:
-            try:
-                parser = self._parsers.take(it.grammar, it.answer)
-            except Exception as error:  # of the library, or the checkpoint has no tokenizer: other sequences go on
-                self._allowed.failed[it.index] = _reason(it.grammar, repr(error))
+            parser = self._taken(it, self._parsers.take)
+            if parser is None:
                 continue
             bits = np.zeros(-(-self._parsers.tokenizer.vocab_size // WORD_BITS), np.uint32)
             self._allowed.masks[it.index] = bits.data.cast("B")
             self._rows.append(_Row(it.index, it.grammar, it.answer, parser, (bits.ctypes.data, bits.nbytes)))
         self._allowed.waited_ns = self._parsers.waited_ns - waited_ns
 
+    def _taken(self, it: Wanted, take: Callable[[Grammar, bytes], Parser]) -> Parser | None:
+        """A sequence's parser; None where there is none, which fails the sequence."""
+        try:
+            return take(it.grammar, it.answer)
+        except Exception as error:  # of the library, or the checkpoint has no tokenizer: other sequences go on
+            self._allowed.failed[it.index] = _reason(it.grammar, repr(error))
+            return None
+
     def _find(self, row: _Row) -> None:
-        """Writes a row's mask."""
-        row.parser.unsafe_compute_mask_ptr(*row.bits)
-        if row.parser.is_error():
-            self._allowed.failed[row.index] = _reason(row.grammar, row.parser.get_error())
+        """Writes a row's mask; what its parser was taught may have met a limit that the answer by itself does not meet."""
+        matcher = row.parser.matcher
+        matcher.unsafe_compute_mask_ptr(*row.bits)
+        if not matcher.is_error():
+            return
+        untaught = self._taken(row.now(), self._parsers.untaught) if row.parser.taught else None
+        if untaught is not None:
+            row.parser = untaught
+            self._find(row)
+        else:
+            self._allowed.failed.setdefault(row.index, _reason(row.grammar, matcher.get_error()))
 
 
 def _reason(grammar: Grammar, error: str) -> str:
