@@ -9,6 +9,7 @@ the sampler reads them.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -100,12 +101,11 @@ class _Row:
     parser: Parser
     bits: tuple[int, int]
     """Address and bytes of its mask."""
-    later: list[int] = field(default_factory=list)
-    """Tokens that the run has added to it."""
 
-    def now(self) -> Wanted:
-        """The mask that is wanted now."""
-        return Wanted(self.index, self.grammar, self.answer + np.array(self.later, "<i4").tobytes())
+    def after(self, later: Sequence[Sequence[int]]) -> Wanted:
+        """The mask that is wanted after these steps' tokens."""
+        tokens = array("i", [its[self.index] for its in later])
+        return Wanted(self.index, self.grammar, self.answer + tokens.tobytes())
 
 
 class Masks:
@@ -131,6 +131,8 @@ class Masks:
         self._parsers = Parsers(load, vocab_size, end_token_ids, aside, full)
         self._steps = 0
         self._rows: list[_Row] = []
+        self._later: list[Sequence[int]] = []
+        """Each step's tokens since the rows began."""
         self._allowed = Allowed()
         self._goes_on = False
 
@@ -160,12 +162,11 @@ class Masks:
 
     def _next(self, tokens: Sequence[int]) -> Allowed:
         self._allowed.waited_ns = 0
+        self._later.append(tokens)
         if self._look():
-            self._open([row.now() for row in self._rows])
+            return self._first([row.after(self._later) for row in self._rows])
         for row in self._rows:
-            token = tokens[row.index]
-            row.later.append(token)
-            row.parser.matcher.consume_token(token)
+            row.parser.matcher.consume_token(tokens[row.index])
             self._find(row)
         return self._allowed
 
@@ -178,13 +179,13 @@ class Masks:
         """The run is over: its parsers are kept for those that go on with its sequences."""
         for row in self._rows:
             if row.index not in self._allowed.failed:
-                now = row.now()
+                now = row.after(self._later)
                 self._parsers.keep(now.grammar, now.answer, row.parser)
         self._rows = []
 
     def _open(self, wanted: Sequence[Wanted]) -> None:
         """From now on these are the rows."""
-        self._rows, self._allowed = [], Allowed()
+        self._rows, self._later, self._allowed = [], [], Allowed()
         waited_ns = self._parsers.waited_ns
         for it in wanted:
             parser = self._taken(it, self._parsers.take)
@@ -204,12 +205,12 @@ class Masks:
             return None
 
     def _find(self, row: _Row) -> None:
-        """Writes a row's mask; what its parser was taught may have met a limit that the answer by itself does not meet."""
+        """Writes a row's mask. What its parser was taught may meet a limit that the answer by itself does not meet."""
         matcher = row.parser.matcher
         matcher.unsafe_compute_mask_ptr(*row.bits)
         if not matcher.is_error():
             return
-        untaught = self._taken(row.now(), self._parsers.untaught) if row.parser.taught else None
+        untaught = self._taken(row.after(self._later), self._parsers.untaught) if row.parser.taught else None
         if untaught is not None:
             row.parser = untaught
             self._find(row)

@@ -33,8 +33,9 @@ from moonpool.kv.keys import tokens_from_bytes
 MAX_GRAMMARS = 64
 MAX_PARSERS = 512
 TOKEN_BYTES = 4
-MAX_TAUGHT = 1024
-"""Tokens that the parsers have met from which answers begin: so many take no more memory than an answer as long."""
+TAUGHT, MAX_TAUGHT = 16, 1024
+"""Tokens that the parser from which answers begin has met: it is replaced by one that has met so many more, up to the
+latter. So it takes no more memory than one answer as long."""
 SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 4, 6))]
 """Tokens that match one of these expressions are allowed together where a format allows the expression; only the others
 are looked at one by one. The library's own, and shorter texts: for those whose longest length is near."""
@@ -134,7 +135,7 @@ class Parsers:
         """Keeps a parser for those who go on with its answer; what it knows is for answers that begin."""
         _keep(self._parsers, (grammar, answer), parser, MAX_PARSERS)
         knows, known = parser.taught + len(answer) // TOKEN_BYTES, self._taught.get(grammar)
-        if (2 * known.taught if known is not None else 1) <= knows <= MAX_TAUGHT:
+        if (0 if known is None else known.taught) + TAUGHT <= knows <= MAX_TAUGHT:
             begin = parser.matcher.deep_copy()
             if begin.reset():
                 _keep(self._taught, grammar, Parser(begin, knows), MAX_GRAMMARS)
