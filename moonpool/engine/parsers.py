@@ -36,7 +36,7 @@ TOKEN_BYTES = 4
 TAUGHT, MAX_TAUGHT = 16, 1024
 """Tokens that the parser from which answers begin has met: it is replaced by one that has met so many more, up to the
 latter. So it takes no more memory than one answer as long."""
-SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 4, 6))]
+SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 3, 4, 6, 20))]
 """Tokens that match one of these expressions are allowed together where a format allows the expression; only the others
 are looked at one by one. The library's own, and shorter texts: for those whose longest length is near."""
 
