@@ -33,24 +33,26 @@ class Extras:
 
     Attributes:
         prefill, decode: times as long as the profile says steps of prefill and decode take.
-        prefill_step_s, decode_step_s: what each step takes on top.
+        prefill_step_s: what each step of prefill takes on top.
+        decode_token_s: what each token of a decode step takes on top: it is told to a client.
+        decode_run_s: mean of what a run of decode steps takes on top, its way to the engine and back. A run ends with
+            each sequence that joins or ends, so a first token from decode waits for it, and a crowd has many.
         company: times as long as alone that steps take while another engine of the machine computes; it is found where
             the cluster says that engines share one (`ClusterConfig.company` above 1), else it is 1.
         links: times as slow as the profile says KV is loaded and sent.
         prompt_s: until a prompt is at its prefill instance: tokenising, hashing, planning, a promise of room.
         call_s: mean of what chance adds to each message.
-        tail_s: from the last of a prompt's KV until decode has it, beside the link; the second token waits for it.
     """
 
     prefill: float = 1.0
     prefill_step_s: float = 0.002
     decode: float = 1.0
-    decode_step_s: float = 0.002
+    decode_token_s: float = 0.001
+    decode_run_s: float = 0.002
     company: float = 1.0
     links: float = 1.0
     prompt_s: float = 0.005
     call_s: float = 0.001
-    tail_s: float = 0.002
 
     def applied(self, config: ClusterConfig) -> ClusterConfig:
         """The cluster with these extras."""
@@ -58,11 +60,11 @@ class Extras:
         speeds = replace(
             slowed,
             prefill_base_s=slowed.prefill_base_s + self.prefill_step_s,
-            decode_base_s=slowed.decode_base_s + self.decode_step_s,
+            decode_per_sequence_s=slowed.decode_per_sequence_s + self.decode_token_s,
             load_bytes_per_s=config.load_bytes_per_s / self.links,
             transfer_bytes_per_s=config.transfer_bytes_per_s / self.links,
         )
-        delays = replace(config.delays, prompt_s=self.prompt_s, more_s=self.call_s, tail_s=self.tail_s)
+        delays = replace(config.delays, prompt_s=self.prompt_s, more_s=self.call_s, run_s=self.decode_run_s)
         company = max(1.0, self.company)
         return replace(config, profile=replace(config.profile, speeds=speeds), delays=delays, company=company)
 
@@ -72,9 +74,10 @@ class Extras:
 
 
 STARTS = tuple(
-    Extras(prefill=prefill, decode=decode, prompt_s=prompt_s)
-    for prefill in (0.7, 1.0, 1.5, 2.5)
-    for decode in (1.0, 1.5, 2.5)
+    Extras(prefill=prefill, decode=decode, decode_run_s=run_s, prompt_s=prompt_s)
+    for prefill in (1.0, 1.5, 2.5)
+    for decode in (0.3, 1.0)
+    for run_s in (0.001, 0.008)
     for prompt_s in (0.005, 0.05)
 )
 """Where the search may begin: at the best of these."""

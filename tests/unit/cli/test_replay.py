@@ -49,7 +49,7 @@ def test_tokens_that_come_together_share_the_time() -> None:
 
 
 def test_a_fit_is_shown_with_what_was_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    found = Foreseen(Extras(), 0.1, [ended(1, 2, 10)], [ended(1, 3, 11)])
+    found = Foreseen(Extras(), 0.1, [ended(1, 2, 10)], [[ended(1, 3, 11)]])
     show_fit(found)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("fitted to the first requests: prefill 1, prefill_step_s 0.002, decode 1,")
