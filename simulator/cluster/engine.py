@@ -1,7 +1,7 @@
 """The engine of a simulated decode instance: takes the steps that the core orders, many at once where it may.
 
-Steps take the time of the profile. Several of a run are one event, a leap: they end when steps taken one by one would. A
-run is one leap, but where its way to the engine takes time, or another engine of the machine begins or ends to compute.
+Steps take the time of the profile. Several of a run are one event, a leap: they end when steps taken one by one would.
+A run is one leap, unless its way to the engine takes time, or another engine of the machine begins or ends to compute.
 """
 
 from collections.abc import Callable

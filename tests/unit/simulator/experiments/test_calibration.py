@@ -27,7 +27,7 @@ def done(arrived: int, first: int, *intervals: int) -> Request:
 def test_times_are_those_of_answered_requests() -> None:
     refused = Request(2, 0, 10, 3, (), outcome="refused")
     found = Times.of([done(1, 4, 2, 4), refused, done(0, 1)])
-    assert found == Times([3.0, 1.0], [3.0, 0.0])
+    assert found == Times([3.0, 1.0], [3.0, 0.0], [2.0, 0.0])
     assert found.figures == {"TTFT": [1.0, 3.0], "TPOT": [3.0]}
 
 
