@@ -181,14 +181,14 @@ def story(ended: list[Request]) -> list[object]:
 
 
 @pytest.mark.parametrize("way", Preemption)
-@given(plans=REQUESTS, blocks=st.integers(22, 60))
+@given(plans=REQUESTS, blocks=st.integers(22, 60), slow=st.sampled_from((1.0, 2.0)))
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=20)
 def test_steps_at_once_are_as_steps_one_by_one(
-    way: Preemption, plans: list[tuple[int, int, int, int]], blocks: int
+    way: Preemption, plans: list[tuple[int, int, int, int]], blocks: int, slow: float
 ) -> None:
-    """Also with preemption and full pools: every token of every request comes at the same picosecond."""
+    """Also with preemption, full pools and company: every token of every request comes at the same picosecond."""
     memory = DecodeMemory(preemption=way, assumed_answer_tokens=2)
-    wanted = config(kvstore=0, pool_blocks=blocks, memory=memory, max_batch=7)
+    wanted = config(kvstore=0, pool_blocks=blocks, memory=memory, max_batch=7, company=slow)
     leaping, leapt = run(wanted, trace_of(plans))
     single, stepped = run(wanted, trace_of(plans), longest_run=1)
     assert story(leaping) == story(single)

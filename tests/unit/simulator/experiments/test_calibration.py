@@ -43,6 +43,8 @@ def test_distance_is_the_mean_logarithm_of_ratios() -> None:
     assert distance(one, twice) == pytest.approx(2 * math.log(2.0)), "of requests, and of quantiles"
     assert distance(one, Times([1.0], [0.0])) == math.inf
     assert distance(Times([], []), Times([], [])) == 0.0
+    late = Times([1.0], [0.1], [0.4]), Times([1.0], [0.1], [0.2])
+    assert distance(*late) == pytest.approx(math.log(2.0) / 3), "of quantiles: when the second token comes is chance"
 
 
 def test_each_extra_is_applied() -> None:
