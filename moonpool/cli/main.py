@@ -30,6 +30,7 @@ from moonpool.cli.options import (
     text_of,
 )
 from moonpool.errors import MoonpoolError
+from moonpool.rpc.tuning import quiet_grpc
 
 app = typer.Typer(
     name="moonpool",
@@ -361,6 +362,7 @@ def kvstore_(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point: prints an error and what to do about it, and exits with 2."""
+    quiet_grpc()
     try:
         app()
     except MoonpoolError as error:
