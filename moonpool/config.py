@@ -13,6 +13,7 @@ import socket
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
@@ -336,7 +337,7 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
     elif field.default in (None, "", (), PydanticUndefined):
         default = ""  # the description tells what happens then
     else:
-        default = f"default: {str(field.default).lower() if kind is bool else field.default}"
+        default = f"default: {_shown(field.default)}"
     text = (field.description or "").replace("%", "%%")
     text += f" [{default}]".replace("%", "%%") if default else ""
     if kind is bool:
@@ -347,9 +348,17 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
         group.add_argument(_flag(name), metavar=_metavar(kind), help=text)
 
 
+def _shown(value: object) -> str:
+    """A default, as it is written on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value.value if isinstance(value, Enum) else value)
+
+
 def _metavar(kind: Any) -> str:
-    if typing.get_origin(kind) is Literal:
-        return "{" + ",".join(str(a) for a in typing.get_args(kind)) + "}"
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        choices = tuple(one.value for one in kind)
+    if choices:
+        return "{" + ",".join(map(str, choices)) + "}"
     return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
 
 
