@@ -2,7 +2,9 @@
 
 import asyncio
 import errno
+import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -243,3 +245,30 @@ async def test_a_read_that_is_cancelled_in_the_pool_ends_the_reading_there() -> 
             assert await first == Lost(0)
     reader.close()
     assert (reads.closed, reads.lost_keys) == (1, [])
+
+
+class Slot(bytearray):
+    """Memory for a block that can be seen to end."""
+
+
+@pytest.mark.parametrize("stop_after", [-1, 1])
+async def test_nothing_keeps_a_block_s_memory_once_its_lease_has_ended(stop_after: int) -> None:
+    """Not until the garbage collector comes by, either: it may be minutes until then, and a slot is megabytes."""
+    slots = list[weakref.ref[Slot]]()
+
+    def allocate(nbytes: int) -> memoryview:
+        slot = Slot(nbytes)
+        slots.append(weakref.ref(slot))
+        return memoryview(slot)
+
+    gc.collect()
+    gc.disable()
+    try:
+        sources = [source_of(index, "reserved", None, []) for index in range(3)]
+        for source in sources:
+            source.allocate = allocate
+        await read(sources, range(9), ahead=ByteCredits(1 << 20), group_bytes=SLICE, stop_after=stop_after)
+        del sources, source
+        assert [slot() for slot in slots] == [None] * 3
+    finally:
+        gc.enable()
