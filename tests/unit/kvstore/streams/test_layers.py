@@ -142,7 +142,7 @@ async def read(
             if groups == stop_after:
                 break
         reader.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await reads.ended.wait()
     assert reads.closed == 1
     assert ahead.out == 0
@@ -241,7 +241,7 @@ async def test_a_read_that_is_cancelled_in_the_pool_ends_the_reading_there() -> 
         await asyncio.sleep(0)
         pool.shutdown(wait=False, cancel_futures=True)
         hold.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await first == Lost(0)
     reader.close()
     assert (reads.closed, reads.lost_keys) == (1, [])
