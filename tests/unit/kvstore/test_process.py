@@ -13,11 +13,13 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from moonpool.rpc.channels import Channels
+from moonpool.rpc.process import EXIT_CONFIG
 from moonpool.rpc.server import serving
 from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
+from services.kvstore.__main__ import main
 from tests.slices import hashed
 from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, data_of, keys_of, slice_of
@@ -126,26 +128,15 @@ async def test_sigterm_makes_visible_blocks_durable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--data-dir", "{}/file/x"], "data_dir: "),
         (["--eviction", "none"], "eviction: "),
         (["--ssd-bytes", "-1"], "ssd_bytes: "),
         (["--conductor", "nowhere"], "conductor: "),
         (["--segment-bytes", "11", "--ssd-bytes", "10"], "segment_bytes: "),
     ],
 )
-async def test_wrong_settings_are_refused_by_name(tmp_path: Path, flags: list[str], text: str) -> None:
+def test_wrong_settings_are_refused_by_name(
+    tmp_path: Path, flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_bytes(b"")
-    child = await spawn(*(flag.format(tmp_path) for flag in flags))
-    async with asyncio.timeout(60):
-        _, errors = await child.communicate()
-    assert child.returncode == 2
-    assert errors.decode().splitlines()[-1].startswith(f"kvstore: {text}")
-
-
-async def test_a_second_process_on_the_same_folder_is_refused(tmp_path: Path) -> None:
-    async with running("--data-dir", str(tmp_path)):
-        child = await spawn("--data-dir", str(tmp_path))
-        async with asyncio.timeout(60):
-            _, errors = await child.communicate()
-        assert child.returncode == 2
-        assert "kvstore: data_dir: " in errors.decode()
+    assert main([flag.format(tmp_path) for flag in flags]) == EXIT_CONFIG
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"kvstore: {text}")
