@@ -141,5 +141,5 @@ SETTINGS: list[tuple[str, tuple[str, ...], str]] = [
 
 @pytest.mark.parametrize(("kind", "flags", "says"), SETTINGS, ids=[" ".join(case[1]) for case in SETTINGS])
 def test_settings(checkpoint: Path, kind: str, flags: tuple[str, ...], says: str) -> None:
-    """Too little memory for one block, too much to be had, and what the model does not fit; others are in test_config."""
+    """Too little memory for one block, too much to be had, and more stages than layers."""
     assert says in refused(kind, "--model", str(checkpoint), *ENGINE, *flags)
