@@ -56,8 +56,7 @@ END_STREAMS_S = 2.0
 def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
     """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD, if any, with what it held before."""
     pins = Pins(config.pin_budget_bytes, Account.of(config.tenants, "pins"), max_pins=config.max_pins)
-    account = Account.of(config.tenants, "dram")
-    arena = Arena(config.dram_bytes, ahead=ThreadPoolExecutor(1, "kvstore-arena"))
+    account, arena = Account.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
     if not (config.data_dir and config.ssd_bytes):
         return dram, None
@@ -150,8 +149,6 @@ class KVStoreService(StoreListener):
             self.idle.clear()
         else:
             self.idle.set()
-            # What the last session had is seen by nobody from the loop's next round on.
-            asyncio.get_running_loop().call_soon(self.store.tiers.dram.arena.collect)
 
     def _load(self) -> conductor_pb2.LoadReport:
         dram, ssd = self.store.tiers.dram, self.store.tiers.ssd

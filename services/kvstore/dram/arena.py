@@ -6,14 +6,13 @@ all slots together take more than the budget and a small reserve. Used by one th
 """
 
 import collections
-import contextlib
 import ctypes
 import dataclasses
 import itertools
 import mmap
 import sys
 import weakref
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from moonpool.errors import Overloaded
 
@@ -107,19 +106,18 @@ _Place = tuple[_SizeClass, _Slab, int]
 class Arena:
     """Memory for blocks of any size, no more than `budget_bytes` of it handed out.
 
-    With `ahead`, a thread that is the arena's from then on, memory comes to slots before they are needed, so that the
-    first bytes written to them cost the caller no page faults. Such slots count as handed out meanwhile.
+    With `ahead` a thread brings memory to slots before they are needed, so that the first bytes written to them cost
+    the caller no page faults. Such slots count as handed out meanwhile.
     """
 
-    def __init__(self, budget_bytes: int, *, ahead: Executor | None = None) -> None:
+    def __init__(self, budget_bytes: int, *, ahead: bool = False) -> None:
         self._budget = budget_bytes
         self.limit = budget_bytes + budget_bytes // RESERVE_SHARE
         self.classes: dict[int, _SizeClass] = {}
         self.live: dict[int, tuple[object, _Place]] = {}  # by id of the reference that ends it
         self._ended: collections.deque[_Place] = collections.deque()
-        self._thread = ahead if sys.platform == "linux" else None
+        self._thread = ThreadPoolExecutor(1, "kvstore-arena") if ahead and sys.platform == "linux" else None
         self._populating: Future[None] | None = None
-        self._coming: tuple[_SizeClass | None, list[Buffer]] = None, []  # slots that the thread has still to do
         self.live_bytes = 0  # of slots that are handed out
         self.resident_bytes = 0  # most memory that is taken: handed out, and free but kept for reuse
         self.returned_bytes = 0  # to the operating system since the start
@@ -146,8 +144,7 @@ class Arena:
         if each is None:
             each = self.classes[size] = _SizeClass(size, self._budget)
         fresh = not each.warm
-        full = fresh and self.resident_bytes + size > self._budget
-        buffer = (self._not_begun(each) if full else None) or self._take(each, fresh=fresh)
+        buffer = self._take(each, fresh=fresh)
         if fresh:
             self._trim()
         if ahead and self._thread is not None and not each.small and self.resident_bytes + size <= self._budget:
@@ -163,29 +160,20 @@ class Arena:
         self.live[id(end)] = end, (each, slab, slot)
         return buffer
 
-    def _not_begun(self, each: _SizeClass) -> Buffer | None:
-        """A slot that the thread has not come to: a fresh one would take memory beyond the budget."""
-        coming_of, coming = self._coming
-        try:
-            return coming.pop() if coming_of is each else None
-        except IndexError:
-            return None
-
     def _end(self, end: object) -> None:
         """The last view of a slot is gone. Called in any thread."""
         self._ended.append(self.live.pop(id(end))[1])
 
-    def _populate(self, thread: Executor, each: _SizeClass, buffers: list[Buffer]) -> None:
+    def _populate(self, thread: ThreadPoolExecutor, each: _SizeClass, buffers: list[Buffer]) -> None:
         """Brings memory to `buffers`, which have none yet, and to further slots if few are left that have any."""
         most = max(1, min(AHEAD_BYTES // each.size, AHEAD_SLOTS))
         left = sum(len(slab.free) for slab in itertools.islice(each.warm, most))
         if left > most // 2 or (self._populating is not None and not self._populating.done()):
             return
         room = (self._budget - self.resident_bytes) // each.size
-        coming = [self._take(each, fresh=True) for _ in range(min(most - left, room))]
-        if buffers or coming:
-            self._coming = each, coming
-            self._populating = thread.submit(_populate, buffers, coming)
+        buffers += [self._take(each, fresh=True) for _ in range(min(most - left, room))]
+        if buffers:
+            self._populating = thread.submit(_populate, buffers)
 
     def collect(self) -> None:
         """Takes back slots whose views are gone. Done by `allocate` too."""
@@ -231,13 +219,9 @@ class Arena:
             self._thread = None
 
 
-def _populate(buffers: list[Buffer], coming: list[Buffer]) -> None:
-    """Takes memory for slots, in portions and from their start on; what has been written to them stays.
-
-    Slots of `coming` may be taken from its end meanwhile. One that nobody else has is free from the next one on.
-    """
-    with contextlib.suppress(IndexError):
-        while True:
-            buffer = (buffers or coming).pop(0)
-            for at in range(0, len(buffer), _PORTION):
-                _madvise(ctypes.addressof(buffer) + at, min(_PORTION, len(buffer) - at), _POPULATE_WRITE)
+def _populate(buffers: list[Buffer]) -> None:
+    """Takes memory for slots, in portions and from their start on; what has been written to them stays."""
+    while buffers:
+        buffer = buffers.pop(0)  # a slot that nobody else has is free from the next one on
+        for at in range(0, len(buffer), _PORTION):
+            _madvise(ctypes.addressof(buffer) + at, min(_PORTION, len(buffer) - at), _POPULATE_WRITE)

@@ -214,8 +214,7 @@ class LayerReader:
         fetch = self.pool.submit(read_bands, band.layers.start, bands)
         self._fetches.add(fetch)
         came = dict(zip(blocks, [out for _, out in bands], strict=True))
-        # What it is told of is its argument: a future keeps its callbacks, and a circle would keep the blocks' memory.
-        fetch.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._ended, done, band, came))
+        fetch.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._ended, fetch, band, came))
 
     async def _fetch_ended(self) -> None:
         self._progress.clear()

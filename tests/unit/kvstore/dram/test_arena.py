@@ -1,16 +1,12 @@
 """Memory of blocks: reuse, giving back, and that nobody's bytes change while somebody can see them."""
 
-import functools
 import os
 import platform
 import random
 import re
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -113,7 +109,7 @@ def test_a_use_may_end_in_another_thread() -> None:
 
 @pytest.mark.skipif(KERNEL < (5, 14), reason="needs MADV_POPULATE_WRITE")
 def test_memory_is_there_before_it_is_written() -> None:
-    arena, before = Arena(256 * MIB, ahead=ThreadPoolExecutor(1)), resident_bytes()
+    arena, before = Arena(256 * MIB, ahead=True), resident_bytes()
     first = arena.allocate(MIB)
     first[:3] = b"abc"
     arena.close()
@@ -126,44 +122,15 @@ def test_memory_is_there_before_it_is_written() -> None:
 
 
 def test_no_memory_beyond_the_budget_is_brought_in() -> None:
-    arena = Arena(8 * MIB, ahead=ThreadPoolExecutor(1))
+    arena = Arena(8 * MIB, ahead=True)
     blocks = [arena.allocate(3 * MIB)]
     arena.close()
     assert (arena.free_bytes, arena.resident_bytes) == (3 * MIB, 6 * MIB)
     del blocks
-    small = Arena(MIB, ahead=ThreadPoolExecutor(1))
+    small = Arena(MIB, ahead=True)
     block = small.allocate(SMALL_BYTES - PAGE)
     small.close()
     assert small.resident_bytes == len(block)
-
-
-class Later(Executor):
-    """Does what it is given when the test says so."""
-
-    def __init__(self) -> None:
-        self.work: list[Callable[[], object]] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.work.append(functools.partial(fn, *args, **kwargs))
-        return Future()
-
-
-def test_slots_whose_memory_has_not_come_are_taken_before_the_budget_is_exceeded() -> None:
-    later = Later()
-    arena = Arena(8 * MIB, ahead=later)
-    blocks = [arena.allocate(MIB) for _ in range(8)]
-    assert arena.resident_bytes == 8 * MIB
-    [work] = later.work
-    work()
-    check(arena)
-    assert (arena.free_bytes, arena.live_bytes) == (0, 8 * MIB)
-    for number, block in enumerate(blocks):
-        block[:] = bytes([number]) * MIB
-    assert [block[-1] for block in blocks] == list(range(8)), "each is its own"
-    del block
-    blocks.clear()
-    assert arena.free_bytes == 8 * MIB
-    check(arena)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -176,7 +143,7 @@ def test_slots_whose_memory_has_not_come_are_taken_before_the_budget_is_exceeded
 )
 def test_any_order_of_use(steps: list[tuple[int, int]], ahead: bool) -> None:
     """`size` is allocated, and what lies at `victim` goes; everybody's bytes stay what they were."""
-    arena = Arena(MIB, ahead=ThreadPoolExecutor(1) if ahead else None)
+    arena = Arena(MIB, ahead=ahead)
     views: dict[int, tuple[memoryview, int]] = {}
     for number, (size, victim) in enumerate(steps):
         views.pop(victim, None)
