@@ -16,7 +16,7 @@ def soaked(wrong: list[str] | None = None, checked: int = 5, refused: int = 0) -
 
 
 def process(*sizes: int, bound: int = 0, most: int = 0) -> Watched:
-    return Watched("engine", 1, bound * MIB, [size * MIB for size in sizes], most * MIB)
+    return Watched("engine", 1, bound * MIB, sizes=[size * MIB for size in sizes], most=most * MIB)
 
 
 def test_quarters_are_the_second_and_the_last() -> None:
@@ -43,7 +43,7 @@ def test_faults_of_processes(its: Watched, says: str) -> None:
 
 
 def test_a_store_goes_up_and_down_within_its_bound() -> None:
-    """Its flags are those of a stack with two writers: 32 MiB and a 128th, twice 32 ahead, 64 read ahead, its own 64."""
+    """Of a stack with two writers: 32 MiB and a 128th, twice 32 ahead, 64 read ahead, 64 its own."""
     plan = StackPlan(model="", data_dir=Path(), dram_bytes=32 * MIB)
     bound = store_bound(plan)
     assert bound == (32 + 2 * 32 + 64 + 64) * MIB + MIB // 4
