@@ -61,6 +61,7 @@ def test_missing_tensor(folder: Path) -> None:
     assert f"tensor {UP} is missing" in refused("prefill", "--model", str(folder), *ENGINE)
 
 
+@pytest.mark.slow
 def test_misshapen_tensor(folder: Path) -> None:
     """The tensor is named with both shapes."""
     change_weights(folder, lambda tensors: tensors.update({UP: torch.zeros(3, 5)}))
