@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from moonpool.client import AsyncClient, SamplingParams
+from moonpool.core.kernel import Ended
 from moonpool.errors import Internal
 from moonpool.v1 import kv_pb2
+from services.conductor.answer import NewTokens
 from services.conductor.core.messages import Announce, Complete, Event, Stopped
 from services.conductor.following import Following
 from services.conductor.outgoing import Outgoing
@@ -80,6 +82,26 @@ async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone(order:
         await s.rest()
 
 
+async def test_a_core_that_fails_outside_a_request_ends_the_conductor() -> None:
+    """As where a call ends: what the core knows is not certain any more."""
+
+    async def conducts() -> None:
+        async with stack(prefill(), decode()) as s:
+            handle = s.servicer.core.handle
+
+            def fails(now: float, event: Any, out: list[Any]) -> None:
+                if isinstance(event, Ended):
+                    raise KeyError("the core has a defect")
+                handle(now, event, out)
+
+            s.servicer.core.handle = fails  # type: ignore[method-assign]
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await asyncio.wait_for(conducts(), WAIT_S)
+    assert ended.group_contains(Internal, match="the core has a defect")
+
+
 async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_request() -> None:
     posted: list[Event] = []
 
@@ -96,7 +118,7 @@ async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_re
         ask=SimpleNamespace(id="doomed", number=7), answer=answer, tokens=taken, outgoing=Outgoing()
     )
     following = Following(5, serving, post, lambda *_, **__: None, lambda _: None)
-    assert following.tokens(0, 1, [9], kv_pb2.FINISH_REASON_UNSPECIFIED, None, None)
+    assert following.tokens(NewTokens(0, 1, [9]))
     assert [type(event).__name__ for event in posted] == ["Tokens", "Stopped"]
     assert isinstance(posted[1], Stopped)
     assert posted[1].request == 7
