@@ -45,8 +45,11 @@ PREFILL_TARGET, ROOFLINE_TARGET = 1.0, 0.85
 SEED = 1
 GGUF = ("openvino", "llama_cpp")
 """Peers that read the model from such a file."""
-STORED = {"bfloat16": ("F16", 1), "float32": ("F32", 0)}
-"""In which type and, as the format has it, type of file they get it, by what is computed in."""
+FILE_TYPES = {"F32": 0, "F16": 1}
+"""As the format numbers them."""
+AS_FLOAT32 = (("llama_cpp", "float32"),)
+"""Who gets float32, and for which type; OpenVINO reads none, but computes in it what it reads."""
+DTYPES = ("bfloat16", "float32")
 TRAINED = "smollm2"
 
 
@@ -205,11 +208,11 @@ class Beside:
         return Row(name, share, "", spread_of(shares), peer.version, 1.0, share)
 
 
-def gguf_of(model: Path, folder: Path, dtype: str) -> Path:
+def gguf_of(model: Path, folder: Path, kind: str) -> Path:
     """The same model as a GGUF file in float16, or float32: what its peers read without quantising."""
     from benchmarks.peers.gguf_files import rewrite_gguf, write_gguf
 
-    kind, number = STORED[dtype]
+    number = FILE_TYPES[kind]
     file, metadata = (
         folder / f"{model.stem if model.is_file() else model.name}-{kind}.gguf",
         {"general.file_type": number},
@@ -237,7 +240,9 @@ def measured(
         for name in options.only.split(","):
             try:
                 python = environment.python(name)
-                file = gguf_of(model, folder, dtype) if name in GGUF else model
+                file = (
+                    gguf_of(model, folder, "F32" if (name, dtype) in AS_FLOAT32 else "F16") if name in GGUF else model
+                )
                 threads = len(os.sched_getaffinity(0))
                 peers.append(stack.enter_context(running(name, python, file, threads, dtype, options.device)))
                 progress(f"{subject.name}: {peers[-1].version} is ready")
@@ -277,8 +282,8 @@ def dtypes(text: str) -> str:
         argparse.ArgumentTypeError: one is not known.
     """
     for name in text.split(","):
-        if name not in STORED:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(STORED)}")
+        if name not in DTYPES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(DTYPES)}")
     return text
 
 
@@ -289,7 +294,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--model", default=f"small,qwen2.5-0.5b,{TRAINED}", help=models)
     add("--only", default=",".join(NAMES), help=f"peers, with commas (default {','.join(NAMES)})")
     types = "of ours, and of peers that take one: bfloat16 or float32, or both with a comma (default both)"
-    add("--dtype", type=dtypes, default=",".join(STORED), help=types)
+    add("--dtype", type=dtypes, default=",".join(DTYPES), help=types)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of our engines, and of peers that run on it")
     add("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments (default .peers)")
 
