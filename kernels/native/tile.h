@@ -47,7 +47,7 @@ struct Lines {
     const char* const* row; int64_t shift; int at, row_bytes;
     __attribute__((always_inline)) void fetch(int count) {
         for (int i = 0; i < count; i++) {
-            __builtin_prefetch(*row + shift + at, 0, 1);
+            __builtin_prefetch(*row + shift + at, 0, 3);
             at += 64;
             if (at >= row_bytes) at = 0, row++;
         }
