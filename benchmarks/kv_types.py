@@ -112,7 +112,7 @@ def step_call(stage: StageModel, kind: str) -> Callable[[], None]:
 
 
 def in_turns(calls: dict[str, Callable[[], None]], runs: int) -> Iterator[dict[str, float]]:
-    """Milliseconds of one call of each, in every run the median of TURNS turns: what disturbs the machine disturbs all."""
+    """Milliseconds of one call of each, the median of TURNS turns in every run: what disturbs one disturbs all."""
     for call in calls.values():
         call()
     for _ in range(runs):
@@ -123,7 +123,7 @@ def in_turns(calls: dict[str, Callable[[], None]], runs: int) -> Iterator[dict[s
 def beside_plain(name: str, found: list[dict[str, float]]) -> Iterator[Row]:
     """Rows of what `in_turns` found."""
     for kind in KINDS:
-        pairs = [(run[kind], run["auto"]) for run in found]
+        pairs = [(times[kind], times["auto"]) for times in found]
         title = f"{name}, {kind} KV, batch {BATCH}, context {CONTEXT}"
         target = TARGET if kind == "int8" else None
         yield paired(title, "ms", pairs, "bfloat16 KV", less_is_better=True, target=target)
@@ -133,13 +133,13 @@ def step_rows(shape: str, stage: StageModel, runs: int) -> Iterator[Row]:
     """Whole steps, beside bfloat16 and beside their bound."""
     name, memory = f"decode step, {shape}", torch.ones(working_set_bytes() // 4)
     found, speeds = [], []
-    for run in in_turns({kind: step_call(stage, kind) for kind in TYPES}, runs):
-        found.append(run)
+    for times in in_turns({kind: step_call(stage, kind) for kind in TYPES}, runs):
+        found.append(times)
         speeds.append(read_bytes_per_s(memory))
     yield from beside_plain(name, found)
     for kind, label in TYPES.items():
         nbytes = stage.weight_bytes + BATCH * CONTEXT * kv_layout(stage.config, "bfloat16", BLOCK, kind).token_bytes
-        pairs = [(run[kind], nbytes / speed * 1e3) for run, speed in zip(found, speeds, strict=True)]
+        pairs = [(times[kind], nbytes / speed * 1e3) for times, speed in zip(found, speeds, strict=True)]
         yield paired(f"{name}, {label} KV", "ms", pairs, "its bytes read once from memory", less_is_better=True)
 
 
