@@ -19,15 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.errors import ConfigError
-from moonpool.sched.steps import PATIENCE
+from moonpool.sched.steps import PATIENCE, SAVED
 
 SLOTS = 64
 SLOT = struct.Struct("qqqq")
 """Process (`life_of`, 0 = free), share, number of its cores, when it last computed: ns of the monotonic clock."""
-_PAGE = struct.Struct(SLOTS * SLOT.format)
 _BEAT = 24
-BUSY_NS = 100_000_000
-"""For so long after it last computed a process counts as computing; the same in `lending.cpp`."""
 LOOK_S = 0.0005
 """Between two looks at whether others compute."""
 _PROCESS_BITS = 22  # Linux has no larger process numbers
@@ -103,15 +100,6 @@ class Cores:
         finally:
             struct.pack_into("q", self.page, self.own * SLOT.size + _BEAT, 0)
 
-    def others_compute(self) -> bool:
-        """Whether another process computes on our cores."""
-        page, since = _PAGE.unpack_from(self.page), time.monotonic_ns() - BUSY_NS
-        cores, beats = page[2::4], page[3::4]
-        if max(beats) <= since:  # mostly: this is asked in each step
-            return False
-        others = (index for index in range(SLOTS) if index != self.own and beats[index] > since)
-        return any(cores[index] == cores[self.own] for index in others)
-
     def fixed_split(self) -> int:
         """Cores of this process when all that are alive compute: for kernels that do not look into the page."""
         _, share, cores, _ = _slot(self.page, self.own)
@@ -125,10 +113,12 @@ class Turns:
     """Steps of an engine that others may go before, while they compute.
 
     A step of a small batch takes almost as long as one of a large one. So where nobody waits for single tokens, prompts
-    of the same host are computed first: the batch grows sooner, and each token is had for less.
+    of the same host are computed first: the batch grows sooner, and each token is had for less. A step adds `PATIENCE`
+    times what it took to what may be waited, and as much as `SAVED` steps add is kept: so the prompts of a burst come
+    first, and of a longer time decode keeps its part.
 
     Attributes:
-        others_compute: see `Cores`.
+        others_compute: whether another process computes on our cores.
         had: which share of the cores that it wanted this process had since it was asked before.
         clock: seconds.
         nap: lets time pass, so many seconds.
@@ -138,24 +128,27 @@ class Turns:
     had: Callable[[], float]
     clock: Callable[[], float] = time.monotonic
     nap: Callable[[float], None] = time.sleep
-    _took_s: float = 0.0
+    _saved_s: float = 0.0
     _began: float = 0.0
 
     def give_way(self, aborted: Callable[[], bool]) -> None:
-        """Returns when nobody else computes, at the latest after `PATIENCE` times what the last such step took.
+        """Returns when nobody else computes, at the latest when all that may be waited is used up.
 
         Args:
             aborted: whether the step that is to begin is wanted no more; then nothing is waited for.
         """
-        arrived = self.clock()
-        while not aborted() and self.others_compute() and self.clock() < arrived + PATIENCE * self._took_s:
+        arrived = now = self.clock()
+        while not aborted() and self.others_compute() and now < arrived + self._saved_s:
             self.nap(LOOK_S)
-        self._began = 0.0 if aborted() else self.clock()  # what an aborted step takes says nothing of others
+            now = self.clock()
+        self._saved_s = max(0.0, self._saved_s - (now - arrived))
+        self._began = 0.0 if aborted() else now  # what an aborted step takes says nothing of others
 
     def share(self, steps: int = 1) -> float:
         """Which share of the cores that they wanted some steps had, which end now; since the first did not wait."""
         if self._began:
-            self._took_s, self._began = (self.clock() - self._began) / steps, 0.0
+            took_s, self._began = self.clock() - self._began, 0.0
+            self._saved_s = PATIENCE * min(self._saved_s / PATIENCE + took_s, SAVED * took_s / steps)
         return self.had()
 
 

@@ -1,11 +1,13 @@
 """Cores are lent by a page that all engines of a host map."""
 
+import contextlib
 import math
 import mmap
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from kernels.native import library
 from moonpool.engine.cores import LOOK_S, SLOT, SLOTS, Cores, Turns, life_of, number_of
 from moonpool.errors import ConfigError
-from moonpool.sched.steps import PATIENCE
+from moonpool.sched.steps import PATIENCE, SAVED
 
 MOST = len(os.sched_getaffinity(0))
 SAME = number_of([*os.sched_getaffinity(0)])
@@ -33,6 +35,20 @@ def ended() -> int:
     assert life > 0
     assert life_of(process.pid) == 0
     return life
+
+
+@contextlib.contextmanager
+def lending(folder: Path) -> Iterator[tuple[Cores, library.Library]]:
+    """A page, by which the kernels of this process lend cores."""
+    native = library.get()
+    if native is None:
+        pytest.skip(f"native kernels cannot be had: {library.failure()}")
+    ours = Cores.claim(folder / "page", 1)
+    native.lend(ours.address, SLOTS, ours.own)
+    try:
+        yield ours, native
+    finally:
+        native.lend(0, 0, 0)
 
 
 def test_each_process_takes_the_first_slot_that_is_free(tmp_path: Path) -> None:
@@ -86,12 +102,7 @@ def test_torch_has_its_share_among_all_that_are_alive(tmp_path: Path) -> None:
 def test_kernels_have_their_share_among_those_that_compute(
     tmp_path: Path, share: int, cores: int, later_s: float, threads: int
 ) -> None:
-    native = library.get()
-    if native is None:
-        pytest.skip(f"native kernels cannot be had: {library.failure()}")
-    ours = Cores.claim(tmp_path / "page", 1)
-    native.lend(ours.address, SLOTS, ours.own)
-    try:
+    with lending(tmp_path) as (ours, native):
         assert native.threads_used(MOST) == MOST
         put(ours.page, 1, PARENT, share, cores, time.monotonic_ns() + int(later_s * 1e9))
         native.had()
@@ -101,8 +112,6 @@ def test_kernels_have_their_share_among_those_that_compute(
         assert native.had() == threads / MOST
         assert native.had() == 1.0  # nothing was computed since
         assert SLOT.unpack_from(ours.page, 0)[3] == 0
-    finally:
-        native.lend(0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +119,11 @@ def test_kernels_have_their_share_among_those_that_compute(
     [(1, SAME, 3600.0, True), (0, SAME, 3600.0, False), (1, OTHERS, 3600.0, False), (1, SAME, -3600.0, False)],
 )
 def test_who_else_computes(tmp_path: Path, slot: int, cores: int, later_s: float, computes: bool) -> None:
-    ours = Cores.claim(tmp_path / "page", 1)
-    assert not ours.others_compute()
-    put(ours.page, slot, PARENT, 1, cores, time.monotonic_ns() + int(later_s * 1e9))
-    assert ours.others_compute() == computes
+    with lending(tmp_path) as (ours, native):
+        assert not native.others_compute()
+        put(ours.page, slot, PARENT, 1, cores, time.monotonic_ns() + int(later_s * 1e9))
+        assert native.others_compute() == computes
+    assert not native.others_compute()  # nothing is lent any more
 
 
 def wanted() -> bool:
@@ -128,24 +138,48 @@ def test_patient_steps_give_way_to_others_but_not_for_long() -> None:
         nonlocal now
         now += seconds
 
+    def waited() -> float:
+        arrived = now
+        turns.give_way(wanted)
+        return now - arrived
+
     turns = Turns(lambda: now < busy_until, lambda: 0.5, lambda: now, nap)
-    turns.give_way(wanted)  # it is not known yet how long a step takes
-    assert now == 100.0
+    assert waited() == 0.0, "it is not known yet how long a step takes"
     now += 0.01
     assert turns.share() == 0.5
-    turns.give_way(wanted)
-    waited_s = now - 100.01
-    assert PATIENCE * 0.01 <= waited_s < PATIENCE * 0.01 + 2 * LOOK_S
+    assert PATIENCE * 0.01 <= waited() < PATIENCE * 0.01 + 2 * LOOK_S
     now += 0.03
     assert turns.share(3) == 0.5
-    arrived = now
-    turns.give_way(wanted)
-    assert PATIENCE * 0.01 <= now - arrived < PATIENCE * 0.01 + 2 * LOOK_S, "what it waited before is not what it took"
+    assert PATIENCE * 0.03 <= waited() < PATIENCE * 0.03 + 2 * LOOK_S, "what it waited before is not what it took"
     now += 0.01
     assert [turns.share(), turns.share()] == [0.5, 0.5]  # the second is that of a step that is not patient
     busy_until = now + 2 * LOOK_S
-    turns.give_way(wanted)
-    assert now == pytest.approx(busy_until, abs=LOOK_S)
+    assert waited() == pytest.approx(2 * LOOK_S, abs=LOOK_S)
+
+
+def test_what_patient_steps_did_not_wait_the_next_ones_may_but_not_all_of_it() -> None:
+    now, busy_until = 100.0, 0.0
+
+    def nap(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def waited() -> float:
+        nonlocal now
+        arrived = now
+        turns.give_way(wanted)
+        began, now = now, now + 0.01
+        turns.share()
+        return began - arrived
+
+    turns = Turns(lambda: now < busy_until, lambda: 1.0, lambda: now, nap)
+    assert {waited() for _ in range(2 * SAVED)} == {0.0}
+    busy_until = now + 100 * LOOK_S
+    waits = [waited()]
+    busy_until = 1000.0
+    waits += [waited() for _ in range(3)]
+    wanted_s = (100 * LOOK_S, PATIENCE * 0.01 * (SAVED + 1) - 100 * LOOK_S, PATIENCE * 0.01, PATIENCE * 0.01)
+    assert waits == pytest.approx(wanted_s, abs=2 * LOOK_S)
 
 
 def test_a_step_that_is_aborted_waits_no_longer_and_teaches_nothing() -> None:
@@ -165,4 +199,4 @@ def test_a_step_that_is_aborted_waits_no_longer_and_teaches_nothing() -> None:
     turns.share()
     arrived = now
     turns.give_way(wanted)
-    assert now - arrived >= PATIENCE * 0.01, "the aborted one is not taken for a quick one"
+    assert now - arrived >= PATIENCE * 0.01 - 3 * LOOK_S, "the aborted one is not taken for a quick one"
