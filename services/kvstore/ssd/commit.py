@@ -148,15 +148,15 @@ class Committer:
         """Does a plan. On an error `plan.cleared` tells how far it came."""
         try:
             self._erase(plan)
-            self._trim(plan)
             if plan.full:
                 self._free(plan)
             for append in plan.carry:
                 self._carry(append, plan)
             if plan.carry or plan.reuse or not plan.store:
                 self._commit(plan, plan.carried)
+            self._take_over(plan.reuse)
+            self._trim(plan)
             if plan.store:
-                self._take_over(plan.reuse)
                 self._write(plan.store)
                 self._commit(plan, plan.store)
         except BaseException:
