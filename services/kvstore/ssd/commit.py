@@ -152,7 +152,7 @@ class Committer:
                 self._free(plan)
             for append in plan.carry:
                 self._carry(append, plan)
-            if plan.carry or plan.reuse or not plan.store:
+            if plan.carry or not plan.store:
                 self._commit(plan, plan.carried)
             self._take_over(plan.reuse)
             self._trim(plan)
@@ -194,7 +194,7 @@ class Committer:
                 plan.cut.append(segment)
 
     def _take_over(self, reuse: Mapping[Segment, Segment]) -> None:
-        """Gives files to new segments, for good, before anything of what they hold is overwritten."""
+        """Gives files to new segments before what they hold is overwritten; a start forgets what has no file."""
         for segment, old in reuse.items():
             self.files.rename(old.path, segment.path)
         if reuse and self.sync:

@@ -214,7 +214,7 @@ class SsdTier:
             disk.forgotten += plan.forgotten
             disk.dead += plan.dead
             for victim in plan.victims:
-                if plan.full and not victim.carried:  # its file may be deleted
+                if (plan.full and not victim.carried) or victim.segment in plan.reuse.values():  # its file may be gone
                     disk.forgotten.append(self.catalogue.segments.pop(victim.segment.id))
                     continue
                 victim.segment.going = False
