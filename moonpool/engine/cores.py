@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.errors import ConfigError
-from moonpool.sched.steps import PATIENCE, SAVED
+from moonpool.sched.steps import PATIENCE, longest_wait_s
 
 SLOTS = 64
 SLOT = struct.Struct("qqqq")
@@ -114,7 +114,7 @@ class Turns:
 
     A step of a small batch takes almost as long as one of a large one. So where nobody waits for single tokens, prompts
     of the same host are computed first: the batch grows sooner, and each token is had for less. A step adds `PATIENCE`
-    times what it took to what may be waited, and as much as `SAVED` steps add is kept: so the prompts of a burst come
+    times what it took to what may be waited, and some of it is kept (`longest_wait_s`): so the prompts of a burst come
     first, and of a longer time decode keeps its part.
 
     Attributes:
@@ -148,7 +148,7 @@ class Turns:
         """Which share of the cores that they wanted some steps had, which end now; since the first did not wait."""
         if self._began:
             took_s, self._began = self.clock() - self._began, 0.0
-            self._saved_s = PATIENCE * min(self._saved_s / PATIENCE + took_s, SAVED * took_s / steps)
+            self._saved_s = min(self._saved_s + PATIENCE * took_s, longest_wait_s(took_s / steps))
         return self.had()
 
 

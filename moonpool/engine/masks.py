@@ -78,9 +78,14 @@ class Making:
         self._make, self._grammars = make, grammars
         self._made: Allowed | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether a grammar has to be waited for."""
+        return not all(it.done() for it in self._grammars)
+
     def early(self) -> None:
         """Makes them, unless a grammar has to be waited for."""
-        if all(it.done() for it in self._grammars):
+        if not self.waits:
             self.now()
 
     def now(self) -> Allowed:

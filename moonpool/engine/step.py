@@ -218,6 +218,8 @@ class StageRunner:
         """A run whose first step is like the further ones, so that native calls take it, too; None where it is not."""
         if step.steps == 1 or not self.model.native or not all(map(_like_further, step.sequences)):
             return None
+        if masks is not None and masks.waits:  # for grammars, which are compiled beside the layers of a first step
+            return None
         # As the step before left it: native code begins with each sequence's next token.
         parts = [(it.token_ids, it.start - 1, it.block_table) for it in step.sequences]
         packed = PackedBatch.build(parts, self.place.memory.kv.shape[4])

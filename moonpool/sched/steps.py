@@ -15,8 +15,8 @@ from moonpool.sampling import SampleSpec
 
 PATIENCE = 3.0
 """Times what they take that patient steps wait at most."""
-SAVED = 16
-"""Steps whose patience one may use: as much is kept of what the ones before it did not wait."""
+SAVED, SAVED_S = 16, 1.5
+"""Steps whose patience one may use, and seconds that it may wait by that at most."""
 TOLD_TOGETHER = 16
 """Results of a run's patient steps that come together, at most."""
 TELL_S = 0.05
@@ -108,6 +108,11 @@ class Step:
     steps: int = 1
     """Of the run that begins with it, at most. It ends before with a step that samples an end token, or nothing for a
     sequence, and with the one in which it is cut. All its sequences sample, and have blocks for all of it."""
+
+
+def longest_wait_s(step_s: float) -> float:
+    """Seconds that a patient step may wait at most, where it takes `step_s`: what earlier ones did not wait counts."""
+    return PATIENCE * max(step_s, min(SAVED * step_s, SAVED_S / PATIENCE))
 
 
 def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:

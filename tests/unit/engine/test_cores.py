@@ -15,7 +15,7 @@ import pytest
 from kernels.native import library
 from moonpool.engine.cores import LOOK_S, SLOT, SLOTS, Cores, Turns, life_of, number_of
 from moonpool.errors import ConfigError
-from moonpool.sched.steps import PATIENCE, SAVED
+from moonpool.sched.steps import PATIENCE, SAVED, SAVED_S, longest_wait_s
 
 MOST = len(os.sched_getaffinity(0))
 SAME = number_of([*os.sched_getaffinity(0)])
@@ -180,6 +180,12 @@ def test_what_patient_steps_did_not_wait_the_next_ones_may_but_not_all_of_it() -
     waits += [waited() for _ in range(3)]
     wanted_s = (100 * LOOK_S, PATIENCE * 0.01 * (SAVED + 1) - 100 * LOOK_S, PATIENCE * 0.01, PATIENCE * 0.01)
     assert waits == pytest.approx(wanted_s, abs=2 * LOOK_S)
+
+
+def test_who_takes_long_waits_no_longer_than_its_own_patience() -> None:
+    assert longest_wait_s(0.01) == pytest.approx(PATIENCE * SAVED * 0.01)
+    assert longest_wait_s(0.1) == pytest.approx(SAVED_S)
+    assert longest_wait_s(2.0) == pytest.approx(PATIENCE * 2.0)
 
 
 def test_a_step_that_is_aborted_waits_no_longer_and_teaches_nothing() -> None:

@@ -2,7 +2,8 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -111,6 +112,34 @@ class Ambiguous(Masks):
         self._bits[:] = (1 << 7 + self._steps_made).to_bytes(64, "little")
         failed = {0: "too ambiguous"} if self._steps_made == 3 else {}
         return Making(lambda: Allowed({0: memoryview(self._bits)}, failed))
+
+
+class Uncompiled(Masks):
+    """Its first grammar is not compiled: when it is asked for masks, it notes whether some KV has been written."""
+
+    def __init__(self, written: Callable[[], bool]) -> None:
+        super().__init__(lambda: pytest.fail("no tokenizer is needed"), 512, ())
+        self.seen: list[bool] = []
+        self._written = written
+
+    def begin(self, wanted: Sequence[Wanted]) -> Making:
+        return Making(self._make, [Future()])
+
+    def _make(self) -> Allowed:
+        self.seen.append(self._written())
+        return Allowed()
+
+
+def test_a_grammar_is_waited_for_behind_the_layers_of_a_runs_first_step(checkpoint: Path) -> None:
+    formed = SampleSpec(SamplingParams(temperature=0.0, response_format="regex", grammar="a"))
+    with stages(checkpoint, 1) as one:
+        one.run(whole())
+        block = one.runners[0].place.memory.kv[:, 6]
+        block.zero_()
+        with closing(Uncompiled(lambda: bool(block.any()))) as masks:
+            one.runners[0].masks = masks
+            one.runners[0].run(Step(2, (SequenceStep(ids(8), 40, (4, 1, 6), formed),), steps=6))
+            assert masks.seen == [True]
 
 
 @pytest.mark.parametrize("patient", [False, True])
