@@ -6,22 +6,22 @@ hidden randomness, so the same events at the same times give the same actions.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from moonpool.core.digest import digest_of
+from moonpool.frozen import frozen
 
 E_contra = TypeVar("E_contra", contravariant=True)
 A = TypeVar("A")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tick:
     """Time has passed; handed in when `Core.due` is reached, or at any other moment."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ended(Generic[T]):
     """The I/O that an action has started is over, by success, failure or cancelling.
 
@@ -33,7 +33,7 @@ class Ended(Generic[T]):
     result: T
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cancel:
     """An action: the I/O is not wanted any more. Its `Ended` still comes."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
 from moonpool.errors import MoonpoolError
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 
 
@@ -21,7 +22,7 @@ class OutOfBlocks(MoonpoolError):  # noqa: N818 - named like its kind in the fie
     """Fewer blocks are free or cached than were asked for; nothing was changed."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KeyEvents:
     """Net change of the set of held keys since the last call; no key is in both lists."""
 

@@ -156,7 +156,7 @@ class Network:
 
     def _deal(self, links: Iterable[Link]) -> None:
         flows = _connected(tuple(links))
-        rates = fair_rates(flows)
+        rates = fair_rates(flows) if flows else {}
         for flow in flows:
             rate = rates[flow.number]
             if rate != flow.rate:
@@ -211,10 +211,9 @@ def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
         return {flows[0].number: min([link.bytes_per_s for link in flows[0].path])}
     spare = {link: link.bytes_per_s for flow in flows for link in flow.path}
     rates: dict[int, float] = {}
-    urgent = [flow for flow in flows if flow.priority is Priority.URGENT]
-    _fill(urgent, spare, rates)
-    if len(urgent) < len(flows):
-        _fill([flow for flow in flows if flow.priority is not Priority.URGENT], spare, rates)
+    for priority in Priority:
+        if first := [flow for flow in flows if flow.priority is priority]:
+            _fill(first, spare, rates)
     return rates
 
 

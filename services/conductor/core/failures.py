@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from moonpool.frozen import frozen
+
 
 class Kind(Enum):
     """Kinds of failures; the values are the names of the classes in `moonpool.errors`."""
@@ -39,7 +41,7 @@ NO_DECODE_ROOM = "no_decode_room"
 """Reason of a refusal because no decode instance has room."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Failure:
     """One failure.
 
@@ -68,7 +70,7 @@ class Failure:
         return self.kind is Kind.INVALID and self.field == FENCE
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stale:
     """A prefill instance has not taken a prompt, as its queue is longer than was thought.
 

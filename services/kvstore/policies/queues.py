@@ -32,8 +32,9 @@ class LRU(EvictionPolicy):
         self.order[info.key] = None
 
     def touched(self, chain: Sequence[BlockKey]) -> None:
+        renew = self.order.move_to_end
         for key in reversed(chain):
-            self.order.move_to_end(key)
+            renew(key)
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
         self.touched(chain)

@@ -95,16 +95,16 @@ class PrefillCore:
         self.state.now, self.state.out = now, out
         self.state.manager.now = now
         match event:
+            case LayerComputed():  # most are these two
+                self.steps.layer_computed(event.step, event.layer)
+            case Ended():
+                self._ended(event.io, event.result)
+            case LayerLoaded():
+                self.loads.layer_loaded(event.io, event.layer)
             case Arrive():
                 self._arrive(event)
             case Leave():
                 self._leave(event.job, Outcome.LEFT)
-            case LayerComputed():
-                self.steps.layer_computed(event.step, event.layer)
-            case LayerLoaded():
-                self.loads.layer_loaded(event.io, event.layer)
-            case Ended():
-                self._ended(event.io, event.result)
             case ForgetKV():
                 jobs = [(job.owner, job.keys) for job in self.state.jobs.values()]
                 self.state.do(forget(self.state.manager, event, [*jobs, *self.copies.owners]))
