@@ -133,7 +133,7 @@ class Regression:
     def _most(self) -> list[float]:
         """The largest variance of each coefficient by itself: as at the start, more where it has grown."""
         known = zip(self._spreads, self.coefficients, self._firsts, strict=True)
-        return [(spread * max(1.0, one / first if first else 1.0)) ** 2 for spread, one, first in known]
+        return [(spread * (one / first) if one > first > 0.0 else spread) ** 2 for spread, one, first in known]
 
     def _fresh(self) -> list[list[float]]:
         most, known = self._most(), self.coefficients

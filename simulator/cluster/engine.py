@@ -4,7 +4,6 @@ Steps take the time of the profile. A run of several steps is one event: they en
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from moonpool.cost import prefill_seconds
 from services.decode.core.actions import Run
@@ -91,7 +90,8 @@ class Engine:
     def cut(self) -> None:
         """Ends the run with the step that is being computed."""
         if self._leap.steps > self._told + 1:
-            self._leap = replace(self._leap, steps=self._told + 1)
+            leap = self._leap
+            self._leap = Leap(leap.start, self._told + 1, leap.first, leap.more)
             self._world.at(self._leap.end, self._over, self._leap, first=True)
 
     def _look_again(self) -> None:

@@ -61,7 +61,8 @@ class Host(Generic[E, A]):
         self._events.clear()
 
     def _handle(self, event: E | Tick) -> None:
-        now, actions = self._world.seconds, list[A]()
+        now = self._world.seconds
+        actions: list[A] = []
         self.core.handle(now, event, actions)
         if self.heard is not None:
             self.heard(now, event, actions)

@@ -211,9 +211,11 @@ def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
         return {flows[0].number: min([link.bytes_per_s for link in flows[0].path])}
     spare = {link: link.bytes_per_s for flow in flows for link in flow.path}
     rates: dict[int, float] = {}
-    for priority in Priority:
-        if first := [flow for flow in flows if flow.priority is priority]:
-            _fill(first, spare, rates)
+    urgent = [flow for flow in flows if flow.priority is Priority.URGENT]
+    if urgent:
+        _fill(urgent, spare, rates)
+    if len(urgent) < len(flows):
+        _fill([flow for flow in flows if flow.priority is not Priority.URGENT], spare, rates)
     return rates
 
 

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import field, replace
+from dataclasses import field
 
 from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
 from moonpool.frozen import frozen
@@ -53,7 +53,7 @@ class Flight:
         if self.left == 1 or self.is_cut:
             return self
         out.append(Cut(self.run.step))
-        return replace(self, is_cut=True)
+        return Flight(self.run, self.context, self.began, self.copies, self.left, is_cut=True)
 
 
 def short_of_blocks(batch: Batch, config: CoreConfig) -> list[tuple[Request, Member]]:

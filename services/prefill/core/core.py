@@ -5,6 +5,7 @@ from collections import Counter
 from moonpool.core.digest import digest_of
 from moonpool.core.fair import may_enter
 from moonpool.core.kernel import Ended, Tick
+from moonpool.core.timers import earliest
 from moonpool.cost import Speeds
 from moonpool.errors import ConfigError
 from moonpool.sched.forgetting import ForgetKV, forget
@@ -122,10 +123,7 @@ class PrefillCore:
 
     def due(self) -> float | None:
         """See `moonpool.core.kernel.Core.due`."""
-        plan_at, stalled_at = self.steps.plan_at, self.steps.stalled_at()
-        if plan_at is None or stalled_at is None:
-            return stalled_at if plan_at is None else plan_at
-        return min(plan_at, stalled_at)
+        return earliest(self.steps.plan_at, self.steps.stalled_at())
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
