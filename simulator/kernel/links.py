@@ -180,16 +180,16 @@ def _connected(path: Sequence[Link]) -> list[Flow]:
     """All flows that share links with these links, directly or through others, in the order of their beginnings."""
     if (alone := _alone(path)) is not None:
         return alone
-    links, seen, found = list(path), set[Link](), dict[int, Flow]()
-    while links:
-        link = links.pop()
-        if link in seen:
-            continue
-        seen.add(link)
-        for number, flow in link.flows.items():
+    links, found = dict.fromkeys(path), dict[int, Flow]()
+    waiting = list(links)
+    while waiting:
+        for number, flow in waiting.pop().flows.items():
             if number not in found:
                 found[number] = flow
-                links.extend(flow.path)
+                for link in flow.path:
+                    if link not in links:
+                        links[link] = None
+                        waiting.append(link)
     return [found[number] for number in sorted(found)]
 
 
