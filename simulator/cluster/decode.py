@@ -101,8 +101,7 @@ class DecodeInstance:
         self._core_config = core_config(config, longest_run)
         self._company = company or Company()
         self._heard_gap = ps(config.memory.lease_s) // HEARD_PER_LEASE
-        self._came = 0
-        self._preempted = 0
+        self._came = self._preempted = 0
         self.incarnation = 0
         self.up = up
         self.use = DecodeUse()

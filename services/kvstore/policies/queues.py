@@ -32,9 +32,8 @@ class LRU(EvictionPolicy):
         self.order[info.key] = None
 
     def touched(self, chain: Sequence[BlockKey]) -> None:
-        renew = self.order.move_to_end
         for key in reversed(chain):
-            renew(key)
+            self.order.move_to_end(key)
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
         self.touched(chain)
