@@ -89,9 +89,13 @@ class Choosing:
         """See `NativeRows.alone`; where `chosen` is an address."""
         return self._parts[0].alone(further)
 
-    def found_alone(self) -> Found:
-        """What was found in the last of these steps, where that is not a token for each."""
-        return self._parts[0].found_alone()
+    def permit(self, masks: Making) -> Found:
+        """The next of these steps chooses by these masks; returns what is known of it before."""
+        return self._parts[0].permit(masks)
+
+    def found_alone(self, masks: Making | None) -> Found:
+        """What was found in the last of these steps, where that is not a token for each; `masks` are its."""
+        return self._parts[0].found_alone(masks)
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """The run's next step: each of its sequences has got its one of `tokens`."""
@@ -150,9 +154,16 @@ class _Part:
         """See `Choosing.alone`."""
         return self._sampler.alone(further)
 
-    def found_alone(self) -> Found:
+    def permit(self, masks: Making) -> Found:
+        """See `Choosing.permit`."""
+        found = Found()
+        self._sampler.permit(self._allowed(masks, found))
+        return found
+
+    def found_alone(self, masks: Making | None) -> Found:
         """See `Choosing.found_alone`."""
         found = Found([None] * len(self._wanted))
+        self._allowed(masks, found)
         self._note(self._sampler.found(), found)
         return found
 

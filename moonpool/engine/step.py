@@ -115,6 +115,8 @@ class StageRunner:
     def _natively(self, run: Run, native: NativeRun, clocks: _Clocks) -> bool:
         """Further steps in one call, on a plain CPU: nothing else that is done for a step is left."""
         assert run.choosing is not None
+        if native.alone and run.masks is not None:
+            run.found = run.choosing.permit(run.masks)
         came, memory = native.go_on(*run.together(clocks.began_ns)), self.place.memory
         if came.filled:
             memory.go_on((), came.filled)
@@ -131,7 +133,7 @@ class StageRunner:
     def _tell(self, run: Run, native: NativeRun, came: Done, clocks: _Clocks, share: float) -> _Clocks:
         """Reports all but the last step of a call; `run.found` and the times returned are the last one's."""
         assert run.choosing is not None
-        run.found, last = Found(), came.steps + came.stopped - 1
+        odd, last = bool(run.found.failed or run.found.awaited_ns), came.steps + came.stopped - 1
         for index, (tokens, over_ns) in enumerate(native.tokens(came.steps)):
             run.found = Found(list(tokens))
             if index < last:
@@ -139,8 +141,8 @@ class StageRunner:
                 clocks = clocks._replace(start_ns=over_ns, began_ns=over_ns)
         if came.stopped:
             run.found = Found()
-        elif native.failed:
-            run.found = run.choosing.found_alone()
+        elif native.failed or odd:
+            run.found = run.choosing.found_alone(run.masks)
         return clocks
 
     def _make_masks(self, run: Run) -> None:
@@ -218,7 +220,7 @@ class StageRunner:
         native = self.model.going_on(
             run.packed, memory.kv, run.left, choosing.chosen, scales=memory.scales, out=choosing.logits, watch=watch
         )
-        if native is not None and run.masks is None:
+        if native is not None:
             native.choose_by(choosing.alone, run.ends)
         return native
 

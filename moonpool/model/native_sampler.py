@@ -96,7 +96,7 @@ class NativeRows:
     def alone(self, further: GoOn) -> bool:
         """Have native code choose in further steps by itself; False where something is to be done or told between them.
 
-        Masks are not looked at. From then on `go_on` is not called any more.
+        Masks are those of `permit`. From then on `go_on` is not called any more.
         """
         if not self._plain or self._ends:
             return False
@@ -106,6 +106,19 @@ class NativeRows:
             further.seeds, further.counters = self._hashed
             further.numbers = self._numbers_at
         return True
+
+    def permit(self, masks: Mapping[int, Mask]) -> None:
+        """Choose by these masks from now on, as they are then: their own memory is referred to.
+
+        The same object as before has the same memory.
+        """
+        if masks is self._masks:
+            return
+        self._rows["mask"] = 0
+        for row, mask in masks.items():
+            self._rows["mask"][row] = np.frombuffer(mask, np.uint8).ctypes.data
+            self._rows["mask_bytes"][row] = len(mask)
+        self._masks = masks
 
     def choose(self, logits: Tensor, masks: Mapping[int, Mask], numbers: Sequence[float] | None = None) -> Choice:
         """Choose tokens of each row of `logits` [R, vocab], contiguous float32, which are overwritten.
@@ -126,8 +139,7 @@ class NativeRows:
             self._numbers[:] = numbers
         elif self._drawn:
             self._native.uniform(*self._hashed, self._later, len(self._numbers), self._numbers_at)
-        if masks is not self._masks:
-            self._mask(masks)
+        self.permit(masks)
         self._call.logits = logits
         failed = self._native.sample(self._call)
         return self._tokens.tolist() if self._plain and not failed else None
@@ -177,14 +189,6 @@ class NativeRows:
         at = 4 * len(self._data)
         self._data.frombytes(part)
         return at
-
-    def _mask(self, masks: Mapping[int, Mask]) -> None:
-        """Refers to the masks' own memory."""
-        self._rows["mask"] = 0
-        for row, mask in masks.items():
-            self._rows["mask"][row] = np.frombuffer(mask, np.uint8).ctypes.data
-            self._rows["mask_bytes"][row] = len(mask)
-        self._masks = masks
 
     def _logprobs(self, row: int, spec: SampleSpec, draws: slice) -> Logprobs:
         begin, count = row * self._most, min(spec.params.logprobs or 0, self._most)

@@ -90,6 +90,11 @@ class Sampler:
         """See `NativeRows.alone`."""
         return self._rows is not None and self._rows.alone(further)
 
+    def permit(self, masks: Mapping[int, Mask]) -> None:
+        """See `NativeRows.permit`; where rows are sampled natively."""
+        assert self._rows is not None
+        self._rows.permit(masks)
+
     def found(self) -> Sampled:
         """What the last native choice found."""
         assert self._rows is not None
