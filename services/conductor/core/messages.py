@@ -389,7 +389,7 @@ class Resync:
     instance: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LetGo:
     """Follow a sequence (its io) no more, and leave it at decode for another conductor."""
 
