@@ -10,7 +10,6 @@ decode instances where they foresee by what they have served. The policies draw 
 
 import argparse
 import asyncio
-import itertools
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarks.arrivals import at_rate
 from benchmarks.emulated import late, lateness
 from benchmarks.frame import Progress, Row, Skipped, bounded, paired, run
 from moonpool.bundled import model_dir
@@ -117,30 +117,14 @@ class Figures:
 
 
 def arrivals(trace: Sequence[TraceRequest], requests: int, rate: float) -> list[TraceRequest]:
-    """The first requests of a trace, cut to `MOST_TOKENS`, so many per second on the average.
-
-    Those of one instant come one after the other until the next one: a trace with times of three seconds says no more
-    than that, and which of them a conductor hears first would be chance.
+    """The first requests of a trace, cut to `MOST_TOKENS`, so many per second on the average (`at_rate`).
 
     Raises:
         Skipped: the trace is too short.
     """
     if len(trace) < requests:
         raise Skipped(f"the trace has {len(trace)} requests, {requests} are wanted")
-    found = [cut(one, MOST_TOKENS, 0, STEP_TOKENS // 8) for one in trace[:requests]]
-    times = apart([one.timestamp for one in found])
-    faster = (times[-1] - times[0]) / 1000 * rate / (requests - 1)
-    return [replace(one, timestamp=(at - times[0]) / faster) for one, at in zip(found, times, strict=True)]
-
-
-def apart(times: Sequence[float]) -> list[float]:
-    """Sorted times, equal ones spread until the next one; the last ones as far apart as those before."""
-    instants = [(at, len(list(same))) for at, same in itertools.groupby(times)]
-    spans = [after - at for (at, _), (after, _) in itertools.pairwise(instants)]
-    spans.append(spans[-1] if spans else 0.0)
-    return [
-        at + span * place / count for (at, count), span in zip(instants, spans, strict=True) for place in range(count)
-    ]
+    return at_rate([cut(one, MOST_TOKENS, 0, STEP_TOKENS // 8) for one in trace[:requests]], rate)
 
 
 def begin(stack: LocalStack, mode: Mode) -> None:

@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.arrivals import at_rate
 from benchmarks.frame import Progress, Row, Skipped, bounded, run
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
@@ -80,7 +81,7 @@ FIT_SIMULATIONS = 150
 
 
 def slices(trace: Sequence[TraceRequest], kind: Kind, number: int) -> list[TraceRequest]:
-    """The `number`-th two slices of the trace, shrunk, from its start again after its end; times begin at 0.
+    """The `number`-th two slices of the trace, shrunk, at their rate, from its start again after its end.
 
     Raises:
         Skipped: the trace is too short.
@@ -89,10 +90,7 @@ def slices(trace: Sequence[TraceRequest], kind: Kind, number: int) -> list[Trace
     if len(trace) < count:
         raise Skipped(f"the trace has {len(trace)} requests, two slices are {count}")
     first = number % (len(trace) // count) * count
-    found = [shrunk(one, kind) for one in trace[first : first + count]]
-    begin, span = found[0].timestamp, found[-1].timestamp - found[0].timestamp
-    faster = span / 1000 * kind.rate / (count - 1)
-    return [replace(one, timestamp=(one.timestamp - begin) / faster) for one in found]
+    return at_rate([shrunk(one, kind) for one in trace[first : first + count]], kind.rate)
 
 
 def shrunk(request: TraceRequest, kind: Kind) -> TraceRequest:
@@ -195,7 +193,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
                 found.append(future.result())
                 progress(said(kind, number, found[-1]))
             rows += _rows(kind, found)
-            drawn = charts(Times.of(found[-1].measured), Times.of(found[-1].simulated))
+            drawn = charts(Times.of(found[-1].measured), found[-1].times)
             pictures += [replace(chart, title=f"{kind.name}: {chart.title}") for chart in drawn]
     path = options.picture or (options.out.with_suffix(".svg") if options.out else None)
     if path is not None:

@@ -97,6 +97,11 @@ class Choosing:
         """What was found in the last of these steps, where that is not a token for each; `masks` are its."""
         return self._parts[0].found_alone(masks)
 
+    def begin_with(self, tokens: Sequence[int]) -> None:
+        """The run's first step computes these tokens, one of each sequence; `chosen`, where it is one, has them."""
+        if self.chosen is not None:
+            self._parts[0].begin_with(tokens)
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """The run's next step: each of its sequences has got its one of `tokens`."""
         for part in self._parts:
@@ -170,6 +175,10 @@ class _Part:
     def chosen_of(self, sequences: int) -> int | None:
         """As `Choosing.chosen`, where a step has so many sequences."""
         return self._sampler.chosen if len(self._drawn) == sequences else None
+
+    def begin_with(self, tokens: Sequence[int]) -> None:
+        """See `Choosing.begin_with`."""
+        self._sampler.begin_with(tokens)
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """See `Choosing.go_on`."""

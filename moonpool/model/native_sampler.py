@@ -66,7 +66,7 @@ class NativeRows:
         self._numbers = np.zeros(draws)
         self._numbers_at = self._numbers.ctypes.data
         self._hashed = self._seeds.ctypes.data, self._positions.ctypes.data
-        self._drawn, self._later = max(scales) >= 0, 0
+        self._drawn, self._later, self._begun = max(scales) >= 0, 0, True
         self._plain = draws == len(specs) and all(spec.params.logprobs is None for spec in specs)
         self._masks: Mapping[int, Mask] = {}
         self._tokens, self._failed = array("i", bytes(4 * draws)), array("i", bytes(4 * len(specs)))
@@ -85,6 +85,11 @@ class NativeRows:
         """Address of the rows' tokens, one int32 of each, written by each choice; None where a row has several."""
         return self._tokens.buffer_info()[0] if len(self._tokens) == len(self._specs) else None
 
+    def begin_with(self, tokens: Sequence[int]) -> None:
+        """What each row's token was before the first step, which has not begun; where `chosen` is an address."""
+        self._tokens[:] = array("i", tokens)
+        self._begun = False
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """The next step, after each row's first sample was `tokens`."""
         self._later += 1
@@ -94,14 +99,14 @@ class NativeRows:
             self._ends[row] = end + 1
 
     def alone(self, further: GoOn) -> bool:
-        """Have native code choose in further steps by itself; False where something is to be done or told between them.
+        """Have native code choose in steps to come by itself; False where something is to be done or told between them.
 
         Masks are those of `permit`. From then on `go_on` is not called any more.
         """
         if not self._plain or self._ends:
             return False
         self._call.logits = further.logits
-        further.sampling, further.later = ctypes.pointer(self._call), self._later
+        further.sampling, further.later = ctypes.pointer(self._call), self._later + self._begun
         if self._drawn:
             further.seeds, further.counters = self._hashed
             further.numbers = self._numbers_at

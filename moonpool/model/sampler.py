@@ -106,6 +106,11 @@ class Sampler:
         tokens = self._rows.choose_at(logits, masks)
         return self.found() if tokens is None else tokens
 
+    def begin_with(self, tokens: Sequence[int]) -> None:
+        """See `NativeRows.begin_with`."""
+        assert self._rows is not None
+        self._rows.begin_with(tokens)
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """The next step: each row's token was the one of `tokens`, and the same tokens are banned."""
         if self._rows is not None:

@@ -122,7 +122,7 @@ class DecodeInstance:
         self._told_at = self._world.now
         self._engine = Engine(
             self._world, self._config, self.core, self._sequences, self.use, self._stepped, self._run_ended, self._say,
-            self._company,
+            self._company, int(self.name[1:]),
         )  # fmt: skip
 
     def crash(self) -> None:

@@ -1,6 +1,7 @@
 """The engine of a simulated decode instance: takes the steps that the core orders, many at once where it may.
 
-Steps take the time of the profile. A run of several steps is one event: they end when steps taken one by one would.
+Steps take the time of the profile. Several of a run are one event, a leap: they end when steps taken one by one would.
+A run is one leap, unless its way to the engine takes time, or another engine of the machine begins or ends to compute.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from simulator.cluster.company import Company
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.sequences import DecodeSequence, DecodeUse
 from simulator.cluster.steps import Leap, StepTimes
+from simulator.kernel.calls import exponential
 from simulator.kernel.clock import PS, World, ps
 
 STOPPED = 1
@@ -31,6 +33,7 @@ class Engine:
             the instance's load or keys have changed.
         begun: called when sequences have made their first tokens in a run that goes on.
         company: of the machine's engines.
+        number: of the instance; each draws for itself how long the way to it takes.
     """
 
     def __init__(
@@ -44,13 +47,18 @@ class Engine:
         ended: Callable[[list[DecodeSequence], bool], None],
         begun: Callable[[list[DecodeSequence]], None],
         company: Company,
+        number: int,
     ) -> None:
+        self._number = number
         self._world, self._config, self._core, self._sequences, self._use = world, config, core, sequences, use
         self._post, self._ended, self._begun = post, ended, begun
         self._times = StepTimes.of(config.profile.speeds)
         self._run: Run | None = None
         self._leap = Leap(0, 0, 0, 0)
         self._told = 0
+        """Steps of the leap that are counted."""
+        self._left = 0
+        """Steps of the run behind the leap."""
         self._member = company.joins(self._look_again)
 
     @property
@@ -75,42 +83,58 @@ class Engine:
     def begin(self, run: Run) -> None:
         """Begins a run."""
         self._member.computes(True)
-        pace = self._member.pace
         batch = [self._sequences[number] for number in run.batch]
         steps = min([run.steps, *(member.left for member in batch)])
-        self._run, self._told = run, 0
-        first, more = self._first_step(run), self._times.per_context_token * len(batch)
-        if pace != 1.0:
-            first, more = round(pace * first), round(pace * more)
-        self._leap = Leap(self._world.now, steps, max(1, first), more)
-        self._world.at(self._leap.end, self._over, self._leap, first=True)
+        way = ps(exponential(self._config.delays.run_s, self._config.seed, self._number, run.step))
+        self._run, self._left = run, steps
+        self._go_on(self._first_step(run) + way, 1 if way else steps)
         if steps > 1 and (new := [member for member in batch if not member.told]):
             self._world.at(self._leap.time_of(1), self._first, (run, new))
 
     def cut(self) -> None:
         """Ends the run with the step that is being computed."""
-        if self._leap.steps > self._told + 1:
+        self._left = 0
+        self._shorten()
+
+    def _go_on(self, first: int, steps: int) -> None:
+        """Leaps over steps of the run at the pace of now, the first of which takes `first` where it is alone."""
+        assert self._run is not None
+        more, pace = self._times.per_context_token * len(self._run.batch), self._member.pace
+        if pace != 1.0:
+            first, more = round(pace * first), round(pace * more)
+        self._told, self._left = 0, max(0, self._left - steps)
+        self._leap = Leap(self._world.now, steps, max(1, first), more)
+        self._world.at(self._leap.end, self._over, self._leap, first=True)
+
+    def _shorten(self) -> int:
+        """Lets the leap end with the step that is being computed; returns by how many steps."""
+        less = self._leap.steps - self._told - 1
+        if less > 0:
             leap = self._leap
             self._leap = Leap(leap.start, self._told + 1, leap.first, leap.more)
             self._world.at(self._leap.end, self._over, self._leap, first=True)
+        return max(0, less)
 
     def _look_again(self) -> None:
-        """Steps take another time from now on: a run ends with the one that is being computed."""
+        """Steps take another time from now on, but for the one that is being computed."""
         self.settle()
         if self._run is not None:
-            self.cut()
+            self._left += self._shorten()
 
     def _first_step(self, run: Run) -> int:
         """Picoseconds of the run's first step; as emulated engines count, one token of a chunk is as any other."""
         ones = [chunk.start + 1 for chunk in run.chunks if chunk.count == 1]
-        context = self._core.planner.batch.context + sum(ones)
         speeds = self._config.profile.speeds
         again = sum(
             prefill_seconds(speeds, chunk.count, chunk.start, steps=0, begins=False)
             for chunk in run.chunks
             if chunk.count > 1
         )
-        return self._times.step(len(run.batch) + len(ones), context) + ps(again)
+        return self._step(run, len(ones), sum(ones)) + ps(again)
+
+    def _step(self, run: Run, ones: int = 0, context: int = 0) -> int:
+        """Picoseconds of the next step of a run, with some more tokens and their context."""
+        return self._times.step(len(run.batch) + ones, self._core.planner.batch.context + context)
 
     def _first(self, begun: tuple[Run, list[DecodeSequence]]) -> None:
         run, members = begun
@@ -121,6 +145,10 @@ class Engine:
     def _over(self, leap: Leap) -> None:
         run = self._run
         if leap is not self._leap or run is None:
+            return
+        if self._left:
+            self.settle()  # which may cut the run: then it ends with its next step
+            self._go_on(self._step(run), max(1, self._left))
             return
         steps = leap.steps - self._told
         seconds = self._advance(run, steps)

@@ -314,11 +314,7 @@ class PrefillInstance:
             case actions.OpenTransfer():
                 self._calls.send(lambda: self._open(action, prompt, moving), reliable=True)
             case actions.AwaitVerdict():
-                tail = ps(self._config.delays.tail_s)
-                if tail:
-                    self._world.after(tail, lambda _: self._whole(action, prompt.target, moving))
-                else:
-                    self._whole(action, prompt.target, moving)
+                self._whole(action, prompt.target, moving)
 
     def _whole(self, order: actions.AwaitVerdict, target: Target | None, moving: dict[int, Flow | None]) -> None:
         """Decode has all of a transfer, unless that was given up before, or the instance was lost."""

@@ -33,24 +33,26 @@ class Extras:
 
     Attributes:
         prefill, decode: times as long as the profile says steps of prefill and decode take.
-        prefill_step_s, decode_step_s: what each step takes on top.
+        prefill_step_s: what each step of prefill takes on top.
+        decode_token_s: what each token of a decode step takes on top: it is told to a client.
+        decode_run_s: mean of what a run of decode steps takes on top, its way to the engine and back. A run ends with
+            each sequence that joins or ends, so a first token from decode waits for it, and a crowd has many.
         company: times as long as alone that steps take while another engine of the machine computes; it is found where
             the cluster says that engines share one (`ClusterConfig.company` above 1), else it is 1.
         links: times as slow as the profile says KV is loaded and sent.
         prompt_s: until a prompt is at its prefill instance: tokenising, hashing, planning, a promise of room.
         call_s: mean of what chance adds to each message.
-        tail_s: from the last of a prompt's KV until decode has it, beside the link; the second token waits for it.
     """
 
     prefill: float = 1.0
     prefill_step_s: float = 0.002
     decode: float = 1.0
-    decode_step_s: float = 0.002
+    decode_token_s: float = 0.001
+    decode_run_s: float = 0.002
     company: float = 1.0
     links: float = 1.0
     prompt_s: float = 0.005
     call_s: float = 0.001
-    tail_s: float = 0.002
 
     def applied(self, config: ClusterConfig) -> ClusterConfig:
         """The cluster with these extras."""
@@ -58,11 +60,11 @@ class Extras:
         speeds = replace(
             slowed,
             prefill_base_s=slowed.prefill_base_s + self.prefill_step_s,
-            decode_base_s=slowed.decode_base_s + self.decode_step_s,
+            decode_per_sequence_s=slowed.decode_per_sequence_s + self.decode_token_s,
             load_bytes_per_s=config.load_bytes_per_s / self.links,
             transfer_bytes_per_s=config.transfer_bytes_per_s / self.links,
         )
-        delays = replace(config.delays, prompt_s=self.prompt_s, more_s=self.call_s, tail_s=self.tail_s)
+        delays = replace(config.delays, prompt_s=self.prompt_s, more_s=self.call_s, run_s=self.decode_run_s)
         company = max(1.0, self.company)
         return replace(config, profile=replace(config.profile, speeds=speeds), delays=delays, company=company)
 
@@ -72,9 +74,10 @@ class Extras:
 
 
 STARTS = tuple(
-    Extras(prefill=prefill, decode=decode, prompt_s=prompt_s)
-    for prefill in (0.7, 1.0, 1.5, 2.5)
-    for decode in (1.0, 1.5, 2.5)
+    Extras(prefill=prefill, decode=decode, decode_run_s=run_s, prompt_s=prompt_s)
+    for prefill in (1.0, 1.5, 2.5)
+    for decode in (0.3, 1.0)
+    for run_s in (0.001, 0.008)
     for prompt_s in (0.005, 0.05)
 )
 """Where the search may begin: at the best of these."""
@@ -83,25 +86,41 @@ _NAMES = tuple(field.name for field in fields(Extras))
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of requests that were answered, in their order: to the first token, and the mean from one to the next.
+    """Seconds of requests that were answered, in their order. 0 where an answer of one token has no such time.
 
-    The second is 0 for an answer of one token.
+    Attributes:
+        ttft_s: to the first token.
+        tpot_s: the mean from one token to the next.
+        second_s: from the first token to the second.
     """
 
     ttft_s: Sequence[float]
     tpot_s: Sequence[float]
+    second_s: Sequence[float] = ()
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> "Times":
         """Those of some requests."""
         done = [request for request in requests if request.outcome == DONE]
         first = [(request.first_at - request.arrived) / PS for request in done]
-        return cls(first, [sum(one.intervals) / len(one.intervals) / PS if one.intervals else 0.0 for one in done])
+        gaps = [request.intervals for request in done]
+        means = [sum(one) / len(one) / PS if one else 0.0 for one in gaps]
+        return cls(first, means, [one[0] / PS if one else 0.0 for one in gaps])
 
     @property
     def figures(self) -> dict[str, list[float]]:
         """Sorted values by name."""
-        return {"TTFT": sorted(self.ttft_s), "TPOT": sorted(filter(None, self.tpot_s))}
+        return {"TTFT": sorted(self.ttft_s), "TPOT": _there(self.tpot_s)}
+
+    @property
+    def points(self) -> list[float]:
+        """Nine quantiles of each time."""
+        times = map(_there, (self.ttft_s, self.tpot_s, self.second_s))
+        return [quantile(values, share) for values in times for share in SHARES]
+
+
+def _there(values: Sequence[float]) -> list[float]:
+    return sorted(filter(None, values))
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -125,14 +144,13 @@ def serve(config: ClusterConfig, requests: Sequence[TraceRequest]) -> list[Reque
 def distance(one: Times, other: Times) -> float:
     """Mean of |ln ratio| over all requests and over the quantiles, of both figures; infinite for other requests.
 
-    Requests tell what depends on their lengths, quantiles how much chance adds to each.
+    Requests tell what depends on their lengths, quantiles how much chance adds to each. The mean time per token does
+    not tell whether each token takes long, or a run of steps does until it has begun: quantiles of the second one do.
     """
     if len(one.ttft_s) != len(other.ttft_s):
         return math.inf
     each = [*_logs(one.ttft_s, other.ttft_s), *_logs(one.tpot_s, other.tpot_s)]
-    ours, theirs = one.figures, other.figures
-    points = [quantile(ours[name], share) for name in ours for share in SHARES]
-    shape = list(_logs(points, [quantile(theirs[name], share) for name in theirs for share in SHARES]))
+    shape = [*_logs(one.points, other.points)]
     return sum(sum(logs) / len(logs) for logs in (each, shape) if logs)
 
 
@@ -146,8 +164,8 @@ def fit(
     """The extras with which a simulation comes nearest to what was measured, and their `distance`.
 
     A pattern search (Hooke and Jeeves, 1961): each number in turn is made larger or smaller by a factor as often as
-    that helps, then all move on the way that they went together; the factor is reduced when nothing helps. Equal
-    arguments give equal results.
+    that helps, then all move on the way that they went together; the factor is reduced when nothing helps. A number
+    that did not help is tried again when the factor is reduced. Equal arguments give equal results.
 
     Args:
         config: the cluster without extras.
@@ -159,18 +177,15 @@ def fit(
     names = [name for name in _NAMES if name != "company" or config.company > 1.0]
     for start in STARTS:
         search.better(replace(start, company=config.company))
-    step = FIRST_STEP
+    step, tried = FIRST_STEP, names
     while search.left > 0 and step > LEAST_STEP:
         before, least = search.best, search.least
-        for name in names:
-            for factor in _factors(name, step):
-                while search.better(_moved(search.best, {name: factor})):
-                    pass
+        tried = [name for name in tried if search.moves(name, step)]
         on = {name: getattr(search.best, name) / getattr(before, name) for name in names}
         while search.best != before and search.better(_moved(search.best, on)):
             pass
         if search.least > 0.95 * least:
-            step /= 2
+            step, tried = step / 2, names
     return search.best, search.least
 
 
@@ -182,6 +197,14 @@ class _Search:
         self.left = left - 1
         self.best = Extras()
         self.least = off(self.best)
+
+    def moves(self, name: str, step: float) -> bool:
+        """Makes a number larger or smaller as often as that helps; whether it does."""
+        before = self.best
+        for factor in _factors(name, step):
+            while self.better(_moved(self.best, {name: factor})):
+                pass
+        return self.best != before
 
     def better(self, other: Extras) -> bool:
         """Tries one; whether it is the best now."""

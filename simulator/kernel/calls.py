@@ -19,7 +19,7 @@ class CallDelays:
         least_s: seconds that each takes.
         more_s: mean of what comes on top; exponential.
         prompt_s: seconds until the conductor plans a request that has come: tokenising and hashing.
-        tail_s: seconds from the last of a prompt's KV until decode has it, beside what its link takes.
+        run_s: mean of the seconds that a run of decode's steps takes to the engine and back; exponential.
         drop_share: messages that are lost.
         late_share: messages that take `late_s` longer.
     """
@@ -27,10 +27,15 @@ class CallDelays:
     least_s: float = 0.0003
     more_s: float = 0.0002
     prompt_s: float = 0.0
-    tail_s: float = 0.0
+    run_s: float = 0.0
     drop_share: float = 0.0
     late_share: float = 0.0
     late_s: float = 5.0
+
+
+def exponential(mean_s: float, seed: int, *counters: int) -> float:
+    """Seconds by chance, of this mean."""
+    return -mean_s * math.log(1.0 - draw_unit(seed, *counters)) if mean_s else 0.0
 
 
 class Calls:
@@ -62,7 +67,7 @@ class Calls:
         if fate < delays.drop_share and not reliable:
             self.dropped += 1
             return None
-        delay = delays.least_s - delays.more_s * math.log(1.0 - draw_unit(self._seed, self.sent, 2))
+        delay = delays.least_s + exponential(delays.more_s, self._seed, self.sent, 2)
         if delays.drop_share <= fate < delays.drop_share + delays.late_share:
             self.late += 1
             delay += delays.late_s

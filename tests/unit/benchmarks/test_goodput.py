@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.emulated import late, lateness
 from benchmarks.frame import Skipped
-from benchmarks.goodput import MODES, MOST_TOKENS, Figures, apart, arrivals, rows
+from benchmarks.goodput import MODES, MOST_TOKENS, Figures, arrivals, rows
 from moonpool.cli.check import Reading
 from moonpool.cli.replay import Replay
 from moonpool.client import Slo as Limits
@@ -57,11 +57,6 @@ def test_rows_say_how_far_the_simulator_is_off() -> None:
     assert (off.value, off.limit_value, off.met) == (10.0, 15.0, True)
     assert Figures(0.0, 3.0).off == 100.0
     assert Figures(0.0, 0.0).off == 0.0
-
-
-def test_requests_of_one_instant_come_one_after_the_other() -> None:
-    assert apart([0.0, 0.0, 0.0, 3.0, 6.0, 6.0]) == [0.0, 1.0, 2.0, 3.0, 6.0, 7.5]
-    assert apart([5.0, 5.0]) == [5.0, 5.0]
 
 
 def test_lateness_is_of_the_steps_since() -> None:

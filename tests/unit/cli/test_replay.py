@@ -49,13 +49,13 @@ def test_tokens_that_come_together_share_the_time() -> None:
 
 
 def test_a_fit_is_shown_with_what_was_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    found = Foreseen(Extras(), 0.1, [ended(1, 2, 10)], [ended(1, 3, 11)])
+    found = Foreseen(Extras(), 0.1, [ended(1, 2, 10)], [[ended(1, 2, 11)], [ended(1, 4, 11)]])  # of two draws
     show_fit(found)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("fitted to the first requests: prefill 1, prefill_step_s 0.002, decode 1,")
     assert [line.split() for line in lines[3:5]] == [
         ["TTFT", "p50", "2", "3", "1.500", "within", "15%:", "missed"],
-        ["TTFT", "p90", "2", "3", "1.500", "within", "25%:", "missed"],
+        ["TTFT", "p90", "2", "3.8", "1.900", "within", "25%:", "missed"],
     ]
     assert lines[5].endswith("within 15%: met")
     assert found.to_json()["near"] == 0.1

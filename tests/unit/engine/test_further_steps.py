@@ -174,11 +174,10 @@ def test_a_sequence_whose_logits_are_not_finite_ends_a_run_and_the_others_have_t
         shares = tuple(SequenceStep(ids(token), 40, (4, 1, block), GREEDY) for token, block in ((7, 6), (8, 2)))
         expected = [it.sampled for it in one.run(Step(2, shares, steps=2))[1:]]
         del one.events[:]
-        assert one.runners[0].run(Step(3, shares, patient=True, steps=6))
+        assert one.runners[0].run(Step(3, shares, steps=6))
         one.runners[0].place.memory.kv[:, 6] = torch.nan
         assert not one.runners[0].go_on()
-        [told] = [it for it in one.events if isinstance(it, StepDone)]
-        [first] = told.earlier
+        first, told = [it for it in one.events if isinstance(it, StepDone)]
         assert (first.sampled, told.sampled) == (expected[0], (None, expected[1][1]))
         assert (told.over, told.failed) == (True, {0: NOT_FINITE})
 

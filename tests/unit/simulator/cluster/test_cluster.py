@@ -10,7 +10,7 @@ from services.decode.core.config import Preemption
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import DecodeMemory, Slo
 from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Made, Request
-from simulator.kernel.calls import CallDelays
+from simulator.kernel.calls import CallDelays, exponential
 from simulator.kernel.clock import PS, ps
 from simulator.traces.mooncake import TraceRequest
 from tests.unit.simulator.cluster.rig import config, request, run
@@ -29,12 +29,18 @@ def test_the_times_of_one_request() -> None:
     assert cluster.decodes[0].use.steps == 3
 
 
-def test_decode_may_have_a_prompts_kv_later_than_its_link() -> None:
+def test_each_run_of_decode_steps_has_a_way_to_its_engine() -> None:
+    """The second answer joins the first: a run ends then, and one ends with each answer."""
+    trace = [request(1.0, 100, 20, 0), request(1.05, 100, 5, 100)]
     alike = config(kvstore=0)
-    later = replace(alike, delays=replace(alike.delays, tail_s=0.03))
-    (plain,), (one,) = (run(it, [request(1.0, 100, 4, 0)])[0] for it in (alike, later))
+    far = replace(alike, delays=replace(alike.delays, run_s=0.03))
+    ((plain, _), _), ((one, other), cluster) = run(alike, trace), run(far, trace)
+    assert cluster.decodes[0].core.planner.steps == 3
+    first, second, third = (ps(exponential(0.03, far.seed, 0, number)) for number in (1, 2, 3))
     assert one.first_at == plain.first_at
-    assert one.intervals == [plain.intervals[0] + ps(0.03), *plain.intervals[1:]]
+    assert one.intervals[0] == plain.intervals[0] + first
+    assert other.intervals[0] > second
+    assert one.ended_at - plain.ended_at == pytest.approx(first + second + third, abs=ps(0.001))
 
 
 def test_an_answer_of_one_token_needs_no_decode() -> None:
@@ -175,14 +181,14 @@ def story(ended: list[Request]) -> list[object]:
 
 
 @pytest.mark.parametrize("way", Preemption)
-@given(plans=REQUESTS, blocks=st.integers(22, 60))
+@given(plans=REQUESTS, blocks=st.integers(22, 60), slow=st.sampled_from((1.0, 2.0)))
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=20)
 def test_steps_at_once_are_as_steps_one_by_one(
-    way: Preemption, plans: list[tuple[int, int, int, int]], blocks: int
+    way: Preemption, plans: list[tuple[int, int, int, int]], blocks: int, slow: float
 ) -> None:
-    """Also with preemption and full pools: every token of every request comes at the same picosecond."""
+    """Also with preemption, full pools and company: every token of every request comes at the same picosecond."""
     memory = DecodeMemory(preemption=way, assumed_answer_tokens=2)
-    wanted = config(kvstore=0, pool_blocks=blocks, memory=memory, max_batch=7)
+    wanted = config(kvstore=0, pool_blocks=blocks, memory=memory, max_batch=7, company=slow)
     leaping, leapt = run(wanted, trace_of(plans))
     single, stepped = run(wanted, trace_of(plans), longest_run=1)
     assert story(leaping) == story(single)

@@ -33,10 +33,11 @@ def test_a_prompt_and_an_answer_on_one_machine_slow_each_other_down() -> None:
     (answer, prompt), _ = run(alike, trace)
     assert prompt.first_at == pytest.approx(0.3 * PS)
     assert answer.ended_at == pytest.approx((0.1025 + 19 * 0.0111) * PS, abs=0.001 * PS)
-    (answer, prompt), _ = run(replace(alike, company=2.0), trace)
+    (answer, prompt), cluster = run(replace(alike, company=2.0), trace)
     assert prompt.first_at == pytest.approx(0.4 * PS)
     # nine steps before the prompt is done with, the last of which has begun alone; nine at half the speed, one after it
     assert answer.ended_at == pytest.approx((0.1025 + 9 * 0.0111 + 9 * 0.0222 + 0.0111) * PS, abs=0.001 * PS)
+    assert cluster.decodes[0].core.planner.steps == 1, "another pace is no other run"
 
 
 def test_company_makes_nothing_quicker() -> None:

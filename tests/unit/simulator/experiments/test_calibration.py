@@ -14,7 +14,7 @@ from simulator.kernel.clock import PS
 from simulator.traces.workload import CHAT, Workload
 
 CONFIG = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=1, decode=1, kvstore=0)
-NOTHING = Extras(1.0, 0.0, 1.0, 0.0, prompt_s=0.0, call_s=CONFIG.delays.more_s, tail_s=0.0)
+NOTHING = Extras(1.0, 0.0, 1.0, 0.0, 0.0, prompt_s=0.0, call_s=CONFIG.delays.more_s)
 REQUESTS = Workload(3, replace(CHAT, rate_per_s=1.2, answer_tokens=20.0)).requests(60)
 
 
@@ -27,7 +27,7 @@ def done(arrived: int, first: int, *intervals: int) -> Request:
 def test_times_are_those_of_answered_requests() -> None:
     refused = Request(2, 0, 10, 3, (), outcome="refused")
     found = Times.of([done(1, 4, 2, 4), refused, done(0, 1)])
-    assert found == Times([3.0, 1.0], [3.0, 0.0])
+    assert found == Times([3.0, 1.0], [3.0, 0.0], [2.0, 0.0])
     assert found.figures == {"TTFT": [1.0, 3.0], "TPOT": [3.0]}
 
 
@@ -43,18 +43,20 @@ def test_distance_is_the_mean_logarithm_of_ratios() -> None:
     assert distance(one, twice) == pytest.approx(2 * math.log(2.0)), "of requests, and of quantiles"
     assert distance(one, Times([1.0], [0.0])) == math.inf
     assert distance(Times([], []), Times([], [])) == 0.0
+    late = Times([1.0], [0.1], [0.4]), Times([1.0], [0.1], [0.2])
+    assert distance(*late) == pytest.approx(math.log(2.0) / 3), "of quantiles: when the second token comes is chance"
 
 
 def test_each_extra_is_applied() -> None:
-    with_all = Extras(2.0, 0.5, 3.0, 0.25, 1.75, 4.0, 0.125, 0.0625, 0.03).applied(CONFIG)
+    with_all = Extras(2.0, 0.5, 3.0, 0.25, 0.03, 1.75, 4.0, 0.125, 0.0625).applied(CONFIG)
     before, after = CONFIG.profile.speeds, with_all.profile.speeds
     assert after.prefill_per_token_s == 2 * before.prefill_per_token_s
     assert after.prefill_base_s == 2 * before.prefill_base_s + 0.5
-    assert after.decode_per_sequence_s == 3 * before.decode_per_sequence_s
-    assert after.decode_base_s == 3 * before.decode_base_s + 0.25
+    assert after.decode_base_s == 3 * before.decode_base_s
+    assert after.decode_per_sequence_s == 3 * before.decode_per_sequence_s + 0.25
     assert with_all.load_bytes_per_s == CONFIG.load_bytes_per_s / 4
     assert with_all.transfer_bytes_per_s == CONFIG.transfer_bytes_per_s / 4
-    assert (with_all.delays.prompt_s, with_all.delays.more_s, with_all.delays.tail_s) == (0.125, 0.0625, 0.03)
+    assert (with_all.delays.prompt_s, with_all.delays.more_s, with_all.delays.run_s) == (0.125, 0.0625, 0.03)
     assert with_all.company == 1.75
     assert NOTHING.applied(CONFIG) == CONFIG
 
@@ -68,7 +70,7 @@ def test_what_a_prompt_takes_on_top_comes_before_its_first_token() -> None:
 def test_a_fit_foresees_requests_that_it_has_not_seen() -> None:
     """The stack is a simulation with extras; half of its requests are fitted, the others are foreseen."""
     half = len(REQUESTS) // 2
-    stack = serve(Extras(1.4, 0.05, 1.3, 0.004, prompt_s=0.05, tail_s=0.02).applied(CONFIG), REQUESTS)
+    stack = serve(Extras(1.4, 0.05, 1.3, 0.004, 0.02, prompt_s=0.05).applied(CONFIG), REQUESTS)
     extras, near = fit(CONFIG, REQUESTS[:half], Times.of(stack[:half]), simulations=60)
     assert near < 0.2
     assert extras.company == 1.0, "each engine has cores of its own"

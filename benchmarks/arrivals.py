@@ -1,0 +1,28 @@
+"""When the requests of a trace come where a benchmark sends them faster or more slowly than the trace has them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby, pairwise
+
+from simulator.traces.mooncake import TraceRequest
+
+
+def at_rate(requests: Sequence[TraceRequest], rate: float) -> list[TraceRequest]:
+    """Requests of a trace from time 0 on, two at least, so many per second on the average, as uneven as they are.
+
+    Those of one instant come one after the other until the next one: a trace with times of three seconds says no more
+    than that, and which of them a conductor hears first would be chance.
+    """
+    times = apart([one.timestamp for one in requests])
+    faster = (times[-1] - times[0]) / 1000 * rate / (len(requests) - 1)
+    return [replace(one, timestamp=(at - times[0]) / faster) for one, at in zip(requests, times, strict=True)]
+
+
+def apart(times: Sequence[float]) -> list[float]:
+    """Sorted times, equal ones spread until the next one; the last ones as far apart as those before."""
+    instants = [(at, len(list(same))) for at, same in groupby(times)]
+    spans = [after - at for (at, _), (after, _) in pairwise(instants)]
+    spans.append(spans[-1] if spans else 0.0)
+    return [
+        at + span * place / count for (at, count), span in zip(instants, spans, strict=True) for place in range(count)
+    ]
