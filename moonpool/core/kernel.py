@@ -1,8 +1,8 @@
 """What a core is, and the events and the bookkeeping that all cores share.
 
 A core decides; whoever drives it (an asyncio driver in a service, a heap of events in the simulator) does what was
-decided and tells the core how it went. Events and actions are frozen dataclasses. A core has no clock, no I/O and no
-hidden randomness, so the same events at the same times give the same actions.
+decided and tells the core how it went. Events and actions are frozen (`moonpool.frozen`). A core has no clock, no I/O
+and no hidden randomness, so the same events at the same times give the same actions.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ class Core(Protocol[E_contra, A]):
 
         Args:
             now: seconds of any clock that never goes back.
-            event: a frozen dataclass.
+            event: a frozen value.
             out: gets the actions, in the order in which they are to be done.
         """
 
