@@ -1,9 +1,12 @@
 """Prefill and decode through all four services, beside other engines for CPUs: `python -m benchmarks.engine`.
 
-`--model` takes shapes of `moonpool model create`, which get random weights, or folders. All have all cores, and every
-figure is from the first request's start to the last one's end: a prompt of 2,048 tokens and its first token; answers of
-64 tokens to prompts of 128, in batches. Prompts are fresh in every run, so nothing is cached. In each run ours and the
-peers' are measured one after the other. Peers are installed once, each into an environment of its own (`--peers`).
+`--model` takes shapes of `moonpool model create`, which get random weights, folders, GGUF files, and `smollm2`, the
+trained one that `moonpool model fetch` has fetched. What quantised weights stand for is computed by all without
+quantising. `--dtype` takes one or more; figures are wanted of bfloat16. All have all cores. Every figure is from the
+first request's start, to servers and clients that are connected, to the last one's end: a prompt of 2,048 tokens and
+its first token; answers of 64 tokens to prompts of 128, in batches. Prompts are fresh in every run, so nothing is
+cached. In each run ours and the peers' are measured one after the other. Peers are installed once, each into an
+environment of its own (`--peers`).
 Beside them stand this machine's limits: its best matrix product, and for one sequence reading all weights once a token.
 
 `--device cuda` puts prefill and decode on a GPU, beside transformers there and the GPU's own limits. It never ran.
@@ -31,6 +34,7 @@ from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run, spread
 from benchmarks.peers.engines import NAMES, Environment, Peer, running
 from benchmarks.serving import checkpoint_of
 from benchmarks.serving_limits import Limits, Span, measured_limits, rate, with_limit
+from moonpool.cli.named import cache_folder, cached
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, SamplingParams
 
@@ -41,6 +45,9 @@ PREFILL_TARGET, ROOFLINE_TARGET = 1.0, 0.85
 SEED = 1
 GGUF = ("openvino", "llama_cpp")
 """Peers that read the model from such a file."""
+STORED = {"bfloat16": ("F16", 1), "float32": ("F32", 0)}
+"""In which type and, as the format has it, type of file they get it, by what is computed in."""
+TRAINED = "smollm2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,7 @@ async def through_services(address: str, prompts: Sequence[Sequence[int]], token
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     clock = asyncio.get_running_loop().time
     async with AsyncClient(address) as client:
+        await client.stats()  # it is connected
 
         async def one(prompt: Sequence[int]) -> tuple[Span, list[int]]:
             begin = clock()
@@ -107,11 +115,36 @@ def same_tokens(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) 
     return same / sum(map(len, ours))
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model that is computed in an element type.
+
+    Attributes:
+        model: its name.
+        checkpoint: a folder, or a GGUF file.
+        dtype: bfloat16 or float32.
+    """
+
+    model: str
+    checkpoint: Path
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """Of its rows."""
+        return self.model if self.wanted else f"{self.model}, {self.dtype}"
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are targets."""
+        return self.dtype == "bfloat16"
+
+
 class Beside:
     """Our stack and the peers, on one model. A peer that ends has no further figures; the others go on."""
 
-    def __init__(self, model: str, ours: Ask, peers: Sequence[Peer], progress: Progress) -> None:
-        self._model = model
+    def __init__(self, subject: Subject, ours: Ask, peers: Sequence[Peer], progress: Progress) -> None:
+        self._model, self._wanted = subject.name, subject.wanted
         self._ours = ours
         self._peers = list(peers)
         self._progress = progress
@@ -156,11 +189,12 @@ class Beside:
         if peer in self._ended:
             return Absent(name, peer.version, self._ended[peer])
         pairs = [(ours, theirs[peer]) for ours, theirs in figures]
-        return with_limit(paired(name, "tokens/s", pairs, peer.version, target=task.target), task.limit(limits)[1])
+        target = task.target if self._wanted else None
+        return with_limit(paired(name, "tokens/s", pairs, peer.version, target=target), task.limit(limits)[1])
 
     def _beside_limit(self, task: Task, ours: Sequence[float], limits: Limits) -> Row:
         name, limit = task.limit(limits)
-        target = ROOFLINE_TARGET if task.batch == 1 and task.output > 1 else None
+        target = ROOFLINE_TARGET if self._wanted and task.batch == 1 and task.output > 1 else None
         pairs = [(own, limit) for own in ours]
         return paired(f"{self._model}, {task.name}", "tokens/s", pairs, name, target=target)
 
@@ -171,43 +205,50 @@ class Beside:
         return Row(name, share, "", spread_of(shares), peer.version, 1.0, share)
 
 
-def gguf_of(model: Path, folder: Path) -> Path:
-    """The same model as a GGUF file in float16, which is what its peers read without quantising."""
-    from benchmarks.peers.gguf_files import write_gguf
+def gguf_of(model: Path, folder: Path, dtype: str) -> Path:
+    """The same model as a GGUF file in float16, or float32: what its peers read without quantising."""
+    from benchmarks.peers.gguf_files import rewrite_gguf, write_gguf
 
-    file = folder / f"{model.name}.gguf"
+    kind, number = STORED[dtype]
+    file, metadata = (
+        folder / f"{model.stem if model.is_file() else model.name}-{kind}.gguf",
+        {"general.file_type": number},
+    )
     if file.exists():  # another peer has read it
         return file
-    kind = json.loads((model / "config.json").read_text())["model_type"]
-    return write_gguf(kind, model, file, "F16", metadata={"general.file_type": 1})
+    if model.is_file():
+        return rewrite_gguf(model, file, kind, metadata=metadata)
+    architecture = json.loads((model / "config.json").read_text())["model_type"]
+    return write_gguf(architecture, model, file, kind, metadata=metadata)
 
 
 def measured(
-    model: Path, folder: Path, environment: Environment, options: argparse.Namespace, progress: Progress
+    subject: Subject, folder: Path, environment: Environment, options: argparse.Namespace, progress: Progress
 ) -> list[Row | Absent]:
-    """The rows of one model."""
-    limits = measured_limits(model, options.dtype, options.device)
-    progress(f"{model.name}: {limits}")
+    """The rows of one model in one type."""
+    model, dtype = subject.checkpoint, subject.dtype
+    limits = measured_limits(model, dtype, options.device)
+    progress(f"{subject.name}: {limits}")
     where = dict.fromkeys(("prefill", "decode"), ("--device", options.device))
-    plan = StackPlan(model=str(model), data_dir=folder / f"{model.name}-data", dtype=options.dtype, extra={**where})
+    plan = StackPlan(model=str(model), data_dir=folder / f"{dtype}-data", dtype=dtype, extra={**where})
     absent: list[Row | Absent] = []
     with contextlib.ExitStack() as stack:
         peers = []
         for name in options.only.split(","):
             try:
                 python = environment.python(name)
-                file = gguf_of(model, folder) if name in GGUF else model
+                file = gguf_of(model, folder, dtype) if name in GGUF else model
                 threads = len(os.sched_getaffinity(0))
-                peers.append(stack.enter_context(running(name, python, file, threads, options.dtype, options.device)))
-                progress(f"{model.name}: {peers[-1].version} is ready")
+                peers.append(stack.enter_context(running(name, python, file, threads, dtype, options.device)))
+                progress(f"{subject.name}: {peers[-1].version} is ready")
             except Skipped as reason:
-                absent += [Absent(f"{model.name}, {task.name}", NAMES[name], str(reason)) for task in TASKS]
+                absent += [Absent(f"{subject.name}, {task.name}", NAMES[name], str(reason)) for task in TASKS]
         address = stack.enter_context(LocalStack(plan)).address
 
         def ours(prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, Answers]:
             return asyncio.run(through_services(address, prompts, tokens))
 
-        return [*Beside(model.name, ours, peers, progress).rows(limits, options.runs), *absent]
+        return [*Beside(subject, ours, peers, progress).rows(limits, options.runs), *absent]
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
@@ -217,17 +258,38 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
     environment = Environment(options.peers, progress)
     rows: list[Row | Absent] = []
     for name in options.model.split(","):
+        trained = cached(name, cache_folder()) if name == TRAINED else None
+        if name == TRAINED and trained is None:
+            rows.append(Absent(name, "other engines", f"it is not here (`moonpool model fetch {name}`)"))
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            rows += measured(checkpoint_of(name, Path(folder)), Path(folder), environment, options, progress)
+            checkpoint = trained or checkpoint_of(name, Path(folder))
+            for dtype in options.dtype.split(","):
+                subject = Subject(name if trained else checkpoint.name, checkpoint, dtype)
+                rows += measured(subject, Path(folder), environment, options, progress)
     return rows
+
+
+def dtypes(text: str) -> str:
+    """Element types with commas.
+
+    Raises:
+        argparse.ArgumentTypeError: one is not known.
+    """
+    for name in text.split(","):
+        if name not in STORED:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(STORED)}")
+    return text
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
     add = parser.add_argument
-    add("--model", default="small,qwen2.5-0.5b", help="shapes of `moonpool model create`, or folders, with commas")
+    models = f"shapes of `moonpool model create`, folders, GGUF files, or {TRAINED}, with commas"
+    add("--model", default=f"small,qwen2.5-0.5b,{TRAINED}", help=models)
     add("--only", default=",".join(NAMES), help=f"peers, with commas (default {','.join(NAMES)})")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of ours, and of peers that take one")
+    types = "of ours, and of peers that take one: bfloat16 or float32, or both with a comma (default both)"
+    add("--dtype", type=dtypes, default=",".join(STORED), help=types)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of our engines, and of peers that run on it")
     add("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments (default .peers)")
 

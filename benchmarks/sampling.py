@@ -1,7 +1,7 @@
 """What choosing a token costs: each parameter beside greedy, and within a step, as the masks of structured answers.
 
 `python -m benchmarks.sampling [--json]`. Steps are those of one stage in this process, in bfloat16, a context of 256
-tokens each. They go in runs of 32, as in an engine (docs/adr/0028-lookahead.md). All sequences of a structured run
+tokens each. They go in runs of 64, as in an engine (docs/adr/0028-lookahead.md). All sequences of a structured run
 follow the same JSON schema and begin it anew when they have ended, which ends the run; a plain run of as many steps
 follows, which samples from the same contexts. Both draw at temperature 1; batch 8. The mean step counts, beginnings of
 runs included: of a schema that was used before, and of the first 32 steps of one that was not. Two shapes have the
@@ -36,6 +36,7 @@ from moonpool.engine.gates import Gates
 from moonpool.engine.masks import Masks
 from moonpool.engine.messages import Fetched, StepDone
 from moonpool.engine.pipeline import NoLinks
+from moonpool.engine.process import RUN_STEPS
 from moonpool.engine.step import StageRunner
 from moonpool.kv.pool import KVPool
 from moonpool.model import sample
@@ -49,8 +50,8 @@ from moonpool.v1 import kv_pb2
 VOCABULARIES = (49_152, 151_936)
 """Of SmolLM2 and of Qwen2.5."""
 BATCH, CONTEXT, BLOCK_TOKENS = 8, 256, 64
-RUN = 32
-"""Steps of a run."""
+NEW_STEPS = 32
+"""Of a schema that was not used before."""
 MANY = 32
 SMALL, SMOLLM2, QWEN = "small", "smollm2-135m", "qwen2.5-0.5b"
 SHAPES = (
@@ -105,7 +106,7 @@ class Stage:
 
     def __init__(self, checkpoint: Path, batch: int) -> None:
         config = load_config(checkpoint)
-        self._blocks = -(-(CONTEXT + RUN) // BLOCK_TOKENS)
+        self._blocks = -(-(CONTEXT + RUN_STEPS) // BLOCK_TOKENS)
         self._pool = KVPool.create(
             kv_layout(config, "bfloat16", BLOCK_TOKENS), batch * self._blocks, [(0, config.num_layers)]
         )
@@ -138,22 +139,22 @@ class Stage:
         self._sampling = [SequenceSampling.of(replace(params, seed=row), 1, self._ends) for row in range(self._batch)]
         self._answers = [array("i", [3]) for _ in range(self._batch)]
 
-    def structured(self) -> list[float]:
+    def structured(self, steps: int = RUN_STEPS) -> list[float]:
         """Times of a run's steps whose sequences follow the schema."""
         specs = [it.at(answer) for it, answer in zip(self._sampling, self._answers, strict=True)]
         times = []
-        for took, tokens in self._run(specs, frozenset(self._ends)):
+        for took, tokens in self._run(specs, frozenset(self._ends), steps):
             times.append(took)
             for row, token in enumerate(tokens):
                 self._grow(row, token or 0)
         return times
 
-    def plain(self, spec: SampleSpec, steps: int = RUN) -> list[float]:
+    def plain(self, spec: SampleSpec, steps: int = RUN_STEPS) -> list[float]:
         """Times of a run's steps that sample so."""
         return [took for took, _ in self._run([spec] * self._batch, steps=steps)]
 
     def _run(
-        self, specs: Sequence[SampleSpec], ends: frozenset[int] = frozenset(), steps: int = RUN
+        self, specs: Sequence[SampleSpec], ends: frozenset[int] = frozenset(), steps: int = RUN_STEPS
     ) -> Iterator[tuple[float, Sequence[int | None]]]:
         shares = tuple(self._sequence(row, spec, ends) for row, spec in enumerate(specs))
         step: Step | None = Step(next(self._numbers), shares, steps=steps)
@@ -245,7 +246,7 @@ def many_rows(checkpoint: Path, of: str, runs: int, steps: int) -> Iterator[Row]
         clock = Clock()
         clock.watch(native)
         for name, spec in (("greedy", SampleSpec()), ("top-p", TOP_P)):
-            shares = [clock.outside(made, spec) for _ in range(runs) for _ in range(-(-steps // RUN))]
+            shares = [clock.outside(made, spec) for _ in range(runs) for _ in range(-(-steps // RUN_STEPS))]
             name = f"share of a step outside native calls, {name}, {of}"
             yield bounded(name, "of the step", shares, "wanted", MOST_OUTSIDE)
 
@@ -255,7 +256,7 @@ def masked(made: Stage, steps: int) -> tuple[float, float]:
     mine: list[float] = []
     others: list[float] = []
     while len(mine) < steps:
-        its = made.structured()
+        its = made.structured(min(steps, RUN_STEPS))
         mine += its
         others += made.plain(PLAIN, len(its))
     return 1e3 * statistics.fmean(mine), 1e3 * statistics.fmean(others)
@@ -270,10 +271,10 @@ def mask_rows(checkpoint: Path, of: str, runs: int, steps: int) -> Iterator[Row]
             made.follow(schema(0))
             known.append(masked(made, steps))
             made.follow(schema(round_ + 1))
-            new.append(masked(made, RUN))
+            new.append(masked(made, NEW_STEPS))
     name, beside = f"step with masks, {of}, batch {BATCH}", "the step without"
     yield paired(name, "ms", known, beside, less_is_better=True, target=WANTED)
-    yield paired(f"{name}, first {RUN} steps of a schema", "ms", new, beside, less_is_better=True)
+    yield paired(f"{name}, first {NEW_STEPS} steps of a schema", "ms", new, beside, less_is_better=True)
 
 
 def feature_rows(vocabulary: int, runs: int) -> Iterator[Row]:

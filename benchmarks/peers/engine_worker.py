@@ -90,12 +90,14 @@ def llama_cpp(model: str, threads: int, dtype: str, device: str) -> tuple[str, A
 
 
 def transformers(model: str, threads: int, dtype: str, device: str) -> tuple[str, Answer]:
-    """Hugging Face transformers on a folder."""
+    """Hugging Face transformers on a folder, or a GGUF file."""
     import torch
     import transformers as lib
 
     torch.set_num_threads(threads)
-    loaded = lib.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval().to(device)
+    folder, _, file = model.rpartition("/") if model.endswith(".gguf") else (model, "", "")
+    which = {"gguf_file": file} if file else {}
+    loaded = lib.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **which).eval().to(device)
 
     def answer(prompts: Prompts, tokens: int) -> list[list[int]]:
         ids = torch.tensor(prompts, device=device)

@@ -1,5 +1,7 @@
 """Writes a Hugging Face folder as a GGUF file by the `gguf` package's writer, as llama.cpp's converter would.
 
+Or another GGUF file's matrices in another type.
+
 For peers that read no other files, and for tests. Architectures llama, qwen2 and qwen3.
 """
 
@@ -72,6 +74,24 @@ def write_gguf(
         writer.add_tensor(name, values)
     finish(writer)
     return writer.format_shard_names(file)[0] if part_tensors else file
+
+
+def rewrite_gguf(source: Path, file: Path, kind: str, *, metadata: Mapping[str, Any] | None = None) -> Path:
+    """Write the model of a GGUF file with its matrices in type `kind`, from what their stored values stand for.
+
+    `metadata` replaces integers, numbers and texts.
+    """
+    reader, changed = gguf.GGUFReader(source), metadata or {}
+    writer = gguf.GGUFWriter(file, reader.fields[gguf.Keys.General.ARCHITECTURE].contents())
+    for field in reader.fields.values():
+        if field.name == gguf.Keys.General.ARCHITECTURE or field.name.startswith("GGUF."):
+            continue  # the writer says so itself
+        inner = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, changed.get(field.name, field.contents()), field.types[0], inner)
+    for tensor in reader.tensors:
+        _add_tensor(writer, tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type), kind)
+    finish(writer)
+    return file
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:

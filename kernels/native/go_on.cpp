@@ -26,7 +26,7 @@ struct GoOn {
     const Sampling* sampling;     // null: one step, whose logits are left to the caller
     const uint64_t *seeds, *counters;  // of draws, as many as rows; null: none is drawn
     double* numbers;              // of draws
-    uint64_t later;               // steps that the run is behind `counters`
+    uint64_t later;               // steps that the next one is behind `counters`
     const int32_t* ends; int64_t end_count;  // tokens that a run may end with
     int64_t most, until_ns;       // steps at most, and none after one that is over later (CLOCK_MONOTONIC)
     // What was done, written here.
@@ -82,8 +82,8 @@ static Came compute(GoOn* g) {
 }
 static bool choose(GoOn* g, int64_t step) {
     const Step& s = *g->step;
-    g->later++;
     if (g->seeds) mp_uniform(g->seeds, g->counters, g->later, s.rows, g->numbers);
+    g->later++;
     if ((g->failed = mp_sample(g->sampling, s.threads)) < 0) return false;
     memcpy(g->found + step * s.rows, g->chosen, s.rows * sizeof(int32_t));
     timespec t;

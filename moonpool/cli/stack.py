@@ -121,7 +121,7 @@ class ServiceProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment,
-                start_new_session=True,
+                process_group=0,  # Ctrl-C is ours alone
             )
         self._reader = threading.Thread(target=self._read_stdout, name=f"stdout-{service_id}", daemon=True)
         self._reader.start()

@@ -4,10 +4,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from moonpool.core.kernel import Core, Tick
 from moonpool.drive.journal import JournalWriter
+from moonpool.errors import Internal
 from moonpool.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -21,6 +22,9 @@ MAX_TURN_S = 0.01
 
 class Driver(Generic[E, A]):
     """Owns one core. Only the loop's own thread may use it.
+
+    What the core or an action raises where nobody hears it (`tell`, a tick, events that were put off) ends the core's
+    work: it gets no further event, and `failure` raises, so that the process ends and others take over.
 
     Args:
         core: decides.
@@ -49,9 +53,29 @@ class Driver(Generic[E, A]):
         self._due: float | None = None  # of the timer
         self._turn: asyncio.Handle | None = None
         self._closed = False
+        self._failed = asyncio.Event()
+        self._defect: Exception | None = None
+
+    async def failure(self) -> NoReturn:
+        """Waits until something was raised where nobody hears it.
+
+        Raises:
+            Internal: then; its cause is what was raised first.
+        """
+        await self._failed.wait()
+        raise Internal(f"a defect: {self._defect!r}; the state of the core is not certain any more") from self._defect
+
+    def tell(self, event: E) -> None:
+        """As `post`, for those whose exceptions nobody hears: what is raised fails the driver."""
+        try:
+            self.post(event)
+        except Exception as defect:
+            self._fail(defect)
 
     def post(self, event: E) -> None:
         """Hands an event to the core, after those posted before; its actions are done before this returns.
+
+        What the core or an action raises is raised here: only who can say whose event it was may go on.
 
         A post from within `perform` is handled after the action's own event. When many events wait, the rest are
         handled in the loop's next turns. After `close` it does nothing.
@@ -91,8 +115,21 @@ class Driver(Generic[E, A]):
         finally:
             self._draining = False
             if self._events:  # the turn is over, or an action has failed
-                self._turn = asyncio.get_running_loop().call_soon(self._drain)
+                self._turn = asyncio.get_running_loop().call_soon(self._drain_unheard)
             self._arm()
+
+    def _drain_unheard(self) -> None:
+        try:
+            self._drain()
+        except Exception as defect:
+            self._fail(defect)
+
+    def _fail(self, defect: Exception) -> None:
+        if self._defect is None:
+            log.error("the core has failed: it gets no further event", exc_info=defect)
+            self._defect = defect
+            self.close()
+            self._failed.set()
 
     def _handle(self, event: E | Tick) -> None:
         self._now = now = max(self._now, self._clock())
@@ -134,4 +171,4 @@ class Driver(Generic[E, A]):
         if not self._closed:
             self._events.append(Tick())
             if self._turn is None:
-                self._drain()
+                self._drain_unheard()

@@ -89,9 +89,18 @@ class Choosing:
         """See `NativeRows.alone`; where `chosen` is an address."""
         return self._parts[0].alone(further)
 
-    def found_alone(self) -> Found:
-        """What was found in the last of these steps, where that is not a token for each."""
-        return self._parts[0].found_alone()
+    def permit(self, masks: Making) -> Found:
+        """The next of these steps chooses by these masks; returns what is known of it before."""
+        return self._parts[0].permit(masks)
+
+    def found_alone(self, masks: Making | None) -> Found:
+        """What was found in the last of these steps, where that is not a token for each; `masks` are its."""
+        return self._parts[0].found_alone(masks)
+
+    def begin_with(self, tokens: Sequence[int]) -> None:
+        """The run's first step computes these tokens, one of each sequence; `chosen`, where it is one, has them."""
+        if self.chosen is not None:
+            self._parts[0].begin_with(tokens)
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """The run's next step: each of its sequences has got its one of `tokens`."""
@@ -150,15 +159,26 @@ class _Part:
         """See `Choosing.alone`."""
         return self._sampler.alone(further)
 
-    def found_alone(self) -> Found:
+    def permit(self, masks: Making) -> Found:
+        """See `Choosing.permit`."""
+        found = Found()
+        self._sampler.permit(self._allowed(masks, found))
+        return found
+
+    def found_alone(self, masks: Making | None) -> Found:
         """See `Choosing.found_alone`."""
         found = Found([None] * len(self._wanted))
+        self._allowed(masks, found)
         self._note(self._sampler.found(), found)
         return found
 
     def chosen_of(self, sequences: int) -> int | None:
         """As `Choosing.chosen`, where a step has so many sequences."""
         return self._sampler.chosen if len(self._drawn) == sequences else None
+
+    def begin_with(self, tokens: Sequence[int]) -> None:
+        """See `Choosing.begin_with`."""
+        self._sampler.begin_with(tokens)
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """See `Choosing.go_on`."""

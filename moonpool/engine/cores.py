@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonpool.errors import ConfigError
-from moonpool.sched.steps import PATIENCE
+from moonpool.sched.steps import PATIENCE, SAVED
 
 SLOTS = 64
 SLOT = struct.Struct("qqqq")
@@ -125,7 +125,9 @@ class Turns:
     """Steps of an engine that others may go before, while they compute.
 
     A step of a small batch takes almost as long as one of a large one. So where nobody waits for single tokens, prompts
-    of the same host are computed first: the batch grows sooner, and each token is had for less.
+    of the same host are computed first: the batch grows sooner, and each token is had for less. A step adds `PATIENCE`
+    times what it took to what may be waited, and as much as `SAVED` steps add is kept: so the prompts of a burst come
+    first, and of a longer time decode keeps its part.
 
     Attributes:
         others_compute: see `Cores`.
@@ -138,24 +140,27 @@ class Turns:
     had: Callable[[], float]
     clock: Callable[[], float] = time.monotonic
     nap: Callable[[float], None] = time.sleep
-    _took_s: float = 0.0
+    _saved_s: float = 0.0
     _began: float = 0.0
 
     def give_way(self, aborted: Callable[[], bool]) -> None:
-        """Returns when nobody else computes, at the latest after `PATIENCE` times what the last such step took.
+        """Returns when nobody else computes, at the latest when all that may be waited is used up.
 
         Args:
             aborted: whether the step that is to begin is wanted no more; then nothing is waited for.
         """
-        arrived = self.clock()
-        while not aborted() and self.others_compute() and self.clock() < arrived + PATIENCE * self._took_s:
+        arrived = now = self.clock()
+        while not aborted() and self.others_compute() and now < arrived + self._saved_s:
             self.nap(LOOK_S)
-        self._began = 0.0 if aborted() else self.clock()  # what an aborted step takes says nothing of others
+            now = self.clock()
+        self._saved_s = max(0.0, self._saved_s - (now - arrived))
+        self._began = 0.0 if aborted() else now  # what an aborted step takes says nothing of others
 
     def share(self, steps: int = 1) -> float:
         """Which share of the cores that they wanted some steps had, which end now; since the first did not wait."""
         if self._began:
-            self._took_s, self._began = (self.clock() - self._began) / steps, 0.0
+            took_s, self._began = self.clock() - self._began, 0.0
+            self._saved_s = PATIENCE * min(self._saved_s / PATIENCE + took_s, SAVED * took_s / steps)
         return self.had()
 
 

@@ -53,7 +53,7 @@ def _spawn(command: Sequence[str], pool_fd: int, env: dict[str, str]) -> tuple[s
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # standard output belongs to the process that started this one
                 env=env,
-                start_new_session=True,  # Ctrl-C is ours alone
+                process_group=0,  # Ctrl-C is ours alone
             )
     except BaseException:
         ours.close()

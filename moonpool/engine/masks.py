@@ -9,6 +9,7 @@ the sampler reads them.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +20,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from moonpool.checkpoint import Tokenizer
-from moonpool.engine.parsers import Parsers
+from moonpool.engine.parsers import Parser, Parsers
 from moonpool.grammar import Grammar
 from moonpool.sched.steps import Step
 
@@ -97,15 +98,14 @@ class _Row:
     grammar: Grammar
     answer: bytes
     """When the run began."""
-    parser: LLMatcher
+    parser: Parser
     bits: tuple[int, int]
     """Address and bytes of its mask."""
-    later: list[int] = field(default_factory=list)
-    """Tokens that the run has added to it."""
 
-    def now(self) -> Wanted:
-        """The mask that is wanted now."""
-        return Wanted(self.index, self.grammar, self.answer + np.array(self.later, "<i4").tobytes())
+    def after(self, later: Sequence[Sequence[int]]) -> Wanted:
+        """The mask that is wanted after these steps' tokens."""
+        tokens = array("i", [its[self.index] for its in later])
+        return Wanted(self.index, self.grammar, self.answer + tokens.tobytes())
 
 
 class Masks:
@@ -131,6 +131,8 @@ class Masks:
         self._parsers = Parsers(load, vocab_size, end_token_ids, aside, full)
         self._steps = 0
         self._rows: list[_Row] = []
+        self._later: list[Sequence[int]] = []
+        """Each step's tokens since the rows began."""
         self._allowed = Allowed()
         self._goes_on = False
 
@@ -160,12 +162,11 @@ class Masks:
 
     def _next(self, tokens: Sequence[int]) -> Allowed:
         self._allowed.waited_ns = 0
+        self._later.append(tokens)
         if self._look():
-            self._open([row.now() for row in self._rows])
+            return self._first([row.after(self._later) for row in self._rows])
         for row in self._rows:
-            token = tokens[row.index]
-            row.later.append(token)
-            row.parser.consume_token(token)
+            row.parser.matcher.consume_token(tokens[row.index])
             self._find(row)
         return self._allowed
 
@@ -178,30 +179,43 @@ class Masks:
         """The run is over: its parsers are kept for those that go on with its sequences."""
         for row in self._rows:
             if row.index not in self._allowed.failed:
-                now = row.now()
+                now = row.after(self._later)
                 self._parsers.keep(now.grammar, now.answer, row.parser)
         self._rows = []
 
     def _open(self, wanted: Sequence[Wanted]) -> None:
         """From now on these are the rows."""
-        self._rows, self._allowed = [], Allowed()
+        self._rows, self._later, self._allowed = [], [], Allowed()
         waited_ns = self._parsers.waited_ns
         for it in wanted:
-            try:
-                parser = self._parsers.take(it.grammar, it.answer)
-            except Exception as error:  # of the library, or the checkpoint has no tokenizer: other sequences go on
-                self._allowed.failed[it.index] = _reason(it.grammar, repr(error))
+            parser = self._taken(it, self._parsers.take)
+            if parser is None:
                 continue
             bits = np.zeros(-(-self._parsers.tokenizer.vocab_size // WORD_BITS), np.uint32)
             self._allowed.masks[it.index] = bits.data.cast("B")
             self._rows.append(_Row(it.index, it.grammar, it.answer, parser, (bits.ctypes.data, bits.nbytes)))
         self._allowed.waited_ns = self._parsers.waited_ns - waited_ns
 
+    def _taken(self, it: Wanted, take: Callable[[Grammar, bytes], Parser]) -> Parser | None:
+        """A sequence's parser; None where there is none, which fails the sequence."""
+        try:
+            return take(it.grammar, it.answer)
+        except Exception as error:  # of the library, or the checkpoint has no tokenizer: other sequences go on
+            self._allowed.failed[it.index] = _reason(it.grammar, repr(error))
+            return None
+
     def _find(self, row: _Row) -> None:
-        """Writes a row's mask."""
-        row.parser.unsafe_compute_mask_ptr(*row.bits)
-        if row.parser.is_error():
-            self._allowed.failed[row.index] = _reason(row.grammar, row.parser.get_error())
+        """Writes a row's mask. What its parser was taught may meet a limit that the answer by itself does not meet."""
+        matcher = row.parser.matcher
+        matcher.unsafe_compute_mask_ptr(*row.bits)
+        if not matcher.is_error():
+            return
+        untaught = self._taken(row.after(self._later), self._parsers.untaught) if row.parser.taught else None
+        if untaught is not None:
+            row.parser = untaught
+            self._find(row)
+        else:
+            self._allowed.failed.setdefault(row.index, _reason(row.grammar, matcher.get_error()))
 
 
 def _reason(grammar: Grammar, error: str) -> str:

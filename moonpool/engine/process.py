@@ -42,7 +42,7 @@ log = get_logger(__name__)
 
 OnLoading = Callable[[int, int, int], None]
 """Is told a stage, how many layers it has loaded, and how many it will have."""
-RUN_STEPS = 32
+RUN_STEPS = 64
 """Steps for which a single stage is not asked."""
 _SHUTDOWN_S = 5.0
 _REAP_S = 2.0

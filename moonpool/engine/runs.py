@@ -76,7 +76,8 @@ class Run:
     def together(self, now_ns: int) -> tuple[int, int]:
         """How many steps may be taken before the next one is told, and when one is told at the latest."""
         first_ns = self._untold[0].end_ns if self._untold else now_ns
-        most = TOLD_TOGETHER - len(self._untold) if self.step.patient else 1
+        alone = self.step.patient and self.masks is None  # masks are made between two steps
+        most = TOLD_TOGETHER - len(self._untold) if alone else 1
         return min(most, self.left + 1), first_ns + round(TELL_S * 1e9)
 
     def told(self, done: StepDone) -> StepDone | None:

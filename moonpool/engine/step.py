@@ -14,7 +14,7 @@ from moonpool.engine.choosing import Choosing, Found
 from moonpool.engine.devices.opening import Place
 from moonpool.engine.gates import Gates, Watch
 from moonpool.engine.graphs import DecodeGraphs
-from moonpool.engine.masks import Masks, Wanted
+from moonpool.engine.masks import Making, Masks, Wanted
 from moonpool.engine.messages import Fetch, Fetched, StepDone
 from moonpool.engine.pipeline import Links
 from moonpool.engine.runs import Run
@@ -22,7 +22,7 @@ from moonpool.model.batch import PackedBatch
 from moonpool.model.inference import inference
 from moonpool.model.native_run import Done, NativeRun
 from moonpool.model.stage import StageModel
-from moonpool.sched.steps import LayerDone, Step
+from moonpool.sched.steps import LayerDone, SequenceStep, Step
 
 
 class _Clocks(NamedTuple):
@@ -78,6 +78,10 @@ class StageRunner:
         masks = self.masks.begin(Wanted.of(step)) if self.masks is not None else None
         clocks = self._begin(step)
         self.place.memory.begin(step)
+        if (run := self._begun_natively(step, masks)) is not None:
+            assert run.native is not None
+            self._make_masks(run)
+            return self._natively(run, run.native, clocks)
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
         full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
         packed = PackedBatch.build(parts, self.place.memory.kv.shape[4], full_hits=full_hits)
@@ -92,7 +96,7 @@ class StageRunner:
         clocks = self._begin(run.step)
         self._make_masks(run)
         if run.native is None:
-            run.native = self._native(run)
+            run.native = self._native(run, run.left)
         run.go_on(tokens, self.model.layer_begin)
         if run.native is not None:
             return self._natively(run, run.native, clocks)
@@ -113,8 +117,10 @@ class StageRunner:
         return self._over(run, clocks, self._share(run, clocks), following, done=done)
 
     def _natively(self, run: Run, native: NativeRun, clocks: _Clocks) -> bool:
-        """Further steps in one call, on a plain CPU: nothing else that is done for a step is left."""
+        """Steps of a run in one call, on a plain CPU: nothing else that is done for a step is left."""
         assert run.choosing is not None
+        if native.alone and run.masks is not None:
+            run.found = run.choosing.permit(run.masks)
         came, memory = native.go_on(*run.together(clocks.began_ns)), self.place.memory
         if came.filled:
             memory.go_on((), came.filled)
@@ -131,7 +137,7 @@ class StageRunner:
     def _tell(self, run: Run, native: NativeRun, came: Done, clocks: _Clocks, share: float) -> _Clocks:
         """Reports all but the last step of a call; `run.found` and the times returned are the last one's."""
         assert run.choosing is not None
-        run.found, last = Found(), came.steps + came.stopped - 1
+        odd, last = bool(run.found.failed or run.found.awaited_ns), came.steps + came.stopped - 1
         for index, (tokens, over_ns) in enumerate(native.tokens(came.steps)):
             run.found = Found(list(tokens))
             if index < last:
@@ -139,8 +145,8 @@ class StageRunner:
                 clocks = clocks._replace(start_ns=over_ns, began_ns=over_ns)
         if came.stopped:
             run.found = Found()
-        elif native.failed:
-            run.found = run.choosing.found_alone()
+        elif native.failed or odd:
+            run.found = run.choosing.found_alone(run.masks)
         return clocks
 
     def _make_masks(self, run: Run) -> None:
@@ -208,17 +214,30 @@ class StageRunner:
             layer = came
         return True
 
-    def _native(self, run: Run) -> NativeRun | None:
-        """What computes the further steps of a run in one call each; None where they go as the first did."""
+    def _begun_natively(self, step: Step, masks: Making | None) -> Run | None:
+        """A run whose first step is like the further ones, so that native calls take it, too; None where it is not."""
+        if step.steps == 1 or not self.model.native or not all(map(_like_further, step.sequences)):
+            return None
+        # As the step before left it: native code begins with each sequence's next token.
+        parts = [(it.token_ids, it.start - 1, it.block_table) for it in step.sequences]
+        packed = PackedBatch.build(parts, self.place.memory.kv.shape[4])
+        run = Run(step, packed, masks, None, self.model.layer_begin, step.steps - 1)
+        run.choosing = Choosing(self.model, step, self.gates.dropped(step.step_id))
+        run.choosing.begin_with(packed.arrays["token_ids"].tolist())
+        run.native = self._native(run, step.steps)
+        return None if run.native is None else run
+
+    def _native(self, run: Run, steps: int) -> NativeRun | None:
+        """What computes so many steps of a run, each in one call; None where they go one operation at a time."""
         step, choosing = run.step, run.choosing
         plain = self.place.device is None and not step.gated and not step.layer_events
         if not plain or choosing is None or choosing.chosen is None or len(step.sequences) != run.packed.num_tokens:
             return None
         memory, watch = self.place.memory, self.gates.watch(step.step_id, gated=False)
         native = self.model.going_on(
-            run.packed, memory.kv, run.left, choosing.chosen, scales=memory.scales, out=choosing.logits, watch=watch
+            run.packed, memory.kv, steps, choosing.chosen, scales=memory.scales, out=choosing.logits, watch=watch
         )
-        if native is not None and run.masks is None:
+        if native is not None:
             native.choose_by(choosing.alone, run.ends)
         return native
 
@@ -313,3 +332,8 @@ class StageRunner:
         )
         if (told := run.told(done)) is not None:
             self.emit(told)
+
+
+def _like_further(sequence: SequenceStep) -> bool:
+    """Whether a sequence's share of a run's first step is one token behind others, as in the steps after it."""
+    return len(sequence.token_ids) == 4 and sequence.start > 0 and sequence.scored is None and not sequence.full_hit

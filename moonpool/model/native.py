@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,18 @@ from moonpool.model.trim import trim
 from moonpool.model.weights import LayerWeights
 
 log = logging.getLogger(__name__)
+
+
+class Watch(Protocol):
+    """What other threads may change while a step runs."""
+
+    address: int
+    """Of three words of 8 bytes: whether the step was given up, the model's highest layer that may run, and whether
+    something waits for the step's end."""
+
+    def stopped(self, layer: int) -> bool:
+        """Whether this layer must not run (any more, or yet)."""
+        ...
 
 
 class NativeLayers:
@@ -52,7 +65,7 @@ class NativeLayers:
         last: int,
         *,
         tails: Sequence[int] | None,
-        watch: int,
+        watch: Watch | None,
     ) -> structures.Step:
         """Return layers `first` up to `last`, counted in the whole model, over a batch, as native code is given them.
 
@@ -67,7 +80,7 @@ class NativeLayers:
             last: The layer after the last.
             tails: Of each sequence so many last rows are wanted of layer `last` - 1, the others are left undefined;
                 None: all are wanted.
-            watch: Address of three words, see struct Watch of step.h; 0: there are none.
+            watch: What the layers look at; None: nothing.
         """
         tables = batch.block_tables
         chosen = trim(batch, tails)
@@ -88,10 +101,10 @@ class NativeLayers:
             None if chosen is None else chosen.rows.data_ptr() or hidden.data_ptr(),
             0 if chosen is None else chosen.rows.numel(),
             some,
-            watch or None,
+            None if watch is None else watch.address,
             torch.get_num_threads(),
         )  # fmt: skip
-        step.chosen = chosen  # kept alive
+        step.kept = hidden, batch, angles, plan, kv, scales, chosen, watch  # alive, as long as it has their addresses
         return step
 
     def normed(self, rows: Tensor, weight: Tensor) -> Tensor:

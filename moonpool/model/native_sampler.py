@@ -66,7 +66,7 @@ class NativeRows:
         self._numbers = np.zeros(draws)
         self._numbers_at = self._numbers.ctypes.data
         self._hashed = self._seeds.ctypes.data, self._positions.ctypes.data
-        self._drawn, self._later = max(scales) >= 0, 0
+        self._drawn, self._later, self._begun = max(scales) >= 0, 0, True
         self._plain = draws == len(specs) and all(spec.params.logprobs is None for spec in specs)
         self._masks: Mapping[int, Mask] = {}
         self._tokens, self._failed = array("i", bytes(4 * draws)), array("i", bytes(4 * len(specs)))
@@ -85,6 +85,11 @@ class NativeRows:
         """Address of the rows' tokens, one int32 of each, written by each choice; None where a row has several."""
         return self._tokens.buffer_info()[0] if len(self._tokens) == len(self._specs) else None
 
+    def begin_with(self, tokens: Sequence[int]) -> None:
+        """What each row's token was before the first step, which has not begun; where `chosen` is an address."""
+        self._tokens[:] = array("i", tokens)
+        self._begun = False
+
     def go_on(self, tokens: Sequence[int]) -> None:
         """The next step, after each row's first sample was `tokens`."""
         self._later += 1
@@ -94,18 +99,31 @@ class NativeRows:
             self._ends[row] = end + 1
 
     def alone(self, further: GoOn) -> bool:
-        """Have native code choose in further steps by itself; False where something is to be done or told between them.
+        """Have native code choose in steps to come by itself; False where something is to be done or told between them.
 
-        Masks are not looked at. From then on `go_on` is not called any more.
+        Masks are those of `permit`. From then on `go_on` is not called any more.
         """
         if not self._plain or self._ends:
             return False
         self._call.logits = further.logits
-        further.sampling, further.later = ctypes.pointer(self._call), self._later
+        further.sampling, further.later = ctypes.pointer(self._call), self._later + self._begun
         if self._drawn:
             further.seeds, further.counters = self._hashed
             further.numbers = self._numbers_at
         return True
+
+    def permit(self, masks: Mapping[int, Mask]) -> None:
+        """Choose by these masks from now on, as they are then: their own memory is referred to.
+
+        The same object as before has the same memory.
+        """
+        if masks is self._masks:
+            return
+        self._rows["mask"] = 0
+        for row, mask in masks.items():
+            self._rows["mask"][row] = np.frombuffer(mask, np.uint8).ctypes.data
+            self._rows["mask_bytes"][row] = len(mask)
+        self._masks = masks
 
     def choose(self, logits: Tensor, masks: Mapping[int, Mask], numbers: Sequence[float] | None = None) -> Choice:
         """Choose tokens of each row of `logits` [R, vocab], contiguous float32, which are overwritten.
@@ -126,8 +144,7 @@ class NativeRows:
             self._numbers[:] = numbers
         elif self._drawn:
             self._native.uniform(*self._hashed, self._later, len(self._numbers), self._numbers_at)
-        if masks is not self._masks:
-            self._mask(masks)
+        self.permit(masks)
         self._call.logits = logits
         failed = self._native.sample(self._call)
         return self._tokens.tolist() if self._plain and not failed else None
@@ -177,14 +194,6 @@ class NativeRows:
         at = 4 * len(self._data)
         self._data.frombytes(part)
         return at
-
-    def _mask(self, masks: Mapping[int, Mask]) -> None:
-        """Refers to the masks' own memory."""
-        self._rows["mask"] = 0
-        for row, mask in masks.items():
-            self._rows["mask"][row] = np.frombuffer(mask, np.uint8).ctypes.data
-            self._rows["mask_bytes"][row] = len(mask)
-        self._masks = masks
 
     def _logprobs(self, row: int, spec: SampleSpec, draws: slice) -> Logprobs:
         begin, count = row * self._most, min(spec.params.logprobs or 0, self._most)

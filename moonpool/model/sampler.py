@@ -90,6 +90,11 @@ class Sampler:
         """See `NativeRows.alone`."""
         return self._rows is not None and self._rows.alone(further)
 
+    def permit(self, masks: Mapping[int, Mask]) -> None:
+        """See `NativeRows.permit`; where rows are sampled natively."""
+        assert self._rows is not None
+        self._rows.permit(masks)
+
     def found(self) -> Sampled:
         """What the last native choice found."""
         assert self._rows is not None
@@ -100,6 +105,11 @@ class Sampler:
         assert self._rows is not None
         tokens = self._rows.choose_at(logits, masks)
         return self.found() if tokens is None else tokens
+
+    def begin_with(self, tokens: Sequence[int]) -> None:
+        """See `NativeRows.begin_with`."""
+        assert self._rows is not None
+        self._rows.begin_with(tokens)
 
     def go_on(self, tokens: Sequence[int]) -> None:
         """The next step: each row's token was the one of `tokens`, and the same tokens are banned."""

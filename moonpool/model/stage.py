@@ -9,7 +9,6 @@ Precision follows transformers: RMS norms and RoPE's angles in float32, the rest
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,22 +20,10 @@ from moonpool.checkpoint.config import ModelConfig
 from moonpool.model.batch import PackedBatch
 from moonpool.model.inference import inference
 from moonpool.model.linear import Linear
-from moonpool.model.native import native_layers
+from moonpool.model.native import Watch, native_layers
 from moonpool.model.native_run import NativeRun, Parts, native_run
 from moonpool.model.rope import RopeTable
 from moonpool.model.weights import LayerWeights
-
-
-class Watch(Protocol):
-    """What other threads may change while a step runs."""
-
-    address: int
-    """Of three words of 8 bytes: whether the step was given up, the model's highest layer that may run, and whether
-    something waits for the step's end."""
-
-    def stopped(self, layer: int) -> bool:
-        """Whether this layer must not run (any more, or yet)."""
-        ...
 
 
 class StageModel:
@@ -135,7 +122,7 @@ class StageModel:
             assert hidden.is_contiguous()
             step = self._native.step(
                 hidden, batch, self._angles(batch), self._plan(batch, kv[0]), kv, scales, first, last,
-                tails=tails, watch=0 if watch is None else watch.address,
+                tails=tails, watch=watch,
             )  # fmt: skip
             return self._native.run(step), hidden
         for index in range(first, last):
@@ -193,7 +180,7 @@ class StageModel:
         plan, layers = self._plan(batch, kv[0]), (self.layer_begin, self.layer_end)
         step = self._native.step(
             hidden, batch, (angles[0], angles[1]), plan, kv, scales, *layers,
-            tails=None, watch=0 if watch is None else watch.address,
+            tails=None, watch=watch,
         )  # fmt: skip
         parts = Parts(step, hidden, angles, cos, sin, turns, self.embedding, self.final_norm, self.head)
         return native_run(self._native, batch, parts, kv.shape[1], steps, chosen, out)

@@ -14,7 +14,9 @@ from moonpool.logprobs import Logprobs
 from moonpool.sampling import SampleSpec
 
 PATIENCE = 3.0
-"""Times what it takes that a patient step waits at most."""
+"""Times what they take that patient steps wait at most."""
+SAVED = 16
+"""Steps whose patience one may use: as much is kept of what the ones before it did not wait."""
 TOLD_TOGETHER = 16
 """Results of a run's patient steps that come together, at most."""
 TELL_S = 0.05

@@ -59,7 +59,8 @@ class Calls:
         channels: to the instances.
         steps: streams to decode instances.
         find: a member's address and incarnation; None when it is not there.
-        post: hands an event to the core.
+        post: hands an event to the core; raises what that meets.
+        over: the same for the end of I/O, from where nobody hears an exception: raises nothing.
         reserve_limit_s: a `Reserve` call ends after so long. The core gives up waiting for it earlier.
         clock: the core's, seconds.
     """
@@ -70,6 +71,7 @@ class Calls:
         steps: StepsPool,
         find: Find,
         post: Callable[[Event], None],
+        over: Callable[[Ended[Result]], None],
         reserve_limit_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,9 +79,11 @@ class Calls:
         self._steps = steps
         self._find = find
         self._post = post
+        self._over = over
         self._reserve_limit_s = reserve_limit_s
         self._clock = clock
         self._cancels: dict[int, Callable[[], object]] = {}
+        self._followed: dict[int, tuple[Start | Adopt, StepsStream]] = {}
         self._tasks: set[asyncio.Task[Result]] = set()
 
     async def aclose(self) -> None:
@@ -94,6 +98,15 @@ class Calls:
         cancel = self._cancels.get(io)
         if cancel is not None:
             cancel()
+        else:
+            self._end_sequence(io, None, tell=True)
+
+    def let_go(self, io: int) -> None:
+        """Follows a sequence no more, which stays where it is; its `Ended` follows."""
+        if io in self._followed:
+            order, steps = self._followed[io]
+            steps.unsubscribe(order.sequence)
+            self._end_sequence(io, None, tell=False)
 
     # --- unary and prefill calls ------------------------------------------------------------------------------------
 
@@ -197,7 +210,7 @@ class Calls:
             message = build()
         except Exception as defect:
             log.error("a message cannot be built", exc_info=defect)
-            self._post(Ended(io, Failure(Kind.INTERNAL, "a call failed")))
+            self._over(Ended(io, Failure(Kind.INTERNAL, "a call failed")))
             return
         task = asyncio.create_task(_guarded(partial(call, message)))
         self._tasks.add(task)
@@ -206,7 +219,7 @@ class Calls:
         def done(task: asyncio.Task[Result]) -> None:
             self._tasks.discard(task)
             del self._cancels[io]
-            self._post(Ended(io, _CANCELLED if task.cancelled() else task.result()))
+            self._over(Ended(io, _CANCELLED if task.cancelled() else task.result()))
 
         task.add_done_callback(done)
 
@@ -232,7 +245,7 @@ class Calls:
         """Takes a sequence over where it runs, and follows it."""
         decode = self._find(order.target.decode)
         if decode is None or decode.incarnation != order.target.incarnation:
-            self._post(Ended(order.io, Failure(Kind.UNAVAILABLE, f"{order.target.decode} has left")))
+            self._over(Ended(order.io, Failure(Kind.UNAVAILABLE, f"{order.target.decode} has left")))
             return
         steps, following = self._follow(replace(order, target=replace(order.target, address=decode.address)), serving)
         root = serving.answer.request.chain_root
@@ -256,8 +269,8 @@ class Calls:
 
     def _follow(self, order: Start | Adopt, serving: Serving) -> tuple[StepsStream, Following]:
         steps = self._steps.get(decode_proto(order.target))
-        self._cancels[order.io] = lambda: self._end_sequence(order, steps, None, tell=True)
-        end = partial(self._end_sequence, order, steps)
+        self._followed[order.io] = order, steps
+        end = partial(self._end_sequence, order.io)
         stop = partial(steps.cancel, order.sequence, target_proto(order.target))
         following = Following(order.io, serving, self._post, end, stop)
         steps.subscribe(order.sequence, following)
@@ -274,14 +287,15 @@ class Calls:
         if decode is not None and decode.incarnation == target.incarnation:
             self._steps.get(decode).cancel(order.sequence, target_proto(order.target))
 
-    def _end_sequence(self, order: Start | Adopt, steps: StepsStream, result: Result, *, tell: bool) -> None:
+    def _end_sequence(self, io: int, result: Result, *, tell: bool) -> None:
         """A sequence is over; `tell` when decode does not know it."""
-        if self._cancels.pop(order.io, None) is None:
+        if io not in self._followed:
             return
+        order, steps = self._followed.pop(io)
         if tell:
             steps.unsubscribe(order.sequence)
             steps.cancel(order.sequence, target_proto(order.target))
-        self._post(Ended(order.io, result))
+        self._over(Ended(io, result))
 
 
 async def _guarded(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:

@@ -23,14 +23,24 @@ MAX_EVENT_KEYS = 1 << 13
 
 
 class Cluster:
-    """Who is there. `post` hands events to the core."""
+    """Who is there.
 
-    def __init__(self, served: ServedModel, channels: Channels, post: Callable[[Event], None]) -> None:
+    Args:
+        served: what the cluster serves.
+        channels: to the instances.
+        post: hands an event to the core; what that meets is raised, which ends the stream of whose message it was.
+        tell: the same for those who have left, from where nobody hears an exception: raises nothing.
+    """
+
+    def __init__(
+        self, served: ServedModel, channels: Channels, post: Callable[[Event], None], tell: Callable[[Event], None]
+    ) -> None:
         self.registry = Registry(served)
         self.steps = StepsPool(channels)
         self.probe = channels.probe
         self._post = post
-        self._tell: dict[str, Callable[[conductor_pb2.JoinResponse], None]] = {}
+        self._tell = tell
+        self._orders: dict[str, Callable[[conductor_pb2.JoinResponse], None]] = {}
 
     def find(self, instance_id: str) -> kv_pb2.Instance | None:
         """The member of this id."""
@@ -41,7 +51,7 @@ class Cluster:
         """Take an instance in (see `Registry.join`); `tell` gives it orders."""
         earlier = self.registry.get(hello.instance.id)
         member = self.registry.join(hello)
-        self._tell[member.id] = tell
+        self._orders[member.id] = tell
         if earlier is not None and earlier.instance.incarnation != member.instance.incarnation:
             self._lost(earlier, "was restarted")
         self._post(Joined(instance_facts(hello)))
@@ -55,11 +65,11 @@ class Cluster:
         """
         if not self.registry.leave(member):
             return
-        del self._tell[member.id]
+        del self._orders[member.id]
         if lost:
             self._lost(member, "is lost")
         else:
-            self._post(Left(member.id, member.instance.incarnation))
+            self._tell(Left(member.id, member.instance.incarnation))
             self.steps.left(member.instance)
 
     def is_member(self, member: Member) -> bool:
@@ -104,7 +114,7 @@ class Cluster:
 
         Without effect where it has left.
         """
-        tell = self._tell.get(action.instance)
+        tell = self._orders.get(action.instance)
         if tell is None:
             return
         match action:
@@ -122,5 +132,5 @@ class Cluster:
                 tell(conductor_pb2.JoinResponse(role=conductor_pb2.RoleOrder(kind=kind_to_proto(kind))))
 
     def _lost(self, member: Member, why: str) -> None:
-        self._post(Left(member.id, member.instance.incarnation, why))
+        self._tell(Left(member.id, member.instance.incarnation, why))
         self.steps.lost(member.instance)

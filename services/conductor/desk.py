@@ -23,6 +23,7 @@ from services.conductor.core.messages import (
     Event,
     Fail,
     Finish,
+    LetGo,
     Prefill,
     Rehash,
     Rehashed,
@@ -149,7 +150,7 @@ class Desk:
             serving.forget(selection, namespace)
 
     def stop(self) -> None:
-        """Ends all answers now, with the tokens so far."""
+        """Ends all answers here now, with the tokens so far; their sequences stay at decode, for another conductor."""
         for number in list(self._serving):
             self._post(Stopped(number))
 
@@ -200,6 +201,8 @@ class Desk:
                 self._order(action)
             case Cancel(io):
                 self._calls.cancel(io)
+            case LetGo(io):
+                self._calls.let_go(io)
 
     def _tell(self, action: Announce | Rehash | Complete | Fail | Drop, serving: Serving) -> None:
         match action:

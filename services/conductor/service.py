@@ -78,7 +78,11 @@ async def assembled(
     metrics: Metrics,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[ConductorServicer]:
-    """All parts of a conductor but its ports, while the body runs; yields its servicer. `clock` gives seconds."""
+    """All parts of a conductor but its ports, while the body runs; yields its servicer. `clock` gives seconds.
+
+    Raises:
+        ExceptionGroup: of an Internal; the core has failed where no request is to blame, and the body was cancelled.
+    """
     async with AsyncExitStack() as stack:
         tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         recording = await _recording(config, stack)
@@ -86,11 +90,13 @@ async def assembled(
         driver: Driver[Event, Action] = Driver(
             core, lambda action: desk.perform(action), clock=clock, journal=config.journal()
         )
-        cluster = Cluster(checkpoint.served(), channels, driver.post)
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        stack.callback(group.create_task(driver.failure()).cancel)
+        cluster = Cluster(checkpoint.served(), channels, driver.post, driver.tell)
         stack.callback(driver.close)
         stack.push_async_callback(cluster.steps.aclose)
         reserve_limit_s = RESERVE_LIMIT * config.reserve_timeout_s
-        calls = Calls(channels, cluster.steps, cluster.find, driver.post, reserve_limit_s, clock)
+        calls = Calls(channels, cluster.steps, cluster.find, driver.post, driver.tell, reserve_limit_s, clock)
         stack.push_async_callback(calls.aclose)
         decisions, recent = Decisions(config.explain_history, config.policy), Recent(clock)
         desk = Desk(calls, decisions, Predictions(metrics), recent, recording, cluster.order, driver.post, clock)

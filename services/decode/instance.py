@@ -136,10 +136,12 @@ class DecodeInstance:
 
         Raises:
             Unavailable: the engine died.
+            Internal: the core has failed.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.shell.run())
+                group.create_task(self.shell.failure())
                 group.create_task(self.write_back.run())
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from moonpool.cluster import Notify
 from moonpool.drive.driver import Driver
@@ -163,7 +164,7 @@ class DecodeShell:
         width, targets, beams = incoming.width, len(stores), rules_of(incoming.sampling.params)
         asked = keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s
         kept = incoming.priority, incoming.tenant, incoming.transient, incoming.logprob_bytes
-        self._post(Reserve(number, *asked, beams, bool(secret), fence, *kept))
+        self._order(Reserve(number, *asked, beams, bool(secret), fence, *kept))
         self._driver.settle()
         answer = self._answers.pop(number)
         if isinstance(answer, Refused):
@@ -191,7 +192,7 @@ class DecodeShell:
         """
         if live.transfer.state is not TransferState.PROMISED:
             raise TransferFailed(f"transfer {live.id} was opened before")
-        self._post(Open(live.id, older))
+        self._order(Open(live.id, older))
         self._driver.settle()
         if not live.table:
             raise TransferFailed(f"transfer {live.id} is over")
@@ -207,7 +208,7 @@ class DecodeShell:
     def arrived(self, live: LiveRequest) -> None:
         """All KV of a request has come."""
         self._spans.instant("transfer.complete", request=live.request_id, transfer=live.id)
-        self._post(Arrived(live.id))
+        self._order(Arrived(live.id))
 
     def end(self, live: LiveRequest, why: str) -> None:
         """Ends a request early."""
@@ -241,10 +242,10 @@ class DecodeShell:
             live.subscriber, live.gather, stream = subscriber, message.gather, self._streams[subscriber]
             if message.compute_prompt:
                 live.compute()
-                self._post(Compute(live.id, stream, patient=live.gather))
+                self._order(Compute(live.id, stream, patient=live.gather))
                 return
             finishes, candidates = live.begin(message, self._max_tokens)
-            self._post(Start(live.id, stream, finishes[0], finishes[1:], candidates, *live.known, patient=live.gather))
+            self._order(Start(live.id, stream, finishes[0], finishes[1:], candidates, *live.known, patient=live.gather))
 
     def stop(self, message: decode_pb2.CancelSequence) -> None:
         """One answer of a request is complete for its conductor; the others go on."""
@@ -259,7 +260,7 @@ class DecodeShell:
         self._driver.settle()  # so that the core knows what is known here
         if self.log.knows(message):
             positions = message.from_position, *(it.from_position for it in message.further)
-            self._post(Adopt(message.transfer_id, self._streams[subscriber], message.fence, positions))
+            self._order(Adopt(message.transfer_id, self._streams[subscriber], message.fence, positions))
         else:
             subscriber.failed(message.request_id, "there is no such sequence here (any more)")
 
@@ -303,6 +304,10 @@ class DecodeShell:
             self.die("the instance stops")
             await self.copies.quiet()
 
+    async def failure(self) -> NoReturn:
+        """Waits until the core fails where no request is to blame; raises Internal then."""
+        await self._driver.failure()
+
     def close(self) -> None:
         """Takes no more events; the journal is whole."""
         self._driver.close()
@@ -316,6 +321,11 @@ class DecodeShell:
             self._post(Died(why))
 
     def _post(self, event: Event) -> None:
+        self._driver.tell(event)
+        self.notify()
+
+    def _order(self, event: Event) -> None:
+        """Posts what a peer orders for one request; raises what that meets, which ends this request or the stream."""
         self._driver.post(event)
         self.notify()
 
@@ -346,18 +356,31 @@ class DecodeShell:
                 self.pool.answered(action)
 
     def _tell(self, action: Finish | Select | Ranked | Ending | Gone) -> None:
-        """An answer, or a request, is over or nearly so."""
+        """An answer, or a request, is over or nearly so. A defect that this meets ends the request, and no other."""
+        if isinstance(action, Gone):
+            self._gone(self._live.take(action.id), logged=action.logged)
+            return
+        sequences, requests, number = self._live.sequences, self._live.requests, action.id
+        live = sequences[number].request if isinstance(action, Finish) else requests[number]
+        try:
+            self._told(action, live)
+        except Exception:
+            log.exception("an answer cannot be told: its request ends", request=live.request_id)
+            live.ending, subscriber, live.subscriber = True, live.subscriber, None
+            if subscriber is not None:  # the core may be done with it already
+                subscriber.failed(live.request_id, "a defect: its answer cannot be told")
+            self.end(live, "a defect: its answer cannot be told")
+
+    def _told(self, action: Finish | Select | Ranked | Ending, live: LiveRequest) -> None:
         match action:
             case Finish(number, reason):
                 sequence = self._live.sequences[number]
                 sequence.finish = kv_pb2.FinishReason.ValueType(reason)
                 sequence.tell()
-            case Select(number) | Ranked(number):
-                self._live.requests[number].follow(action, self._max_tokens)
-            case Ending(number, why):
-                self._live.requests[number].end(why)
-            case Gone(number, logged):
-                self._gone(self._live.take(number), logged=logged)
+            case Select() | Ranked():
+                live.follow(action, self._max_tokens)
+            case Ending(why=why):
+                live.end(why)
 
     def _gone(self, live: LiveRequest, *, logged: bool) -> None:
         live.transfer.fail("ended")

@@ -100,11 +100,13 @@ class PrefillInstance:
 
         Raises:
             Unavailable: the engine died.
+            Internal: the core has failed.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.write_back.run())
                 group.create_task(self.shell.run())
+                group.create_task(self.shell.failure())
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
         finally:

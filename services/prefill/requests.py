@@ -6,11 +6,13 @@ import time
 from collections.abc import Sequence
 
 from moonpool.cluster.instances import check_instance
+from moonpool.contracts import logprobs_to_proto
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import InvalidRequest, MoonpoolError
 from moonpool.logprobs import Logprobs
 from moonpool.sched.steps import History, Several
 from moonpool.v1 import kv_pb2, prefill_pb2
+from services.prefill.core.actions import TellToken
 from services.prefill.core.events import Arrive, Copy, Source
 
 MAX_EVENTS = 8
@@ -133,6 +135,33 @@ class Request:
     def scored(self, found: Logprobs) -> None:
         """Log probabilities of the prompt's next tokens are known; chunks come in order."""
         self.scores.extend(found)
+
+    def first_token(self, told: TellToken) -> prefill_pb2.PrefillResponse:
+        """What the conductor is told when the prompt's next tokens are known."""
+        found = self.first
+        assert found is not None, "the last chunk samples"
+        sources = [source.instance for source in self.sources]
+        first = prefill_pb2.FirstToken(
+            token_id=found.tokens[0],
+            further_token_ids=found.tokens[1:],
+            log_probabilities=found.log_probabilities,
+            logprobs=None if self.logprobs is None else logprobs_to_proto(self.logprobs),
+            prompt_logprobs=logprobs_to_proto(self.scores) if len(self.scores) else None,
+            local_tokens=told.cached_tokens,
+            loaded_tokens=told.loaded_tokens,
+            computed_tokens=told.computed_tokens,
+            queue_s=told.queue_s,
+            prefill_s=told.prefill_s,
+            loads=self.loads,
+            chunks=self.chunks,
+            lane=self.lane,
+            misses=[prefill_pb2.StoreMiss(store=sources[it.source], block=it.block) for it in told.misses],
+            reads=[
+                prefill_pb2.LoadedPrefix(source=sources[it.source], blocks=it.blocks, seconds=it.seconds)
+                for it in told.loads
+            ],
+        )
+        return prefill_pb2.PrefillResponse(first_token=first)
 
     def note_load(self, tokens: int, began: float, ended: float) -> None:
         """Tokens were loaded, between two times of `time.monotonic()`."""

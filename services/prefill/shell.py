@@ -4,9 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from moonpool.contracts import logprobs_to_proto
 from moonpool.core.kernel import Cancel, Ended
 from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter
@@ -90,12 +89,21 @@ class Shell:
             raise Unavailable(self._dead)
         self._requests[request.number] = request
         self.empty.clear()
-        self.post(request.arrival())
+        try:
+            self._driver.post(request.arrival())
+        except Exception:  # it ends the call, and nothing else
+            self._forget(request)
+            raise
+        self._notify()
 
     def post(self, event: events.Event | Ended[events.Result]) -> None:
         """Tells the core what has happened."""
-        self._driver.post(event)
+        self._driver.tell(event)
         self._notify()
+
+    async def failure(self) -> NoReturn:
+        """Waits until the core fails where no request is to blame; raises Internal then."""
+        await self._driver.failure()
 
     def find(self, request_id: str) -> list[Request]:
         """Requests of an id that have not ended."""
@@ -181,7 +189,18 @@ class Shell:
         self._begin(action.io, partial(_guarded, request, work, failed), lost)
 
     def _answer(self, action: actions.Answer, request: Request) -> None:
-        """Tells the conductor."""
+        """Tells the conductor. A defect that this meets ends the request, and no other one."""
+        try:
+            self._tell(action, request)
+        except Exception as defect:
+            log.exception("an answer cannot be told: its request ends", request=request.request_id)
+            request.end(Internal(f"the prefill failed: {defect!r}"))  # what else is told of it, nobody reads
+            if not isinstance(action, actions.EndJob | actions.Refuse | actions.Stale):
+                self.post(events.Leave(request.number))
+            elif self._requests.get(request.number) is request:
+                self._forget(request)
+
+    def _tell(self, action: actions.Answer, request: Request) -> None:
         match action:
             case actions.Accept():
                 accepted = prefill_pb2.PrefillAccepted(predicted_start_s=action.predicted_start_s, number=action.job)
@@ -193,7 +212,7 @@ class Shell:
                 request.stale(action.drain_s, action.taken)
                 self._forget(request)
             case actions.TellToken():
-                request.report(_first_token(action, request))
+                request.report(request.first_token(action))
             case actions.EndJob():
                 self._end(action, request)
 
@@ -251,7 +270,7 @@ class Shell:
         self.post(Ended(io, lost if failed else task.result()))
 
     def _layer_loaded(self, io: int, layer: int) -> None:
-        self._driver.post(events.LayerLoaded(io, layer))
+        self._driver.tell(events.LayerLoaded(io, layer))
 
     def _put(self, order: actions.PutBlocks) -> None:
         """Hands blocks to the write-back, as many as it has room for."""
@@ -315,7 +334,7 @@ class Shell:
 
     def _layer_done(self, done: LayerDone) -> None:
         self._spans.add("engine.layer", done.start_ns, done.end_ns, step=done.step_id, layer=done.layer)
-        self._driver.post(events.LayerComputed(done.step_id, done.layer))
+        self._driver.tell(events.LayerComputed(done.step_id, done.layer))
 
     def _record(self, order: actions.RunStep, result: StepResult) -> None:
         if self._spans.enabled:
@@ -355,34 +374,6 @@ def _failure(request: Request, why: str) -> MoonpoolError:
     if request.incoming.sampling.params.response_format:
         return InvalidRequest("sequence.sampling.grammar", why)
     return Internal(why)
-
-
-def _first_token(told: actions.TellToken, request: Request) -> prefill_pb2.PrefillResponse:
-    found = request.first
-    assert found is not None, "the last chunk samples"
-    first = prefill_pb2.FirstToken(
-        token_id=found.tokens[0],
-        further_token_ids=found.tokens[1:],
-        log_probabilities=found.log_probabilities,
-        logprobs=None if request.logprobs is None else logprobs_to_proto(request.logprobs),
-        prompt_logprobs=logprobs_to_proto(request.scores) if len(request.scores) else None,
-        local_tokens=told.cached_tokens,
-        loaded_tokens=told.loaded_tokens,
-        computed_tokens=told.computed_tokens,
-        queue_s=told.queue_s,
-        prefill_s=told.prefill_s,
-        loads=request.loads,
-        chunks=request.chunks,
-        lane=request.lane,
-        misses=[
-            prefill_pb2.StoreMiss(store=request.sources[miss.source].instance, block=miss.block) for miss in told.misses
-        ],
-        reads=[
-            prefill_pb2.LoadedPrefix(source=request.sources[it.source].instance, blocks=it.blocks, seconds=it.seconds)
-            for it in told.loads
-        ],
-    )
-    return prefill_pb2.PrefillResponse(first_token=first)
 
 
 async def _guarded(request: Request, work: Work, failed: events.Result) -> events.Result:

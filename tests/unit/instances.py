@@ -14,7 +14,7 @@ from typing import Any
 from moonpool.cluster import Notify
 from moonpool.engine.instance import EngineConfig, EngineSetup, InstanceContext, lanes_of
 from moonpool.engine.messages import EngineSpec
-from moonpool.errors import Unavailable
+from moonpool.errors import Internal, Unavailable
 from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import RunningServer, serving
@@ -163,12 +163,12 @@ def _parts(
 
 @asynccontextmanager
 async def _running(it: Instance, contract: Any, ended: Callable[[], None]) -> AsyncIterator[RunningServer]:
-    """Work and server, as `run_instance` has them; death by the engine is remembered, not raised."""
+    """Work and server, as `run_instance` has them; death by engine or core is remembered, not raised."""
 
     async def run() -> None:
         try:
             await it.service.run()
-        except Unavailable as error:
+        except (Unavailable, Internal) as error:
             it.death = error
         finally:
             ended()
@@ -206,7 +206,8 @@ async def decoding(
         )
         async with it.service.lanes.running(config), _running(it, decode_contract(it.service), it.changed.set):
             yield it
-            await it.rest()
+            if not isinstance(it.death, Internal):  # a core that has failed gives nothing back
+                await it.rest()
         recorder.close()
         engine.pool.close()
 
@@ -232,6 +233,7 @@ async def prefilling(
         it.service = PrefillInstance(parts, config)
         async with parts.lanes.running(config), _running(it, prefill_contract(it.service), it.changed.set):
             yield it
-            await it.rest()
+            if not isinstance(it.death, Internal):  # a core that has failed gives nothing back
+                await it.rest()
         recorder.close()
         engine.pool.close()

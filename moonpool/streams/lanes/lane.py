@@ -18,7 +18,7 @@ from moonpool.streams.lanes.faults import Breaker, breaker
 from moonpool.streams.lanes.inbound import Came, Inbound, Taker
 from moonpool.streams.lanes.landing import Landing
 from moonpool.streams.lanes.outbound import Item, Outbound, Unsent
-from moonpool.streams.lanes.regions import Mapped, OwnRegions
+from moonpool.streams.lanes.regions import Mapped, OwnRegions, unmap
 from moonpool.streams.lanes.sockets import LaneSocket
 from moonpool.v1 import kv_pb2
 
@@ -147,5 +147,4 @@ class Lane(Generic[M]):
         self._sock.close(error)
         self._in.end(error)
         self._out.fail(error)
-        for region in self._regions:
-            region.close()
+        unmap(self._regions)

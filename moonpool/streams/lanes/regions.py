@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -129,6 +130,21 @@ class Mapped:
         with contextlib.suppress(BufferError):  # something still refers to it: it goes with that
             self._data.release()
             self._map.close()
+
+
+def unmap(regions: Sequence[Mapped]) -> None:
+    """Unmaps regions, on a thread of its own; returns at once.
+
+    Who unmaps a region whose other owners have gone gives its memory back to the system: 0.3 s of each GB of a killed
+    instance's pool, for which an event loop would stand still.
+    """
+
+    def close() -> None:
+        for each in regions:
+            each.close()
+
+    if regions:
+        threading.Thread(target=close, name="unmap").start()
 
 
 def map_regions(

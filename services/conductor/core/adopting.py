@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from moonpool.core.timers import Timers
 from services.conductor.core.decodes import Answer
 from services.conductor.core.legs import Call, Hold, Legs
-from services.conductor.core.life import Phase, Request
-from services.conductor.core.messages import Action, Adopt
+from services.conductor.core.life import DecodeLeg, Phase, Request
+from services.conductor.core.messages import Action, Adopt, LetGo
 from services.conductor.core.picture import EXPECTED_ANSWER_TOKENS, Picture
 
 
@@ -65,6 +65,16 @@ class Adopting:
         for request in mine:
             self._legs.end_adopted(request, out)
         return [request for request in mine if request.phase is Phase.ADOPTED]
+
+    def let_go(self, request: Request, out: list[Action]) -> None:
+        """Leaves what runs at decode there: the conductor ends, and another one may take it over."""
+        attempt = request.attempt
+        if request.adopted:
+            out.append(LetGo(request.adopted))
+            request.adopted = 0
+        if attempt is not None and attempt.decode in (DecodeLeg.STARTED, DecodeLeg.STREAMING):
+            out.append(LetGo(attempt.sequence_io))
+            attempt.decode = DecodeLeg.OVER
 
     def _follows(self, request: Request) -> tuple[str, int] | None:
         hold = self._legs.calls.get(request.adopted)

@@ -43,10 +43,10 @@ class Book:
         return request
 
     def complete(self, now: float, request: Request, finish: Finish, out: list[Action], *, known: int = 0) -> None:
-        """The answer is whole; `known` is the call of the sequence where decode knows it, 0 = none."""
+        """The answer is whole, or goes on elsewhere; `known` is the call of a sequence that decode ends, 0 = none."""
         if finish is not Finish.CANCELLED:
             self._legs.answered(request, now)
-        self._legs.end(request, now, out, complete=finish is not Finish.CANCELLED, known=known)
+        self._legs.end(request, now, out, complete=True, known=known)
         if finish is Finish.STOP:
             self._lengths.ended(request.ask.number, request.tokens)
         self._remove(now, request)

@@ -68,6 +68,10 @@ class Failure:
         return self.kind is Kind.INVALID and self.field == FENCE
 
 
+DRAINS = Failure(Kind.UNAVAILABLE, "this conductor is draining")
+"""What a request is told that has no place when the conductor's drain is over."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stale:
     """A prefill instance has not taken a prompt, as its queue is longer than was thought.

@@ -118,10 +118,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Rehashed:
-    """Answer to `Rehash`: the keys of all full blocks of the prompt and `tokens` generated tokens.
-
-    `tokens` are those that are not generated again: none when there are several answers.
-    """
+    """Answer to `Rehash`: keys of the full blocks of prompt and `tokens`, those not generated again (0 of several)."""
 
     request: int
     tokens: int
@@ -392,5 +389,12 @@ class Resync:
     instance: str
 
 
-Order = Reserve | Prefill | Start | Adopt | Renew | Undo | Resync | Replicate | ChangeRole | Cancel
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """Follow a sequence (its io) no more, and leave it at decode for another conductor."""
+
+    io: int
+
+
+Order = Reserve | Prefill | Start | Adopt | Renew | Undo | Resync | Replicate | ChangeRole | LetGo | Cancel
 Action = Order | Announce | Rehash | Complete | Fail | Drop

@@ -11,7 +11,7 @@ from services.conductor.core.admission import Gate
 from services.conductor.core.adopting import Adopting
 from services.conductor.core.book import Book
 from services.conductor.core.checks import check_requests
-from services.conductor.core.failures import FINAL, Failure, Kind, Stale, given_up
+from services.conductor.core.failures import DRAINS, FINAL, Failure, Kind, Stale, given_up
 from services.conductor.core.legs import Call, Hold, Legs
 from services.conductor.core.life import Attempt, DecodeLeg, Phase, PrefillLeg, Request
 from services.conductor.core.line import Line
@@ -120,14 +120,14 @@ class Requests:
                 self._placing.place(now, request, out)
 
     def _stop(self, now: float, request: Request, failure: Failure | None, out: list[Action]) -> None:
-        """Ends an answer as cancelled; one that cannot be told, or a request that was never placed, fails."""
+        """Ends an answer here as cancelled; one that cannot be told, or a request that was never placed, fails."""
         if failure is not None:
             self._book.fail(now, request, failure, out)
         elif request.begun:
+            self._adopting.let_go(request, out)
             self._book.complete(now, request, Finish.CANCELLED, out)
         else:
-            failure = request.refusal or Failure(Kind.UNAVAILABLE, "this conductor is draining")
-            self._book.fail(now, request, failure, out, refused=True)
+            self._book.fail(now, request, request.refusal or DRAINS, out, refused=True)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
-from moonpool.sched.steps import PATIENCE, TELL_S
+from moonpool.sched.steps import PATIENCE, SAVED, TELL_S
 from services.decode.core.actions import Action, Cut, Run
 from services.decode.core.batch import Batch
 from services.decode.core.config import CoreConfig
@@ -43,7 +43,7 @@ class Flight:
             return speeds
         expected_s = decode_step_seconds(speeds, len(self.run.batch), self.context)
         if self.run.patient:
-            expected_s = expected_s * (1.0 + PATIENCE) + (TELL_S if self.run.steps > 1 else 0.0)
+            expected_s = expected_s * (1.0 + PATIENCE * SAVED) + (TELL_S if self.run.steps > 1 else 0.0)
         late = (now - self.began) / expected_s if expected_s else 1.0
         return speeds.slowed_decode(late) if late > OVERDUE else speeds
 

@@ -4,10 +4,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import TASKS, Answers, Beside, same_tokens
+from benchmarks.engine import TASKS, Answers, Beside, Subject, same_tokens
 from benchmarks.frame import Absent, Row
 from benchmarks.peers.engines import Peer
 from benchmarks.serving_limits import Limits
@@ -22,6 +24,7 @@ for number, line in enumerate(sys.stdin):
     answers = [[7] * asked["tokens"] for _ in asked["prompts"]]
     print(json.dumps({"seconds": 2.0, "token_ids": answers}), flush=True)
 """
+TINY = Subject("tiny", Path("tiny"), "bfloat16")
 LIMITS = Limits(parameters=1, head_parameters=1, flops=1e9, read_bytes_per_s=1e9)
 
 
@@ -47,7 +50,7 @@ def ours(prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, Answers]
 def test_a_peer_that_dies_fails_in_its_own_rows_only(processes: ExitStack) -> None:
     runs, said = 1, list[str]()
     lost, lives = peer(processes, dies_at=runs + 2), peer(processes, dies_at=-1)  # in the second task's second run
-    rows = Beside("tiny", ours, [lost, lives], said.append).rows(LIMITS, runs)
+    rows = Beside(TINY, ours, [lost, lives], said.append).rows(LIMITS, runs)
     absent = [row for row in rows if isinstance(row, Absent)]
     assert [(row.name, row.reason) for row in absent] == [
         (f"tiny, {task.name}", "transformers ended with 3") for task in TASKS[1:]
@@ -61,6 +64,15 @@ def test_a_peer_that_dies_fails_in_its_own_rows_only(processes: ExitStack) -> No
 def test_equal_tokens_count_up_to_the_first_other_one(processes: ExitStack) -> None:
     assert same_tokens([[1, 2, 3], [4, 5, 6]], [[1, 9, 3], [4, 5, 6]]) == pytest.approx(4 / 6)
     assert same_tokens([[1], [2]], [[1], [3]]) == 0.5
-    rows = Beside("tiny", ours, [peer(processes, dies_at=-1)], list[str]().append).rows(LIMITS, 1)
+    rows = Beside(TINY, ours, [peer(processes, dies_at=-1)], list[str]().append).rows(LIMITS, 1)
     (share,) = [row.value for row in rows if isinstance(row, Row) and "ours too" in row.name]
     assert share == pytest.approx((1 + 3 * 63 / 64) / 4)
+
+
+def test_only_figures_of_bfloat16_are_wanted(processes: ExitStack) -> None:
+    other = replace(TINY, dtype="float32")
+    for subject, name, wanted in ((TINY, "tiny", [1.0, 1.2, 0.85, 1.2, 1.0]), (other, "tiny, float32", [])):
+        beside = Beside(subject, ours, [peer(processes, dies_at=-1)], list[str]().append)
+        rows = [row for row in beside.rows(LIMITS, 1) if isinstance(row, Row)]
+        assert [row.target for row in rows if row.target] == wanted
+        assert all(row.name.startswith(f"{name}, {TASKS[0].name}") for row in rows[:2])

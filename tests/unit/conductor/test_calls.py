@@ -23,7 +23,7 @@ class Unbuildable:
 async def test_a_call_whose_message_cannot_be_built_ends(kind: str) -> None:
     posted: list[Event] = []
     nothing: Any = None
-    calls = Calls(nothing, nothing, lambda _: None, posted.append, 1.0)
+    calls = Calls(nothing, nothing, lambda _: None, posted.append, posted.append, 1.0)
     order: Any = SimpleNamespace(io=7, sequence="s", tbt_slo_s=0.0, starts_in_s=0.0)
     getattr(calls, kind)(order, Unbuildable())
     [ended] = posted

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moonpool.client import AsyncClient, SamplingParams
+from moonpool.core.kernel import Ended
 from moonpool.errors import Internal
 from moonpool.v1 import kv_pb2
 from services.conductor.core.messages import Announce, Complete, Event, Stopped
@@ -78,6 +79,26 @@ async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone(order:
         assert result.token_ids == expected(len(PROMPT), 8)
         assert d.streams == 1
         await s.rest()
+
+
+async def test_a_core_that_fails_outside_a_request_ends_the_conductor() -> None:
+    """As where a call ends: what the core knows is not certain any more."""
+
+    async def conducts() -> None:
+        async with stack(prefill(), decode()) as s:
+            handle = s.servicer.core.handle
+
+            def fails(now: float, event: Any, out: list[Any]) -> None:
+                if isinstance(event, Ended):
+                    raise KeyError("the core has a defect")
+                handle(now, event, out)
+
+            s.servicer.core.handle = fails  # type: ignore[method-assign]
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await asyncio.wait_for(conducts(), WAIT_S)
+    assert ended.group_contains(Internal, match="the core has a defect")
 
 
 async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_request() -> None:

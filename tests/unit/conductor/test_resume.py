@@ -153,12 +153,17 @@ async def test_text_that_a_drain_cuts_off_goes_on_as_if_nothing_had_happened() -
         await left.read()
         assert left.finished is not None
         assert left.finished.reason == kv_pb2.FINISH_REASON_CANCELLED
+        await draining
         d.hold_at = -1
         again = Call(second, left.resume(request(sampling)))
         await again.read()
         assert left.tokens == tokens[:3]
         assert left.text + again.text == text[: begins - 1]
-        await draining
+        taken_over = [it.request_id for it in d.resumed]
+        assert (taken_over, d.cancelled, len(p.requests)) == (["r"], ["r"], 3), (
+            "its stop text ends it, and not the drain"
+        )
+        await second.rest()
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

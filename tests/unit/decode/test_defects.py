@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from moonpool.errors import Internal
 from moonpool.sched.steps import Step, StepResult
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core.actions import Run
+from services.decode.core.events import Stop
 from services.decode.running import Running
 from services.decode.subscriber import Subscriber
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
@@ -74,9 +76,11 @@ async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_l
     assert [type(event).__name__ for event in posted] == ["Stepped", "Stepped", "StepDone"]
 
 
-@pytest.mark.parametrize("run_steps", [1, 4])
-async def test_tokens_that_cannot_be_told_end_their_request_alone(run_steps: int) -> None:
+@pytest.mark.parametrize(("run_steps", "at_once"), [(1, False), (4, False), (1, True)])
+async def test_tokens_that_cannot_be_told_end_their_request_alone(run_steps: int, *, at_once: bool) -> None:
+    """Also where the answer ends with its first token, at once: then the core is done with it already."""
     tokens = {name: prompt(20, seed) for seed, name in enumerate("ab")}
+    what = "answer cannot be told" if at_once else "tokens cannot be taken"
     async with decoding(run_steps=run_steps) as it, conducting(it) as conductor:
         start = it.service.shell.start
 
@@ -93,8 +97,9 @@ async def test_tokens_that_cannot_be_told_end_their_request_alone(run_steps: int
             start(subscriber, message)
 
         it.service.shell.start = starts  # type: ignore[method-assign]
-        await only_b_goes_on(it, conductor, [spec(name, tokens[name], max_tokens=6) for name in "ab"])
-        assert conductor.failed == {"a": "a defect: its tokens cannot be taken"}
+        ends = {"a": [continuation(tokens["a"], 1)[0]] if at_once else [], "b": []}
+        await only_b_goes_on(it, conductor, [spec(name, tokens[name], max_tokens=6, ends=ends[name]) for name in "ab"])
+        assert conductor.failed == {"a": f"a defect: its {what}"}
         assert conductor.tokens == {"b": continuation(tokens["b"], 6)[1:]}
 
 
@@ -112,6 +117,26 @@ async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone() -> N
         await only_b_goes_on(it, conductor, [spec(name, tokens, max_tokens=6) for name in "ab"])
         assert conductor.failed == {"a": "a defect: its start cannot be carried out"}
         assert conductor.tokens["b"] == continuation(tokens, 6)[1:]
+
+
+async def test_a_core_that_fails_outside_a_request_ends_the_instance() -> None:
+    """Nobody would compute any more, and nobody would know."""
+    async with decoding() as it, conducting(it):
+        handle, shell = it.service.core.handle, it.service.shell
+
+        def fails(now: float, event: Any, out: list[Any]) -> None:
+            if isinstance(event, Stop):
+                raise KeyError("the core has a defect")
+            handle(now, event, out)
+
+        it.service.core.handle = fails  # type: ignore[method-assign]
+        target = await reserve(it, spec("a", prompt(20)))
+        live = shell.get(target.transfer_id, target.generation)
+        assert live is not None
+        shell.end(live, "nobody wants it")
+        await it.until(lambda: it.death is not None)
+        assert isinstance(it.death, Internal)
+        it.service.core.handle = handle  # type: ignore[method-assign]
 
 
 async def test_more_known_tokens_than_the_answer_may_have_are_refused() -> None:

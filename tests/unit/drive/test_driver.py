@@ -2,6 +2,7 @@ import asyncio
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from moonpool.core.kernel import Ended, Tick
 from moonpool.drive.driver import Driver
 from moonpool.drive.journal import JournalWriter, read_journal
 from moonpool.drive.rerun import journal_files, rerun
+from moonpool.errors import Internal
 from tests.unit.fakes.counter_core import Add, Counter, Said, Start
 
 OURS = re.compile(r"(moonpool\.core|tests\.unit\.fakes)\..*")
@@ -27,6 +29,7 @@ class Shell:
 
     def __init__(self, *, ends_at_once: bool = False, journal: JournalWriter | None = None) -> None:
         self.now = 100.0
+        self.action_s = 0.0  # that an action takes by our clock
         self.done: list[Said | Start] = []
         self.said = asyncio.Event()
         self._ends_at_once = ends_at_once
@@ -35,6 +38,7 @@ class Shell:
 
     def _perform(self, action: Said | Start) -> None:
         self.done.append(action)
+        self.now += self.action_s
         if isinstance(action, Said):
             self.said.set()
         elif self._ends_at_once:
@@ -59,10 +63,9 @@ async def test_the_core_is_ticked_when_it_is_due() -> None:
     shell = Shell()
     shell.driver.post(Add(2))
     assert shell.core.due() == 101.0
-    shell.now = 101.0
-    shell.driver.post(Add(3))  # arms the timer anew: a second from now
-    shell.now = 102.0
-    shell.driver.post(Ended(1, 2))  # over already: the tick comes in the loop's next turn
+    shell.now, shell.action_s = 101.0, 2.0
+    shell.driver.post(Add(3))  # arms the timer anew: it is over already, so the tick comes in the loop's next turn
+    assert shell.core.due() == 102.0
     await asyncio.wait_for(shell.said.wait(), 10)
     assert shell.done[-1] == Said(5)
     assert shell.core.due() is None
@@ -133,6 +136,81 @@ async def test_an_action_that_fails_costs_neither_the_others_nor_what_was_posted
     await asyncio.sleep(0)
     assert done == [Said(1), Said(2), Said(5), Said(10)]
     driver.close()
+
+
+class Broken(Counter):
+    """Fails at an odd number, and at each tick."""
+
+    def handle(self, now: float, event: Add | Ended[int] | Tick, out: list[Said | Start]) -> None:
+        if isinstance(event, Tick) or (isinstance(event, Add) and event.number % 2):
+            raise ValueError("broken")
+        super().handle(now, event, out)
+
+
+class Late(Broken):
+    """Is due already, always."""
+
+    def due(self) -> float | None:
+        return 0.0
+
+
+async def failed(driver: Driver[Any, Said | Start], core: Counter) -> None:
+    """The driver fails with the core's defect as the cause, and its core gets nothing more."""
+    with pytest.raises(Internal, match="broken") as failure:
+        await asyncio.wait_for(driver.failure(), 10)
+    assert isinstance(failure.value.__cause__, ValueError)
+    total = core.total
+    driver.post(Add(2))
+    driver.tell(Add(2))
+    assert core.total == total
+
+
+async def test_whoever_posts_hears_of_a_defect_and_the_core_goes_on() -> None:
+    core, done = Broken(), list[Said | Start]()
+    driver = Driver(core, done.append)
+    with pytest.raises(ValueError, match="broken"):
+        driver.post(Add(1))
+    driver.post(Add(2))
+    assert done == [Start(1)]
+    driver.close()
+
+
+async def test_a_defect_of_which_nobody_hears_fails_the_driver() -> None:
+    core, done = Broken(), list[Said | Start]()
+    driver = Driver(core, done.append)
+    driver.tell(Add(1))
+    await failed(driver, core)
+
+
+async def test_so_does_one_that_an_action_meets() -> None:
+    def perform(action: Said | Start) -> None:
+        raise ValueError("broken")
+
+    core = Counter()
+    driver = Driver(core, perform)
+    driver.tell(Add(2))
+    await failed(driver, core)
+
+
+async def test_so_does_one_of_a_tick() -> None:
+    core, done = Late(), list[Said | Start]()
+    driver = Driver(core, done.append)
+    driver.post(Add(2))
+    assert done == [Start(1)]
+    await failed(driver, core)
+
+
+async def test_so_does_one_of_what_was_put_off() -> None:
+    clock, numbers = iter(range(1_000)), iter([2, 1])
+
+    def perform(action: Said | Start) -> None:
+        if number := next(numbers, 0):
+            driver.post(Add(number))
+
+    core = Broken()
+    driver = Driver(core, perform, clock=lambda: float(next(clock)))
+    driver.post(Add(2))  # each event takes longer than a turn by this clock
+    await failed(driver, core)
 
 
 async def test_a_journal_that_cannot_be_written_ends_and_the_core_goes_on(tmp_path: Path) -> None:

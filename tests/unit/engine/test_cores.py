@@ -13,7 +13,7 @@ import pytest
 from kernels.native import library
 from moonpool.engine.cores import LOOK_S, SLOT, SLOTS, Cores, Turns, life_of, number_of
 from moonpool.errors import ConfigError
-from moonpool.sched.steps import PATIENCE
+from moonpool.sched.steps import PATIENCE, SAVED
 
 MOST = len(os.sched_getaffinity(0))
 SAME = number_of([*os.sched_getaffinity(0)])
@@ -128,24 +128,48 @@ def test_patient_steps_give_way_to_others_but_not_for_long() -> None:
         nonlocal now
         now += seconds
 
+    def waited() -> float:
+        arrived = now
+        turns.give_way(wanted)
+        return now - arrived
+
     turns = Turns(lambda: now < busy_until, lambda: 0.5, lambda: now, nap)
-    turns.give_way(wanted)  # it is not known yet how long a step takes
-    assert now == 100.0
+    assert waited() == 0.0, "it is not known yet how long a step takes"
     now += 0.01
     assert turns.share() == 0.5
-    turns.give_way(wanted)
-    waited_s = now - 100.01
-    assert PATIENCE * 0.01 <= waited_s < PATIENCE * 0.01 + 2 * LOOK_S
+    assert PATIENCE * 0.01 <= waited() < PATIENCE * 0.01 + 2 * LOOK_S
     now += 0.03
     assert turns.share(3) == 0.5
-    arrived = now
-    turns.give_way(wanted)
-    assert PATIENCE * 0.01 <= now - arrived < PATIENCE * 0.01 + 2 * LOOK_S, "what it waited before is not what it took"
+    assert PATIENCE * 0.03 <= waited() < PATIENCE * 0.03 + 2 * LOOK_S, "what it waited before is not what it took"
     now += 0.01
     assert [turns.share(), turns.share()] == [0.5, 0.5]  # the second is that of a step that is not patient
     busy_until = now + 2 * LOOK_S
-    turns.give_way(wanted)
-    assert now == pytest.approx(busy_until, abs=LOOK_S)
+    assert waited() == pytest.approx(2 * LOOK_S, abs=LOOK_S)
+
+
+def test_what_patient_steps_did_not_wait_the_next_ones_may_but_not_all_of_it() -> None:
+    now, busy_until = 100.0, 0.0
+
+    def nap(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def waited() -> float:
+        nonlocal now
+        arrived = now
+        turns.give_way(wanted)
+        began, now = now, now + 0.01
+        turns.share()
+        return began - arrived
+
+    turns = Turns(lambda: now < busy_until, lambda: 1.0, lambda: now, nap)
+    assert {waited() for _ in range(2 * SAVED)} == {0.0}
+    busy_until = now + 100 * LOOK_S
+    waits = [waited()]
+    busy_until = 1000.0
+    waits += [waited() for _ in range(3)]
+    wanted_s = (100 * LOOK_S, PATIENCE * 0.01 * (SAVED + 1) - 100 * LOOK_S, PATIENCE * 0.01, PATIENCE * 0.01)
+    assert waits == pytest.approx(wanted_s, abs=2 * LOOK_S)
 
 
 def test_a_step_that_is_aborted_waits_no_longer_and_teaches_nothing() -> None:
@@ -165,4 +189,4 @@ def test_a_step_that_is_aborted_waits_no_longer_and_teaches_nothing() -> None:
     turns.share()
     arrived = now
     turns.give_way(wanted)
-    assert now - arrived >= PATIENCE * 0.01, "the aborted one is not taken for a quick one"
+    assert now - arrived >= PATIENCE * 0.01 - 3 * LOOK_S, "the aborted one is not taken for a quick one"

@@ -2,6 +2,8 @@
 
 import re
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 
 from kernels.native import library
 from moonpool.checkpoint import Tokenizer
-from moonpool.engine.masks import Masks
+from moonpool.engine.masks import Allowed, Making, Masks, Wanted
 from moonpool.engine.messages import StepDone
 from moonpool.kv.hashes import slice_hash
 from moonpool.model.native_run import Done
@@ -70,8 +72,11 @@ def test_a_run_seals_the_blocks_that_it_fills_and_ends_when_it_is_aborted(checkp
         assert not len(one.gates[0])
 
 
-def test_a_run_with_a_format_gives_the_tokens_of_plain_forward_passes_with_its_masks(checkpoint: Path) -> None:
-    how = SamplingParams(temperature=0.0, response_format="regex", grammar="[a-z]{30}")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_run_with_a_format_gives_the_tokens_of_plain_forward_passes_with_its_masks(
+    temperature: float, checkpoint: Path
+) -> None:
+    how = SamplingParams(temperature=temperature, response_format="regex", grammar="[a-z]{30}")
 
     def step(step_id: int, tokens: list[int], spec: SampleSpec, steps: int = 1) -> Step:
         return Step(step_id, (SequenceStep(ids(*PROMPT, *tokens), 0, (4, 1, 6), spec),), steps=steps)
@@ -83,10 +88,47 @@ def test_a_run_with_a_format_gives_the_tokens_of_plain_forward_passes_with_its_m
         for at, token in enumerate(tokens):
             one.runners[0].masks.close()
             one.runners[0].masks = Masks(lambda: Tokenizer.load(checkpoint), 512, (1,))
-            alone = step(2 + at, tokens[:at], SampleSpec(how, answer=ids(*tokens[:at])))
+            alone = step(2 + at, tokens[:at], SampleSpec(how, position=at, answer=ids(*tokens[:at])))
             assert one.run(alone)[-1].sampled == (token,)
         assert one.run(step(9, [], GREEDY))[-1].sampled[0] not in tokens
         one.runners[0].close()
+
+
+class Ambiguous(Masks):
+    """One token may follow in the first sequence; in the run's third step there is no mask for it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: pytest.fail("no tokenizer is needed"), 512, ())
+        self._bits = bytearray(64)
+        self._steps_made = 0
+
+    def begin(self, wanted: Sequence[Wanted]) -> Making:
+        assert [it.index for it in wanted] == [0]
+        return self.go_on(())
+
+    def go_on(self, tokens: Sequence[int]) -> Making:
+        self._steps_made += 1
+        self._bits[:] = (1 << 7 + self._steps_made).to_bytes(64, "little")
+        failed = {0: "too ambiguous"} if self._steps_made == 3 else {}
+        return Making(lambda: Allowed({0: memoryview(self._bits)}, failed))
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_sequence_without_a_mask_ends_a_run_and_the_others_have_their_tokens(patient: bool, checkpoint: Path) -> None:
+    formed = SampleSpec(SamplingParams(temperature=0.0, response_format="regex", grammar="a"))
+    with stages(checkpoint, 1) as one, closing(Ambiguous()) as masks:
+        one.run(whole())
+        del one.events[:]
+        one.runners[0].masks = masks
+        first, second = (SequenceStep(ids(8), 40, (4, 1, block), spec) for block, spec in ((6, formed), (2, GREEDY)))
+        told = one.run(Step(2, (first, second), patient=patient, steps=6))
+        done = [it for last in told for it in (*last.earlier, last)]
+        del one.events[:]
+        one.runners[0].masks = None
+        expected = [it.sampled[0] for it in one.run(Step(3, (second,), steps=3))]
+    assert [it.sampled for it in done] == list(zip((8, 9, None), expected, strict=True))
+    assert [it.failed for it in done] == [{}, {}, {0: "too ambiguous"}]
+    assert [it.over for it in done] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -132,11 +174,10 @@ def test_a_sequence_whose_logits_are_not_finite_ends_a_run_and_the_others_have_t
         shares = tuple(SequenceStep(ids(token), 40, (4, 1, block), GREEDY) for token, block in ((7, 6), (8, 2)))
         expected = [it.sampled for it in one.run(Step(2, shares, steps=2))[1:]]
         del one.events[:]
-        assert one.runners[0].run(Step(3, shares, patient=True, steps=6))
+        assert one.runners[0].run(Step(3, shares, steps=6))
         one.runners[0].place.memory.kv[:, 6] = torch.nan
         assert not one.runners[0].go_on()
-        [told] = [it for it in one.events if isinstance(it, StepDone)]
-        [first] = told.earlier
+        first, told = [it for it in one.events if isinstance(it, StepDone)]
         assert (first.sampled, told.sampled) == (expected[0], (None, expected[1][1]))
         assert (told.over, told.failed) == (True, {0: NOT_FINITE})
 

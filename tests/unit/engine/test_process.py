@@ -78,6 +78,8 @@ async def test_steps_run_and_nothing_is_left_afterwards(temporary: Path) -> None
     async with started(spec(stages=2)) as engine:
         assert is_empty(temporary)
         assert (engine.stages, engine.blocks, engine.layout, len(engine.pool.parts)) == (2, 2, LAYOUT, 2)
+        assert {os.getsid(pid) for pid in engine.pids} == {os.getsid(0)}, "cores are shared fairly within a session"
+        assert [os.getpgid(pid) for pid in engine.pids] == engine.pids, "Ctrl-C does not reach them"
         layers: list[LayerDone] = []
         result = await engine.run(step(1, WORK, 20, layer_events=True), on_layer=layers.append)
         assert (result.sampled, result.aborted, result.start_ns, result.end_ns) == ((WORK, 20), False, 0, 10)

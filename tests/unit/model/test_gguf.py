@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.peers.gguf_files import write_gguf
+from benchmarks.peers.gguf_files import rewrite_gguf, write_gguf
 from moonpool.checkpoint import Tokenizer, inspect_checkpoint, load_config, model_name, resolve, weights_fingerprint
 from moonpool.checkpoint.formats import tensor_index, weight_files
 from moonpool.checkpoint.gguf_file import TENSOR_TYPES
@@ -114,6 +114,14 @@ def test_a_stage_reads_what_its_folder_has(folders: Callable[[str], Path], tmp_p
     assert torch.equal(stages[0].layers[1].qkv(x), stages[1].layers[1].qkv(x))
     assert inspect_checkpoint(file).parameters == inspect_checkpoint(folder).parameters
     assert len({weights_fingerprint(file), weights_fingerprint(folder)}) == 2
+
+
+def test_a_file_that_is_rewritten_has_the_same_weights(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    file = write_gguf("llama", folders("llama"), tmp_path / "model.gguf", "Q8_0", metadata={"general.file_type": 7})
+    other = rewrite_gguf(file, tmp_path / "other.gguf", "F32", metadata={"general.file_type": 0})
+    assert load_config(other) == replace(load_config(file), dtype="float32")
+    assert torch.equal(our_logits(other, PROMPT), our_logits(file, PROMPT))
+    assert Tokenizer.load(other).encode(TEXTS[0]) == Tokenizer.load(file).encode(TEXTS[0])
 
 
 def test_rope_divisors_are_llama_3s_scaling(tmp_path: Path) -> None:

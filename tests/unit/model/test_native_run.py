@@ -1,7 +1,7 @@
 """A run's further steps in one call each, beside the same steps one operation at a time: the same bits."""
 
 import ctypes
-import time
+import weakref
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -102,9 +102,30 @@ def test_a_run_that_was_given_up_computes_no_further_step(checkpoint: Callable[[
 
 
 @torch.inference_mode()
+def test_a_run_keeps_what_it_watches(checkpoint: Callable[[str], Path]) -> None:
+    """Native code reads the watch's memory, also where its step is done and the gates have forgotten it."""
+    gates, whole = Gates(), Whole(checkpoint("tiny-llama"))
+    watch = gates.watch(1, gated=False)
+    alive = weakref.ref(watch)
+    run = whole.stage.going_on(whole.batch, whole.pool, 8, whole.chosen.buffer_info()[0], watch=watch)
+    assert run is not None
+    del watch
+    gates.done(1)
+    assert alive() is not None
+    assert run.go_on().steps == 1
+    del run
+    assert alive() is None
+
+
+@torch.inference_mode()
 def test_tables_that_lead_out_of_the_pool_are_left_to_the_checks(checkpoint: Callable[[str], Path]) -> None:
     whole = Whole(checkpoint("tiny-llama"))
     assert whole.stage.going_on(whole.batch, whole.pool[:, :15], 8, whole.chosen.buffer_info()[0]) is None
+
+
+def steps_until(ends: set[int], steps: list[list[int]]) -> int:
+    """How many of these steps are taken in one call: none follows one with a token that may end an answer."""
+    return next((count for count, tokens in enumerate(steps, 1) if not ends.isdisjoint(tokens)), len(steps))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -130,15 +151,16 @@ def test_several_steps_of_one_call_choose_the_same_tokens(
         samplers[1].go_on(other.chosen.tolist())
         expected.append([token for [token] in samplers[1].sample(other.one_by_one()).tokens])
         other.chosen = array("i", expected[-1])
-    ends = {expected[2][1]} - {token for its in expected[:2] for token in its}
+    ends = {expected[2][1]}
     run.choose_by(samplers[0].alone, ends)
     assert run.alone
-    found, counts = [], []
-    for most, until_ns in ((8, 2**62), (2, 2**62), (8, time.monotonic_ns()), (8, 2**62)):
+    found: list[list[int]] = []
+    for most, until_ns, cut in ((8, 2**62, False), (2, 2**62, False), (8, 0, False), (2, 2**62, True)):
+        if cut:
+            gates.cut(1)
+        at_once = 1 if cut or not until_ns else most
+        wanted = steps_until(ends, expected[len(found) :][:at_once])
         done = run.go_on(most, until_ns)
         found += [tokens for tokens, _ in run.tokens(done.steps)]
-        counts.append(done.steps)
-        if len(counts) == 3:
-            gates.cut(1)
+        assert done.steps == wanted
     assert found == expected[: len(found)]
-    assert counts == [3, 2, 1, 1]

@@ -1,7 +1,10 @@
 """A prefill whose decode instance or engine fails."""
 
+from typing import Any
+
 import pytest
 
+from moonpool.core.kernel import Ended
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, StreamBroken, TransferFailed, Unavailable
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.v1 import kv_pb2
@@ -113,3 +116,35 @@ async def test_a_step_that_cannot_be_made_ends_its_requests_and_no_others(monkey
                 await story.to_the_end()
         await (await begin(it, spec("b", tokens, max_tokens=1))).to_the_end()
         await it.rest()
+
+
+async def test_a_token_that_cannot_be_told_ends_its_request_and_no_other() -> None:
+    async with prefilling() as it:
+        shell, tokens = it.service.shell, prompt(BLOCK, 1)
+        reached, go = it.engine.hold(layer=1)
+        story = await begin(it, spec("a", tokens, max_tokens=1))
+        await reached.wait()
+        [request] = shell.find("a")
+        request.lane = 7  # type: ignore[assignment]  # no message can say that
+        go.set()
+        with pytest.raises(Internal, match="the prefill failed: TypeError"):
+            await story.to_the_end()
+        await (await begin(it, spec("b", tokens, max_tokens=1))).to_the_end()
+        await it.rest()
+
+
+async def test_a_core_that_fails_outside_a_request_ends_the_instance() -> None:
+    """As where a step ends: its prompts would wait for ever."""
+    async with prefilling() as it:
+        handle = it.service.core.handle
+
+        def fails(now: float, event: Any, out: list[Any]) -> None:
+            if isinstance(event, Ended):
+                raise KeyError("the core has a defect")
+            handle(now, event, out)
+
+        it.service.core.handle = fails  # type: ignore[method-assign]
+        story = await begin(it, spec("a", prompt(BLOCK, 1), max_tokens=1))
+        await it.until(lambda: it.death is not None)
+        assert isinstance(it.death, Internal)
+        story.call.cancel()  # the server would wait for it

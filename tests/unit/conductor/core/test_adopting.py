@@ -2,6 +2,7 @@
 
 import pytest
 
+from moonpool.core.kernel import Cancel
 from services.conductor.core.company import FOREVER
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.legs import LINGER_S
@@ -13,6 +14,7 @@ from services.conductor.core.messages import (
     Drop,
     Fail,
     Finish,
+    LetGo,
     Prefill,
     Reserve,
     Start,
@@ -178,11 +180,13 @@ def test_a_client_that_leaves_ends_what_was_adopted() -> None:
 
 
 @pytest.mark.parametrize("choices", [1, 3])
-def test_a_drain_ends_it_with_what_there_is(choices: int) -> None:
+def test_a_drain_leaves_it_to_the_next_conductor(choices: int) -> None:
     world = World()
     number = world.resume(choices=choices)
+    adopt = world.one(Adopt)
     world.post(Stopped(number))
     assert world.ends == {number: Complete(number, Finish.CANCELLED)}
+    assert (world.all(LetGo), world.all(Cancel)) == ([LetGo(adopt.io)], [])
     world.finish_all()
 
 

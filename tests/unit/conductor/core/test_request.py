@@ -10,6 +10,7 @@ from services.conductor.core.messages import (
     Delivered,
     Fail,
     Finish,
+    LetGo,
     Prefill,
     Rehash,
     Renew,
@@ -318,13 +319,15 @@ def test_an_answer_that_was_complete_before_its_instance_was_lost_is_complete() 
     world.finish_all()
 
 
-def test_a_draining_conductor_ends_answers_as_cancelled_and_refuses_who_has_none() -> None:
+def test_a_draining_conductor_leaves_answers_to_another_one_and_refuses_who_has_none() -> None:
     world = World()
-    first, _, start = world.decoding()
+    first, prefill, start = world.decoding()
     world.more(start)
     second = world.arrive()
     for number in (first, second):
         world.post(Stopped(number))
+    assert (world.all(LetGo), world.all(Cancel)) == ([LetGo(start.io)], []), "KV may still be on its way to decode"
+    assert prefill.io in world.calls
     assert world.ends[first] == Complete(first, Finish.CANCELLED)
     end = world.ends[second]
     assert isinstance(end, Fail)

@@ -25,6 +25,7 @@ from services.conductor.core.messages import (
     Joined,
     KeysChanged,
     Left,
+    LetGo,
     Prefill,
     Prefilled,
     Promised,
@@ -319,7 +320,7 @@ class World:
                 assert action.request not in self.ends
                 assert action.io not in self.calls
                 self.calls[action.io] = action
-            case Cancel(io):
+            case Cancel(io) | LetGo(io):
                 assert io in self.calls, "a call that has ended is given up"
                 assert io not in self.cancelled
                 self.cancelled.add(io)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
+from moonpool.sched.steps import PATIENCE, SAVED, TELL_S
 from services.decode.core.actions import Run
 from services.decode.core.events import StepDone
 from services.decode.core.runs import Flight, observe
@@ -74,10 +75,12 @@ def test_a_patient_step_may_wait_before_it_is_overdue() -> None:
     patient, other = Flight(run, 9, 5.0), Flight(replace(run, patient=False), 9, 5.0)
     assert patient.overdue(5.07, speeds) == speeds
     assert other.overdue(5.07, speeds).decode_base_s == pytest.approx(0.07)
-    assert patient.overdue(5.2, speeds).decode_base_s == pytest.approx(0.05)
+    longest_s = 0.01 * (1 + PATIENCE * SAVED)
+    assert patient.overdue(5.0 + 1.9 * longest_s, speeds) == speeds
+    assert patient.overdue(5.0 + 5 * longest_s, speeds).decode_base_s == pytest.approx(0.05)
     several = Flight(replace(run, steps=9), 9, 5.0)  # of which some may come together
-    assert several.overdue(5.17, speeds) == speeds
-    assert several.overdue(5.27, speeds).decode_base_s == pytest.approx(0.03)
+    assert several.overdue(5.0 + 1.9 * (longest_s + TELL_S), speeds) == speeds
+    assert several.overdue(5.0 + 3 * (longest_s + TELL_S), speeds).decode_base_s == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from moonpool.kv.scattered import Bytes
 from moonpool.streams.lanes.brief import GET, Brief
 from moonpool.streams.lanes.held import Held
 from moonpool.streams.lanes.inbound import MESSAGE_COST, TURN_BYTES
+from moonpool.streams.lanes.lane import Lane
 from moonpool.streams.lanes.sockets import LENGTHS
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.streams.lanes.pairs import LAYOUT, MAILBOX, REQUEST, RESPONSE, came, pair, pool_of, read
@@ -194,6 +197,23 @@ async def test_payloads_that_are_held_fail_with_the_lane() -> None:
         lane.tasks.clear()
         assert (stuck.done.exception(), results[1:]) == (error, [error, error])
     pool.close()
+
+
+async def test_regions_of_a_lane_that_ends_are_unmapped_beside_the_event_loop() -> None:
+    """Who unmaps the last of a dead peer's pool gives all of its memory back to the system, which takes a while."""
+    go, closed = threading.Event(), threading.Event()
+
+    def close() -> None:
+        assert go.wait(10.0)
+        closed.set()
+
+    async with pair() as lane:
+        region: Any = SimpleNamespace(close=close)
+        ended = Lane("local", lane.socks[0], kv_pb2.LaneFrame, readable={1: region}, acknowledge=lambda message: None)
+        ended.close(StreamBroken("the peer was killed"))
+        assert not closed.is_set()
+        go.set()
+        assert await asyncio.to_thread(closed.wait, 10.0)
 
 
 async def test_a_message_for_another_stream_s_class_is_read_as_protobuf_reads_it() -> None:
