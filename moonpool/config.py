@@ -13,6 +13,7 @@ import socket
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
@@ -319,9 +320,7 @@ def _parse_flags(cls: type[ServiceConfig], argv: Sequence[str], prog: str | None
     shared = parser.add_argument_group("settings of every service")
     for name, field in cls.model_fields.items():
         _add_flag(shared if name in common else own, name, field)
-    shared.add_argument(
-        "--config", metavar="FILE", help="YAML file of settings, named as the flags are but with underscores"
-    )
+    shared.add_argument("--config", metavar="FILE", help="YAML file of settings, named as flags but with underscores")
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
         known = [_flag(name) for name in (*cls.model_fields, "config")]
@@ -336,7 +335,8 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
     elif field.default in (None, "", (), PydanticUndefined):
         default = ""  # the description tells what happens then
     else:
-        default = f"default: {str(field.default).lower() if kind is bool else field.default}"
+        shown = field.default.value if isinstance(field.default, Enum) else field.default
+        default = f"default: {str(shown).lower() if kind is bool else shown}"
     text = (field.description or "").replace("%", "%%")
     text += f" [{default}]".replace("%", "%%") if default else ""
     if kind is bool:
@@ -348,8 +348,8 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
 
 
 def _metavar(kind: Any) -> str:
-    if typing.get_origin(kind) is Literal:
-        return "{" + ",".join(str(a) for a in typing.get_args(kind)) + "}"
+    if typing.get_origin(kind) is Literal or isinstance(kind, EnumType):
+        return "{" + ",".join(str(getattr(one, "value", one)) for one in typing.get_args(kind) or kind) + "}"
     return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
 
 

@@ -5,6 +5,7 @@ draws the same examples each time, however slow the machine is. Engines that tes
 test process only.
 """
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from hypothesis import settings
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; engines are told a number of their own
 _CORES = tempfile.NamedTemporaryFile(prefix="mp-cores-")  # noqa: SIM115  # as long as this process
 os.environ["MOONPOOL_CORE_PAGE"] = _CORES.name
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when gRPC is first used; servers that end are not worth a line
 
 settings.register_profile("moonpool", deadline=None, derandomize=True)
 settings.load_profile("moonpool")
@@ -24,6 +26,11 @@ settings.load_profile("moonpool")
 
 SHARED_FOLDERS = ("hostile", "shared")
 """Whose tests share a stack, so that one process runs all of them; elsewhere one runs the tests of a file."""
+
+
+def pytest_sessionfinish() -> None:
+    """Lets the end of the process free what services that ran in it have frozen: Triton lists what is left."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

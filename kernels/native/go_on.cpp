@@ -94,7 +94,7 @@ static bool choose(GoOn* g, int64_t step) {
 // Whether a further step may follow without anybody's looking.
 static bool goes_on(const GoOn* g, int64_t step) {
     const Watch* watch = g->step->watch;
-    if (g->failed || g->over_ns[step] >= g->until_ns || others_compute()) return false;
+    if (g->failed || g->over_ns[step] >= g->until_ns || mp_others_compute()) return false;
     if (watch && __atomic_load_n(&watch->awaited, __ATOMIC_ACQUIRE)) return false;
     for (int64_t r = 0; r < g->step->rows; r++)
         for (int64_t i = 0; i < g->end_count; i++)

@@ -49,13 +49,13 @@ extern "C" double mp_had() {
     return had;
 }
 
-bool others_compute() {
-    if (!slots) return false;
+extern "C" int mp_others_compute() {
+    if (!slots) return 0;
     int64_t cores = slots[own_slot].cores.load(std::memory_order_relaxed), since = now_ns() - BUSY_NS;
     for (int i = 0; i < slot_count; i++)
         if (i != own_slot && slots[i].beat_ns.load(std::memory_order_relaxed) > since &&
-            slots[i].cores.load(std::memory_order_relaxed) == cores) return true;
-    return false;
+            slots[i].cores.load(std::memory_order_relaxed) == cores) return 1;
+    return 0;
 }
 
 static int lent(int threads, int64_t now) {

@@ -48,6 +48,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_uniform": (_P, _P, _L, _L, _P),
     "mp_lend": (_P, _I, _I),
     "mp_aside": (_I,),
+    "mp_others_compute": (),
     "mp_threads_used": (_I,),
     "mp_read": (_P, _L, _I),
     "mp_exp": (_P, _L, _L, _I, _I),
@@ -244,6 +245,10 @@ class Library:
         1 where `lend` was not called.
         """
         return float(self._c.mp_had())
+
+    def others_compute(self) -> bool:
+        """Return whether another process that shares our cores computes; no where `lend` was not called."""
+        return bool(self._c.mp_others_compute())
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

@@ -14,5 +14,5 @@ extern "C" int mp_lend(void* slots, int count, int own);
 extern "C" double mp_had();
 // Of `threads` those that this process may use now, at least one.
 int lent_cores(int threads);
-// Whether another process that shares our cores computes.
-bool others_compute();
+// Whether another process that shares our cores computes; no where none are lent.
+extern "C" int mp_others_compute();

@@ -19,7 +19,7 @@ def chat(
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that together have this share.")] = 0.9,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     context: UsedContext = "",
-    tenant: Annotated[str, typer.Option(help="Whose chat it is, and whose context.")] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant that the chat and its context belong to.")] = "",
 ) -> None:
     """Chat with the model; after each answer: what the cache saved, and the speeds. In a pipe each line is a turn."""
     from moonpool.cli.chat import Conversation

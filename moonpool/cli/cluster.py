@@ -40,7 +40,9 @@ def run_state(client: Client, *, as_json: bool) -> None:
 def queue_line(queue: QueueInfo) -> str:
     """Who waits at the conductor."""
     size = f" ({queue.prompt_bytes:,} bytes)" if queue.for_limits else ""
-    return f"wait at the conductor: {queue.for_limits} for their limits{size}, {queue.for_room} for room"
+    return (
+        f"waiting at the conductor: {queue.for_limits} to keep their limits{size}, {queue.for_room} for room at decode"
+    )
 
 
 def _tenants(queue: QueueInfo) -> Table:

@@ -19,7 +19,7 @@ EXIT_INCOMPLETE = 1
 app = typer.Typer()
 delete_app = typer.Typer(name="moonpool delete", add_completion=False, pretty_exceptions_enable=False)
 
-Tenant = Annotated[str, typer.Option(help="Whose context it is.")]
+Tenant = Annotated[str, typer.Option(help="Tenant that the context belongs to.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 Name = Annotated[str, typer.Argument(help="The context's id, or one of its tags.")]
 LOCAL = "127.0.0.1:50051"

@@ -30,6 +30,7 @@ from moonpool.cli.options import (
     text_of,
 )
 from moonpool.errors import MoonpoolError
+from moonpool.rpc.tuning import quiet_grpc
 
 app = typer.Typer(
     name="moonpool",
@@ -55,7 +56,7 @@ def up(
     time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of store and logs; default: a temporary one.")] = None,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="The first conductor's port, the others have the next; 0 = any.")
+        int, typer.Option(min=0, max=65535, help="The first conductor's port; others take the next ones. 0 = any free.")
     ] = 50051,
     http_port: Annotated[
         int | None,
@@ -125,23 +126,25 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     n: Annotated[int, typer.Option("--n", min=1, help="Answers to generate; printed one after the other.")] = 1,
     beams: Annotated[int, typer.Option(min=0, help="Beams of a beam search; the --n best are printed. 0 = none.")] = 0,
-    length_penalty: Annotated[float, typer.Option(help="Beams are compared by their score / tokens ^ this.")] = 1.0,
-    logprobs: Annotated[int | None, typer.Option(help="Print log probabilities, with so many likely tokens.")] = None,
-    prompt_logprobs: Annotated[int | None, typer.Option(help="The same of the prompt's tokens.")] = None,
+    length_penalty: Annotated[float, typer.Option(help="Beams are ranked by score / tokens ^ this.")] = 1.0,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Print log probabilities, and this many of the likeliest tokens.")
+    ] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
     response_format: Annotated[str, typer.Option(help="json_object, json_schema, regex or lark.")] = "",
     grammar: Annotated[
         str, typer.Option(help="The schema, expression or grammar of --response-format; or @FILE.")
     ] = "",
     ttft_slo_s: Annotated[
-        float | None, typer.Option(help="Seconds; refused if its first token is predicted later.")
+        float | None, typer.Option(help="Refuse it if its first token is predicted later than this, seconds.")
     ] = None,
     queue_s: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds it may wait before it is refused; default: the conductor's.")
     ] = None,
-    tenant: Annotated[str, typer.Option(help="Whose request it is.")] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant that the request belongs to.")] = "",
     context: UsedContext = "",
     context_ttl_s: UsedContextTtl = 0.0,
-    priority: Annotated[int, typer.Option(help="Of a tenant's requests those with lower ones are served earlier.")] = 0,
+    priority: Annotated[int, typer.Option(help="Lower goes first among a tenant's requests.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
 ) -> None:
     """Generate text from a prompt."""
@@ -200,9 +203,9 @@ def state(
 @app.command(rich_help_panel=LOOK)
 def top(
     address: Address = "127.0.0.1:50051",
-    interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+    interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")] = False,
 ) -> None:
     """Show the cluster live: instances, queues, KV by tier, hit rate, TTFT and TPOT of the last minute; Ctrl-C ends."""
     from moonpool.cli.top import run_top
@@ -214,7 +217,9 @@ def top(
 
 @app.command(rich_help_panel=LOOK)
 def explain(
-    request_id: Annotated[str, typer.Argument(help="The request's id, as `generate --json` prints it.")],
+    request_id: Annotated[
+        str, typer.Argument(help="The request's id: `moonpool top` lists them, `generate --json` prints it.")
+    ],
     address: Address = "127.0.0.1:50051",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
@@ -361,6 +366,7 @@ def kvstore_(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point: prints an error and what to do about it, and exits with 2."""
+    quiet_grpc()
     try:
         app()
     except MoonpoolError as error:

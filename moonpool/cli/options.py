@@ -16,7 +16,10 @@ Model = Annotated[
 ]
 UsedContext = Annotated[str, typer.Option("--context", help="Id or tag of a context that goes before the prompt.")]
 UsedContextTtl = Annotated[
-    float, typer.Option("--context-ttl-s", min=0.0, help="Seconds that the context lives from now on; 0 = as it was.")
+    float,
+    typer.Option(
+        "--context-ttl-s", min=0.0, help="Renew the context for this many seconds; 0 = leave its time as it is."
+    ),
 ]
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

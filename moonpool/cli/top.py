@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -114,14 +115,14 @@ def _quantiles(found: Quantiles) -> str:
 def _rows(each: InstanceInfo) -> list[tuple[str, ...]]:
     """A row for each tier of an instance: its pool, or a store's."""
     name = f"{each.id} (draining)" if each.draining else each.id
-    tiers = [(tier.name, tier.used_bytes, tier.capacity_bytes, "bytes") for tier in each.tiers]
+    tiers = [(tier.name, tier.used_bytes, tier.capacity_bytes, decimal(tier.capacity_bytes)) for tier in each.tiers]
     if each.total_blocks:
-        tiers.append(("pool", each.total_blocks - each.free_blocks, each.total_blocks, "blocks"))
+        tiers.append(("pool", each.total_blocks - each.free_blocks, each.total_blocks, f"{each.total_blocks:,} blocks"))
     first = (name, str(each.running), waiting(each))
     heads = [first, *[("", "", "")] * (len(tiers) - 1)]
     return [
-        (*head, bar(used, total), f"{kind} {used / max(1, total):.0%} of {total:,} {unit}")
-        for head, (kind, used, total, unit) in zip(heads, tiers, strict=False)
+        (*head, bar(used, total), f"{kind} {used / max(1, total):.0%} of {size}")
+        for head, (kind, used, total, size) in zip(heads, tiers, strict=False)
     ] or [(*first, "", "")]
 
 
@@ -133,7 +134,7 @@ def bar(used: float, total: float) -> str:
 
 
 def _requests(last: tuple[EndedRequest, ...]) -> Table:
-    table = Table("request", "tenant", "prompt", "cached", "answer", "TTFT ms", "TPOT ms", title="answered lately")
+    table = Table("request", "tenant", "prompt", "cached", "answer", "TTFT ms", "TPOT ms", title="recent requests")
     for column in table.columns[2:]:
         column.justify = "right"
     for each in last:

@@ -24,10 +24,7 @@ from moonpool.sched.steps import PATIENCE, SAVED
 SLOTS = 64
 SLOT = struct.Struct("qqqq")
 """Process (`life_of`, 0 = free), share, number of its cores, when it last computed: ns of the monotonic clock."""
-_PAGE = struct.Struct(SLOTS * SLOT.format)
 _BEAT = 24
-BUSY_NS = 100_000_000
-"""For so long after it last computed a process counts as computing; the same in `lending.cpp`."""
 LOOK_S = 0.0005
 """Between two looks at whether others compute."""
 _PROCESS_BITS = 22  # Linux has no larger process numbers
@@ -103,15 +100,6 @@ class Cores:
         finally:
             struct.pack_into("q", self.page, self.own * SLOT.size + _BEAT, 0)
 
-    def others_compute(self) -> bool:
-        """Whether another process computes on our cores."""
-        page, since = _PAGE.unpack_from(self.page), time.monotonic_ns() - BUSY_NS
-        cores, beats = page[2::4], page[3::4]
-        if max(beats) <= since:  # mostly: this is asked in each step
-            return False
-        others = (index for index in range(SLOTS) if index != self.own and beats[index] > since)
-        return any(cores[index] == cores[self.own] for index in others)
-
     def fixed_split(self) -> int:
         """Cores of this process when all that are alive compute: for kernels that do not look into the page."""
         _, share, cores, _ = _slot(self.page, self.own)
@@ -130,7 +118,7 @@ class Turns:
     first, and of a longer time decode keeps its part.
 
     Attributes:
-        others_compute: see `Cores`.
+        others_compute: whether another process computes on our cores.
         had: which share of the cores that it wanted this process had since it was asked before.
         clock: seconds.
         nap: lets time pass, so many seconds.

@@ -58,26 +58,26 @@ class EngineConfig(CoreServiceConfig, LaneConfig):
         0.0,
         ge=0.0,
         lt=1.0,
-        description="share by which each emulated step is longer or shorter at most, drawn at random",
+        description="largest share by which an emulated step is longer or shorter, drawn at random",
     )
     emulated_speed_error: float = Field(
         0.0,
         ge=0.0,
         lt=1.0,
-        description="share by which this emulated instance is slower or quicker than its profile at most, drawn once; "
+        description="largest share by which this emulated instance is slower or quicker than its profile, drawn once; "
         "the conductor is not told",
     )
     emulated_slowdown: float = Field(
         0.0,
         ge=0.0,
-        description="so many times longer emulated steps take from SIGUSR1 to SIGUSR2; the conductor is not told. "
-        "0 = these signals are not taken",
+        description="factor by which emulated steps take longer between the signals SIGUSR1 and SIGUSR2; the "
+        "conductor is not told. 0 = these signals are not handled",
     )
     emulated_seed: int = Field(0, ge=0, description="seed of these draws; instances with other ids draw differently")
     profile: str = Field(
         "",
-        description="profile that `moonpool calibrate` wrote for this machine and model: its speeds are told at join "
-        "in place of those of a few steps timed at start; then they follow what is measured",
+        description="profile that `moonpool calibrate` wrote for this machine and model; its speeds are reported at "
+        "join instead of those of a few steps timed at start, and then follow what is measured",
     )
     model: str = Field(description="folder or GGUF file of the checkpoint, or its id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -87,9 +87,9 @@ class EngineConfig(CoreServiceConfig, LaneConfig):
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
         description="element type of KV; int8 and fp8 (e4m3) take about half of bfloat16's memory and transfers, and "
-        "change the answers a little (docs/kernels.md); one in the cluster; auto = as the weights",
+        "change answers a little (docs/kernels.md); the same on all instances; auto = as the weights",
     )
-    block_tokens: int = Field(64, ge=16, multiple_of=16, description="tokens per KV block; one size in the cluster")
+    block_tokens: int = Field(64, ge=16, multiple_of=16, description="tokens per KV block; the same on all instances")
     kv_bytes: int = Field(
         0,
         ge=0,
@@ -99,32 +99,32 @@ class EngineConfig(CoreServiceConfig, LaneConfig):
     threads: int = Field(
         0,
         ge=0,
-        description="compute threads of each engine process at most; 0 = all cores where they are lent, else an equal "
-        "part for each stage",
+        description="compute threads of each engine process at most; 0 = all cores where engines lend them to each "
+        "other, else an equal part for each stage",
     )
     core_share: int = Field(
         1,
         ge=0,
-        description="of the cores, relative to the shares of this host's other engines, while they compute too; one "
-        "that computes alone has all; 0 = cores are not lent",
+        description="share of the host's cores while other engines compute too, relative to theirs; an engine that "
+        "computes alone has all cores; 0 = cores are not lent",
     )
     core_page: str = Field(
-        "", description="file that the engines of this host map to lend each other cores; empty = one in memory"
+        "", description="file by which this host's engines lend each other cores; empty = one in memory"
     )
     deterministic: bool = Field(
         False,
-        description="make a sequence's results independent of what else is in a step: fixed shapes and tiles, slower "
+        description="results of a sequence do not depend on what else is in a step: fixed shapes and tiles, slower "
         "(docs/kernels.md)",
     )
     device: str = Field(
         "cpu",
         description="where the engine computes: cpu; cuda or cuda:NUMBER, a GPU (never run so far); staged or "
-        "staged:SEED, a CPU that orders its work as a GPU might, for tests. Further stages are on the next devices",
+        "staged:SEED, a CPU that orders its work as a GPU might, for tests. Further stages use the next devices",
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
         description="auto = decode steps on a GPU are captured as CUDA graphs and replayed (never run so far); off = "
-        "each step launches its kernels",
+        "kernels are launched one by one",
     )
     max_tokens: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
     link_bytes_per_s: float = Field(
@@ -135,8 +135,8 @@ class EngineConfig(CoreServiceConfig, LaneConfig):
     )
     either_role: bool = Field(
         False,
-        description="a conductor may order this instance to change between prefill and decode: it drains and ends with "
-        "status 10, and whoever started it starts it as the other service, under its id",
+        description="a conductor may order this instance to change between prefill and decode: it drains and exits "
+        "with status 10, and its supervisor starts it as the other service under the same id",
     )
     start_timeout_s: float = Field(180.0, gt=0.0, description="seconds the engine may take to get ready")
 

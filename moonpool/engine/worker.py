@@ -203,7 +203,7 @@ def turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractCon
     kernels = library.get() if runner.model.native else None
     if kernels is not None:
         kernels.lend(cores.address, SLOTS, cores.own)
-        its = Turns(cores.others_compute, kernels.had)
+        its = Turns(kernels.others_compute, kernels.had)
         runner.give_way, runner.share = its.give_way, its.share
         return cores.computing
 

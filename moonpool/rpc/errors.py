@@ -6,6 +6,7 @@ The detail travels in trailing metadata. RESOURCE_EXHAUSTED alone is also gRPC's
 
 import asyncio
 import inspect
+import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from functools import partial
@@ -102,7 +103,7 @@ def from_rpc_error(error: grpc.RpcError) -> MoonpoolError:
     if not isinstance(error, grpc.aio.AioRpcError) and not hasattr(error, "code"):
         return Internal(f"a call failed: {error!r}")
     code: grpc.StatusCode = error.code()
-    text: str = error.details() or code.name
+    text: str = _UNREACHED.sub(r"cannot connect to \1: ", error.details() or code.name)
     detail = _detail(error.trailing_metadata() or ())
     if detail is None:
         return _from_bare_code(code, text)
@@ -124,6 +125,10 @@ def from_rpc_error(error: grpc.RpcError) -> MoonpoolError:
     return _from_bare_code(code, detail.message)
 
 
+_UNREACHED = re.compile(
+    r"failed to connect to all addresses; last error: \w+: ipv[46]:(\S+): (?:Failed to connect to remote host: )?"
+)
+"""How gRPC says that nobody listens at an address."""
 _BARE: dict[grpc.StatusCode, Callable[[str], MoonpoolError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: partial(InvalidRequest, ""),
     grpc.StatusCode.UNAVAILABLE: Unavailable,

@@ -41,6 +41,15 @@ GC_OBJECTS = 20_000
 def tune_grpc() -> None:
     """Chooses gRPC's ways of reading, unless the environment has chosen. To be called before gRPC is first used."""
     os.environ.setdefault(GRPC_EXPERIMENTS, ",".join(_EXPERIMENTS))
+    quiet_grpc()
+
+
+def quiet_grpc() -> None:
+    """Has gRPC log errors alone, unless the environment wants more. To be called before gRPC is first used.
+
+    Else each server that ends writes a line at its clients.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
 def tune_gc() -> None:

@@ -14,9 +14,8 @@ from moonpool.errors import InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, Metadata, payload_stream
-from moonpool.streams.credits import Traffic
 from moonpool.streams.lanes.dialing import LaneDialer
-from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
+from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream, StreamClient
 from moonpool.streams.prefix_read import Answer, Into, OnSlice, PrefixLost, PrefixRead
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
@@ -54,7 +53,7 @@ def _get_session(message: Answer) -> Hashable:
     return None
 
 
-class BlockReader:
+class BlockReader(StreamClient[Asked, Answer]):
     """One per pair of processes: everything this process reads from one kvstore or engine, on one stream."""
 
     def __init__(
@@ -90,7 +89,7 @@ class BlockReader:
         self._forgotten = forgotten
         self._asked = method.asked
         self._ids = count(1)
-        self._stream: MuxStream[Asked, Answer] = MuxStream(
+        stream: MuxStream[Asked, Answer] = MuxStream(
             f"KV from {address}",
             lambda: payload_stream(
                 channels.get(address),
@@ -107,21 +106,7 @@ class BlockReader:
             credit=lambda credit: method.asked(credit=credit),
             connect_timeout_s=connect_timeout_s,
         )
-
-    @property
-    def sessions(self) -> int:
-        """Number of reads under way."""
-        return self._stream.sessions
-
-    @property
-    def lane(self) -> str:
-        """How messages travel: the name of a lane, or "grpc"; "" without a connection."""
-        return self._stream.lane
-
-    @property
-    def traffic(self) -> Traffic:
-        """What is under way on the stream."""
-        return self._stream.traffic
+        super().__init__(stream)
 
     async def read(
         self,
@@ -215,7 +200,3 @@ class BlockReader:
             session.post(self._asked(close=close))
         except StreamBroken:
             return
-
-    async def aclose(self) -> None:
-        """Ends the stream; reads under way fail. Idempotent."""
-        await self._stream.aclose()

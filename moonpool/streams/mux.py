@@ -24,7 +24,7 @@ from moonpool.streams.mux_connection import Connection, MuxSession, Place, Sessi
 from moonpool.streams.outbox import STALL_S
 from moonpool.v1 import kv_pb2
 
-__all__ = ["CONNECT_TIMEOUT_S", "MuxSession", "MuxStream", "SessionHandler"]
+__all__ = ["CONNECT_TIMEOUT_S", "MuxSession", "MuxStream", "SessionHandler", "StreamClient"]
 
 T = TypeVar("T")
 
@@ -206,3 +206,29 @@ class MuxStream(Generic[Req, Res]):
             self._connection.break_(StreamBroken(f"{self.spec.name}: replaced"))
         self._connection = connection
         return connection
+
+
+class StreamClient(Generic[Req, Res]):
+    """What the clients of one stream have in common; their sessions are reads, puts or transfers under way."""
+
+    def __init__(self, stream: MuxStream[Req, Res]) -> None:
+        self._stream = stream
+
+    @property
+    def sessions(self) -> int:
+        """Number of open sessions."""
+        return self._stream.sessions
+
+    @property
+    def lane(self) -> str:
+        """How messages travel: the name of a lane, or "grpc"; "" without a connection."""
+        return self._stream.lane
+
+    @property
+    def traffic(self) -> Traffic:
+        """What is under way on the stream."""
+        return self._stream.traffic
+
+    async def aclose(self) -> None:
+        """Ends the stream; open sessions fail. Idempotent."""
+        await self._stream.aclose()

@@ -12,7 +12,7 @@ from moonpool.v1 import kv_pb2
 
 
 class KVClient(Protocol):
-    """What `TransferSender`, `BlockReader` and `StoreWriter` have in common."""
+    """What `Peers` needs of a client; see `StreamClient`."""
 
     @property
     def sessions(self) -> int:

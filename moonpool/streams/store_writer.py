@@ -15,12 +15,11 @@ from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.shapes import bound, frame_shape
 from moonpool.rpc.channels import Channels, Metadata, payload_stream
-from moonpool.streams.credits import Traffic
 from moonpool.streams.faults import frame_to_send, frames_to_send
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.held import Held
 from moonpool.streams.link import TO_STORE, Link
-from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
+from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream, StreamClient
 from moonpool.streams.once import Once
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
@@ -107,7 +106,7 @@ class _Put:
         self.visible.done(error)
 
 
-class StoreWriter:
+class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse]):
     """One per pair of processes: everything this process writes to one kvstore, on one stream."""
 
     def __init__(
@@ -127,7 +126,7 @@ class StoreWriter:
         self._layout = layout
         self._frame_bytes = frame_bytes
         self._ids = count(1)
-        self._stream: MuxStream[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse] = MuxStream(
+        stream: MuxStream[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse] = MuxStream(
             f"KV to store {address}",
             lambda: payload_stream(
                 channels.get(address),
@@ -144,21 +143,7 @@ class StoreWriter:
             priority=TO_STORE,
             connect_timeout_s=connect_timeout_s,
         )
-
-    @property
-    def sessions(self) -> int:
-        """Number of puts under way."""
-        return self._stream.sessions
-
-    @property
-    def lane(self) -> str:
-        """How messages travel: the name of a lane, or "grpc"; "" without a connection."""
-        return self._stream.lane
-
-    @property
-    def traffic(self) -> Traffic:
-        """What is under way on the stream."""
-        return self._stream.traffic
+        super().__init__(stream)
 
     async def put(
         self,
@@ -265,10 +250,6 @@ class StoreWriter:
             session.post(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=put.session, aborted=aborted)))
         except StreamBroken as error:
             put.on_broken(error)
-
-    async def aclose(self) -> None:
-        """Ends the stream; puts under way fail. Idempotent."""
-        await self._stream.aclose()
 
 
 def missing_slices(

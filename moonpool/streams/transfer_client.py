@@ -12,11 +12,10 @@ from moonpool.kv.frames import FRAME_BYTES, Slice
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, payload_stream
 from moonpool.rpc.wire import payload_bytes
-from moonpool.streams.credits import Traffic
 from moonpool.streams.faults import frames_to_send
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.link import TO_DECODE, Link
-from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream
+from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream, StreamClient
 from moonpool.v1 import decode_pb2, kv_pb2
 
 SEND_TIMEOUT_S = 30.0
@@ -40,7 +39,7 @@ class DamagedInTransfer(TransferFailed):
         self.block = block
 
 
-class TransferSender:
+class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse]):
     """One per pair of processes: all transfers of this process to one decode instance, on one stream."""
 
     def __init__(
@@ -72,7 +71,7 @@ class TransferSender:
         self._layout = layout
         self._send_timeout_s = send_timeout_s
         self._frame_bytes = frame_bytes
-        self._stream: MuxStream[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse] = MuxStream(
+        stream: MuxStream[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse] = MuxStream(
             f"KV to {address}",
             lambda: payload_stream(
                 channels.get(address),
@@ -89,21 +88,7 @@ class TransferSender:
             priority=TO_DECODE,
             connect_timeout_s=connect_timeout_s,
         )
-
-    @property
-    def sessions(self) -> int:
-        """Number of transfers without a verdict."""
-        return self._stream.sessions
-
-    @property
-    def lane(self) -> str:
-        """How messages travel: the name of a lane, or "grpc"; "" without a connection."""
-        return self._stream.lane
-
-    @property
-    def traffic(self) -> Traffic:
-        """What is under way on the stream."""
-        return self._stream.traffic
+        super().__init__(stream)
 
     async def open(self, target: kv_pb2.TransferTarget, forgotten: Sequence[str] = ()) -> OutboundTransfer:
         """Tells decode that the transfer's prefill begins.
@@ -128,10 +113,6 @@ class TransferSender:
             session.close()
             raise
         return transfer
-
-    async def aclose(self) -> None:
-        """Ends the stream; open transfers fail. Idempotent."""
-        await self._stream.aclose()
 
 
 class OutboundTransfer:

@@ -19,6 +19,26 @@ LENGTH = kv_pb2.FINISH_REASON_LENGTH
 CANCELLED = kv_pb2.FINISH_REASON_CANCELLED
 
 
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens of an answer, as an engine tells them.
+
+    Attributes:
+        choice: which answer.
+        position: of the first of them in the answer.
+        reason: with an answer's last tokens, why it ends.
+        score: of a beam search's hypothesis, which comes whole.
+        logprobs: of these tokens, where they are wanted.
+    """
+
+    choice: int
+    position: int
+    token_ids: Sequence[int]
+    reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
+    score: float | None = None
+    logprobs: Logprobs | None = None
+
+
 @dataclass(slots=True)
 class Choice:
     """One of the answers to a request. `finish` is set with its last token.

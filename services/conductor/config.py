@@ -39,8 +39,8 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
-        description="sampling of requests that do not say it: auto = what the checkpoint's generation_config.json "
-        "suggests, if anything; none = everything neutral (temperature 1); docs/sampling.md",
+        description="sampling of requests that do not set it: auto = as the checkpoint's generation_config.json "
+        "suggests, where it has one; none = neutral (temperature 1); docs/sampling.md",
     )
     policy: str = Field(
         DEFAULT,
@@ -50,19 +50,22 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     policy_seed: int | None = Field(
         None,
         ge=0,
-        description="seed of the policy's draws; default: made of the conductor's name, so those side by side differ",
+        description="seed of the policy's random draws; default: derived from the conductor's name, so that "
+        "conductors side by side draw differently",
     )
     decode_prompt_tokens: int = Field(
         0,
         ge=0,
-        description="where a decode instance holds all of a prompt but so many tokens at most, it computes them itself "
-        "when that is predicted to be quicker, what it costs others counted; 0 = never; docs/placement.md",
+        description="a decode instance that holds all of a prompt but at most this many tokens computes the rest "
+        "itself when that is predicted to be quicker, counting what it costs other requests; 0 = never; "
+        "docs/placement.md",
     )
     balancing_threshold: float = Field(
         1.0,
         ge=0,
-        description="a prefix elsewhere is considered when it is this many times longer than the prefill "
-        "instance's own (the paper's kvcache_balancing_threshold); it is used when loading is predicted cheaper",
+        description="a prefix elsewhere is considered when it is this many times longer than the prefill instance's "
+        "own (the paper's kvcache_balancing_threshold); it is used when loading it is predicted to be cheaper than "
+        "computing it",
     )
     peers: bool = Field(
         True,
@@ -73,28 +76,29 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         0.1,
         ge=0,
         le=1,
-        description="share of an instance's link that copies of hot prefixes may take, out of it and into it; "
-        "0 = none are ordered, and prefixes spread by being loaded alone",
+        description="share of an instance's link, in each direction, that copies of hot prefixes may take; 0 = no "
+        "copies are ordered, and a prefix spreads only by being loaded",
     )
     kvstore_replicas: int = Field(
         1,
         ge=1,
         le=MAX_REPLICAS,
-        description="kvstores that hold a copy of each prefix, if there are so many; with 2, the loss of one "
-        "loses no KV and a hot prefix is read from two",
+        description="kvstores that hold a copy of each prefix, where there are that many; with 2, losing one loses no "
+        "KV, and a hot prefix is read from both",
     )
     max_queue: int = Field(
         1024,
         ge=1,
-        description="requests served at once; further ones are refused as overloaded, but for those of tenants that "
-        "have less than their share of them, up to twice as many",
+        description="requests served at once; further ones are refused as overloaded. A tenant below its share is "
+        "still served, up to twice this number in all",
     )
     heartbeat_s: float = Field(
         1.0,
         gt=0,
         le=60,
-        description="an instance that is silent for three times so many seconds is lost, and one that is silent for "
-        "0.4 of it and does not answer within another 0.4 either; four load reports come in it",
+        description="an instance that is silent for three times this many seconds is lost; one that is silent for 0.4 "
+        "times this is asked, and is lost if it does not answer within as long again. Instances report their load "
+        "four times in it",
     )
     request_timeout_s: float = Field(
         600.0, gt=0, description="seconds a request may take when the client sets no deadline"
@@ -103,23 +107,23 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     slow_factor: float = Field(
         6.0,
         ge=0,
-        description="an engine that has become so many times slower than usual, by what it measures itself, gets "
-        "nothing new and is rid of what it has, as long as another one is well; 0 = it is used as it is",
+        description="an engine that measures itself this many times slower than usual gets no new requests and hands "
+        "its running ones over, while another engine is well; 0 = slow engines are used as they are",
     )
     retries: int = Field(
         3,
         ge=0,
-        description="times a request is placed again after an instance or a transfer failed; where frames were "
-        "damaged also more often, within --recovery-s of the first",
+        description="times a request is placed again after an instance or a transfer has failed; where frames were "
+        "damaged, any number of times within --recovery-s of the first",
     )
     recovery_s: float = Field(
         15.0, ge=0, description="seconds a request whose instance failed waits for another one to appear"
     )
     admission: Admission = Field(
         Admission.PREDICTIVE,
-        description="requests that are refused before anything is computed for them: `predictive` those that will miss "
-        "their TTFT or TBT limit by the load that decode is expected to have when their prompt is computed, `early` by "
-        "the load of now, `none` none; docs/overload.md",
+        description="which requests are refused before anything is computed for them: predictive = those that will "
+        "miss their TTFT or TBT limit under the load that decode is expected to have once their prompt is computed; "
+        "early = the same under the load of now; none; docs/overload.md",
     )
     room_wait_s: float = Field(
         30.0,
@@ -130,16 +134,19 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         0.0,
         ge=0,
         le=86400,
-        description="seconds a request waits for a placement that keeps its limits, instead of being refused at once; "
-        "they do not count in its TTFT limit, and also limit waiting for room. 0 = it is refused; a request may say "
-        "otherwise (slo.queue_s)",
+        description="seconds a request may wait for a placement that keeps its limits; they do not count in its TTFT "
+        "limit, and bound its wait for room too. 0 = it is refused at once; a request may set its own (slo.queue_s)",
     )
-    max_queued: int = Field(1024, ge=1, description="requests that wait so at once; of more, some are refused")
-    max_queued_bytes: int = Field(64 << 20, ge=1 << 10, description="bytes of their prompts' tokens, 4 each")
+    max_queued: int = Field(
+        1024, ge=1, description="requests that may wait like this at once; beyond it some are refused"
+    )
+    max_queued_bytes: int = Field(
+        64 << 20, ge=1 << 10, description="bytes that the tokens of waiting prompts may take, 4 for each token"
+    )
     tenant_weights: Annotated[dict[str, float], BeforeValidator(read_mapping)] = Field(
         default_factory=dict,
-        description="shares of tenants where several wait for the same, as YAML or JSON: {NAME: WEIGHT}; NAME '*' is "
-        "for each tenant without one, whose weight is 1 otherwise",
+        description="weights by which tenants share what several of them wait for, as YAML or JSON: {NAME: WEIGHT}; "
+        "NAME '*' is for each tenant that is not named (1 unless set)",
     )
     adopt_wait_s: float = Field(
         5.0,
@@ -149,30 +156,39 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     )
     swap_roles: bool = Field(
         False,
-        description="engine instances that can (--either-role) change between prefill and decode by the pressure of "
-        "the two; docs/roles.md",
+        description="instances started with --either-role change between prefill and decode, as the load on the two "
+        "asks for it; docs/roles.md",
     )
     role_ttft_s: float = Field(
-        10.0, gt=0, description="seconds of waiting prompts that count as much as prefill that is busy all the time"
+        10.0,
+        gt=0,
+        description="seconds of waiting prefill work that count as much load as a prefill pool that computes all the "
+        "time",
     )
-    role_tbt_s: float = Field(0.1, gt=0, description="seconds of a step at which a decode instance counts as full")
+    role_tbt_s: float = Field(
+        0.1, gt=0, description="seconds of a decode step at which a decode instance counts as fully loaded"
+    )
     role_ratio: float = Field(
-        1.5, gt=1, description="an instance changes its role where the other pool's pressure is so many times as high"
+        1.5, gt=1, description="an instance changes its role when the load of the other pool is this many times as high"
     )
-    role_hold_s: float = Field(60.0, gt=0, description="seconds for which it must have been so")
-    role_dwell_s: float = Field(300.0, ge=0, description="seconds for which an instance stays what it has become")
+    role_hold_s: float = Field(60.0, gt=0, description="seconds for which the load must have been that much higher")
+    role_dwell_s: float = Field(
+        300.0, ge=0, description="seconds for which an instance keeps a role that it has changed to"
+    )
     tenant_ttl_s: Annotated[dict[str, float], BeforeValidator(read_mapping), AfterValidator(_positive)] = Field(
         default_factory=dict,
-        description="seconds for which KV may stay in any one place, by tenant, as YAML or JSON: {NAME: SECONDS}; NAME "
-        "'*' is for each tenant that is not named; default: as long as there is room",
+        description="seconds that a tenant's KV may stay in any one place, as YAML or JSON: {NAME: SECONDS}; NAME '*' "
+        "is for each tenant that is not named; default: as long as there is room",
     )
     record_trace: Path | None = Field(
         None,
-        description="file for a trace of all requests that the simulator reads: times, lengths and keyed hashes of "
-        "blocks, no text; default: none is written",
+        description="file to which a trace of all requests is written, for the simulator: times, lengths and keyed "
+        "hashes of blocks, no text; default: none",
     )
     max_index_keys: int = Field(
-        4_000_000, ge=1, description="KV blocks remembered of all instances together; about 250 bytes of memory each"
+        4_000_000,
+        ge=1,
+        description="KV blocks of all instances together that the conductor remembers; about 250 bytes of memory each",
     )
     explain_history: int = Field(4096, ge=1, description="requests whose placement `Explain` remembers")
     tokenizer_threads: int = Field(2, ge=1, description="threads that tokenise prompts")

@@ -1,11 +1,11 @@
 """Follows a request's sequences at decode: their tokens go to its answers, and their number to the core."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from moonpool.errors import MoonpoolError, StreamBroken
-from moonpool.logprobs import Logprobs
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
+from services.conductor.answer import NewTokens
 from services.conductor.core.failures import Failure, Kind
 from services.conductor.core.messages import Event, Stopped, Tokens
 from services.conductor.serving import Serving
@@ -33,18 +33,10 @@ class Following:
         self._going = set(range(len(serving.answer.choices)))  # answers that decode has not ended
         self._spoken = False
 
-    def tokens(
-        self,
-        choice: int,
-        position: int,
-        token_ids: Sequence[int],
-        reason: kv_pb2.FinishReason.ValueType,
-        score: float | None,
-        logprobs: Logprobs | None,
-    ) -> bool:
+    def tokens(self, new: NewTokens) -> bool:
         """See `Follower.tokens`. Tokens known already are dropped, a gap is a failure."""
         try:
-            self._taken(choice, self._serving.tokens(choice, position, token_ids, reason, score, logprobs), reason)
+            self._taken(new.choice, self._serving.tokens(new), new.reason)
         except StreamBroken as error:
             self._end(failure_of(error), tell=True)
             return True

@@ -10,7 +10,7 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection
 from moonpool.logprobs import Logprobs
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
-from services.conductor.answer import Answer
+from services.conductor.answer import Answer, NewTokens
 from services.conductor.core.legs import LEAST_KNOWN
 from services.conductor.core.messages import Ask, Finish, Resumed, Target
 from services.conductor.outgoing import Outgoing
@@ -203,7 +203,7 @@ class Serving:
         self._check(found, len(token_ids))
         for choice, token_id in enumerate(token_ids):
             its = found.part(choice, choice + 1) if found is not None else None
-            self.tokens(choice, self._hashed, [token_id], kv_pb2.FINISH_REASON_UNSPECIFIED, logprobs=its)
+            self.tokens(NewTokens(choice, self._hashed, [token_id], logprobs=its))
         self.opening_logprobs = found
         return answer.finish
 
@@ -278,18 +278,8 @@ class Serving:
         if wanted != (found is not None) or (found is not None and (len(found) != tokens or not found.consistent)):
             raise StreamBroken(f"the log probabilities are not those of {tokens} tokens")
 
-    def tokens(
-        self,
-        choice: int,
-        position: int,
-        token_ids: Sequence[int],
-        reason: kv_pb2.FinishReason.ValueType,
-        score: float | None = None,
-        logprobs: Logprobs | None = None,
-    ) -> int:
-        """Takes tokens of an answer, and with the last of them decode's reason. Those known already are dropped.
-
-        A hypothesis comes whole, with its score.
+    def tokens(self, new: NewTokens) -> int:
+        """Takes tokens of an answer. Those known already are dropped.
 
         Returns:
             How many the answer has taken.
@@ -298,19 +288,20 @@ class Serving:
             StreamBroken: tokens are missing, or are not those that were told before.
         """
         answer, before = self.answer, self.answer.tokens
-        if not 0 <= choice < len(answer.choices):
-            raise StreamBroken(f"there is no answer {choice}")
+        if not 0 <= new.choice < len(answer.choices):
+            raise StreamBroken(f"there is no answer {new.choice}")
+        choice, token_ids = answer.choices[new.choice], new.token_ids
         if token_ids:
-            self._check(logprobs, len(token_ids))
-        known = answer.choices[choice].known(position, token_ids)
-        answer.choices[choice].score = score
-        new = logprobs.part(known) if logprobs is not None else None
+            self._check(new.logprobs, len(token_ids))
+        known = choice.known(new.position, token_ids)
+        choice.score = new.score
+        logprobs = new.logprobs.part(known) if new.logprobs is not None else None
         now = self.clock()
         if len(token_ids) > known and len(self.story.token_s) < MAX_TIMES:
             self.story.token_s.append(now - answer.arrived)
-        self.outgoing.delta(answer.extend(choice, token_ids[known:], now, new))
-        if reason:
-            self.outgoing.delta(answer.choices[choice].end(reason))
+        self.outgoing.delta(answer.extend(new.choice, token_ids[known:], now, logprobs))
+        if new.reason:
+            self.outgoing.delta(choice.end(new.reason))
         if not before and answer.tokens:
             self.first_seen(self)
         return answer.tokens - before

@@ -19,6 +19,7 @@ from moonpool.streams.calling import ClientStream
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from services.conductor.answer import NewTokens
 from services.conductor.core.failures import FENCE
 
 log = get_logger(__name__)
@@ -34,20 +35,8 @@ either, is given up: the way there is cut, although the instance may go on repor
 class Follower(Protocol):
     """Follows one request's sequences."""
 
-    def tokens(
-        self,
-        choice: int,
-        position: int,
-        token_ids: Sequence[int],
-        reason: kv_pb2.FinishReason.ValueType,
-        score: float | None,
-        logprobs: Logprobs | None,
-    ) -> bool:
-        """Tokens from a position of an answer on; with the last of them the reason of its end, and a hypothesis' score.
-
-        Returns:
-            Whether nothing more is to come.
-        """
+    def tokens(self, new: NewTokens) -> bool:
+        """Takes tokens; returns whether nothing more is to come."""
 
     def fail(self, error: MoonpoolError) -> None:
         """The sequence cannot go on."""
@@ -248,7 +237,7 @@ class StepsStream:
         told = kv_pb2.FINISH_REASON_UNSPECIFIED if cancelled else reason
         score = tokens.score if tokens.HasField("score") else None
         logprobs = logprobs_from_proto(tokens.logprobs) if tokens.HasField("logprobs") else None
-        over = follower.tokens(tokens.choice, tokens.position, tokens.token_ids, told, score, logprobs)
+        over = follower.tokens(NewTokens(tokens.choice, tokens.position, tokens.token_ids, told, score, logprobs))
         if over or cancelled:
             self._followers.pop(sequence_id, None)
         if cancelled:

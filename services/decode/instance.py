@@ -2,11 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.forgetting import CarriedOut, Forgetting
-from moonpool.engine.incoming import IncomingRequest
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
 from moonpool.engine.reading import pool_reads, read_gauges
 from moonpool.errors import Unavailable
@@ -16,12 +14,11 @@ from moonpool.streams.transfer import TransferState
 from moonpool.streams.writeback import WriteBack, WriteBackLimits
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.logs import get_logger
-from moonpool.v1 import conductor_pb2, kv_pb2
+from moonpool.v1 import conductor_pb2
 from services.decode.config import DecodeConfig
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.machine import DecodeCore
 from services.decode.core.request import State
-from services.decode.live import LiveRequest
 from services.decode.receiver import Receiver
 from services.decode.shell import DecodeShell
 from services.decode.subscriber import Subscriber
@@ -88,8 +85,6 @@ class DecodeInstance:
         self.reads = pool_reads(context, pool, self.core.blocks, self.closing, carried_out)
         self.lanes = context.lanes
         self.draining = False
-        self.taken = 0
-        """Promises given so far."""
         self._notify = context.notify
         self._link = context.link
         self._further_gauges = [*context.dialer.gauges(), *context.lanes.gauges(), *context.engine_gauges()]
@@ -104,24 +99,6 @@ class DecodeInstance:
             raise Unavailable(self.shell.dead)
         if self.draining:
             raise Unavailable(f"{self.identity.id} is draining")
-
-    def reserve(
-        self,
-        incoming: IncomingRequest,
-        stores: Sequence[kv_pb2.Instance],
-        tbt_slo_s: float,
-        conductor: kv_pb2.Instance | None,
-        starts_in_s: float,
-        *,
-        secret: bytes = b"",
-        fence: int = 0,
-    ) -> tuple[LiveRequest, float]:
-        """Promises room; see `DecodeShell.reserve`."""
-        promised, predicted_s = self.shell.reserve(
-            incoming, stores, tbt_slo_s, conductor, starts_in_s, secret=secret, fence=fence
-        )
-        self.taken += 1
-        return promised, predicted_s
 
     def retire(self, receiver: Receiver) -> None:
         """A prefill process's stream has ended."""
@@ -180,7 +157,7 @@ class DecodeInstance:
             context_tokens=core.context_tokens,
             speed=speeds_to_proto(core.planner.speeds(time.monotonic())),
             draining=self.draining,
-            taken=self.taken,
+            taken=self.shell.taken,
             expected_answer_tokens=core.expected_answer_tokens,
         )
 

@@ -55,7 +55,7 @@ class DecodeServicer:
         incoming = instance.setup.incoming(request.sequence)
         _check_secret(request)
         conductor = request.conductor if request.HasField("conductor") else None
-        promised, predicted = instance.reserve(
+        promised, predicted = instance.shell.reserve(
             incoming,
             stores,
             request.tbt_slo_s,
@@ -68,7 +68,7 @@ class DecodeServicer:
             target=self._target(promised),
             lease_s=instance.core.config.lease_s,
             predicted_tbt_s=predicted,
-            number=instance.taken,
+            number=instance.shell.taken,
         )
 
     async def ReceiveKV(  # noqa: N802

@@ -108,6 +108,8 @@ class DecodeShell:
         self._live = LiveRequests()
         self._next = 1
         self._answers: dict[int, Promised | Refused] = {}
+        self.taken = 0
+        """Promises given so far."""
         self.pool = PoolCalls(self._post, self._driver.settle)
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
@@ -174,6 +176,7 @@ class DecodeShell:
         transfer = inbound(number, self._layout, tokens, answer.held)
         live = LiveRequest(incoming, stores, transfer, self._clock(), secret, who)
         self._live.add(live)
+        self.taken += 1
         self.empty.clear()
         return live, answer.tbt_s
 

@@ -19,7 +19,7 @@ def _policy_known(name: str) -> str:
 
 
 class KVStoreConfig(LaneConfig, ClientPortConfig):
-    """Settings of a kvstore, which keeps KV blocks in DRAM and on SSD."""
+    """Keeps KV blocks in DRAM and on SSD."""
 
     conductor: PeerAddresses = Field(
         (), description="HOST:PORT of the conductor to join; of several conductors, all are joined; default: run alone"
@@ -37,8 +37,8 @@ class KVStoreConfig(LaneConfig, ClientPortConfig):
     )
     ssd_admission: Literal["all", "reused"] = Field(
         "all",
-        description="what is written to the SSD tier: all blocks, or those that are reused (read or put again, lately "
-        "refused, pinned), so that what is read once does not wear it out",
+        description="what is written to the SSD tier: all blocks, or only blocks that are used again (read or put "
+        "again, refused lately, or pinned), which spares the device",
     )
     ssd_write_bytes_per_s: int = Field(
         0, ge=0, description="bytes that may be written to the SSD tier in a second, on average; 0 = no limit"

@@ -6,7 +6,7 @@ from moonpool.engine.instance import EngineConfig
 
 
 class PrefillConfig(EngineConfig):
-    """Settings of a prefill instance: computes prompts and streams their KV to decode instances."""
+    """Computes prompts and streams their KV to decode instances."""
 
     stages: int = Field(1, ge=1, description="pipeline stages, an engine process each")
     step_tokens: int = Field(512, ge=16, description="prompt tokens computed in one step at most")

@@ -27,7 +27,7 @@ DISK_BYTES = 2 << 20
 
 
 def run(*command: str | Path) -> None:
-    subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=30)
+    subprocess.run([str(part) for part in command], check=True, capture_output=True, timeout=60)
 
 
 class Disk:
@@ -92,20 +92,20 @@ class Store:
         return [line for line in self._log.read_text().splitlines() if text in line]
 
     async def gauges(self) -> dict[str, float]:
-        async with asyncio.timeout(20), Channels() as channels:
+        async with asyncio.timeout(60), Channels() as channels:
             stub: Any = KVStoreServiceStub(channels.get(self.address))
             answer = await stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
             return {gauge.name: gauge.value for gauge in answer.gauges}
 
     async def until(self, name: str, test: Callable[[float], bool]) -> None:
         """Waits for a gauge."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not test((await self.gauges())[name]):
                 pass
 
     async def check_up(self) -> None:
         """It serves and reports nothing that is held."""
-        async with asyncio.timeout(20), Channels() as channels:
+        async with asyncio.timeout(60), Channels() as channels:
             stub: Any = health_pb2_grpc.HealthStub(channels.get(self.address))
             answer = await stub.Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -131,7 +131,7 @@ class Store:
 
     async def stop(self) -> None:
         self.child.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await self.child.wait() == 0
 
 
@@ -153,7 +153,7 @@ async def running(folder: Path, log: Path, *flags: str) -> AsyncIterator[Store]:
     child = await spawn(folder, log, *flags)
     try:
         assert child.stdout is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             line = (await child.stdout.readline()).decode()
         store = Store(child, line.removeprefix("ready: ").strip(), log)
         assert line.startswith("ready: "), store.said("")
@@ -169,7 +169,7 @@ async def refused(folder: Path, log: Path) -> str:
     child = await spawn(folder, log)
     store = Store(child, "", log)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await child.wait() == 2, store.said("")
     finally:
         if child.returncode is None:

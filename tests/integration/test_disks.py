@@ -128,7 +128,7 @@ async def test_a_disk_smaller_than_the_budget(disk: Disk, tmp_path: Path) -> Non
         assert set(MEANWHILE[-1]) <= set(await store.present(KEYS))
 
 
-@pytest.mark.parametrize("lost", ["deleted", "garbage"])
+@pytest.mark.parametrize("lost", [pytest.param("deleted", marks=pytest.mark.slow), "garbage"])
 async def test_a_lost_index_on_a_full_disk(disk: Disk, tmp_path: Path, lost: str) -> None:
     async with running(disk.path, tmp_path / "log") as store:
         await put(store.address, OLD)

@@ -32,7 +32,7 @@ def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running
 
 
-@pytest.mark.parametrize("kill", [True, False], ids=["kill -9", "SIGTERM"])
+@pytest.mark.parametrize("kill", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["kill -9", "SIGTERM"])
 def test_kvstore_restarted_between_requests(stack: CheckedStack, reference: Reference, kill: bool) -> None:
     """What was DURABLE is a hit after the restart, also for engines that have forgotten everything."""
     prompt = tokens(6 * BLOCK + 3, "restart")

@@ -153,7 +153,10 @@ def test_compose_stack_serves(network: Network, checkpoint: Path, tmp_path: Path
     ("victim", "old", "new"),
     [
         ("conductor", '"--listen=0.0.0.0:50051"', '"--listen=127.0.0.1:50051"'),
-        ("conductor", '"--listen=0.0.0.0:50051", --advertise=conductor', '"--listen=localhost:50051"'),
+        pytest.param(
+            *("conductor", '"--listen=0.0.0.0:50051", --advertise=conductor', '"--listen=localhost:50051"'),
+            marks=pytest.mark.slow,
+        ),
         ("kvstore", '"--listen=0.0.0.0:50052"', '"--listen=127.0.0.1:50052"'),
     ],
 )

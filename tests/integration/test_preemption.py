@@ -87,7 +87,9 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(way, marks=[pytest.mark.slow] if way == "swap" else []) for way in WAYS]
+)
 def served(request: pytest.FixtureRequest, stack: CheckedStack, reference: Reference) -> Served:
     """The stack with a decode instance that preempts this way."""
     stack.services["decode-0"].arguments += WAYS[request.param]

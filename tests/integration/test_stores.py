@@ -107,7 +107,7 @@ def killed_while_loading(stack: CheckedStack, client: Client, store: str, prompt
         asked = pool.submit(client.generate, token_ids=prompt, sampling=GREEDY)
         wait_loading(stack.services["prefill-0"].address)
         kill(stack, store)
-        return asked.result(timeout=30)
+        return asked.result(timeout=60)
 
 
 def test_chains_spread_and_a_lost_store_costs_its_share(plan: StackPlan) -> None:

@@ -17,11 +17,11 @@ from moonpool.cli.load.frame import Outcome, Send
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.frames import Slice
 from moonpool.kv.layout import KVLayout
-from moonpool.logprobs import Logprobs
 from moonpool.rpc.channels import Channels
 from moonpool.streams.transfer_client import TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from services.conductor.answer import NewTokens
 from services.conductor.steps import StepsPool
 from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
@@ -64,18 +64,10 @@ class Tokens:
     def __init__(self) -> None:
         self._news: asyncio.Queue[tuple[int, bool] | MoonpoolError] = asyncio.Queue()
 
-    def tokens(
-        self,
-        choice: int,
-        position: int,
-        token_ids: Sequence[int],
-        reason: kv_pb2.FinishReason.ValueType,
-        score: float | None,
-        logprobs: Logprobs | None,
-    ) -> bool:
+    def tokens(self, new: NewTokens) -> bool:
         """New ones."""
-        self._news.put_nowait((len(token_ids), bool(reason)))
-        return bool(reason)
+        self._news.put_nowait((len(new.token_ids), bool(new.reason)))
+        return bool(new.reason)
 
     def fail(self, error: MoonpoolError) -> None:
         """The sequence cannot go on."""

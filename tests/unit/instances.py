@@ -33,7 +33,7 @@ from services.prefill.service import contract as prefill_contract
 from tests.unit.fakes.engine import FakeEngine
 from tests.unit.streams.fakes import LAYOUT, NAMESPACE, ROOT
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 LOOK_AGAIN_S = 0.05
 BLOCK = LAYOUT.block_tokens
 

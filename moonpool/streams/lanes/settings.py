@@ -51,17 +51,19 @@ class LaneConfig(ServiceConfig):
 
     kv_lanes: Annotated[str, AfterValidator(_known)] = Field(
         "local",
-        description="ways for KV, best first, with commas between them: local (shared memory, between processes of one "
-        "user and machine), tcp (plain TCP at a port of its own), grpc (no other; it is always one)",
+        description="ways to move KV, best first, separated by commas: local (shared memory, between processes of one "
+        "user on one machine), tcp (plain TCP at a port of its own); grpc is always the last resort, and alone when "
+        "only it is named",
     )
     kv_lanes_dir: Path | None = Field(
         None,
-        description="folder for the sockets of local lanes, the same for all who are to use them, in containers a "
-        "volume; default: moonpool-UID in XDG_RUNTIME_DIR or the temporary folder",
+        description="folder for the sockets of local lanes; all processes that use them need the same one (in "
+        "containers a volume); default: moonpool-UID in XDG_RUNTIME_DIR or the temporary folder",
     )
     kv_lanes_trusted: bool = Field(
         False,
-        description="other lanes than gRPC also with --tls-cert: what they carry is not encrypted or authenticated",
+        description="use lanes beside gRPC even with --tls-cert, although what they carry is neither encrypted nor "
+        "authenticated",
     )
 
     @field_validator("kv_lanes_dir", mode="before")

@@ -171,7 +171,7 @@ def test_no_grpc_at_all(stack: Stack) -> None:
             bytes(1000),
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 100,
         ):
-            with socket.create_connection((host, int(port)), timeout=10) as connection:
+            with socket.create_connection((host, int(port)), timeout=60) as connection:
                 connection.sendall(data)
                 connection.shutdown(socket.SHUT_WR)
                 with pytest.MonkeyPatch.context():

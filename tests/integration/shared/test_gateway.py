@@ -197,7 +197,7 @@ def test_trace_reaches_the_conductor(stack: CheckedStack, client: openai.OpenAI)
 
 def post(address: str, path: str, body: object) -> dict[str, Any]:
     """The answer of a POST that succeeds."""
-    connection = http.client.HTTPConnection(address, timeout=30)
+    connection = http.client.HTTPConnection(address, timeout=60)
     try:
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         answered = connection.getresponse()
@@ -210,7 +210,7 @@ def post(address: str, path: str, body: object) -> dict[str, Any]:
 
 def get(address: str, path: str) -> dict[str, Any]:
     """The answer of a GET that succeeds."""
-    with urllib.request.urlopen(f"http://{address}{path}", timeout=30) as answered:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=60) as answered:
         found: dict[str, Any] = json.load(answered)
     return found
 

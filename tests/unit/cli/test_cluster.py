@@ -66,13 +66,16 @@ def test_state_shows_who_waits_at_the_conductor(capsys: pytest.CaptureFixture[st
     fake = cluster()
     with fake.client() as client:
         run_state(client, as_json=False)
-        assert capsys.readouterr().out.splitlines()[1] == "wait at the conductor: 0 for their limits, 0 for room"
+        assert (
+            capsys.readouterr().out.splitlines()[1]
+            == "waiting at the conductor: 0 to keep their limits, 0 for room at decode"
+        )
         fake.state.queue.CopyFrom(pb.QueueState(for_limits=7, for_room=1, prompt_bytes=4000))
         fake.state.queue.tenants.add(requests=2)
         fake.state.queue.tenants.add(tenant="ann", weight=2.5, requests=9, waiting=8)
         run_state(client, as_json=False)
         found = capsys.readouterr().out.splitlines()
-        assert found[1] == "wait at the conductor: 7 for their limits (4,000 bytes), 1 for room"
+        assert found[1] == "waiting at the conductor: 7 to keep their limits (4,000 bytes), 1 for room at decode"
         rows = [[cell.strip() for cell in row.strip("│").split("│")] for row in found[-3:-1]]
         assert rows == [["(none)", "0", "2", "0"], ["ann", "2.5", "9", "8"]]
         run_state(client, as_json=True)

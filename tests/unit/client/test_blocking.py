@@ -12,7 +12,7 @@ from moonpool.client.background import BackgroundLoop
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.v1 import conductor_pb2 as pb
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def client_threads() -> list[threading.Thread]:

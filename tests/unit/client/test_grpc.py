@@ -22,7 +22,7 @@ from moonpool.v1 import conductor_pb2 as pb
 from .conftest import Dial
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["ConductorService"]
-WAIT_S = 10.0
+WAIT_S = 60.0
 HOLDS = ("hold", "interrupt")
 
 

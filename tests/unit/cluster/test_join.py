@@ -116,7 +116,7 @@ async def joined(listener: Listener, instance: Instance, flush_s: float) -> Asyn
         stopping = asyncio.Event()
         running = asyncio.ensure_future(agent.run(stopping))
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 yield agent
         finally:
             stopping.set()

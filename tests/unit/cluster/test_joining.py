@@ -14,7 +14,7 @@ from moonpool.rpc.server import serving
 from moonpool.v1 import conductor_pb2, kv_pb2
 from tests.unit.fakes.conductor import FakeConductor
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 KEYS = [bytes([number]) * 32 for number in range(8)]
 SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
 

@@ -18,7 +18,7 @@ from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from .scores import made_up, prompt_scores, scores, told
 
 BLOCK_TOKENS = 16
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def next_token(length: int) -> int:

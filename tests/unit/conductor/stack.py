@@ -28,7 +28,7 @@ from services.conductor.servicer import ConductorServicer
 from .fakes import FakeMember, model_info
 
 TINY = Path(moonpool.bundled.__file__).parent / "tiny"
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 SERVICES = {
     kv_pb2.INSTANCE_KIND_PREFILL: prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],

@@ -11,6 +11,7 @@ from moonpool.client import AsyncClient, SamplingParams
 from moonpool.core.kernel import Ended
 from moonpool.errors import Internal
 from moonpool.v1 import kv_pb2
+from services.conductor.answer import NewTokens
 from services.conductor.core.messages import Announce, Complete, Event, Stopped
 from services.conductor.following import Following
 from services.conductor.outgoing import Outgoing
@@ -117,7 +118,7 @@ async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_re
         ask=SimpleNamespace(id="doomed", number=7), answer=answer, tokens=taken, outgoing=Outgoing()
     )
     following = Following(5, serving, post, lambda *_, **__: None, lambda _: None)
-    assert following.tokens(0, 1, [9], kv_pb2.FINISH_REASON_UNSPECIFIED, None, None)
+    assert following.tokens(NewTokens(0, 1, [9]))
     assert [type(event).__name__ for event in posted] == ["Tokens", "Stopped"]
     assert isinstance(posted[1], Stopped)
     assert posted[1].request == 7

@@ -1,11 +1,9 @@
 """The streams to decode instances: which are kept, and until when."""
 
-from collections.abc import Sequence
-
 from moonpool.errors import MoonpoolError, StreamBroken
-from moonpool.logprobs import Logprobs
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import kv_pb2
+from services.conductor.answer import NewTokens
 from services.conductor.steps import StepsPool, StepsStream
 
 DECODE = kv_pb2.Instance(id="decode", incarnation=1, address="127.0.0.1:1")
@@ -17,15 +15,7 @@ class Reopener:
     def __init__(self, stream: StepsStream) -> None:
         self._stream = stream
 
-    def tokens(
-        self,
-        choice: int,
-        position: int,
-        token_ids: Sequence[int],
-        reason: kv_pb2.FinishReason.ValueType,
-        score: float | None,
-        logprobs: Logprobs | None,
-    ) -> bool:
+    def tokens(self, new: NewTokens) -> bool:
         raise AssertionError("there are none")
 
     def fail(self, error: MoonpoolError) -> None:

@@ -66,7 +66,7 @@ async def test_the_core_is_ticked_when_it_is_due() -> None:
     shell.now, shell.action_s = 101.0, 2.0
     shell.driver.post(Add(3))  # arms the timer anew: it is over already, so the tick comes in the loop's next turn
     assert shell.core.due() == 102.0
-    await asyncio.wait_for(shell.said.wait(), 10)
+    await asyncio.wait_for(shell.said.wait(), 60)
     assert shell.done[-1] == Said(5)
     assert shell.core.due() is None
     shell.driver.close()
@@ -157,7 +157,7 @@ class Late(Broken):
 async def failed(driver: Driver[Any, Said | Start], core: Counter) -> None:
     """The driver fails with the core's defect as the cause, and its core gets nothing more."""
     with pytest.raises(Internal, match="broken") as failure:
-        await asyncio.wait_for(driver.failure(), 10)
+        await asyncio.wait_for(driver.failure(), 60)
     assert isinstance(failure.value.__cause__, ValueError)
     total = core.total
     driver.post(Add(2))

@@ -1,11 +1,13 @@
 """Cores are lent by a page that all engines of a host map."""
 
+import contextlib
 import math
 import mmap
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,20 @@ def ended() -> int:
     assert life > 0
     assert life_of(process.pid) == 0
     return life
+
+
+@contextlib.contextmanager
+def lending(folder: Path) -> Iterator[tuple[Cores, library.Library]]:
+    """A page, by which the kernels of this process lend cores."""
+    native = library.get()
+    if native is None:
+        pytest.skip(f"native kernels cannot be had: {library.failure()}")
+    ours = Cores.claim(folder / "page", 1)
+    native.lend(ours.address, SLOTS, ours.own)
+    try:
+        yield ours, native
+    finally:
+        native.lend(0, 0, 0)
 
 
 def test_each_process_takes_the_first_slot_that_is_free(tmp_path: Path) -> None:
@@ -86,12 +102,7 @@ def test_torch_has_its_share_among_all_that_are_alive(tmp_path: Path) -> None:
 def test_kernels_have_their_share_among_those_that_compute(
     tmp_path: Path, share: int, cores: int, later_s: float, threads: int
 ) -> None:
-    native = library.get()
-    if native is None:
-        pytest.skip(f"native kernels cannot be had: {library.failure()}")
-    ours = Cores.claim(tmp_path / "page", 1)
-    native.lend(ours.address, SLOTS, ours.own)
-    try:
+    with lending(tmp_path) as (ours, native):
         assert native.threads_used(MOST) == MOST
         put(ours.page, 1, PARENT, share, cores, time.monotonic_ns() + int(later_s * 1e9))
         native.had()
@@ -101,8 +112,6 @@ def test_kernels_have_their_share_among_those_that_compute(
         assert native.had() == threads / MOST
         assert native.had() == 1.0  # nothing was computed since
         assert SLOT.unpack_from(ours.page, 0)[3] == 0
-    finally:
-        native.lend(0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +119,11 @@ def test_kernels_have_their_share_among_those_that_compute(
     [(1, SAME, 3600.0, True), (0, SAME, 3600.0, False), (1, OTHERS, 3600.0, False), (1, SAME, -3600.0, False)],
 )
 def test_who_else_computes(tmp_path: Path, slot: int, cores: int, later_s: float, computes: bool) -> None:
-    ours = Cores.claim(tmp_path / "page", 1)
-    assert not ours.others_compute()
-    put(ours.page, slot, PARENT, 1, cores, time.monotonic_ns() + int(later_s * 1e9))
-    assert ours.others_compute() == computes
+    with lending(tmp_path) as (ours, native):
+        assert not native.others_compute()
+        put(ours.page, slot, PARENT, 1, cores, time.monotonic_ns() + int(later_s * 1e9))
+        assert native.others_compute() == computes
+    assert not native.others_compute()  # nothing is lent any more
 
 
 def wanted() -> bool:

@@ -27,7 +27,7 @@ from tests.unit.checkpoint.folder import write_config, write_weights
 from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.fakes.engine import FakeEngine
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class AnyConfig(EngineConfig):

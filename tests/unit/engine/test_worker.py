@@ -16,7 +16,7 @@ from moonpool.engine.handle import Engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.process import ProcessEngine
 from moonpool.engine.start import start_engine
-from moonpool.errors import CheckpointError, ConfigError, Unavailable
+from moonpool.errors import ConfigError, Unavailable
 from moonpool.model.batch import PackedBatch
 from moonpool.model.load import load_stage
 from moonpool.sampling import SampleSpec
@@ -157,7 +157,7 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
         assert any(engine.pool.slice(0, 3))
 
         os.kill(engine.pids[0], signal.SIGKILL)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.shield(engine.failed)
         with pytest.raises(Unavailable):
             await engine.run(Step(33, gated.sequences))
@@ -172,10 +172,3 @@ async def test_a_gpu_that_is_not_there_is_named(checkpoint: Path) -> None:
         async with start_engine(spec(checkpoint, stages=1, device="cuda"), start_timeout_s=60):
             pass
     assert caught.value.field == "device"
-
-
-async def test_a_broken_checkpoint_is_named(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
-    with pytest.raises(CheckpointError, match="safetensors"):
-        async with start_engine(spec(tmp_path, stages=1), start_timeout_s=60):
-            pytest.fail("it came up")

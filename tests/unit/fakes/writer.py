@@ -37,7 +37,7 @@ class FakeWriter:
 
     async def until(self, puts: int) -> None:
         """Waits until so many have begun."""
-        async with asyncio.timeout(10.0), self._began:
+        async with asyncio.timeout(60), self._began:
             await self._began.wait_for(lambda: len(self.puts) >= puts)
 
     async def put(

@@ -100,13 +100,13 @@ class Rig:
 
     async def until(self, gauge: str, value: float) -> None:
         """Waits until a gauge has a value; every look costs a call, so that the store's own work goes on."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.gauges()[gauge] != value:
                 await self.stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
 
     async def at_rest(self) -> None:
         """Waits until streams that clients have left are gone, then checks that nothing is held."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.service.streams.quiet.wait()
             await self.service.idle.wait()
         assert self.service.writer is None or await self.service.writer.drain(10)

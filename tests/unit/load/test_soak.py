@@ -1,10 +1,12 @@
 """When an hour of load has failed."""
 
 import random
+from pathlib import Path
 
 import pytest
 
-from tests.load.soak import Known, Soak, Watched, bounds, quarters, verdict
+from moonpool.cli.stack import StackPlan
+from tests.load.soak import Known, Soak, Watched, bounds, quarters, store_bound, verdict
 
 MIB = 1 << 20
 
@@ -14,7 +16,7 @@ def soaked(wrong: list[str] | None = None, checked: int = 5, refused: int = 0) -
 
 
 def process(*sizes: int, bound: int = 0, most: int = 0) -> Watched:
-    return Watched("engine", 1, bound * MIB, [size * MIB for size in sizes], most * MIB)
+    return Watched("engine", 1, bound * MIB, sizes=[size * MIB for size in sizes], most=most * MIB)
 
 
 def test_quarters_are_the_second_and_the_last() -> None:
@@ -38,6 +40,20 @@ def test_flat_and_bounded_is_right() -> None:
 def test_faults_of_processes(its: Watched, says: str) -> None:
     [fault] = verdict(soaked(), [its])
     assert says in fault
+
+
+def test_a_store_goes_up_and_down_within_its_bound() -> None:
+    """Of a stack with two writers: 32 MiB and a 128th, twice 32 ahead, 64 read ahead, 64 its own."""
+    plan = StackPlan(model="", data_dir=Path(), dram_bytes=32 * MIB)
+    bound = store_bound(plan)
+    assert bound == (32 + 2 * 32 + 64 + 64) * MIB + MIB // 4
+    store = Watched("kvstore-0", 1, bound, level=False, sizes=[size * MIB for size in (60, 90, 150, 210)])
+    store.most = bound
+    engine = process(100, 100, 100, 100, bound=500)
+    assert verdict(soaked(), [store, engine]) == []
+    assert verdict(soaked(), [store]) == ["no engine has told its bound"]
+    store.most += MIB
+    assert verdict(soaked(), [store, engine]) == ["kvstore-0 had 225 MiB, its bound is 224"]
 
 
 def test_wrong_and_missing_answers_fail() -> None:

@@ -155,7 +155,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.world.check_rest()
 
 
-PrefillMachine.TestCase.settings = settings(derandomize=True, max_examples=60, stateful_step_count=50, deadline=None)
+PrefillMachine.TestCase.settings = settings(derandomize=True, max_examples=30, stateful_step_count=50, deadline=None)
 TestPrefillMachine = PrefillMachine.TestCase
 
 

@@ -110,6 +110,14 @@ def test_bare_codes(code: grpc.StatusCode, kind: type[errors.MoonpoolError]) -> 
     assert type(bare(code)) is kind
 
 
+@pytest.mark.parametrize("where", ["127.0.0.1:1", "[::1]:50051"])
+def test_an_address_at_which_nobody_listens_is_named_first(where: str) -> None:
+    kind, why = "ipv6" if where.startswith("[") else "ipv4", "Connection refused"
+    theirs = f"{kind}:{where}: Failed to connect to remote host: {why}"
+    error = bare(grpc.StatusCode.UNAVAILABLE, f"failed to connect to all addresses; last error: UNKNOWN: {theirs}")
+    assert str(error) == f"cannot connect to {where}: {why}"
+
+
 def test_a_damaged_detail_is_no_detail() -> None:
     metadata = grpc.aio.Metadata((DETAIL_KEY, b"\xff\xff"))
     error = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), metadata, details="x")

@@ -75,7 +75,7 @@ class FakeStreams:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until something that arrives makes it true."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 await self.event.wait()
 

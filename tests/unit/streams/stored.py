@@ -6,7 +6,7 @@ from moonpool.kv.keys import BlockKey, block_keys
 from tests.unit.streams.fakes import LAYOUT, ROOT, FakeStore, content
 
 SLICE = LAYOUT.slice_bytes
-WAIT_S = 10.0
+WAIT_S = 60.0
 KEYS = block_keys(ROOT, range(16 * 5), 16)
 PARENTS = [BlockKey(ROOT), *KEYS[:-1]]
 

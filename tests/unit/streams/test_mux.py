@@ -63,7 +63,7 @@ class Handler:
         self.event.set()
 
     async def wait(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.event.wait()
         self.event.clear()
 
@@ -134,7 +134,7 @@ async def test_handshake_credits_and_dispatch() -> None:
         other = await stream.open(2, Handler())
         session.post(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(session=1)))
         other.post(kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(session=2)))
-        await asyncio.wait_for(returned.wait(), 10)
+        await asyncio.wait_for(returned.wait(), 60)
         assert handler.messages == [3]
         assert [request.WhichOneof("message") for request in got[:3]] == ["hello", "credit", "open"]
         other.close()

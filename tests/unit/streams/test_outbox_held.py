@@ -58,7 +58,7 @@ class Writer:
 
     async def item(self) -> Held:
         """The next thing that is written."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self.came.wait()
         self.came.clear()
         item: Held = self.items[-1]

@@ -16,7 +16,7 @@ from tests.unit.streams.fakes import HELLO
 from tests.unit.streams.turns import turn
 
 GREETING = kvstore_pb2.PutRequest(hello=HELLO)
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def close(session: int) -> kvstore_pb2.PutRequest:

@@ -15,7 +15,7 @@ from tests.unit.streams.fakes import DECODE, HELLO, LAYOUT, STORE, FakeDecode, F
 from tests.unit.streams.test_transfers import slices
 
 SLICE = LAYOUT.slice_bytes
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Paused:

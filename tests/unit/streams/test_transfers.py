@@ -21,7 +21,7 @@ from tests.slices import slice_to_send
 from tests.unit.streams.fakes import DECODE, HELLO, LAYOUT, FakeDecode, content, served
 
 SLICE = LAYOUT.slice_bytes
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def slices(layers: range, blocks: range, last_valid: int = 16) -> list[Slice]:

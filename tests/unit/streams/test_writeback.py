@@ -12,7 +12,7 @@ from tests.slices import hashed
 from tests.unit.fakes.writer import FakeWriter
 from tests.unit.streams.turns import turn
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 STORE = kv_pb2.Instance(id="store", incarnation=1, address="a:1")
 
 

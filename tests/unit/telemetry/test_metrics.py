@@ -13,7 +13,7 @@ from moonpool.telemetry.metrics import Metrics, split_labels
 
 async def scrape(address: str) -> list[str]:
     def get() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
             return str(answer.read().decode())
 
     return [line for line in (await asyncio.to_thread(get)).splitlines() if not line.startswith("#")]

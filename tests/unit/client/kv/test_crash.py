@@ -97,7 +97,7 @@ def test_a_store_that_is_killed_again_and_again(lane: str, sockets: Path, monkey
                     for worker in workers:
                         worker.start()
                 for _ in range(100 * (turn + 1)):
-                    assert progress.acquire(timeout=30), [worker.failure for worker in workers]
+                    assert progress.acquire(timeout=60), [worker.failure for worker in workers]
                 child.send_signal(signal.SIGKILL)
         for worker in workers:
             worker.stop.set()

@@ -239,4 +239,4 @@ class RequestMachine(RuleBasedStateMachine):
 
 
 TestRequests = RequestMachine.TestCase
-TestRequests.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestRequests.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

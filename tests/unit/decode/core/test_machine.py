@@ -238,7 +238,7 @@ class DecodeMachine(RuleBasedStateMachine):
         assert sorted(ended) == sorted(promised), "every request that was promised room ends once, or is forgotten once"
 
 
-DecodeMachine.TestCase.settings = settings(derandomize=True, max_examples=50, stateful_step_count=60, deadline=None)
+DecodeMachine.TestCase.settings = settings(derandomize=True, max_examples=35, stateful_step_count=60, deadline=None)
 TestDecodeMachine = DecodeMachine.TestCase
 
 

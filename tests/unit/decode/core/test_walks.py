@@ -36,7 +36,7 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     crowded = {"preemption": way, "swap_blocks": 40, "step_tokens": 40, "assumed_answer_tokens": 20}
     runs = {"preempt_every": every} if every else {"run_steps": BT + 2, "ahead_steps": BT + 2}
     world = World(config(24, **crowded, **runs))
-    left = count = (10 if every else 30) // (2 if groups else 1)
+    left = count = (5 if every else 15) if groups else (6 if every else 20)
     searches = 0
     while left or world.core.requests:
         if left and rng.random() < 0.2:

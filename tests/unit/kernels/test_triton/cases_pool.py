@@ -54,9 +54,9 @@ def test_quantized_write(stored: torch.dtype, dtype: torch.dtype, head_dim: int,
     size = kv_heads * 2 * block_tokens * head_dim + quantized.scale_bytes(kv_heads, block_tokens)
     slices = torch.full((3, size), 0x7F, dtype=torch.uint8, device=DEVICE)
     kv, scales = quantized.views(slices, stored, kv_heads=kv_heads, block_tokens=block_tokens, head_dim=head_dim)
-    slots = [(2, i) for i in range(block_tokens)] + [(0, i) for i in range(5)]
+    slots = [(2, i) for i in range(block_tokens - 6, block_tokens)] + [(0, i) for i in range(5)]
     at = 0
-    for count, loudness in ((block_tokens + 2, 1.0), (1, 0.5), (1, 7.0), (1, 1e-3)):
+    for count, loudness in ((8, 1.0), (1, 0.5), (1, 7.0), (1, 1e-3)):
         k, v = loudness * torch.randn((2, count, kv_heads, head_dim), generator=rng).to(dtype)
         ids, offsets = zip(*slots[at : at + count], strict=True)
         expected, expected_scales = both_write(k, v, kv, scales, list(ids), list(offsets))

@@ -37,7 +37,7 @@ def records_of(count: int) -> list[kv_pb2.Record]:
 
 async def forget(store: Rig, *deletions: kv_pb2.Deletion, **more: object) -> tuple[int, int]:
     request = kv_pb2.ForgetRequest(deletions=deletions, **more)  # type: ignore[arg-type]
-    answer = await store.stub.Forget(request, timeout=10)
+    answer = await store.stub.Forget(request, timeout=60)
     return answer.blocks, answer.bytes
 
 
@@ -131,7 +131,7 @@ async def test_a_deletion_that_the_disk_did_not_take_is_not_done_anew(tmp_path: 
             driven.store.tiers.insert([block_of(OURS[0], "ours")])
             files.mend()
             done = None
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while done is None:
                     with contextlib.suppress(Unavailable):
                         done = await it.forget([order], {})

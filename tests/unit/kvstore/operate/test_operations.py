@@ -121,7 +121,7 @@ async def test_metrics(tmp_path: Path) -> None:
             if found := re.search(rb"metrics.*?(127\.0\.0\.1:\d+)", re.sub(rb"\x1b\[[0-9;]*m", b"", logged)):
                 break
         url = f"http://{found[1].decode()}/metrics"  # type: ignore[index]
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read().decode())
     for line in (
         "moonpool_kvstore_dram_blocks 4.0",
         "moonpool_kvstore_dram_hits_total 4.0",

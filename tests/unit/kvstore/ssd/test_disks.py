@@ -224,7 +224,7 @@ async def test_others_take_what_a_disk_pauses_before_it_tries_again(tmp_path: Pa
             files[1].fail("write", FULL)
             driven.store.writes.open(spec_of(KEYS[2:3]), lambda _: None, lambda _: durable.set(), lambda: None)
             driven.put(KEYS[2:3])
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await durable.wait()
             assert (keys_on(ssd, 0), ssd.disks_out) == (set(KEYS[:3]), 0)
 

@@ -32,7 +32,7 @@ from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, data
 from tests.unit.kvstore.rig import KEYS, Rig, rig
 
 LANES = ["local", "tcp"]
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 @asynccontextmanager

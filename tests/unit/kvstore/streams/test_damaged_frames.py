@@ -75,7 +75,7 @@ class Client:
 
 async def until(rig: Rig, reached: Callable[[], bool]) -> None:
     """Every look costs a call, so that the store's own work goes on."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not reached():
             await rig.stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest())
 

@@ -49,7 +49,7 @@ class Peer:
 
     async def answer(self, kind: str) -> Any:
         """The next answer of a kind."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (message := await self.answers.get()).WhichOneof("message") != kind:
                 pass
         return getattr(message, kind)

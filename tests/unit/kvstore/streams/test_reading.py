@@ -128,7 +128,7 @@ async def test_a_reader_that_leaves_gives_everything_back(tmp_path: Path) -> Non
     groups = reader.groups()
     await anext(groups)
     reader.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await closed.wait()
     assert (driven.store.reads.leases, ahead.available) == (0, 1 << 20)
     check(driven.store)

@@ -28,7 +28,7 @@ def base(slo: Slo) -> ClusterConfig:
 @pytest.fixture
 def trace(tmp_path: Path) -> Source:
     path = tmp_path / "trace.jsonl"
-    requests = [request(0.25 * number, 500, 30, 100 * (number % 6)) for number in range(40)]
+    requests = [request(0.25 * number, 500, 30, 100 * (number % 6)) for number in range(24)]
     write_trace(path, requests)
     path.write_text('{"block_tokens": 64}\n' + path.read_text())
     return Source(path)
@@ -121,7 +121,7 @@ def test_wrong_hardware_is_refused_by_its_field(change: tuple[str, str], message
 
 def test_the_command(tmp_path: Path) -> None:
     report = tmp_path / "plan.html"
-    flags = ["--model", "llama3-70b", "--hardware", "a800x8", "--requests", "60", "--bound", "4", "--goodput", "0.8"]
+    flags = ["--model", "llama3-70b", "--hardware", "a800x8", "--requests", "20", "--bound", "2", "--goodput", "0.8"]
     done = CliRunner().invoke(
         app, ["plan", "--trace", str(SHIPPED), *flags, "--slo", "ttft=10,tbt=0.1", "--report", str(report)]
     )

@@ -1,0 +1,128 @@
+"""What the documents name exists: flags, variables, modules, files, links and headings."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from moonpool.cli import contexts, kvstore
+from moonpool.cli.main import app
+from moonpool.config import ServiceConfig
+from services.conductor.config import ConductorConfig
+from services.decode.config import DecodeConfig
+from services.gateway.config import GatewayConfig
+from services.kvstore.config import KVStoreConfig
+from services.prefill.config import PrefillConfig
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CODE = ("benchmarks", "deploy", "kernels", "moonpool", "services", "simulator", "tests", "tools")
+CONFIGS: dict[str, type[ServiceConfig]] = {
+    "conductor": ConductorConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "kvstore": KVStoreConfig,
+    "gateway": GatewayConfig,
+}
+FOREIGN = {"--variant", "--include", "--scale", "--default-ulimit"}
+"""Flags of programs that are not ours: debootstrap and docker."""
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+VARIABLE = re.compile(r"\bMOONPOOL_[A-Z0-9_]*[A-Z0-9]\b")
+
+
+def lines(document: Path) -> Iterator[tuple[str, str]]:
+    """Where a line stands, and the line; one that ends with a backslash is joined with the next."""
+    text = document.read_text(encoding="utf-8").replace("\\\n", " ")
+    for number, line in enumerate(text.splitlines(), 1):
+        yield f"{document.relative_to(ROOT)}:{number}", line
+
+
+ALL_LINES = [where for document in DOCUMENTS for where in lines(document)]
+
+
+def options(command: Any, name: str = "") -> Iterator[tuple[str, set[str]]]:
+    """Every verb below a command of Typer, with its flags."""
+    yield name, {one for its in command.params for one in (*its.opts, *its.secondary_opts)} | {"--help"}
+    for verb in command.list_commands(None) if hasattr(command, "list_commands") else ():
+        yield from options(command.get_command(None, verb), f"{name} {verb}".strip())
+
+
+@pytest.fixture(scope="module")
+def verbs() -> dict[str, set[str]]:
+    """The flags of each verb of `moonpool`, those that are passed on to others included."""
+    found = dict(options(typer.main.get_command(app)))
+    found |= options(typer.main.get_command(kvstore.app), "kvstore")
+    found |= options(typer.main.get_command(contexts.delete_app), "delete")
+    for verb, config in CONFIGS.items():
+        found[verb] = {f"--{name.replace('_', '-')}" for name in config.model_fields} | {"--config", "--help"}
+    return found
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """All code that may name a flag or read a variable."""
+    suffixes = {".py", ".sh", ".cpp", ".h", ".yaml"}
+    files = [path for folder in CODE for path in (ROOT / folder).rglob("*") if path.suffix in suffixes]
+    return "\n".join(path.read_text(encoding="utf-8") for path in [*files, ROOT / "compose.yaml", ROOT / "Makefile"])
+
+
+def test_flags(verbs: dict[str, set[str]], sources: str) -> None:
+    known = FOREIGN.union(*verbs.values()) | set(re.findall(r'"(--[a-z][a-z0-9-]*)"', sources))
+    assert [(where, flag) for where, line in ALL_LINES for flag in FLAG.findall(line) if flag not in known] == []
+
+
+def test_flags_belong_to_the_verb_before_them(verbs: dict[str, set[str]]) -> None:
+    wrong, seen = [], 0
+    for where, line in ALL_LINES:
+        for words in re.findall(r"\bmoonpool ([a-z][^`#|]*)", line):
+            names = (" ".join(words.split()[:count]) for count in (2, 1))
+            verb = next((name for name in names if name in verbs), None)
+            flags = FLAG.findall(words) if verb is not None else []
+            wrong += [(where, verb, flag) for flag in flags if flag not in verbs[verb or ""]]
+            seen += len(flags)
+    assert wrong == []
+    assert seen > 50
+
+
+def test_variables_of_the_environment(sources: str) -> None:
+    known = {f"MOONPOOL_{name.upper()}" for config in CONFIGS.values() for name in config.model_fields}
+    known |= set(VARIABLE.findall(sources))
+    assert [(where, name) for where, line in ALL_LINES for name in VARIABLE.findall(line) if name not in known] == []
+
+
+def test_modules_that_are_run() -> None:
+    ours = re.compile(rf"python -m ((?:{'|'.join(CODE)})\.?[\w.]*\w)")
+    named = [(where, name) for where, line in ALL_LINES for name in ours.findall(line)]
+    missing = [(where, name) for where, name in named if not _module(name)]
+    assert missing == []
+    assert len(named) > 20
+
+
+def _module(name: str) -> bool:
+    path = ROOT / name.replace(".", "/")
+    return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
+def test_files() -> None:
+    named = re.compile(rf"`((?:{'|'.join(CODE)}|protos)/[\w./-]*\w\.(?:py|cpp|h|proto|sh|toml|yaml))`")
+    found = [(where, name) for where, line in ALL_LINES for name in named.findall(line)]
+    assert [(where, name) for where, name in found if not (ROOT / name).exists()] == []
+    assert len(found) > 20
+
+
+def test_links_and_headings() -> None:
+    for document in DOCUMENTS:
+        for where, line in lines(document):
+            for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", line):
+                path = document.parent / target if target else document
+                assert path.exists(), (where, target)
+                assert not heading or heading in _headings(path), (where, target, heading)
+
+
+def _headings(document: Path) -> set[str]:
+    """Of a page, as links name them."""
+    titles = re.findall(r"^#+ (.*)", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower().strip()).replace(" ", "-") for title in titles}
