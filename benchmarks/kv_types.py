@@ -2,8 +2,9 @@
 
 `python -m benchmarks.kv_types [--json]`. Decode at batch 32 with contexts of 2,048 tokens, of one layer's attention
 (from one part of a large pool to the next, so that KV comes from memory) and of whole steps, in the shapes small and
-qwen2.5-0.5b, with random weights and KV. Perplexity is of a trained model (SmolLM2-135M where it was fetched, else the
-bundled one) over text that it was not trained on, all weights and activations in bfloat16.
+qwen2.5-0.5b, with random weights and KV. The types take turns, a few times in each run. Whole steps stand beside their
+bound, too: weights and KV read once at memory's speed. Perplexity is of a trained model (SmolLM2-135M where it was
+fetched, else the bundled one) over text that it was not trained on, all weights and activations in bfloat16.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.ceilings import seconds, working_set_bytes
+from benchmarks.ceilings import read_bytes_per_s, seconds, working_set_bytes
 from benchmarks.frame import Progress, Row, bounded, paired, run
 from kernels.attention import make_plan, paged_attention
 from moonpool.bundled import model_dir
@@ -29,10 +30,13 @@ from moonpool.model import PackedBatch, StageModel, load_stage
 from moonpool.model.create import create
 
 KINDS = ("int8", "fp8")
+TYPES = {"auto": "bfloat16", **{kind: kind for kind in KINDS}}
 SHAPES = ("small", "qwen2.5-0.5b")
 BATCH, CONTEXT, BLOCK = 32, 2048, 64
 TARGET = 1.2
 """Of int8, over bfloat16."""
+TURNS, TURN_S = 7, 0.02
+"""Of each type in a run, and seconds of one at least."""
 RANDOM_BYTES = 1 << 22
 TEXT = Path(__file__).parents[1] / "docs" / "adr"
 WINDOW, WINDOWS, CHUNK = 1024, 8, 256
@@ -107,28 +111,47 @@ def step_call(stage: StageModel, kind: str) -> Callable[[], None]:
     return call
 
 
-def speed_rows(name: str, calls: dict[str, Callable[[], None]], runs: int, at_least: float) -> Iterator[Row]:
-    """Each quantised type beside bfloat16, one after the other."""
+def in_turns(calls: dict[str, Callable[[], None]], runs: int) -> Iterator[dict[str, float]]:
+    """Milliseconds of one call of each, the median of TURNS turns in every run: what disturbs one disturbs all."""
     for call in calls.values():
         call()
+    for _ in range(runs):
+        turns = [{kind: seconds(call, TURN_S) * 1e3 for kind, call in calls.items()} for _ in range(TURNS)]
+        yield {kind: statistics.median(turn[kind] for turn in turns) for kind in calls}
+
+
+def beside_plain(name: str, found: list[dict[str, float]]) -> Iterator[Row]:
+    """Rows of what `in_turns` found."""
     for kind in KINDS:
-        pairs = [(seconds(calls[kind], at_least) * 1e3, seconds(calls["auto"], at_least) * 1e3) for _ in range(runs)]
+        pairs = [(times[kind], times["auto"]) for times in found]
         title = f"{name}, {kind} KV, batch {BATCH}, context {CONTEXT}"
         target = TARGET if kind == "int8" else None
         yield paired(title, "ms", pairs, "bfloat16 KV", less_is_better=True, target=target)
 
 
+def step_rows(shape: str, stage: StageModel, runs: int) -> Iterator[Row]:
+    """Whole steps, beside bfloat16 and beside their bound."""
+    name, memory = f"decode step, {shape}", torch.ones(working_set_bytes() // 4)
+    found, speeds = [], []
+    for times in in_turns({kind: step_call(stage, kind) for kind in TYPES}, runs):
+        found.append(times)
+        speeds.append(read_bytes_per_s(memory))
+    yield from beside_plain(name, found)
+    for kind, label in TYPES.items():
+        nbytes = stage.weight_bytes + BATCH * CONTEXT * kv_layout(stage.config, "bfloat16", BLOCK, kind).token_bytes
+        pairs = [(times[kind], nbytes / speed * 1e3) for times, speed in zip(found, speeds, strict=True)]
+        yield paired(f"{name}, {label} KV", "ms", pairs, "its bytes read once from memory", less_is_better=True)
+
+
 def shape_rows(shape: str, runs: int) -> Iterator[Row]:
     """Attention and steps of one shape."""
-    kinds = ("auto", *KINDS)
     with tempfile.TemporaryDirectory(prefix="moonpool-kv-types-") as folder:
         path = create(shape, Path(folder) / "model")
         config = load_config(path)
-        yield from speed_rows(
-            f"attention, {shape}", {kind: attention_call(config, kind) for kind in kinds}, runs, at_least=0.1
-        )
+        calls = {kind: attention_call(config, kind) for kind in TYPES}
+        yield from beside_plain(f"attention, {shape}", list(in_turns(calls, runs)))
         stage = load_stage(path, config, torch.bfloat16, 0, config.num_layers)
-    yield from speed_rows(f"decode step, {shape}", {kind: step_call(stage, kind) for kind in kinds}, runs, at_least=0.5)
+    yield from step_rows(shape, stage, runs)
 
 
 # --- what a trained model makes of it ---------------------------------------------------------------------------------

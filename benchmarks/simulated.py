@@ -3,7 +3,7 @@
 A stack of emulated instances (8 + 8) and one of the bundled model (1 + 1) get two slices of a trace each. The
 simulator's extras (`simulator.experiments.calibration`) are fitted to the first slice, the second is compared: TTFT and
 TPOT at p50 within 15 %, at p90 within 25 %. The bundled model's profile is measured first, by `moonpool calibrate`.
-All stacks are measured first, then the fits are searched for, on all cores. With three runs it takes about five
+All stacks are measured first, then the fits are searched for, on all cores. With three runs it takes about eight
 minutes on two cores. `--picture FILE.svg` has the quantiles of the last run of each stack.
 """
 
@@ -74,7 +74,7 @@ class Kind:
 
 KINDS = {
     "emulated": Kind("emulated 8 + 8", "emulated:llama-70b-a800", 8, 8, 1, 32_000, 2, 4096, 1.0, 60, 4.0),
-    "real": Kind("bundled model 1 + 1", "real", 1, 1, 16, 1400, 8, 512, 1.5, 100, 5.0),
+    "real": Kind("bundled model 1 + 1", "real", 1, 1, 16, 1400, 8, 512, 1.5, 200, 5.0),
 }
 FIT_SIMULATIONS = 150
 """That each fit may take: twice as many came a twentieth nearer (docs/simulator.md), and take twice as long."""

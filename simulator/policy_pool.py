@@ -66,11 +66,12 @@ class Pool:
     def request(self, chain: Sequence[BlockKey]) -> int:
         """Reads a chain and stores its missing blocks, head first, making room block by block; returns its hits."""
         held, parent = self._held, NO_PARENT
-        hits = next((place for place, key in enumerate(chain) if key not in held), len(chain))
+        whole = held.issuperset(chain)
+        hits = len(chain) if whole else next(place for place, key in enumerate(chain) if key not in held)
         self.hits += hits
         self.references += len(chain)
-        here: list[BlockKey] = []
-        for key in chain:
+        here = list(chain) if whole else []
+        for key in () if whole else chain:
             if key in held:
                 here.append(key)
             else:

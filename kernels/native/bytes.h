@@ -58,6 +58,8 @@ template <int HB> INLINE void scores(const fixed* q, const Tile<fixed>& t, int D
         }
     }
 }
+// Four keys' bytes lie together, as products take them: of keys 16 i + 4 j on at 16 j + 4 i, which is how packing leaves them.
+INLINE int at_key(int k) { return k % 16 * 4 + k / 16 * 4; }
 // ---- o[h] = o[h] * fade[h] + p[h] v, four rows at a time, interleaved: 64 elements of o lie as four vectors in the order of unpacking ----
 // Half of these vectors: of each 16 elements the first 8, or the others.
 template <int HB, bool UPPER>
@@ -73,7 +75,7 @@ INLINE void values_half(const fixed* p, const Tile<fixed>& t, int d, int left, L
         }
         vu value[] = {(vu)_mm512_unpacklo_epi16(two[0], two[1]), (vu)_mm512_unpackhi_epi16(two[0], two[1])};
         for (int h = 0; h < HB; h++) {
-            const char* weights = (const char*)(p + h * TILE) + k;
+            const char* weights = (const char*)(p + h * TILE) + at_key(k);
             vu upper = four(weights), lower = four(weights + TILE);
             for (int i = 0; i < 2; i++) {
                 high[h][i] = add_bytes(high[h][i], upper, value[i]);
@@ -106,10 +108,13 @@ INLINE void unpad(const fixed*, const float* o, int d, float* to) {  // 16 eleme
 }
 
 // ---- from floats ----
-INLINE void put_weights(fixed* row, int k, vf x) {
-    vi bits = nearest(x);
-    store_bytes((char*)row + k, bits >> 8);
-    store_bytes((char*)row + TILE + k, bits);
+INLINE void put_weights(fixed* row, const vf* weights) {
+    auto words = [&](int i) {
+        return _mm512_packs_epi32(_mm512_cvtps_epi32((__m512)weights[i]), _mm512_cvtps_epi32((__m512)weights[i + 1]));
+    };
+    __m512i a = words(0), b = words(2), low = _mm512_set1_epi16(255);
+    _mm512_storeu_si512(row, _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)));
+    _mm512_storeu_si512((char*)row + TILE, _mm512_packus_epi16(_mm512_and_si512(a, low), _mm512_and_si512(b, low)));
 }
 // A query of D numbers, `times` of which are 1; at most FIXED_ONE in size.
 INLINE void put_query(const float* from, float times, fixed* to, int D) {

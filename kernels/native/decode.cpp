@@ -87,11 +87,10 @@ struct Part {
     }
     // Scales are read before their rows are worked on, and are no part of any stream.
     __attribute__((always_inline)) void fetch_scales(const Attention& a, int step) const {
-        int bt = a.block_tokens;
-        for (int at = first(step); at < last(step); at += bt < 16 ? bt : 16) {
-            const float* scale = a.scales + table[at / bt] * a.scale_stride + (int64_t)(head0 + step % heads()) * 2 * bt + at % bt;
-            __builtin_prefetch(scale, 0, 3), __builtin_prefetch(scale + bt, 0, 3);
-        }
+        each_block(a, table, first(step), last(step), [&](int, int count, int64_t block, int slot) __attribute__((always_inline)) {
+            const float* scale = a.scales + block * a.scale_stride + (int64_t)(head0 + step % heads()) * 2 * a.block_tokens + slot;
+            for (int i = 0; i < count; i += 16) __builtin_prefetch(scale + i, 0, 3), __builtin_prefetch(scale + a.block_tokens + i, 0, 3);
+        });
     }
     // Has the addresses of the pages of tokens [from, to) translated before their rows are fetched: blocks lie anywhere
     // in the pool, on small pages, and a fetch that waits for its translation keeps those behind it waiting. Many at
@@ -104,6 +103,7 @@ struct Part {
             const char* row = a.kv + table[block] * a.block_stride + head0 * 2 * plane;
             for (int64_t b = 0; b < bytes; b += 4096) __builtin_prefetch(row + b, 0, 1);
             __builtin_prefetch(row + bytes - 1, 0, 1);
+            if (a.scales) __builtin_prefetch(a.scales + table[block] * a.scale_stride + 2 * bt * head0, 0, 1);
         }
     }
 };
@@ -207,6 +207,23 @@ template <class C> INLINE void finish(const Attention& a, const int32_t* item, i
     }
 }
 
+// Adds up what `count` splits know of one row, each `apart` floats behind the other, into the first; returns its sum of weights.
+INLINE float joined(const Running& row, int64_t count, int64_t apart) {
+    float top = *row.top;
+    vf l = {};
+    for (int64_t c = 1; c < count; c++) top = top > row.top[c * apart] ? top : row.top[c * apart];
+    for (int64_t c = 0; c < count; c++) {
+        vf weight = exp2v<6>(splat(row.top[c * apart] - top));
+        l += load(row.sums + c * apart) * weight;
+        const float* add = row.o + c * apart;
+        for (int d = 0; d < row.width; d += W) {
+            vf x = load(add + d) * weight;
+            store(row.o + d, c ? load(row.o + d) + x : x);
+        }
+    }
+    return sum(l);
+}
+
 template <class C> static int decode(const Attention& a, int threads) {
     int width = padded((const C*)nullptr, a.head_dim), G = a.heads / a.kv_heads;
     int64_t splits = 0;
@@ -252,20 +269,9 @@ template <class C> static int decode(const Attention& a, int threads) {
     if (failed) return 1;
     if (splits > a.n) parallel(a.n, threads, [&](int64_t i) {
         int64_t count = first[i + 1] - first[i];
-        if (count == 1) return;
-        for (int64_t r = 0; r < H; r++) {
+        if (count > 1) for (int64_t r = 0; r < H; r++) {
             Running row = Running::in(parts + first[i] * part, H, width).from(r);
-            float m = *row.top, l = 0;
-            for (int64_t c = 1; c < count; c++) m = m > row.top[c * part] ? m : row.top[c * part];
-            for (int64_t c = 0; c < count; c++) {
-                float weight = exp2v<6>(splat(row.top[c * part] - m))[0];
-                l += sum(load(row.sums + c * part)) * weight;
-                const float* add = row.o + c * part;
-                for (int d = 0; d < width; d += W) {
-                    vf x = load(add + d) * weight;
-                    store(row.o + d, c ? load(row.o + d) + x : x);
-                }
-            }
+            float l = joined(row, count, part);
             finish<C>(a, a.items + 4 * i, (int)r, l, row.o);
         }
     });

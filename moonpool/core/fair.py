@@ -14,11 +14,11 @@ starves, and a tenant gains nothing from others by calling its requests urgent.
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 
 from moonpool.core.digest import digest_of
 from moonpool.errors import InvalidRequest
+from moonpool.frozen import frozen
 
 LEAST_PRIORITY, MOST_PRIORITY = -100, 100
 PRIORITY_S = 60.0
@@ -40,7 +40,7 @@ def check_priority(priority: int, field: str) -> None:
         raise InvalidRequest(field, f"must be in [{LEAST_PRIORITY}, {MOST_PRIORITY}], is {priority}")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Place:
     """Where something stands: whose it is, its `rank` among the tenant's own, and a number that no other has."""
 
@@ -55,7 +55,7 @@ class Place:
         return self.rank, self.number
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Wanted:
     """Something that waits, and what it is predicted to cost."""
 

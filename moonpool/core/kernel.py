@@ -1,27 +1,27 @@
 """What a core is, and the events and the bookkeeping that all cores share.
 
 A core decides; whoever drives it (an asyncio driver in a service, a heap of events in the simulator) does what was
-decided and tells the core how it went. Events and actions are frozen dataclasses. A core has no clock, no I/O and no
-hidden randomness, so the same events at the same times give the same actions.
+decided and tells the core how it went. Events and actions are frozen (`moonpool.frozen`). A core has no clock, no I/O
+and no hidden randomness, so the same events at the same times give the same actions.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from moonpool.core.digest import digest_of
+from moonpool.frozen import frozen
 
 E_contra = TypeVar("E_contra", contravariant=True)
 A = TypeVar("A")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tick:
     """Time has passed; handed in when `Core.due` is reached, or at any other moment."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ended(Generic[T]):
     """The I/O that an action has started is over, by success, failure or cancelling.
 
@@ -33,7 +33,7 @@ class Ended(Generic[T]):
     result: T
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cancel:
     """An action: the I/O is not wanted any more. Its `Ended` still comes."""
 
@@ -48,7 +48,7 @@ class Core(Protocol[E_contra, A]):
 
         Args:
             now: seconds of any clock that never goes back.
-            event: a frozen dataclass.
+            event: a frozen value.
             out: gets the actions, in the order in which they are to be done.
         """
 

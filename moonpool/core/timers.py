@@ -11,6 +11,12 @@ K = TypeVar("K", bound=Hashable)
 _MIN_TO_SWEEP = 64
 
 
+def earliest(*deadlines: float | None) -> float | None:
+    """The first of some deadlines; None where there is none."""
+    known = [at for at in deadlines if at is not None]
+    return min(known) if known else None
+
+
 class Timers(Generic[K]):
     """One deadline per key. Each call costs O(log n); equal deadlines come in the order of setting."""
 

@@ -41,6 +41,7 @@ class Regression:
         "_drift_share",
         "_firsts",
         "_least_s",
+        "_leasts",
         "_noise",
         "_spreads",
         "_streak",
@@ -58,6 +59,7 @@ class Regression:
         least_s: float = 1e-6,
     ) -> None:
         self.coefficients = self._firsts = tuple(coefficients)
+        self._leasts = tuple([LEAST_SHARE * first for first in self._firsts])
         self._spreads = tuple(spreads)
         self._common = common * common
         self._change, self._drift_share = change, drift
@@ -114,26 +116,24 @@ class Regression:
         return True
 
     def _correct(self, along: list[float], variance: float, error: float) -> None:
-        gain = [one / variance for one in along]
-        moved = zip(self.coefficients, gain, self._firsts, strict=True)
-        self.coefficients = tuple([max(LEAST_SHARE * first, one + by * error) for one, by, first in moved])
-        for row, by in zip(self._covariance, gain, strict=True):
-            row[:] = [one - by * other for one, other in zip(row, along, strict=True)]
-        self._drift()
+        """Moves the coefficients. Old measurements fade, so all become a little more uncertain.
 
-    def _drift(self) -> None:
-        """Old measurements fade. What no measurement tells of does not become more uncertain than it was at first."""
+        What no measurement tells of does not become more uncertain than it was at first.
+        """
+        gain = [one / variance for one in along]
+        moved = zip(self.coefficients, gain, self._leasts, strict=True)
+        known = self.coefficients = tuple([max(least, one + by * error) for one, by, least in moved])
         shared = self._drift_share * self._common
-        for at, (row, one, most) in enumerate(zip(self._covariance, self.coefficients, self._most(), strict=True)):
-            if shared:
-                row[:] = [value + shared * one * other for value, other in zip(row, self.coefficients, strict=True)]
+        for at, (row, by, most) in enumerate(zip(self._covariance, gain, self._most(), strict=True)):
+            fades = shared * known[at]
+            row[:] = [cell - by * other + fades * one for cell, other, one in zip(row, along, known, strict=True)]
             if row[at] < most:
                 row[at] += self._drift_share * most
 
     def _most(self) -> list[float]:
         """The largest variance of each coefficient by itself: as at the start, more where it has grown."""
         known = zip(self._spreads, self.coefficients, self._firsts, strict=True)
-        return [(spread * max(1.0, one / first if first else 1.0)) ** 2 for spread, one, first in known]
+        return [(spread * (one / first) if one > first > 0.0 else spread) ** 2 for spread, one, first in known]
 
     def _fresh(self) -> list[list[float]]:
         most, known = self._most(), self.coefficients

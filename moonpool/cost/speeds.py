@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from moonpool.frozen import frozen
 
 DEFAULT_BYTES_PER_S = 1e9
 """Assumed rate of loading or sending KV where nothing was measured yet, bytes per second."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Speeds:
     """Speeds of one instance, measured or given by a profile; field for field the contract's `SpeedReport`.
 

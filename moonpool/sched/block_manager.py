@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
 from moonpool.errors import MoonpoolError
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 
 
@@ -21,7 +22,7 @@ class OutOfBlocks(MoonpoolError):  # noqa: N818 - named like its kind in the fie
     """Fewer blocks are free or cached than were asked for; nothing was changed."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KeyEvents:
     """Net change of the set of held keys since the last call; no key is in both lists."""
 
@@ -113,12 +114,13 @@ class BlockManager:
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Refers once more to blocks that are cached or used (as found by `match`)."""
+        refs, cached = self._refs, self._cached
         for block in blocks:
-            if self._refs[block] == 0:
-                assert block in self._cached, f"block {block} is free and cannot be acquired"
-                del self._cached[block]
+            if refs[block] == 0:
+                assert block in cached, f"block {block} is free and cannot be acquired"
+                del cached[block]
                 self._copies.pop(block, None)
-            self._refs[block] += 1
+            refs[block] += 1
 
     def can_allocate(self, n: int) -> bool:
         """Whether `allocate(n)` would succeed."""
@@ -165,15 +167,17 @@ class BlockManager:
         Blocks without further references become cached if they have a key, else free. The chain's tail is put in the
         eviction order before its head: a chain without head is useless.
         """
+        refs, keys, cached = self._refs, self._key_of, self._cached
         for block in reversed(blocks):
-            assert self._refs[block] > 0, f"block {block} is released more often than acquired"
-            self._refs[block] -= 1
-            if self._refs[block] > 0:
+            left = refs[block] - 1
+            assert left >= 0, f"block {block} is released more often than acquired"
+            refs[block] = left
+            if left:
                 continue
-            if self._key_of[block] is None:
+            if keys[block] is None:
                 self._free.append(block)
             else:
-                self._cached[block] = None
+                cached[block] = None
 
     def note_copies(self, blocks: Sequence[int]) -> None:
         """Notes that blocks, in the order of their chain, are here because somebody may want them, not for a prompt."""

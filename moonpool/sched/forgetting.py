@@ -1,14 +1,14 @@
 """Deleting KV from an engine's pool, the same for prefill and decode. Plain values, no I/O."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.selection import Selection, ttl_of
 from moonpool.sched.block_manager import BlockManager, Owner
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ForgetKV:
     """KV is to be deleted from the pool. Answered by `Forgot`.
 
@@ -25,7 +25,7 @@ class ForgetKV:
     """Besides, blocks that are here for longer than their tenants' may be, seconds by tenant."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Forgot:
     """Nobody finds the KV in the pool any more."""
 

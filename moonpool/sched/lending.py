@@ -1,9 +1,9 @@
 """Blocks of an engine's pool that other instances read, the same for prefill and decode. Plain values, no I/O."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.block_manager import BlockManager
 
@@ -11,7 +11,7 @@ SHARE = 4
 """One block of so many may be lent at once, to however many: reading takes no more from those who compute here."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LendBlocks:
     """Another instance wants to read blocks. Answered by `Lent`; they are held until `TakeBack`."""
 
@@ -20,7 +20,7 @@ class LendBlocks:
     keys: tuple[BlockKey, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TakeBack:
     """Nobody reads what was lent any more. Without effect where nothing was."""
 
@@ -29,7 +29,7 @@ class TakeBack:
     """Of blocks whose bytes do not match their hashes: nobody finds them any more."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Lent:
     """Blocks that may be read."""
 

@@ -2,16 +2,16 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Self
 
+from moonpool.frozen import frozen
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.sampling import GREEDY, SampleSpec, SamplingParams, stream_seed
 from moonpool.sched.steps import Scored
 from moonpool.v1 import kv_pb2
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SequenceSampling:
     """How the tokens of one sequence are chosen and when they end."""
 

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.logprobs import Logprobs
 from moonpool.sampling import SampleSpec
@@ -45,7 +46,7 @@ class History:
         return _nothing, ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Scored:
     """Known tokens whose log probabilities are wanted: those after the leading ones that a step computes."""
 
@@ -55,7 +56,7 @@ class Scored:
     """Most likely tokens that are told beside each."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SequenceStep:
     """One sequence's share of a step: compute the KV of some tokens, and sample the next one if wanted."""
 
@@ -77,7 +78,7 @@ class SequenceStep:
     """The whole sequence; never leaves the I/O process."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Several:
     """What a sequence's `SampleSpec` gets that wants more than one token."""
 
@@ -87,7 +88,7 @@ class Several:
     """Of each of the most likely tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Step:
     """One forward pass over a packed batch."""
 
@@ -132,7 +133,7 @@ def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
     return list(found.items())
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerDone:
     """The step's KV of one layer is in the pool."""
 
@@ -144,7 +145,7 @@ class LayerDone:
     end_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepResult:
     """What a step came to, when all stages are done with it and its blocks are quiet."""
 

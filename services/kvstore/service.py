@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.cluster import HeldKeys, Joining
+from moonpool.cluster.journal import Journal
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.landing import land
 from moonpool.kv.parts import PARTS
@@ -43,7 +44,6 @@ from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.streams.get_stream import GetResources
 from services.kvstore.streams.put_stream import PutResources
 from services.kvstore.streams.rooms import RoomQueue
-from services.kvstore.streams.watch import Journal
 from services.kvstore.tenancy.pins import Pins
 from services.kvstore.tenancy.tenants import Account
 
@@ -167,6 +167,8 @@ class KVStoreService(StoreListener):
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Deletes what was missed, runs the writer, ends pins; at the end saves what is visible, and closes all."""
+        loop, arena = asyncio.get_running_loop(), self.store.tiers.dram.arena
+        arena.on_excess = lambda: loop.call_soon_threadsafe(arena.collect)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(each.run()) for each in (self._operations, self.writer) if each is not None]
@@ -182,10 +184,11 @@ class KVStoreService(StoreListener):
             if self.writer is not None:
                 await self.writer.aclose()
             await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
-            await asyncio.to_thread(self.store.tiers.dram.arena.close)
+            await asyncio.to_thread(arena.close)
             await asyncio.to_thread(self._ledger.close)
             if self.store.tiers.ssd is not None:
                 await asyncio.to_thread(self.store.tiers.ssd.close)
+            arena.on_excess = lambda: None  # the loop may end before the last view
 
     async def _make_durable(self, writer: WriteBehind) -> None:
         self.store.writes.queue.retry()

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+from moonpool.cluster.journal import Journal
 from moonpool.cluster.selections import PORTION
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.values import check_owned, tenant_tag
@@ -22,7 +23,6 @@ from services.kvstore.operate.deletions import Deletions
 from services.kvstore.operate.operations import Operations
 from services.kvstore.streams.get_stream import GetResources, GetStream
 from services.kvstore.streams.put_stream import PutResources, PutStream
-from services.kvstore.streams.watch import Journal
 
 MAX_MATCH_KEYS = 1 << 15
 

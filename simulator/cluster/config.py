@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from moonpool.cost import DEFAULT_BYTES_PER_S
 from moonpool.engine.emulated.profile import Profile
 from moonpool.errors import ConfigError
+from moonpool.frozen import frozen
 from services.conductor.core.policies import DEFAULT
 from services.conductor.core.roles import RoleLimits
 from services.decode.core.config import Preemption
@@ -14,7 +15,7 @@ from simulator.traces.mooncake import BLOCK_TOKENS
 GB = 10**9
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Slo:
     """What counts as good, seconds. A request's TBT is the mean of its longest 10 % of intervals (FAST'25)."""
 
@@ -22,7 +23,7 @@ class Slo:
     tbt_s: float = 0.1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DecodeMemory:
     """How a decode instance fills its pool; as the service's own flags.
 

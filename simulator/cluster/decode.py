@@ -5,8 +5,8 @@ Steps take the time of the profile (`simulator.cluster.engine`), copies and writ
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listed
-from dataclasses import dataclass
 
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.lending import Lent
 from services.conductor.core.facts import LoadFacts
@@ -52,7 +52,7 @@ RETRY_S = 1.0
 """After which a refused request may try again, as the service says."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ears:
     """Who hears of an instance.
 
@@ -100,8 +100,8 @@ class DecodeInstance:
         self._stores = {store.name: store for store in stores}
         self._core_config = core_config(config, longest_run)
         self._company = company or Company()
-        self._came = 0
-        self._preempted = 0
+        self._heard_gap = ps(config.memory.lease_s) // HEARD_PER_LEASE
+        self._came = self._preempted = 0
         self.incarnation = 0
         self.up = up
         self.use = DecodeUse()
@@ -169,7 +169,7 @@ class DecodeInstance:
     def heard(self, transfer: int) -> None:
         """Some of the prompt's KV has come."""
         member, now = self._wanted(transfer), self._world.now
-        if member is not None and now - member.heard_at >= ps(self._config.memory.lease_s) // HEARD_PER_LEASE:
+        if member is not None and now - member.heard_at >= self._heard_gap:
             member.heard_at = now
             self._tell(Heard(transfer))
 

@@ -5,7 +5,6 @@ A run is one leap, unless its way to the engine takes time, or another engine of
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from moonpool.cost import prefill_seconds
 from services.decode.core.actions import Run
@@ -111,7 +110,8 @@ class Engine:
         """Lets the leap end with the step that is being computed; returns by how many steps."""
         less = self._leap.steps - self._told - 1
         if less > 0:
-            self._leap = replace(self._leap, steps=self._told + 1)
+            leap = self._leap
+            self._leap = Leap(leap.start, self._told + 1, leap.first, leap.more)
             self._world.at(self._leap.end, self._over, self._leap, first=True)
         return max(0, less)
 

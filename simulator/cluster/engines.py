@@ -1,13 +1,13 @@
 """The engines of a cluster: prefill and decode instances by name, also those that are not there now."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from moonpool.frozen import frozen
 from simulator.cluster.decode import DecodeInstance
 from simulator.cluster.prefill import PrefillInstance
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Engines:
     """Prefill instances are called "p0", "p1" and so on, decode instances "d0"."""
 

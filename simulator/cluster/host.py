@@ -45,10 +45,11 @@ class Host(Generic[E, A]):
         """Hands an event to the core, after those posted before. After `close` it does nothing."""
         if self.closed:
             return
-        self._events.append(event)
         if self._draining:
+            self._events.append(event)
             return
         self._draining = True
+        self._handle(event)
         while self._events:
             self._handle(self._events.popleft())
         self._draining = False
@@ -60,10 +61,11 @@ class Host(Generic[E, A]):
         self._events.clear()
 
     def _handle(self, event: E | Tick) -> None:
+        now = self._world.seconds
         actions: list[A] = []
-        self.core.handle(self._world.seconds, event, actions)
+        self.core.handle(now, event, actions)
         if self.heard is not None:
-            self.heard(self._world.seconds, event, actions)
+            self.heard(now, event, actions)
         for action in actions:
             self._perform(action)
 

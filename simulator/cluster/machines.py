@@ -5,8 +5,8 @@ while the same machine joins again with an empty pool as an instance of the othe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from moonpool.frozen import frozen
 from services.conductor.core.changes import ChangeRole
 from simulator.cluster.decode import DecodeInstance
 from simulator.cluster.engines import Engines
@@ -18,7 +18,7 @@ LOOK_S = 0.5
 Engine = PrefillInstance | DecodeInstance
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Draining:
     """An instance on its way out, and which life of it."""
 

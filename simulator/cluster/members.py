@@ -48,10 +48,11 @@ class Member:
 
     def keys(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """Keys have come and left; only what became of each in the end is told."""
+        news = self._keys
         for keys, here in ((stored, True), (removed, False)):
             for key in keys:
-                self._keys.pop(key, None)
-                self._keys[key] = here
+                news.pop(key, None)
+                news[key] = here
         self.changed()
 
     def changed(self) -> None:

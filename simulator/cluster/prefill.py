@@ -343,7 +343,7 @@ class PrefillInstance:
         self._moved(moving, order.io, events.Failed() if prompt.to is None else events.Done())
 
     def _send(self, action: actions.SendSlices, prompt: Prompt, target: Target) -> None:
-        nbytes, begun = sum(self._bytes(piece, prompt) for piece in action.pieces), self._world.now
+        nbytes, begun = sum([self._bytes(piece, prompt) for piece in action.pieces]), self._world.now
         assert prompt.to is not None
         moving = self._moving
 

@@ -164,7 +164,7 @@ class Sequence:
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[BlockKey, ...]:
     """The block keys of a trace's request: of its full blocks, uniform bytes as real keys are; no two tenants share."""
     full, salt = request.hash_ids[: request.input_length // block_tokens], request.tenant.encode()
-    return tuple(BlockKey(blake3(hash_id.to_bytes(16, "little") + salt).digest()) for hash_id in full)
+    return tuple([BlockKey(blake3(hash_id.to_bytes(16, "little") + salt).digest()) for hash_id in full])
 
 
 def answer_key(request: Request, index: int, choice: int = 0) -> BlockKey:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from simulator.cluster.requests import Made, Sequence, keys_of_chain
 
@@ -103,7 +104,7 @@ class DecodeSequence:
         return keys_of_chain(self.sequence.request, blocks, self.choice)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Resume:
     """A conductor wants a request, each answer from a position on; the higher fence has it."""
 
@@ -113,7 +114,7 @@ class Resume:
     fence: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Told:
     """What the conductor is told of a sequence: tokens, and whether it has ended with them."""
 

@@ -4,14 +4,14 @@ A step's time grows by a fixed amount with each step, as every sequence's contex
 whole picoseconds, so k steps at once take exactly as long as k steps one by one.
 """
 
-from bisect import bisect_right
-from dataclasses import dataclass
+from math import isqrt
 
 from moonpool.cost import Speeds
+from moonpool.frozen import frozen
 from simulator.kernel.clock import ps
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepTimes:
     """Picoseconds of decode steps, from an instance's speeds."""
 
@@ -29,7 +29,7 @@ class StepTimes:
         return self.base + self.per_sequence * sequences + self.per_context_token * context
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Leap:
     """Steps over the same sequences. The first takes `first`, each further one `more` longer than the one before."""
 
@@ -49,7 +49,13 @@ class Leap:
 
     def over_by(self, now: int) -> int:
         """Steps that are over by a time."""
-        return bisect_right(range(1, self.steps + 1), now, key=self.time_of)
+        elapsed = max(0, now - self.start)
+        if self.more:  # the largest k with more k (k - 1) / 2 + first k <= elapsed
+            linear = 2 * self.first - self.more
+            over = (isqrt(linear * linear + 8 * self.more * elapsed) - linear) // (2 * self.more)
+        else:
+            over = elapsed // self.first
+        return min(over, self.steps)
 
     def durations(self, begin: int, end: int) -> range | list[int]:
         """The times of steps `begin` to `end` of this leap."""

@@ -2,8 +2,8 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.facts import LoadFacts
 from services.kvstore.policies import POLICIES
@@ -18,7 +18,7 @@ WRITES_AT_ONCE = 16
 """Puts that a store takes at once; further ones wait in their order, as for credits. Two fill its link."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Put:
     """Blocks that are to be written."""
 

@@ -19,7 +19,7 @@ SHARES = tuple(tenth / 10 for tenth in range(1, 10))
 """Quantiles that are compared."""
 SIMULATIONS = 200
 """That a fit may take."""
-FIRST_STEP, LEAST_STEP = 1.2, 0.03
+FIRST_STEP, LEAST_STEP = 0.8, 0.03
 """Steps of the search, in natural logarithms."""
 WORTH = 0.999
 """A try must be better by a thousandth: what hardly matters stays where it is."""
@@ -47,7 +47,7 @@ class Extras:
     prefill: float = 1.0
     prefill_step_s: float = 0.002
     decode: float = 1.0
-    decode_token_s: float = 0.001
+    decode_token_s: float = 0.0005
     decode_run_s: float = 0.002
     company: float = 1.0
     links: float = 1.0
@@ -76,12 +76,18 @@ class Extras:
 STARTS = tuple(
     Extras(prefill=prefill, decode=decode, decode_run_s=run_s, prompt_s=prompt_s)
     for prefill in (1.0, 1.5, 2.5)
-    for decode in (0.3, 1.0)
-    for run_s in (0.001, 0.008)
-    for prompt_s in (0.005, 0.05)
+    for decode, run_s in ((0.3, 0.004), (1.0, 0.001), (1.0, 0.01))
+    for prompt_s in (0.005, 0.03)
 )
 """Where the search may begin: at the best of these."""
-_NAMES = tuple(field.name for field in fields(Extras))
+_Way = Mapping[str, int]
+"""Numbers that a move changes, each up (1) or down (-1) together with the others."""
+WAYS: tuple[_Way, ...] = (
+    *({field.name: 1} for field in fields(Extras)),
+    {"decode": -1, "decode_run_s": 1},
+    {"prefill": -1, "prompt_s": 1},
+)
+"""The last ones are numbers of which a bit more makes up for a bit less of the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +170,8 @@ def fit(
     """The extras with which a simulation comes nearest to what was measured, and their `distance`.
 
     A pattern search (Hooke and Jeeves, 1961): each number in turn is made larger or smaller by a factor as often as
-    that helps, then all move on the way that they went together; the factor is reduced when nothing helps. A number
-    that did not help is tried again when the factor is reduced. Equal arguments give equal results.
+    that helps (and a few pairs, see `WAYS`), then all move on the way that they went together; the factor is reduced
+    when nothing helps. What did not help is tried again then. Equal arguments give equal results.
 
     Args:
         config: the cluster without extras.
@@ -174,18 +180,18 @@ def fit(
         simulations: at most.
     """
     search = _Search(lambda extras: distance(Times.of(serve(extras.applied(config), requests)), measured), simulations)
-    names = [name for name in _NAMES if name != "company" or config.company > 1.0]
+    ways = [way for way in WAYS if "company" not in way or config.company > 1.0]
     for start in STARTS:
         search.better(replace(start, company=config.company))
-    step, tried = FIRST_STEP, names
+    step, tried = FIRST_STEP, ways
     while search.left > 0 and step > LEAST_STEP:
         before, least = search.best, search.least
-        tried = [name for name in tried if search.moves(name, step)]
-        on = {name: getattr(search.best, name) / getattr(before, name) for name in names}
+        tried = [way for way in tried if search.moves(way, step)]
+        on = {name: value / getattr(before, name) for name, value in search.best.to_json().items()}
         while search.best != before and search.better(_moved(search.best, on)):
             pass
         if search.least > 0.95 * least:
-            step, tried = step / 2, names
+            step, tried = step / 2, ways
     return search.best, search.least
 
 
@@ -198,11 +204,12 @@ class _Search:
         self.best = Extras()
         self.least = off(self.best)
 
-    def moves(self, name: str, step: float) -> bool:
-        """Makes a number larger or smaller as often as that helps; whether it does."""
+    def moves(self, way: _Way, step: float) -> bool:
+        """Goes a way on or back as often as that helps; whether it does."""
         before = self.best
-        for factor in _factors(name, step):
-            while self.better(_moved(self.best, {name: factor})):
+        for sign in (1, -1):
+            factors = {name: math.exp(sign * up * _size(name, step)) for name, up in way.items()}
+            while self.better(_moved(self.best, factors)):
                 pass
         return self.best != before
 
@@ -218,9 +225,8 @@ class _Search:
         return True
 
 
-def _factors(name: str, step: float) -> tuple[float, float]:
-    step = step / 4 if name in FACTORS else step
-    return math.exp(step), math.exp(-step)
+def _size(name: str, step: float) -> float:
+    return step / 4 if name in FACTORS else step
 
 
 def _moved(extras: Extras, factors: Mapping[str, float]) -> Extras:

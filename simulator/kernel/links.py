@@ -156,7 +156,7 @@ class Network:
 
     def _deal(self, links: Iterable[Link]) -> None:
         flows = _connected(tuple(links))
-        rates = fair_rates(flows)
+        rates = fair_rates(flows) if flows else {}
         for flow in flows:
             rate = rates[flow.number]
             if rate != flow.rate:
@@ -180,16 +180,16 @@ def _connected(path: Sequence[Link]) -> list[Flow]:
     """All flows that share links with these links, directly or through others, in the order of their beginnings."""
     if (alone := _alone(path)) is not None:
         return alone
-    links, seen, found = list(path), set[Link](), dict[int, Flow]()
-    while links:
-        link = links.pop()
-        if link in seen:
-            continue
-        seen.add(link)
-        for number, flow in link.flows.items():
+    links, found = dict.fromkeys(path), dict[int, Flow]()
+    waiting = list(links)
+    while waiting:
+        for number, flow in waiting.pop().flows.items():
             if number not in found:
                 found[number] = flow
-                links.extend(flow.path)
+                for link in flow.path:
+                    if link not in links:
+                        links[link] = None
+                        waiting.append(link)
     return [found[number] for number in sorted(found)]
 
 
@@ -212,7 +212,8 @@ def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
     spare = {link: link.bytes_per_s for flow in flows for link in flow.path}
     rates: dict[int, float] = {}
     urgent = [flow for flow in flows if flow.priority is Priority.URGENT]
-    _fill(urgent, spare, rates)
+    if urgent:
+        _fill(urgent, spare, rates)
     if len(urgent) < len(flows):
         _fill([flow for flow in flows if flow.priority is not Priority.URGENT], spare, rates)
     return rates

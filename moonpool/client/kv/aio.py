@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self, TypeVar
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from typing_extensions import Buffer
 
 from moonpool.client.kv.connection import PORTION, Connection
-from moonpool.client.kv.reading import Wanted, read_some
+from moonpool.client.kv.reading import Wanted, read_some, remaining
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.blocks import NO_PARENT
 from moonpool.kv.hashes import slice_hash
@@ -123,8 +124,8 @@ class AsyncKVClient:
 
     async def batch_put(self, items: Mapping[bytes, Buffer], *, timeout_s: float | None = None) -> int:
         """Keep values of any sizes; how many are new. Raises as `put`; some of them may be kept then all the same."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        identity = await self._speaking_as(timeout_s)
+        until = self._until(timeout_s)
+        identity = await self._speaking_as(until)
         groups: dict[KVLayout, list[tuple[BlockKey, ValueSource]]] = {}
         for key, data in items.items():
             source = ValueSource(bytes_of(data, "data"))
@@ -133,7 +134,7 @@ class AsyncKVClient:
         for layout, group in groups.items():
             self._usual = layout
             for portion in _portions(group, self._connection.portion(layout)):
-                stored += await self._put(identity, layout, portion, timeout_s)
+                stored += await self._put(identity, layout, portion, until)
         return stored
 
     async def get(self, key: bytes, *, timeout_s: float | None = None) -> bytearray | None:
@@ -149,10 +150,10 @@ class AsyncKVClient:
 
     async def batch_get(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[bytearray | None]:
         """Return the values of keys, in their order; None for each that the store does not have. Raises as `get`."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tenant = (await self._speaking_as(timeout_s)).tenant
+        until = self._until(timeout_s)
+        tenant = (await self._speaking_as(until)).tenant
         wanted = [Wanted(value_key(self._namespace, tenant, key)) for key in keys]
-        await self._read({self._usual: wanted}, timeout_s)
+        await self._read({self._usual: wanted}, until)
         return [one.value() for one in wanted]
 
     async def get_into(self, key: bytes, buffer: Buffer, *, timeout_s: float | None = None) -> int | None:
@@ -173,15 +174,15 @@ class AsyncKVClient:
         self, items: Mapping[bytes, Buffer], *, timeout_s: float | None = None
     ) -> list[int | None]:
         """Read values into a buffer each, as `get_into`; the numbers of bytes, in the order of the keys."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tenant = (await self._speaking_as(timeout_s)).tenant
+        until = self._until(timeout_s)
+        tenant = (await self._speaking_as(until)).tenant
         guesses: dict[KVLayout | None, list[Wanted]] = {}
         wanted = []
         for key, buffer in items.items():
             memory = bytes_of(buffer, "buffer", writable=True)
             wanted.append(Wanted(value_key(self._namespace, tenant, key), memory))
             guesses.setdefault(layout_for(memory.nbytes), []).append(wanted[-1])
-        await self._read(guesses, timeout_s)
+        await self._read(guesses, until)
         return [one.length() for one in wanted]
 
     async def exists(self, key: bytes, *, timeout_s: float | None = None) -> bool:
@@ -190,9 +191,9 @@ class AsyncKVClient:
 
     async def batch_exists(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> list[bool]:
         """Return for each key whether the store has its value now. Raises as `get`."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tenant = (await self._speaking_as(timeout_s)).tenant
-        found = await self._find([value_key(self._namespace, tenant, key) for key in keys], timeout_s)
+        until = self._until(timeout_s)
+        tenant = (await self._speaking_as(until)).tenant
+        found = await self._find([value_key(self._namespace, tenant, key) for key in keys], until)
         return [layout is not None for layout in found]
 
     async def delete(self, key: bytes, *, timeout_s: float | None = None) -> bool:
@@ -204,10 +205,10 @@ class AsyncKVClient:
 
     async def batch_delete(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> int:
         """Delete values; how many were there. Raises as `get`."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        tenant = (await self._speaking_as(timeout_s)).tenant
+        until = self._until(timeout_s)
+        tenant = (await self._speaking_as(until)).tenant
         found = [value_key(self._namespace, tenant, key) for key in dict.fromkeys(keys)]
-        return sum([await self._connection.remove(portion, timeout_s) for portion in _portions(found)])
+        return sum([await self._connection.remove(portion, remaining(until)) for portion in _portions(found)])
 
     async def aclose(self) -> None:
         """End all calls; may be called again. `memory` stays as long as something refers to it."""
@@ -221,24 +222,28 @@ class AsyncKVClient:
     ) -> None:
         await self.aclose()
 
-    async def _speaking_as(self, timeout_s: float) -> _Identity:
+    def _until(self, timeout_s: float | None) -> float:
+        """When a call is to be over, by `time.monotonic`: all its parts share the time."""
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+
+    async def _speaking_as(self, until: float) -> _Identity:
         """Asked from the store at first. Each call takes it once: another one may ask anew meanwhile."""
         if self._identity is None:
-            answer = await self._connection.find((), self._asked_tenant, timeout_s)
+            answer = await self._connection.find((), self._asked_tenant, remaining(until))
             self._identity = _Identity(answer.tenant, list(answer.deletions))
         return self._identity
 
-    async def _find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[KVLayout | None]:
+    async def _find(self, keys: Sequence[BlockKey], until: float) -> list[KVLayout | None]:
         """The layout of each block, None of one that is not there."""
         found: list[KVLayout | None] = []
         for portion in _portions(keys):
-            answer = await self._connection.find(portion, self._asked_tenant, timeout_s)
+            answer = await self._connection.find(portion, self._asked_tenant, remaining(until))
             layouts = [None, *map(KVLayout.from_proto, answer.layouts)]
             found += [layouts[number] for number in answer.found]
         return found
 
     async def _put(
-        self, identity: _Identity, layout: KVLayout, group: Sequence[tuple[BlockKey, ValueSource]], timeout_s: float
+        self, identity: _Identity, layout: KVLayout, group: Sequence[tuple[BlockKey, ValueSource]], until: float
     ) -> int:
         """Puts values of one layout; how many are new."""
         keys = [key for key, _ in group]
@@ -249,31 +254,31 @@ class AsyncKVClient:
 
         blocks = PutBlocks(keys, [NO_PARENT] * len(keys), identity.tenant, read, identity.deletions)
         try:
-            outcome = await self._connection.put(layout, blocks, timeout_s)
+            outcome = await self._connection.put(layout, blocks, remaining(until))
         except InvalidRequest:
-            left = await self._not_otherwise_there(layout, group, timeout_s)
+            left = await self._not_otherwise_there(layout, group, until)
             if len(left) == len(group):
                 if self._identity is identity:
                     self._identity = None  # values of it were deleted perhaps; the next call asks
                 raise
-            return await self._put(identity, layout, left, timeout_s) if left else 0
+            return await self._put(identity, layout, left, until) if left else 0
         return outcome.stored
 
     async def _not_otherwise_there(
-        self, layout: KVLayout, group: Sequence[tuple[BlockKey, ValueSource]], timeout_s: float
+        self, layout: KVLayout, group: Sequence[tuple[BlockKey, ValueSource]], until: float
     ) -> list[tuple[BlockKey, ValueSource]]:
         """Those whose key has no value of another size in the store: with one among them it refuses all."""
-        found = await self._find([key for key, _ in group], timeout_s)
+        found = await self._find([key for key, _ in group], until)
         return [one for one, there in zip(group, found, strict=True) if there is None or there == layout]
 
-    async def _read(self, guesses: Mapping[KVLayout | None, Sequence[Wanted]], timeout_s: float) -> None:
+    async def _read(self, guesses: Mapping[KVLayout | None, Sequence[Wanted]], until: float) -> None:
         """Reads values where they are guessed to be, then the others where the store says that they are."""
         left: list[Wanted] = []
         for layout, wanted in guesses.items():
             for portion in _portions(wanted):
-                left += portion if layout is None else await self._read_some(layout, portion, timeout_s)
+                left += portion if layout is None else await self._read_some(layout, portion, until)
         groups: dict[KVLayout, list[Wanted]] = {}
-        for one, there in zip(left, await self._find([one.key for one in left], timeout_s), strict=True):
+        for one, there in zip(left, await self._find([one.key for one in left], until), strict=True):
             if there is not None:
                 groups.setdefault(there, []).append(one)
         for there, wanted in groups.items():
@@ -281,12 +286,12 @@ class AsyncKVClient:
             for portion in _portions(wanted):
                 rest: Sequence[Wanted] = portion
                 while rest:  # a store reads fewer at once when it has little room; if none, the first is gone by now
-                    after = await self._read_some(there, rest, timeout_s)
+                    after = await self._read_some(there, rest, until)
                     rest = after if len(after) < len(rest) else after[1:]
 
-    async def _read_some(self, layout: KVLayout, wanted: Sequence[Wanted], timeout_s: float) -> Sequence[Wanted]:
+    async def _read_some(self, layout: KVLayout, wanted: Sequence[Wanted], until: float) -> Sequence[Wanted]:
         """Reads values of one layout; those from the first on that is not there."""
-        return wanted[await read_some(self._connection, layout, wanted, timeout_s) :]
+        return wanted[await read_some(self._connection, layout, wanted, until) :]
 
 
 def _lane_config(lanes: str | None) -> LaneConfig:

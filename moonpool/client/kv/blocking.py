@@ -44,21 +44,21 @@ class _Driven(AsyncKVClient):
 
     def put_one(self, key: bytes, data: Buffer, timeout_s: float | None) -> bool:
         """As `put`: what `batch_put` does for one value."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        identity = self._identity or self.drive(self._speaking_as(timeout_s))
+        until = self._until(timeout_s)
+        identity = self._identity or self.drive(self._speaking_as(until))
         source = ValueSource(bytes_of(data, "data"))
         layout = self._usual = source.layout
         group = [(value_key(self._namespace, identity.tenant, key), source)]
-        return self.drive(self._put(identity, layout, group, timeout_s)) == 1
+        return self.drive(self._put(identity, layout, group, until)) == 1
 
     def read_one(self, key: bytes, memory: memoryview | None, timeout_s: float | None) -> Wanted:
         """Reads a value: what `batch_get` and `batch_get_into` do for one."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        identity = self._identity or self.drive(self._speaking_as(timeout_s))
+        until = self._until(timeout_s)
+        identity = self._identity or self.drive(self._speaking_as(until))
         wanted = Wanted(value_key(self._namespace, identity.tenant, key), memory)
         layout = self._usual if memory is None else layout_for(memory.nbytes)
-        if layout is None or self.drive(self._read_some(layout, [wanted], timeout_s)):
-            self.drive(self._read({None: [wanted]}, timeout_s))
+        if layout is None or self.drive(self._read_some(layout, [wanted], until)):
+            self.drive(self._read({None: [wanted]}, until))
         return wanted
 
 

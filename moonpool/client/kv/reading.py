@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.client.kv.connection import Connection
-from moonpool.errors import InvalidRequest
+from moonpool.errors import InvalidRequest, TransferFailed
 from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
@@ -41,10 +42,18 @@ class Wanted:
         return nbytes
 
 
-async def read_some(connection: Connection, layout: KVLayout, wanted: Sequence[Wanted], timeout_s: float) -> int:
+def remaining(until: float) -> float:
+    """Seconds until then, by `time.monotonic`; raises TransferFailed when there are none."""
+    seconds = until - time.monotonic()
+    if seconds <= 0:
+        raise TransferFailed("it took too long")
+    return seconds
+
+
+async def read_some(connection: Connection, layout: KVLayout, wanted: Sequence[Wanted], until: float) -> int:
     """Reads values of one layout up to the first that is not there; returns its index.
 
-    Values before it are `found`. A block that was lost or damaged counts as not there.
+    Values before it are `found`. A block that was lost or damaged counts as not there. `until`: see `remaining`.
 
     Raises:
         MoonpoolError: as `Connection.read`.
@@ -64,11 +73,11 @@ async def read_some(connection: Connection, layout: KVLayout, wanted: Sequence[W
 
     keys = [one.key for one in wanted]
     try:
-        count = await connection.read(layout, keys, on_slice=take, into=into, timeout_s=timeout_s)
+        count = await connection.read(layout, keys, on_slice=take, into=into, timeout_s=remaining(until))
     except PrefixLost as lost:
-        return await read_some(connection, layout, wanted[: lost.blocks], timeout_s) if lost.blocks else 0
+        return await read_some(connection, layout, wanted[: lost.blocks], until) if lost.blocks else 0
     except DamagedSliceError as damaged:
-        return await read_some(connection, layout, wanted[: damaged.block], timeout_s) if damaged.block else 0
+        return await read_some(connection, layout, wanted[: damaged.block], until) if damaged.block else 0
     for one in wanted[:count]:
         one.found = True
     return count

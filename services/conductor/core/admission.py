@@ -4,11 +4,11 @@ The Mooncake paper refuses with HTTP 429 when the predicted time to first token 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from operator import itemgetter
 
 from moonpool.core.fair import Place
+from moonpool.frozen import frozen
 from services.conductor.core.candidates import Limit
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
@@ -34,7 +34,7 @@ class Admission(Enum):
     """Those that miss a limit by the load that decode is expected to have when their prompt is computed."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Slo:
     """What a request expects, seconds; None = no limit.
 

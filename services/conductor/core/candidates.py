@@ -1,10 +1,10 @@
 """The prefill instances that may compute one prompt, as a policy sees them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from moonpool.core.fair import Place as Turn
+from moonpool.frozen import frozen
 from services.conductor.core.cost import PrefillChoice, PrefillCost
 from services.conductor.core.pool import blocks_at
 from services.conductor.core.ranks import Place, RankClass, Ranks
@@ -18,7 +18,7 @@ class Limit(NamedTuple):
     place: Turn
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Candidates:
     """Those that are large enough and take requests, and what the prompt is predicted to take on each.
 

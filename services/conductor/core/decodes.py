@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from moonpool.core.digest import digest_of
 from moonpool.cost import Speeds, decode_step_seconds
+from moonpool.frozen import frozen
 from services.conductor.core.company import FOREVER, Span
 from services.conductor.core.cost import DecodeChoice, DecodeModel, step_load_s
 from services.conductor.core.facts import Demand, InstanceFacts, LoadFacts
@@ -278,7 +279,7 @@ def _cost(model: DecodeModel, found: RankClass, blocks: int) -> float:
     return model.fixed_s(found.speeds, blocks)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TypicalSeconds:
     """Seconds by which decode instances are compared: a small step, a large one, and a transfer.
 

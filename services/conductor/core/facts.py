@@ -1,9 +1,10 @@
 """What the conductor is told: who an instance is, its load, and what a request needs. Plain values."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 
 from moonpool.cost import Speeds
+from moonpool.frozen import frozen
 
 
 class Kind(Enum):
@@ -14,7 +15,7 @@ class Kind(Enum):
     KVSTORE = "kvstore"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Shape:
     """Sizes of the KV that is served. `emulated`: compute is emulated, all engines alike."""
 
@@ -40,7 +41,7 @@ class Shape:
         return shared + choices * (self.blocks_for(tokens + answer_tokens) - shared)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class InstanceFacts:
     """An instance as it joins.
 
@@ -71,7 +72,7 @@ class InstanceFacts:
     host: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoadFacts:
     """A load report.
 
@@ -99,7 +100,7 @@ class LoadFacts:
     answer_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Demand:
     """What a request needs.
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from moonpool.frozen import frozen
+
 
 class Kind(Enum):
     """Kinds of failures; the values are the names of the classes in `moonpool.errors`."""
@@ -39,7 +41,7 @@ NO_DECODE_ROOM = "no_decode_room"
 """Reason of a refusal because no decode instance has room."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Failure:
     """One failure.
 
@@ -72,7 +74,7 @@ DRAINS = Failure(Kind.UNAVAILABLE, "this conductor is draining")
 """What a request is told that has no place when the conductor's drain is over."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stale:
     """A prefill instance has not taken a prompt, as its queue is longer than was thought.
 

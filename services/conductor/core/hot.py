@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
+from moonpool.frozen import frozen
 from services.conductor.core.plan import Wish
 
 TOP = 1024
@@ -21,7 +22,7 @@ WORTH = 2.0
 """What was lost must be so many times what the copy takes."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Replicate:
     """An instance is to copy a chain's blocks from another one, because they are hot."""
 

@@ -4,12 +4,12 @@ A call holds what it has claimed until its `Ended` has come, whether anybody is 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Cancel, Outstanding
 from moonpool.core.timers import Timers
+from moonpool.frozen import frozen
 from services.conductor.core.admission import Gate
 from services.conductor.core.cost import DecodeChoice
 from services.conductor.core.decodes import Answer
@@ -44,7 +44,7 @@ FOLLOWING = (Call.SEQUENCE, Call.ADOPT)
 """By which a sequence is followed."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Hold:
     """What a call belongs to and holds: `claim` in the picture, 0 for none; `instance` is who is called."""
 

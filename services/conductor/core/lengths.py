@@ -139,12 +139,13 @@ class Lengths:
     def expected(self, stratum: Stratum, longest: int, least: int = 0) -> float:
         """Mean length of an answer that has at least `least` tokens and is cut off at `longest`."""
         curve, before = self._curve(stratum), min(least, longest)
-        mean, known = float(before), _at(curve, before)
+        mean, known, share = float(before), _at(curve, before), 1.0
         for border in BORDERS[bisect_left(BORDERS, before + 1) :]:
             if before >= longest:
                 break
-            end = min(border, longest)
-            mean += (end - before) * (exp(_at(curve, before) - known) + exp(_at(curve, end) - known)) / 2
+            end, share_before = min(border, longest), share
+            share = exp(_at(curve, end) - known)
+            mean += (end - before) * (share_before + share) / 2
             before = end
         return mean
 

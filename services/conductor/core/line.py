@@ -5,12 +5,12 @@ so they look again and again: the first in fair order each time, the others when
 limits may pass others.
 """
 
-from dataclasses import dataclass
 from itertools import islice
 
 from moonpool.core.digest import digest_of
 from moonpool.core.fair import FairQueue, Place, Shares
 from moonpool.core.timers import Timers
+from moonpool.frozen import frozen
 
 PAUSE_S = 0.05
 """Between two looks of the whole line, at least."""
@@ -23,7 +23,7 @@ MOST = 12
 TIMER = ("line", 0)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Waiting:
     """A request in the line, and bytes of its prompt."""
 

@@ -1,10 +1,10 @@
 """Events and actions of the requests' life. Requests have numbers, which the shell gives and never uses again."""
 
-from dataclasses import dataclass
 from enum import Enum
 
 from moonpool.core.fair import Place, rank
 from moonpool.core.kernel import Cancel, Ended
+from moonpool.frozen import frozen
 from services.conductor.core.admission import Slo
 from services.conductor.core.changes import ChangeRole, RoleAsked
 from services.conductor.core.cost import PrefillChoice
@@ -27,7 +27,7 @@ class Finish(Enum):
     CANCELLED = 3
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Target:
     """Room that a decode instance has promised to one transfer."""
 
@@ -39,7 +39,7 @@ class Target:
     held_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Resumed:
     """How far a request is whose client has lost its conductor.
 
@@ -56,7 +56,7 @@ class Resumed:
     target: Target | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ask:
     """A request, without its tokens.
 
@@ -108,7 +108,7 @@ class Ask:
 # --- events ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Arrived:
     """A valid request; `keys` are those of the full blocks of its prompt, and of the answer so far if it is resumed."""
 
@@ -116,7 +116,7 @@ class Arrived:
     keys: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rehashed:
     """Answer to `Rehash`: keys of the full blocks of prompt and `tokens`, those not generated again (0 of several)."""
 
@@ -125,7 +125,7 @@ class Rehashed:
     keys: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stopped:
     """The answer shall end now: with the tokens so far, or with a failure, as it cannot be told."""
 
@@ -133,14 +133,14 @@ class Stopped:
     failure: Failure | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ClientGone:
     """Nobody waits for the answer any more."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Accepted:
     """A prefill (its io) has the prompt in its queue, as its `taken`-th."""
 
@@ -148,7 +148,7 @@ class Accepted:
     taken: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prefilled:
     """How a prompt was prefilled; `misses` are (instance, key) that the index believed to be there.
 
@@ -162,7 +162,7 @@ class Prefilled:
     loads: tuple[tuple[str, int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FirstToken:
     """A prefill (its io) has given its token, which the answer has; `finish` is set when it completes the answer.
 
@@ -175,14 +175,14 @@ class FirstToken:
     known: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Delivered:
     """A prefill (its io) says that all KV has arrived at decode."""
 
     io: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tokens:
     """The answer has `count` more tokens from a sequence (its io); 0 when it knew those that came.
 
@@ -195,14 +195,14 @@ class Tokens:
     known: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Joined:
     """An instance has joined, perhaps again."""
 
     facts: InstanceFacts
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Left:
     """An incarnation of an instance is not a member any more. With `lost` its requests fail now, with this reason."""
 
@@ -211,7 +211,7 @@ class Left:
     lost: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reported:
     """An instance has reported its load."""
 
@@ -219,7 +219,7 @@ class Reported:
     load: LoadFacts
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KeysChanged:
     """A message of an instance's KV events."""
 
@@ -231,7 +231,7 @@ class KeysChanged:
     snapshot_end: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Promised:
     """Result of `Reserve`: room is kept for `lease_s` seconds without news. It is decode's `taken`-th promise.
 
@@ -255,7 +255,7 @@ Event = FromClient | FromCall | FromCluster | Ended[Result]
 # --- actions --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reserve:
     """Ask a decode instance for room. Ends with `Promised` or a failure; it is never cancelled.
 
@@ -272,7 +272,7 @@ class Reserve:
     stores: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prefill:
     """Call a prefill instance; `target` is None when only its token is wanted. Ends with None, `Stale` or a failure.
 
@@ -288,7 +288,7 @@ class Prefill:
     max_queue_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Start:
     """Tell decode the first token and follow the sequence. `Cancel` ends it there and here.
 
@@ -302,7 +302,7 @@ class Start:
     compute: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Adopt:
     """Take a request over at decode, and follow it from what its client has. `Cancel` ends it there and here."""
 
@@ -313,14 +313,14 @@ class Adopt:
     fence: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Renew:
     """Keep the conductor's session with decode, by which the promise lives."""
 
     target: Target
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Undo:
     """Tell decode that the promise, not started yet, is not wanted.
 
@@ -331,7 +331,7 @@ class Undo:
     target: Target
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Announce:
     """The request is placed, `waited_s` after it arrived: tell the client, and keep it for `Explain`.
 
@@ -348,7 +348,7 @@ class Announce:
     pace: Foreseen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rehash:
     """Give the keys of the prompt and the answer so far; the request is placed again because of `failure`."""
 
@@ -357,7 +357,7 @@ class Rehash:
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Complete:
     """The request has ended: tell the client the rest."""
 
@@ -365,7 +365,7 @@ class Complete:
     finish: Finish
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fail:
     """The request has ended with an error; `refused` before or between placements, with what was considered."""
 
@@ -375,21 +375,21 @@ class Fail:
     candidates: tuple[PrefillChoice, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Drop:
     """The request has ended; its client is gone."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Resync:
     """An instance's KV events have a gap: order a snapshot."""
 
     instance: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LetGo:
     """Follow a sequence (its io) no more, and leave it at decode for another conductor."""
 

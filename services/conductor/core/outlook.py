@@ -4,15 +4,14 @@ The Mooncake paper refuses early by the load that decode will have when the pref
 prompts that are being computed are no load yet, and many of the answers of now will have ended by then.
 """
 
-from dataclasses import dataclass
-
 from moonpool.core.spread import spread
 from moonpool.cost import decode_step_seconds
+from moonpool.frozen import frozen
 from services.conductor.core.decodes import Answer, Decode, Decodes
 from services.conductor.core.lengths import Lengths, Stratum
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Outlook:
     """Sequences and their context that are expected to run; means, so they are no whole numbers."""
 

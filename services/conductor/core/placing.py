@@ -1,11 +1,12 @@
 """Finds places for requests: plans, asks decode for room, and lets those wait that find none now."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moonpool.core.fair import Shares
 from moonpool.core.timers import Timers
 from moonpool.errors import InvalidRequest, Unavailable
+from moonpool.frozen import frozen
 from services.conductor.core import admission
 from services.conductor.core.admission import Admission, Gate
 from services.conductor.core.book import Book
@@ -30,7 +31,7 @@ STAY_S = 1.0
 TOKEN_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Limits:
     """How long requests are given, and how often; `ConductorConfig` describes each."""
 

@@ -1,8 +1,8 @@
 """Where a request could go."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from moonpool.frozen import frozen
 from services.conductor.core.cost import DecodeChoice, PrefillChoice
 from services.conductor.core.facts import Demand
 from services.conductor.core.reads import Source
@@ -22,7 +22,7 @@ class Wish(NamedTuple):
     read_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Plan:
     """Where a request could go, best first.
 

@@ -1,10 +1,10 @@
 """Makes plans: where a request could go, by what the picture knows."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from moonpool.cost import transfer_seconds
 from moonpool.errors import InvalidRequest, Unavailable
+from moonpool.frozen import frozen
 from services.conductor.core.candidates import Limit
 from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, PrefillModel
 from services.conductor.core.decodes import Decodes
@@ -21,7 +21,7 @@ from services.conductor.core.stores import Stores
 Prefixes = Sequence[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Wanted:
     """What a plan is wanted for; `Picture.plan` describes the parts."""
 

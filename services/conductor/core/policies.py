@@ -4,10 +4,10 @@ All but the first are the baselines of the Mooncake paper, to compare with: they
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from heapq import nsmallest
 from operator import attrgetter
 
+from moonpool.frozen import frozen
 from services.conductor.core.candidates import Candidates, Policy
 from services.conductor.core.cost import PrefillChoice
 
@@ -16,7 +16,7 @@ _QUEUE_S = attrgetter("queue_s")
 _ALONE_S = attrgetter("alone_s")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KVCacheCentric:
     """The least predicted time to first token, with every prefix there is: Algorithm 1 of the Mooncake paper."""
 
@@ -30,7 +30,7 @@ class KVCacheCentric:
         return candidates.keeping(candidates.least(limit, _KNOWN_S, _ALONE_S))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CacheAware:
     """The least predicted time to first token, each instance with its own blocks only."""
 
@@ -44,7 +44,7 @@ class CacheAware:
         return candidates.keeping(candidates.least(limit, _KNOWN_S, _ALONE_S))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoadBalance:
     """The shortest queue in seconds, whoever holds what."""
 
@@ -55,7 +55,7 @@ class LoadBalance:
         return candidates.least(limit, _QUEUE_S, lambda _: 0.0)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RoundRobin:
     """The instance that was chosen least recently."""
 
@@ -66,7 +66,7 @@ class RoundRobin:
         return [candidates.predict(place) for place in nsmallest(limit, candidates, key=attrgetter("turn", "name"))]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Random:
     """Any instance."""
 

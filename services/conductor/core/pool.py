@@ -160,12 +160,13 @@ class Pool(Generic[I]):
 
     def relieved(self, instance_id: str, leaving: int | None = None) -> bool:
         """Whether an instance is one of the mask `leaving`, by default the slow ones, and another one is well."""
-        instance = self._by_id.get(instance_id)
+        leaving = self.resting if leaving is None else leaving
+        instance = self._by_id.get(instance_id) if leaving else None
         if instance is None:
             return False
         bit = 1 << instance.slot
         others = self.mask & ~self.draining & ~self.resting & ~bit
-        return bool(others) and bool((self.resting if leaving is None else leaving) & bit) and not instance.vigil.trial
+        return bool(others) and bool(leaving & bit) and not instance.vigil.trial
 
     def mask_of(self, ids: Iterable[str]) -> int:
         """Mask of those of these instances that are here."""

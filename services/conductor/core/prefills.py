@@ -8,6 +8,7 @@ from moonpool.core.digest import digest_of
 from moonpool.core.draws import draw_below
 from moonpool.core.fair import Place
 from moonpool.cost import Speeds, prefill_seconds
+from moonpool.frozen import frozen
 from services.conductor.core.candidates import Candidates, Limit, Policy
 from services.conductor.core.coming import Coming, with_coming
 from services.conductor.core.company import Span, stretched
@@ -337,7 +338,7 @@ def _others(instance: Prefill, company: Sequence[Span] | None) -> int:
     return max(len(company or ()), len(instance.prompts))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TypicalSeconds:
     """Seconds by which prefill instances are compared: a prompt, the end of a long one, and a load.
 

@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from moonpool.cost import Speeds
+from moonpool.frozen import frozen
 from services.conductor.core.sets import members
 
 SHORTLIST = 8
@@ -26,7 +27,7 @@ FEW = 24
 Levels = tuple[float | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ClassKey:
     """What members of a class have in common. `levels`: its middle, in logarithms of typical times; None for 0."""
 

@@ -5,9 +5,10 @@ is computed beside them. It pays where the first token comes sooner by more than
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moonpool.cost import decode_step_seconds, prefill_seconds
+from moonpool.frozen import frozen
 from services.conductor.core.cost import DecodeChoice, DecodeModel, PrefillChoice, steps_of
 from services.conductor.core.decodes import Decode, Decodes
 from services.conductor.core.facts import Demand, Shape
@@ -19,7 +20,7 @@ STEP_TOKENS = 256
 """Tokens that a decode instance computes beside its batch in a step at most (`CoreConfig.step_tokens` there)."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rest:
     """The rest of a prompt at a decode instance: the prediction in the form of a prefill instance's, and of decode's.
 

@@ -19,6 +19,7 @@ from statistics import fmean
 
 from moonpool.core.digest import digest_of
 from moonpool.cost import decode_step_seconds
+from moonpool.frozen import frozen
 from services.conductor.core.changes import ChangeRole
 from services.conductor.core.decodes import Decode, Decodes
 from services.conductor.core.facts import InstanceFacts, Kind
@@ -39,7 +40,7 @@ CHANGE_S = 180.0
 OTHER = {Kind.PREFILL: Kind.DECODE, Kind.DECODE: Kind.PREFILL}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RoleLimits:
     """When roles change.
 

@@ -5,9 +5,9 @@ Not for ever the other way round: for one that has waited for `HOLD_AFTER_S`, an
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from moonpool.core.fair import FairQueue, Place, Shares
+from moonpool.frozen import frozen
 from services.conductor.core.cost import Need
 from services.conductor.core.crowd import left_free
 
@@ -18,7 +18,7 @@ an instance that is held free, so nobody behind them waits for ever. Those that 
 count: it is never held for them, so they would keep it from the others for as long as they wait."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Waiter:
     """A request, what room it needs, what it is predicted to cost, and since when it has waited."""
 

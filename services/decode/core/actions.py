@@ -1,12 +1,11 @@
 """Actions of the decode core. Plain values: counts, keys and reasons, never tokens or bytes."""
 
-from dataclasses import dataclass
-
+from moonpool.frozen import frozen
 from moonpool.sched.forgetting import Forgot
 from moonpool.sched.lending import Lent
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Promised:
     """Room is promised."""
 
@@ -17,7 +16,7 @@ class Promised:
     """Predicted seconds between tokens with the request in the batch."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Refused:
     """There is no room, or the time between tokens could not be kept."""
 
@@ -28,7 +27,7 @@ class Refused:
     tbt_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Table:
     """A sequence's blocks from now on, in order."""
 
@@ -36,7 +35,7 @@ class Table:
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Grew:
     """One block more, behind the others."""
 
@@ -44,7 +43,7 @@ class Grew:
     block: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Chunk:
     """Tokens of one sequence that are computed (again) in a step."""
 
@@ -57,7 +56,7 @@ class Chunk:
     """It is the last token of a prompt whose KV is all there: nothing is written."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Run:
     """Run a step: one token for each sequence of the batch, and some chunks. Answered by one `StepDone`.
 
@@ -76,14 +75,14 @@ class Run:
     """Nobody waits for a single token of these, and none was promised: other work of the host may go before."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cut:
     """End the run with the step that is being computed: there is something to decide."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Finish:
     """The sequence has ended with its first token."""
 
@@ -91,7 +90,7 @@ class Finish:
     reason: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Select:
     """The beams of a request go on: each takes the tokens of its parent and one more."""
 
@@ -104,7 +103,7 @@ class Select:
     """The hypotheses that are not forgotten, by number."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ranked:
     """A beam search is over."""
 
@@ -113,7 +112,7 @@ class Ranked:
     """Number and score, the best first."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ending:
     """The request ends early: no KV is taken for it and no token told any more."""
 
@@ -121,7 +120,7 @@ class Ending:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Gone:
     """The request has ended and its blocks are not its any more."""
 
@@ -130,21 +129,21 @@ class Gone:
     """What it has said is kept until `Forget`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Parked:
     """The request has lost its conductor and gives its blocks up. It is kept until it is `Adopted`, or `Forget`."""
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Forget:
     """What was kept of the sequence is not wanted any more."""
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Adopted:
     """The stream has the request now: send it each answer's tokens from a position on, and the end if it has ended."""
 
@@ -153,7 +152,7 @@ class Adopted:
     positions: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fenced:
     """Tell the stream that another conductor has the sequence."""
 
@@ -161,7 +160,7 @@ class Fenced:
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SwapOut:
     """Copy the blocks out of the pool; they stay as they are until it has `Ended`."""
 
@@ -170,7 +169,7 @@ class SwapOut:
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SwapIn:
     """Copy what was swapped out, from its block `first` on, into these blocks of the pool, and forget it."""
 
@@ -180,14 +179,14 @@ class SwapIn:
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SwapDrop:
     """Forget what was swapped out."""
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Store:
     """Write a full block to one of the request's kvstores; it stays as it is until it has `Ended`."""
 
@@ -200,7 +199,7 @@ class Store:
     """Which of the request's kvstores."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Load:
     """Read the sequence's full blocks from `first` on from one of its kvstores into these blocks of the pool."""
 

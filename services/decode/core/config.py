@@ -1,9 +1,10 @@
 """Settings of the decode core."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 
 from moonpool.cost import Speeds
+from moonpool.frozen import frozen
 
 
 class Preemption(Enum):
@@ -21,7 +22,7 @@ class Preemption(Enum):
     """Full blocks are read back from a kvstore, which is given those that it lacks; as `CACHE` without a store."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CoreConfig:
     """Settings of one decode instance.
 

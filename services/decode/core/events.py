@@ -1,8 +1,7 @@
 """Events of the decode core. Plain values: counts, keys and reasons, never tokens or bytes."""
 
-from dataclasses import dataclass
-
 from moonpool.core.kernel import Ended, Tick
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.forgetting import ForgetKV
 from moonpool.sched.lending import LendBlocks, TakeBack
@@ -11,7 +10,7 @@ Candidates = tuple[tuple[float, bool], ...]
 """What may follow one beam: of each token its log probability and whether the sequence ends with it; the best first."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Beams:
     """How the beams of a request are chosen; names as in `transformers`."""
 
@@ -21,7 +20,7 @@ class Beams:
     """True, False or "never"."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reserve:
     """Room is asked for; answered by `Promised` or `Refused`."""
 
@@ -62,7 +61,7 @@ class Reserve:
     """Bytes of the log probabilities that are kept with each token of its answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Open:
     """The KV begins to come: the promise becomes blocks, named by `Table`."""
 
@@ -71,21 +70,21 @@ class Open:
     """It may be older than a deletion of such blocks: nothing of the request is kept for others."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Heard:
     """Something of the transfer came: its lease is renewed."""
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Arrived:
     """All KV has come and was verified."""
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Start:
     """The first token is known."""
 
@@ -106,7 +105,7 @@ class Start:
     """Nobody waits for its single tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Compute:
     """No KV comes: what is not held of the prompt is computed here, and the first token with it."""
 
@@ -117,7 +116,7 @@ class Compute:
     """As in `Start`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stop:
     """The request is not wanted any more, or cannot go on."""
 
@@ -125,7 +124,7 @@ class Stop:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Adopt:
     """A conductor wants a started sequence, or what is kept of one; ignored when there is nothing of it."""
 
@@ -137,7 +136,7 @@ class Adopt:
     """Of the first output token that is wanted of each answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StreamOpened:
     """A conductor has opened a stream. While it has one, its promises do not run out.
 
@@ -148,7 +147,7 @@ class StreamOpened:
     conductor: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StreamClosed:
     """The stream's sequences end.
 
@@ -158,7 +157,7 @@ class StreamClosed:
     stream: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stepped:
     """Some steps of the run are over, which goes on. Nobody ended in them."""
 
@@ -173,7 +172,7 @@ class Stepped:
     """Before these seconds: patient steps let others of the host go first."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepDone:
     """The run is over, and nothing writes to its blocks any more."""
 
@@ -194,7 +193,7 @@ class StepDone:
     """As in `Stepped`."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SwapEnd:
     """Result of `SwapOut` and `SwapIn`."""
 
@@ -203,7 +202,7 @@ class SwapEnd:
     """Since it began or, if that was later, since the copy before it ended: waiting for others is left out."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StoreEnd:
     """Result of `Store`."""
 
@@ -211,7 +210,7 @@ class StoreEnd:
     """The kvstore has the block now."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoadEnd:
     """Result of `Load`; comes within its time. Nothing is written into the blocks any more."""
 
@@ -223,7 +222,7 @@ class LoadEnd:
     """For another reason than that blocks were missing: the store is not asked for this request again."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Died:
     """The engine computes no more; its step is over."""
 

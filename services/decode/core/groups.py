@@ -1,8 +1,8 @@
 """How the members of a request share blocks: forks, copies on write, and the way back from preemption."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
+from moonpool.frozen import frozen
 from moonpool.sched.block_manager import BlockManager
 from services.decode.core.actions import Action, Chunk, Table
 from services.decode.core.batch import Batch
@@ -10,7 +10,7 @@ from services.decode.core.config import CoreConfig
 from services.decode.core.request import Member, Request, Shape, State
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Copied:
     """A member got a copy of a part-filled block, because others refer to it."""
 

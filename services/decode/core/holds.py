@@ -1,11 +1,10 @@
 """What I/O under way holds: blocks that must stay as they are, or are being written, until it has ended."""
 
-from dataclasses import dataclass
-
+from moonpool.frozen import frozen
 from services.decode.core.request import Member, Request
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Copy:
     """A request's blocks are being swapped out or in."""
 
@@ -14,7 +13,7 @@ class Copy:
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Writing:
     """A full block is being written to one of its request's kvstores; the request may have ended."""
 
@@ -25,7 +24,7 @@ class Writing:
     store: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Loading:
     """Blocks of a request's first member are being read from one of its kvstores."""
 

@@ -4,9 +4,10 @@ The tokens themselves are the shell's.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from moonpool.core.digest import digest_of
+from moonpool.frozen import frozen
 from services.decode.core.actions import Action, Forget
 from services.decode.core.request import Request
 
@@ -16,7 +17,7 @@ TOKEN_BYTES = 4
 KEY_BYTES = 32
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Log:
     """One request.
 

@@ -2,7 +2,7 @@
 
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Ended, Outstanding, Tick
-from moonpool.core.timers import Timers
+from moonpool.core.timers import Timers, earliest
 from moonpool.cost import SpeedTracker
 from moonpool.sched.block_manager import BlockManager
 from moonpool.sched.forgetting import ForgetKV
@@ -102,7 +102,7 @@ class DecodeCore:
 
     def due(self) -> float | None:
         """When the next lease ends, or an orphan's time."""
-        return min((at for at in (self._leases.next(), self.orphans.due()) if at is not None), default=None)
+        return earliest(self._leases.next(), self.orphans.due())
 
     def handle(self, now: float, event: Event, out: list[Action]) -> None:
         """Takes an event."""

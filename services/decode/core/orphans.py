@@ -4,7 +4,7 @@ docs/adr/0012-resuming.md has the rules.
 """
 
 from moonpool.core.digest import digest_of
-from moonpool.core.timers import Timers
+from moonpool.core.timers import Timers, earliest
 from services.decode.core import groups
 from services.decode.core.actions import Action, Adopted, Fenced, Gone, Parked
 from services.decode.core.config import CoreConfig
@@ -57,7 +57,7 @@ class Orphans:
 
     def due(self) -> float | None:
         """When the next grace period is over, or a log is forgotten."""
-        return min((at for at in (self._graces.next(), self.logs.due()) if at is not None), default=None)
+        return earliest(self._graces.next(), self.logs.due())
 
     # --- losing a conductor ----------------------------------------------------------------------------------------
 

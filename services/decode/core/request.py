@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Self
 
 from moonpool.core.fair import rank
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.block_manager import Owner
 from services.decode.core.events import Candidates, Reserve
@@ -43,7 +44,7 @@ NOBODY = 0
 """The stream of those that have lost their conductor."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Shape:
     """How the members of a request share its blocks, apart from where these lie."""
 

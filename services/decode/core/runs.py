@@ -2,9 +2,10 @@
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import field
 
 from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
+from moonpool.frozen import frozen
 from moonpool.sched.steps import TELL_S, longest_wait_s
 from services.decode.core.actions import Action, Cut, Run
 from services.decode.core.batch import Batch
@@ -17,7 +18,7 @@ OVERDUE = 2.0
 """Times what it was expected to take, after which a step that is not over counts for its engine's speed."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Flight:
     """The run that the engine has."""
 
@@ -52,7 +53,7 @@ class Flight:
         if self.left == 1 or self.is_cut:
             return self
         out.append(Cut(self.run.step))
-        return replace(self, is_cut=True)
+        return Flight(self.run, self.context, self.began, self.copies, self.left, is_cut=True)
 
 
 def short_of_blocks(batch: Batch, config: CoreConfig) -> list[tuple[Request, Member]]:

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from moonpool.frozen import frozen
 from services.decode.core.events import Beams, Candidates
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Hypothesis:
     """A sequence that has ended."""
 

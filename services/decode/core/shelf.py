@@ -1,10 +1,9 @@
 """What of the sequences is in kvstores, and reading it back."""
 
-from dataclasses import dataclass
-
 from moonpool.core.digest import digest_of
 from moonpool.core.kernel import Outstanding
 from moonpool.cost import SpeedTracker, load_seconds, prefill_seconds
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from services.decode.core import groups
 from services.decode.core.actions import Action, Load, Store
@@ -18,7 +17,7 @@ SLACK = 4.0
 """A load may take so many times the predicted seconds of all that is being loaded, besides the configured ones."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Source:
     """A kvstore, and how many leading blocks of a sequence it is thought to have."""
 

@@ -101,6 +101,8 @@ def _remove(store: BlockStore, blocks: Sequence[DramBlock], places: Iterable[Pla
 def _erase_dead(store: BlockStore, on_ssd: Wanted, step_blocks: int) -> Generator[None, None, None]:
     """Has dead copies overwritten too: without an index, a start would find them again."""
     ssd, catalogue = store.tiers.ssd, store.tiers.catalogue
+    if ssd is not None:
+        ssd.erase_tails()
     for segment in list(catalogue.segments.values()):
         for first in range(0, len(segment.keys), step_blocks):
             if ssd is not None and catalogue.segments.get(segment.id) is segment:

@@ -12,6 +12,7 @@ import itertools
 import mmap
 import sys
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from moonpool.errors import Overloaded
@@ -108,6 +109,9 @@ class Arena:
 
     With `ahead` a thread brings memory to slots before they are needed, so that the first bytes written to them cost
     the caller no page faults. Such slots count as handed out meanwhile.
+
+    Attributes:
+        on_excess: called in any thread, once before each `collect`, when a slot ends while too much memory is taken.
     """
 
     def __init__(self, budget_bytes: int, *, ahead: bool = False) -> None:
@@ -118,6 +122,8 @@ class Arena:
         self._ended: collections.deque[_Place] = collections.deque()
         self._thread = ThreadPoolExecutor(1, "kvstore-arena") if ahead and sys.platform == "linux" else None
         self._populating: Future[None] | None = None
+        self.on_excess: Callable[[], object] = lambda: None
+        self._told = False
         self.live_bytes = 0  # of slots that are handed out
         self.resident_bytes = 0  # most memory that is taken: handed out, and free but kept for reuse
         self.returned_bytes = 0  # to the operating system since the start
@@ -163,6 +169,9 @@ class Arena:
     def _end(self, end: object) -> None:
         """The last view of a slot is gone. Called in any thread."""
         self._ended.append(self.live.pop(id(end))[1])
+        if self.resident_bytes > self.limit and not self._told:
+            self._told = True
+            self.on_excess()
 
     def _populate(self, thread: ThreadPoolExecutor, each: _SizeClass, buffers: list[Buffer]) -> None:
         """Brings memory to `buffers`, which have none yet, and to further slots if few are left that have any."""
@@ -177,6 +186,7 @@ class Arena:
 
     def collect(self) -> None:
         """Takes back slots whose views are gone. Done by `allocate` too."""
+        self._told = False
         while self._ended:
             each, slab, slot = self._ended.popleft()
             slab.free.append(slot)

@@ -8,6 +8,7 @@ import functools
 import json
 from collections.abc import Sequence
 
+from moonpool.cluster.journal import Journal
 from moonpool.streams.credits import ByteCredits
 from moonpool.streams.open_streams import OpenStreams
 from moonpool.telemetry.gauges import Gauges, process_entries
@@ -15,7 +16,6 @@ from services.kvstore.core.store import BlockStore
 from services.kvstore.operate.writer import WriteBehind
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.streams.rooms import RoomQueue
-from services.kvstore.streams.watch import Journal
 from services.kvstore.tenancy.tenants import DEFAULT_ROW
 
 

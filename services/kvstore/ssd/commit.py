@@ -11,7 +11,7 @@ import dataclasses
 import errno
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from services.kvstore.ssd.catalogue import ENTRY, Place, Row, Segment, Slot
 from services.kvstore.ssd.files import Files
 from services.kvstore.ssd.index import Index, IndexChange
 from services.kvstore.ssd.reader import read_record
-from services.kvstore.ssd.records import ALIGN, BadRecordError, pack_header
+from services.kvstore.ssd.records import ALIGN, BadRecordError, move, pack_header
 
 log = get_logger(__name__)
 
@@ -56,7 +56,7 @@ class Append:
         """The record of a new block."""
         assert self.block is not None
         data = memoryview(self.block.data)
-        return pack_header(self.block.info, self.block.hashes), data, bytes(-len(data) % ALIGN)
+        return pack_header(self.block.info, self.block.hashes, self.segment.number), data, bytes(-len(data) % ALIGN)
 
 
 def ends(appends: Iterable[Append]) -> dict[Segment, int]:
@@ -104,8 +104,11 @@ class WritePlan:
     full: bool
     carry: list[Append]
     store: list[Append]
+    reuse: dict[Segment, Segment]  # new segments that take over the files of reclaimed ones
     deleting: dict[Segment, Future[None]]  # files, in another thread: of earlier plans, and then of this one
     erase: list[Place]  # records to be overwritten
+    tails: dict[Segment, int]  # files to be cut off at these ends of the segments
+    cut: list[Segment] = dataclasses.field(default_factory=list)  # of these, what the device took
     unerased: list[Place] = dataclasses.field(default_factory=list)  # of these, what the device did not take
     erase_error: OSError | None = None  # the last reason
     cleared: bool = False  # first transaction committed: victims are forgotten, what was carried has its new place
@@ -151,6 +154,8 @@ class Committer:
                 self._carry(append, plan)
             if plan.carry or not plan.store:
                 self._commit(plan, plan.carried)
+            self._take_over(plan.reuse)
+            self._trim(plan)
             if plan.store:
                 self._write(plan.store)
                 self._commit(plan, plan.store)
@@ -182,6 +187,19 @@ class Committer:
                 plan.unerased += places
                 plan.erase_error = error
 
+    def _trim(self, plan: WritePlan) -> None:
+        for segment, size in plan.tails.items():
+            with contextlib.suppress(OSError):  # it is tried again with the next plan
+                self.files.truncate(segment.path, size)
+                plan.cut.append(segment)
+
+    def _take_over(self, reuse: Mapping[Segment, Segment]) -> None:
+        """Gives files to new segments before what they hold is overwritten; a start forgets what has no file."""
+        for segment, old in reuse.items():
+            self.files.rename(old.path, segment.path)
+        if reuse and self.sync:
+            self.files.sync_folder(self.folder)
+
     def _carry(self, append: Append, plan: WritePlan) -> None:
         """Copies one verified record, but not a bad one. When it cannot be read, another segment may do: EAGAIN."""
         assert append.source is not None
@@ -195,6 +213,7 @@ class Committer:
         except OSError as error:
             plan.unreadable = segment
             raise OSError(errno.EAGAIN, f"a segment cannot be read: {error}", str(segment.path)) from error
+        move(record, append.segment.number)
         self.files.write(append.segment.path, [record], append.offset)
 
     def _write(self, appends: Sequence[Append]) -> None:
@@ -208,7 +227,7 @@ class Committer:
         if self.sync:
             for segment in sizes:
                 self.files.sync(segment.path)
-            if not all(segment.size for segment in sizes):
+            if not all(segment.size or segment in plan.reuse for segment in sizes):
                 self.files.sync_folder(self.folder)
         going = set() if plan.cleared else {segment.number for segment in plan.removed_segments}
         dropped = [] if plan.cleared else [slot for slot in plan.dead if slot[0] not in going]
@@ -229,7 +248,8 @@ class Committer:
         does one that stores nothing.
         """
         read = {victim.segment for victim in plan.victims if victim.carried}
-        going = (*plan.nameless, *plan.removed_segments)
+        reused = {segment.id for segment in plan.reuse.values()}
+        going = [segment for segment in (*plan.nameless, *plan.removed_segments) if segment.id not in reused]
         if going or not plan.store:
             wait(plan.deleting.values())
         for segment in going:
@@ -242,3 +262,6 @@ class Committer:
         for segment in ends((*plan.carry, *plan.store)):
             with contextlib.suppress(OSError):
                 self.files.truncate(segment.path, committed.get(segment, segment.size))
+        for segment in plan.reuse.values() if plan.cleared else ():
+            with contextlib.suppress(OSError):  # else the next start does it
+                self.files.unlink(segment.path)

@@ -127,6 +127,11 @@ class Files:
             self.close(path)
         path.unlink(missing_ok=True)
 
+    def rename(self, path: Path, new: Path) -> None:
+        """Gives a file that has no readers another name."""
+        self.close(path)
+        path.rename(new)
+
     def close(self, path: Path) -> None:
         """Closes a file that has no readers. Slow for a large file without a name."""
         with self._lock:

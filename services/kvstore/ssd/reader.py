@@ -192,9 +192,10 @@ class _Pieces:
 def scan(files: Files, path: Path, size: int, start: int = 0, piece_bytes: int = PIECE_BYTES) -> Iterator[Found]:
     """All records with intact headers that lie wholly between `start` and the file's end, `size`.
 
-    Behind a broken header the search goes on at the next possible place. The data are not verified.
+    Behind a broken header the search goes on at the next possible place. Records of another segment, whose the file
+    was before, are passed over. The data are not verified.
     """
-    pieces, offset = _Pieces(files, path, piece_bytes), start
+    pieces, offset, own = _Pieces(files, path, piece_bytes), start, (0, int(path.stem))
     while offset + ALIGN <= size:
         try:
             header = unpack_header(pieces.read(offset, header_bytes_of(pieces.read(offset, ALIGN))))
@@ -205,6 +206,7 @@ def scan(files: Files, path: Path, size: int, start: int = 0, piece_bytes: int =
         found = Found(offset, header.record_bytes, header.info)
         if found.end > size:
             break
-        yield found
+        if header.segment in own:
+            yield found
         offset = found.end
         pieces.size = piece_bytes if found.nbytes <= SMALL_BYTES else header.header_bytes

@@ -10,12 +10,14 @@
     140     16            dtype, ASCII, zero-padded
     156     4             length of the tenant's name
     160     tenant, then 8 bytes per layer: the hash of that layer's slice (moonpool/kv/hashes.py), then 8 bytes:
-            seconds since 1970 at which the store got the block (0 = not known, as in older records), then zeros
+            seconds since 1970 at which the store got the block, then 8 bytes: the number of the segment that it is of
+            (both 0 = not known, as in older records), then zeros
     header_bytes          the data, [layers, slice_bytes], then zeros to a multiple of 4096
 
 Each layer has its own hash, made where the KV was computed, so that a layer-major reader can use a slice without
 reading the block. It is bound to the key and the layer: bytes that are whole but belong elsewhere fail too. Records
-begin at multiples of 4096, so that a scan finds the next one behind a broken one (and direct I/O stays possible).
+begin at multiples of 4096, so that a scan finds the next one behind a broken one (and direct I/O stays possible). A
+file that was another segment's may hold records of that one still, behind its own: their number tells.
 
 Records with the magic "MPKVREC1" are read too. Their slice hashes are xxh3-64 seeded with the key's first 8 bytes XOR
 the layer, made by the store that wrote them.
@@ -48,12 +50,16 @@ class BadRecordError(MoonpoolError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A record without its data, which begin at `header_bytes`; `seeded`: its hashes are of the older kind."""
+    """A record without its data, which begin at `header_bytes`; `seeded`: its hashes are of the older kind.
+
+    `segment` is the number of its segment, 0 if not known.
+    """
 
     info: BlockInfo
     header_bytes: int
     hashes: tuple[int, ...]
     seeded: bool = False
+    segment: int = 0
 
     @property
     def record_bytes(self) -> int:
@@ -84,7 +90,7 @@ def _align(nbytes: int) -> int:
 
 def header_size(info: BlockInfo) -> int:
     """Bytes of a record's header, padding included."""
-    return _align(_FIXED.size + len(info.tenant.encode()) + 8 * info.format.layout.layers + 8)
+    return _align(_FIXED.size + len(info.tenant.encode()) + 8 * info.format.layout.layers + 16)
 
 
 def data_size(block_format: BlockFormat) -> int:
@@ -97,8 +103,8 @@ def record_size(info: BlockInfo) -> int:
     return header_size(info) + data_size(info.format)
 
 
-def pack_header(info: BlockInfo, hashes: Sequence[int]) -> bytes:
-    """The header of a record; `hashes` are those of its layer slices in order, bound to the block."""
+def pack_header(info: BlockInfo, hashes: Sequence[int], segment: int = 0) -> bytes:
+    """The header of a record in a segment; `hashes` are those of its layer slices in order, bound to the block."""
     layout = info.format.layout
     assert len(hashes) == layout.layers
     tenant = info.tenant.encode()
@@ -107,9 +113,18 @@ def pack_header(info: BlockInfo, hashes: Sequence[int]) -> bytes:
     names = info.key, info.parent, info.format.namespace
     shape = (layout.version, layout.kv_heads, layout.head_dim, layout.block_tokens, layout.scale_bytes)
     _FIXED.pack_into(out, 0, MAGIC, 0, size, layout.layers, *names, *shape, layout.dtype.encode(), len(tenant))
-    struct.pack_into(f"<{len(tenant)}s{len(hashes) + 1}Q", out, _FIXED.size, tenant, *hashes, info.written_at)
+    struct.pack_into(f"<{len(tenant)}s{len(hashes) + 2}Q", out, _FIXED.size, tenant, *hashes, info.written_at, segment)
     struct.pack_into("<Q", out, 8, xxhash.xxh3_64_intdigest(memoryview(out)[_HASHED_FROM:]))
     return bytes(out)
+
+
+def move(record: bytearray, segment: int) -> None:
+    """Makes an intact record one of another segment; an older one may have no room to say so."""
+    size, (layers, *_, tenant_len) = header_bytes_of(record), _FIXED.unpack_from(record)[3:]
+    at = _FIXED.size + tenant_len + 8 * layers + 8
+    if at + 8 <= size:
+        struct.pack_into("<Q", record, at, segment)
+        struct.pack_into("<Q", record, 8, xxhash.xxh3_64_intdigest(memoryview(record)[_HASHED_FROM:size]))
 
 
 def header_bytes_of(data: bytes | bytearray) -> int:
@@ -154,6 +169,6 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
         raise BadRecordError(f"the header is intact but impossible: {error}") from error
     hashes = struct.unpack_from(f"<{layers}Q", data, sums_at)
     time_at = sums_at + 8 * layers
-    written_at = int.from_bytes(data[time_at : time_at + 8], "little") if time_at + 8 <= size else 0
+    written_at, segment = (int.from_bytes(data[at : min(at + 8, size)], "little") for at in (time_at, time_at + 8))
     info = BlockInfo(BlockKey(key), BlockKey(parent), tenant, block_format, written_at)
-    return RecordHeader(info, size, hashes, seeded=magic == SEEDED_MAGIC)
+    return RecordHeader(info, size, hashes, magic == SEEDED_MAGIC, segment)

@@ -54,13 +54,23 @@ class Space:
     def recount(self, *, full: bool = False) -> None:
         """A plan has ended; it found the device `full`, or not."""
         self._plans += 1
-        self.used_bytes = sum(segment.size for segment in self.segments)
+        self.used_bytes = sum(max(segment.size, segment.room) for segment in self.segments)
         if full or self.used_bytes > self._full_at:
             self._full_at = self.used_bytes if full else self.capacity_bytes
 
     @property
     def has_work(self) -> bool:
         return bool(self._thin) or self.used_bytes > self.capacity_bytes
+
+    @property
+    def tails(self) -> list[Segment]:
+        """Segments that nothing is appended to, but whose files hold something of older ones."""
+        return [segment for segment in self.segments if segment.room > segment.size and segment is not self.active]
+
+    def end_tail(self) -> None:
+        """What is in files behind the segments' ends is to go."""
+        if self.active is not None and self.active.room > self.active.size:
+            self.active = None
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -90,12 +100,16 @@ class Space:
         limit = self.capacity_bytes - self._reserve
         if nbytes > limit:
             return False
-        while self.used_bytes + nbytes > limit and _may_take_more(nbytes, victims):
-            spare = self.capacity_bytes - self.used_bytes - sum(victim.segment.size for victim in victims)
-            must = self.used_bytes + nbytes > self.capacity_bytes
-            if not self._reclaim(victims, max(0, spare), cheaply=not must):
+        while (coming := self._with(nbytes)) > limit and _may_take_more(nbytes, victims):
+            spare = self.capacity_bytes - coming + nbytes - sum(victim.segment.size for victim in victims)
+            if not self._reclaim(victims, max(0, spare), cheaply=coming <= self.capacity_bytes):
                 break
-        return self.used_bytes + nbytes <= self.capacity_bytes
+        return self._with(nbytes) <= self.capacity_bytes
+
+    def _with(self, nbytes: int) -> int:
+        """Bytes of all files with so many more in them; the active one may have room for some."""
+        room = 0 if self.active is None else max(0, self.active.room - self.active.size)
+        return self.used_bytes + max(0, nbytes - room)
 
     def give_up(self, nbytes: int, victims: list[Victim]) -> None:
         """Reclaims at least one segment, and as many as it takes to free so many bytes, whatever the budget says."""
@@ -195,15 +209,34 @@ class Space:
                 spared.add(slot)
         return spared
 
-    def place(self, length: int, sizes: dict[Segment, int]) -> tuple[Segment, int]:
-        """A segment with room for a record, and where in it (in units of `ALIGN`); `sizes` are the ends so far."""
+    def reusable(self, victims: Iterable[Victim]) -> list[Segment]:
+        """Segments whose files new ones may take over: nobody reads them, and their records can be told apart.
+
+        Not much smaller ones: with each generation there would only be more of them.
+        """
+        found = [victim.segment for victim in victims if victim.segment.numbered and not victim.carried]
+        most = self.segment_bytes
+        return [segment for segment in found if most <= 2 * segment.size <= 2 * most and segment.room <= segment.size]
+
+    def place(
+        self, length: int, sizes: dict[Segment, int], free: list[Segment], reuse: dict[Segment, Segment]
+    ) -> tuple[Segment, int]:
+        """A segment with room for a record, and where in it (in units of `ALIGN`); `sizes` are the ends so far.
+
+        A new one takes over the file of one that is `free`, as `reuse` says then; while there are such, none grows
+        beyond the file that it has.
+        """
         segment = self.active
         start = sizes.get(segment, segment.size) if segment is not None else 0
-        if segment is None or (start and start + length * ALIGN > self.segment_bytes):
+        if segment is None or (start and start + length * ALIGN > (segment.room if free else self.segment_bytes)):
             number, start = self.next_segment, 0
             self.next_segment += 1
-            segment = self.active = Segment(number, segment_path(self.folder, number), disk=self.disk)
+            path = segment_path(self.folder, number)
+            segment = self.active = Segment(number, path, disk=self.disk, numbered=True)
             self.catalogue.segments[segment.id] = segment
+            if free:
+                old = reuse[segment] = free.pop(0)
+                segment.room = old.size
         sizes[segment] = start + length * ALIGN
         return segment, start // ALIGN
 

@@ -51,7 +51,7 @@ class Disk:
     def erasing(self) -> bool:
         """Whether there are records to be overwritten, or files to be deleted, which may hold such."""
         left = any(not deletion.done() or deletion.exception() for deletion in self.deleting.values())
-        return left or self.dooming or bool(self.doomed or self.forgotten or self.nameless)
+        return left or self.dooming or bool(self.doomed or self.forgotten or self.nameless or self.space.tails)
 
     @property
     def has_housekeeping(self) -> bool:
@@ -147,6 +147,11 @@ class SsdTier:
             self.disks[segment.disk].doomed.append((segment, slot))
         return live
 
+    def erase_tails(self) -> None:
+        """With the next plans goes what is left in files of the older segments that they were."""
+        for disk in self.working:
+            disk.space.end_tail()
+
     @property
     def has_housekeeping(self) -> bool:
         """Whether a plan without blocks has something to do: to forget on disk, or to come back to the budget."""
@@ -178,13 +183,15 @@ class SsdTier:
             disk.space.make_room(0, victims)
             disk.space.compact_one(victims)
         disk.space.used_bytes += nbytes
-        carry, store = _place(disk.space, taken, victims)
+        carry, store, reuse = _place(disk.space, taken, [] if full else disk.space.reusable(victims), victims)
+        sizes = ends((*carry, *store))
+        tails = {one: end for one in disk.space.tails if (end := sizes.get(one, one.size)) < one.room}
         disk.hear()
-        disk.dooming = bool(disk.doomed or disk.forgotten or disk.nameless)
+        disk.dooming = bool(disk.doomed or disk.forgotten or disk.nameless or tails)
         erase = [place for place in disk.doomed if place[0].id in self.catalogue.segments]
         known = disk.forgotten, disk.nameless, disk.dead
         disk.forgotten, disk.nameless, disk.dead, disk.doomed = [], [], [], []
-        work = *known, full, carry, store, dict(disk.deleting), erase
+        work = *known, full, carry, store, reuse, dict(disk.deleting), erase, tails
         return WritePlan(number, taken, rejected, given_up, victims, *work)
 
     def committed(self, plan: WritePlan) -> None:
@@ -207,7 +214,7 @@ class SsdTier:
             disk.forgotten += plan.forgotten
             disk.dead += plan.dead
             for victim in plan.victims:
-                if plan.full and not victim.carried:  # its file may be deleted
+                if (plan.full and not victim.carried) or victim.segment in plan.reuse.values():  # its file may be gone
                     disk.forgotten.append(self.catalogue.segments.pop(victim.segment.id))
                     continue
                 victim.segment.going = False
@@ -273,6 +280,8 @@ class SsdTier:
     def _settle(self, plan: WritePlan) -> None:
         disk = self.disks[plan.disk]
         disk.dooming, disk.deleting = False, plan.deleting
+        for segment in plan.cut:
+            segment.room = 0
         for block in plan.blocks:
             self.catalogue.coming.add(block.info.tenant, -record_size(block.info))
         for segment in ends((*plan.carry, *plan.store)):
@@ -300,6 +309,9 @@ class SsdTier:
         """Blocking. Closes all files and unlocks the folders; what was not synced on the way is synced now."""
         for disk in self.working:
             try:
+                for segment in disk.space.segments:
+                    if segment.room > segment.size:
+                        disk.folder.files.truncate(segment.path, segment.size)
                 if disk.folder.durability == "process":
                     for segment in disk.space.segments:
                         disk.folder.files.sync(segment.path)
@@ -320,20 +332,26 @@ class SsdTier:
             disk.folder.close()
 
 
-def _place(space: Space, blocks: Sequence[DramBlock], victims: Sequence[Victim]) -> tuple[list[Append], list[Append]]:
-    """Gives every record its place. Sizes of segments change only when the plan is done."""
+def _place(
+    space: Space, blocks: Sequence[DramBlock], free: list[Segment], victims: Sequence[Victim]
+) -> tuple[list[Append], list[Append], dict[Segment, Segment]]:
+    """Gives every record its place, and new segments the files of `free` ones, which are told.
+
+    Sizes of segments change only when the plan is done.
+    """
     carry, store = [], []
-    sizes: dict[Segment, int] = {}
+    sizes, reuse = dict[Segment, int](), dict[Segment, Segment]()
     for old, slot in ((victim.segment, slot) for victim in victims for slot in victim.carried):
-        segment, start = space.place(old.lengths[slot], sizes)
+        segment, start = space.place(old.lengths[slot], sizes, [], reuse)
+        segment.numbered = segment.numbered and old.numbered
         row = old.keys[slot], start, old.lengths[slot], segment.number_of(old.kind(slot)), old.written[slot]
         carry.append(Append(segment, row, source=(old, slot)))
     for block in blocks:
         info, length = block.info, record_size(block.info) // ALIGN
-        segment, start = space.place(length, sizes)
+        segment, start = space.place(length, sizes, free, reuse)
         number = segment.number_of(Kind(info.format, info.tenant))
         store.append(Append(segment, (info.key, start, length, number, info.written_at), block))
-    return carry, store
+    return carry, store, reuse
 
 
 def open_tier(

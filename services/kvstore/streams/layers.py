@@ -214,7 +214,8 @@ class LayerReader:
         fetch = self.pool.submit(read_bands, band.layers.start, bands)
         self._fetches.add(fetch)
         came = dict(zip(blocks, [out for _, out in bands], strict=True))
-        fetch.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._ended, fetch, band, came))
+        # Not `fetch` itself: it would keep itself, and the memory of its bands, until the next garbage collection.
+        fetch.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._ended, done, band, came))
 
     async def _fetch_ended(self) -> None:
         self._progress.clear()

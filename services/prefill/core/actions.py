@@ -1,9 +1,9 @@
 """What the core wants done. An action with an `io` is answered by exactly one `Ended`, the others by nothing."""
 
-from dataclasses import dataclass
 from enum import Enum
 
 from moonpool.core.kernel import Cancel
+from moonpool.frozen import frozen
 from moonpool.sched.forgetting import Forgot
 from moonpool.sched.lending import Lent
 
@@ -30,7 +30,7 @@ class Outcome(Enum):
     STOPPED = "stopped"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Accept:
     """The job is queued."""
 
@@ -38,7 +38,7 @@ class Accept:
     predicted_start_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Refuse:
     """The job is not taken, and nothing of it is kept."""
 
@@ -47,7 +47,7 @@ class Refuse:
     retry_after_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stale:
     """The job is not taken, as the queue is longer than it was thought to be; nothing of it is kept."""
 
@@ -58,7 +58,7 @@ class Stale:
     """Number of the last job that is among it."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ChunkOrder:
     """A job's share of a step: consecutive tokens to compute."""
 
@@ -73,7 +73,7 @@ class ChunkOrder:
     """It is the last token of a prompt whose KV is all there: nothing is written."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RunStep:
     """Run one forward pass; steps begin in the order of their numbers. `io` is the step's number."""
 
@@ -83,7 +83,7 @@ class RunStep:
     """Wait before each layer until its gate is open."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OpenGate:
     """The step may compute all layers up to this one."""
 
@@ -91,7 +91,7 @@ class OpenGate:
     layer: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class DropShare:
     """A job's share of a step counts for nothing any more; its prefix may not be there."""
 
@@ -100,14 +100,14 @@ class DropShare:
     """Of the chunk."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AbortStep:
     """Give the step up before its next layer."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoadBlocks:
     """Read blocks from one of the job's sources into the pool, layers in order."""
 
@@ -122,7 +122,7 @@ class LoadBlocks:
     """Longest time for all of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CopyBlocks:
     """Read blocks of a copy from its source into the pool."""
 
@@ -135,7 +135,7 @@ class CopyBlocks:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EndCopy:
     """A copy is over."""
 
@@ -144,7 +144,7 @@ class EndCopy:
     """That have come; 0 also when it was passed over."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OpenTransfer:
     """Open the job's transfer at decode."""
 
@@ -152,7 +152,7 @@ class OpenTransfer:
     job: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Piece:
     """Consecutive blocks of one layer."""
 
@@ -164,7 +164,7 @@ class Piece:
     """The step that made them; None for a prefix."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SendSlices:
     """Send slices over the job's open transfer."""
 
@@ -173,7 +173,7 @@ class SendSlices:
     pieces: tuple[Piece, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CloseTransfer:
     """Nothing more comes on the job's transfer. Aborted: it is given up."""
 
@@ -181,7 +181,7 @@ class CloseTransfer:
     aborted: bool
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AwaitVerdict:
     """Wait for decode's verdict on the closed transfer."""
 
@@ -190,7 +190,7 @@ class AwaitVerdict:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PutBlocks:
     """Write full blocks to a kvstore, as far as there is room for it."""
 
@@ -203,7 +203,7 @@ class PutBlocks:
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Miss:
     """A kvstore did not hold a block that it was believed to hold."""
 
@@ -213,7 +213,7 @@ class Miss:
     """Index in the sequence; the kvstore gave those before it."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Loaded:
     """A source gave all that it was asked for."""
 
@@ -223,7 +223,7 @@ class Loaded:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TellToken:
     """The prompt is computed and its next token is known: say so at once."""
 
@@ -237,7 +237,7 @@ class TellToken:
     loads: tuple[Loaded, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EndJob:
     """The job is over; the last action for it but `CloseTransfer`, `PutBlocks` and `Cancel`."""
 

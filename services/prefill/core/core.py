@@ -5,6 +5,7 @@ from collections import Counter
 from moonpool.core.digest import digest_of
 from moonpool.core.fair import may_enter
 from moonpool.core.kernel import Ended, Tick
+from moonpool.core.timers import earliest
 from moonpool.cost import Speeds
 from moonpool.errors import ConfigError
 from moonpool.sched.forgetting import ForgetKV, forget
@@ -95,16 +96,16 @@ class PrefillCore:
         self.state.now, self.state.out = now, out
         self.state.manager.now = now
         match event:
+            case LayerComputed():  # most are these two
+                self.steps.layer_computed(event.step, event.layer)
+            case Ended():
+                self._ended(event.io, event.result)
+            case LayerLoaded():
+                self.loads.layer_loaded(event.io, event.layer)
             case Arrive():
                 self._arrive(event)
             case Leave():
                 self._leave(event.job, Outcome.LEFT)
-            case LayerComputed():
-                self.steps.layer_computed(event.step, event.layer)
-            case LayerLoaded():
-                self.loads.layer_loaded(event.io, event.layer)
-            case Ended():
-                self._ended(event.io, event.result)
             case ForgetKV():
                 jobs = [(job.owner, job.keys) for job in self.state.jobs.values()]
                 self.state.do(forget(self.state.manager, event, [*jobs, *self.copies.owners]))
@@ -122,10 +123,7 @@ class PrefillCore:
 
     def due(self) -> float | None:
         """See `moonpool.core.kernel.Core.due`."""
-        plan_at, stalled_at = self.steps.plan_at, self.steps.stalled_at()
-        if plan_at is None or stalled_at is None:
-            return stalled_at if plan_at is None else plan_at
-        return min(plan_at, stalled_at)
+        return earliest(self.steps.plan_at, self.steps.stalled_at())
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""

@@ -1,13 +1,12 @@
 """What the core hears of: requests and their end, progress of I/O, and its results."""
 
-from dataclasses import dataclass
-
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.forgetting import ForgetKV
 from moonpool.sched.lending import LendBlocks, TakeBack
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Source:
     """A kvstore, or another engine instance, to load a prefix from."""
 
@@ -19,7 +18,7 @@ class Source:
     """It is an engine instance, whose pool is read."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Copy:
     """A kvstore that blocks are written to."""
 
@@ -28,7 +27,7 @@ class Copy:
     """Leading blocks it is believed to hold; None = unknown."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Arrive:
     """A prompt is to be computed. Answered by `Accept`, `Refuse` or `Stale`, and an accepted one by one `EndJob`."""
 
@@ -55,24 +54,24 @@ class Arrive:
     """Where everything that is here takes longer, it is not taken (`Stale`); None = it is taken all the same."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Leave:
     """Nobody wants the job any more. Without effect on one that has ended."""
 
     job: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Drain:
     """New jobs are refused from now on."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Stop:
     """The engine has died, or the instance stops: every job ends, and nothing new begins."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerComputed:
     """A step's KV of one layer is in the pool. Layers come in order."""
 
@@ -80,7 +79,7 @@ class LayerComputed:
     layer: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LayerLoaded:
     """All slices of one layer of a load are in the pool, verified. Layers come in order."""
 
@@ -88,7 +87,7 @@ class LayerLoaded:
     layer: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CopyIn:
     """A chain's blocks are to be read from a peer and kept. Answered by one `EndCopy`."""
 
@@ -104,7 +103,7 @@ Event = Arrive | Leave | Drain | Stop | LayerComputed | LayerLoaded | CopyIn | F
 # --- results of I/O: each comes in one `Ended` --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepEnded:
     """No stage touches the step's blocks any more."""
 
@@ -115,7 +114,7 @@ class StepEnded:
     """Of the engine's cores, that it had: others of the host had the rest."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoadEnded:
     """Nothing more is written into the load's blocks."""
 
@@ -128,7 +127,7 @@ class LoadEnded:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SlicesSent:
     """The memory of the slices is not read any more."""
 
@@ -136,12 +135,12 @@ class SlicesSent:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Done:
     """A transfer is open, a verdict was good, or a put is over in any way."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Failed:
     """Opening a transfer, sending or the verdict has failed; the shell knows the error. Also after `Cancel`."""
 

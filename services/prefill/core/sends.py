@@ -78,7 +78,7 @@ class Sends:
             return
         table = job.table
         if outgoing.pending and table is not None:
-            pieces = tuple(_piece(span, table) for span in outgoing.take(self._state.settings.slice_bytes))
+            pieces = tuple([_piece(span, table) for span in outgoing.take(self._state.settings.slice_bytes)])
             outgoing.io = self._state.begin(SendFlight(job.number, (table,)))
             self._state.do(SendSlices(outgoing.io, job.number, pieces))
         elif job.finished:

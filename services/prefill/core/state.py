@@ -1,5 +1,6 @@
 """State of the prefill core: settings, jobs, I/O under way and what it holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.core.fair import FairQueue, Place, Shares, rank
@@ -276,7 +277,7 @@ class State:
         flight = self.ios.end(io)
         for table in flight.tables:
             self.drop(table)
-        for number in self._jobs_of(flight):
+        for number in _jobs_of(flight):
             job = self.jobs.get(number)
             if job is not None:
                 job.settling.discard(io)
@@ -317,12 +318,12 @@ class State:
         job.computed = end
         job.scheduled = max(job.scheduled, end)
 
-    @staticmethod
-    def _jobs_of(flight: Flight) -> list[int]:
-        match flight:
-            case StepFlight():
-                return [share.job for share in flight.shares]
-            case PutFlight() | CopyFlight():
-                return []
-            case _:
-                return [flight.job]
+
+def _jobs_of(flight: Flight) -> Sequence[int]:
+    match flight:
+        case SendFlight() | LoadFlight() | TransferFlight():
+            return (flight.job,)
+        case StepFlight():
+            return [share.job for share in flight.shares]
+        case PutFlight() | CopyFlight():
+            return ()

@@ -59,7 +59,7 @@ class Steps:
     def plan(self) -> bool:
         """Starts the next step; False when nothing can be computed now, or `stages` steps are in flight."""
         self.plan_at = None
-        if len(self._order) >= self._state.settings.stages:
+        if len(self._order) >= self._state.settings.stages or not self._state.started:
             return False
         shares = self._shares()
         if not shares:

@@ -26,8 +26,8 @@ def at_once(change: Callable[[Path], None], path: Path) -> "Future[None]":
 class FaultyFiles(Files):
     """The real file layer with faults.
 
-    Operations are named "write", "read", "sync", "truncate", "unlink", "sync_folder", "note", "probe", "open_index"
-    and "transaction".
+    Operations are named "write", "read", "sync", "truncate", "unlink", "rename", "sync_folder", "note", "probe",
+    "open_index" and "transaction".
 
     Attributes:
         steps: names of the operations so far, with the file's name where it has one.
@@ -87,6 +87,10 @@ class FaultyFiles(Files):
     def unlink(self, path: Path, *, readable: bool = False) -> None:
         self.step("unlink", path)
         super().unlink(path, readable=readable)
+
+    def rename(self, path: Path, new: Path) -> None:
+        self.step("rename", path)
+        super().rename(path, new)
 
     def sync_folder(self, folder: Path) -> None:
         self.step("sync_folder", folder)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typing_extensions import Buffer
 
-from moonpool.client.kv import InvalidRequest, KVClient, Unavailable, direct
+from moonpool.client.kv import InvalidRequest, KVClient, Unavailable, aio, direct, reading
 from moonpool.client.kv.connection import Connection
 from moonpool.client.kv.direct import OPEN_AGAIN_S
 from moonpool.kv.layout import KVLayout
@@ -250,6 +250,8 @@ async def test_what_a_direct_lane_does_not_take_has_the_time_that_is_left(
                 assert client.get(key) == bytearray(b"data")
             assert client.put(b"large", bytes(5000))
             monkeypatch.setattr(direct, "time", SimpleNamespace(monotonic=lambda: next(now)))
+            for part in (aio, reading):
+                monkeypatch.setattr(part, "time", SimpleNamespace(monotonic=lambda: 50.0))
             monkeypatch.setattr(Connection, "put", put)
             monkeypatch.setattr(Connection, "read", read)
             assert not client.put(b"large", b"data", timeout_s=20.0), "it is there in another format"

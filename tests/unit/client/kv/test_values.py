@@ -1,20 +1,34 @@
 """Values in a store that runs: both clients, sizes, misses, deletions, damage."""
 
 import asyncio
+import itertools
 import mmap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moonpool.client.kv import MAX_VALUE_BYTES, AsyncKVClient, InvalidRequest, KVClient, TransferFailed, Unavailable
+from moonpool.client.kv import (
+    MAX_VALUE_BYTES,
+    AsyncKVClient,
+    InvalidRequest,
+    KVClient,
+    TransferFailed,
+    Unavailable,
+    aio,
+    reading,
+)
+from moonpool.client.kv.connection import Connection
 from moonpool.cluster.selections import PORTION
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import KEY_BYTES, BlockKey
+from moonpool.kv.layout import KVLayout
 from moonpool.kv.selection import Selection
 from moonpool.kv.values import value_key, value_namespace
+from moonpool.streams.store_writer import PutBlocks, PutOutcome
 from moonpool.v1 import kv_pb2
 from moonpool.v1.kvstore_pb2 import FindRequest
 from tests.unit.kvstore.rig import Rig, rig
@@ -51,6 +65,23 @@ async def test_values_of_many_sizes_come_back(lane: str, sockets: Path, monkeypa
         larger = bytearray(b"\xee" * 5000)
         assert await client.get_into(b"4096", larger) == 4096
         assert larger[:4096] == values[b"4096"]
+
+
+async def test_all_parts_of_a_call_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, given, usual_put = itertools.count(100.0, 4.0), list[float](), Connection.put
+
+    async def put(self: Connection, layout: KVLayout, blocks: PutBlocks, timeout_s: float) -> PutOutcome:
+        given.append(timeout_s)
+        return await usual_put(self, layout, blocks, 30.0)
+
+    async with stored() as (_, client):
+        assert await client.put(b"0", b"data")
+        for part in (aio, reading):
+            monkeypatch.setattr(part, "time", SimpleNamespace(monotonic=lambda: next(now)))
+        monkeypatch.setattr(Connection, "put", put)
+        with pytest.raises(TransferFailed, match="took too long"):
+            await client.batch_put({b"%d" % size: data_of(size) for size in (100, 4096, 70_000)}, timeout_s=10.0)
+        assert given == [6.0, 2.0]
 
 
 async def test_more_sizes_at_once_than_streams_stay_open() -> None:

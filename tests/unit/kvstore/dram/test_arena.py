@@ -55,6 +55,22 @@ def test_a_slot_is_not_used_again_while_a_view_of_a_view_lives() -> None:
     assert arena.resident_bytes == 2 * MIB
 
 
+def test_memory_beyond_the_limit_goes_back_when_its_views_end() -> None:
+    arena, told = Arena(4 * MIB), list[int]()
+
+    def give_back() -> None:
+        told.append(arena.resident_bytes)
+        arena.collect()
+
+    views = [arena.allocate(MIB) for _ in range(6)]
+    arena.on_excess = give_back
+    assert arena.resident_bytes == 6 * MIB
+    views.clear()
+    assert told == [6 * MIB, 5 * MIB]
+    assert arena.resident_bytes == 4 * MIB
+    check(arena)
+
+
 def test_another_size_takes_the_memory_of_free_slots() -> None:
     arena = Arena(8 * MIB)
     blocks = [arena.allocate(MIB) for _ in range(8)]

@@ -164,6 +164,13 @@ class PowerFiles(Files):
         super().unlink(path, readable=readable)
         self._folder(path.parent).set(path.name, None)
 
+    def rename(self, path: Path, new: Path) -> None:
+        self._on_step("rename")
+        super().rename(path, new)
+        node, folder = self._node(path), self._folder(path.parent)
+        folder.set(path.name, None)
+        folder.set(new.name, node)
+
     def write_note(self, path: Path, text: str) -> None:
         self._on_step("note")
         super().write_note(path, text)

@@ -297,12 +297,15 @@ class HeldFiles(Files):
 
 
 def full_of(files: Files, path: Path) -> SsdTier:
-    """A tier of two segments, the first of which has made room for a third."""
-    ssd = open_ssd(path, 4 * RECORD, 2 * RECORD, files=files)
-    for key in KEYS[:5]:
-        plan = ssd.plan([block_of(key)])
-        ssd.commit(plan)
-        ssd.committed(plan)
+    """A tier of two segments, the first of which, of an earlier life, has made room for a third."""
+    for keys in KEYS[:4], KEYS[4:5]:
+        ssd = open_ssd(path, 4 * RECORD, 2 * RECORD, files=files)
+        for key in keys:
+            plan = ssd.plan([block_of(key)])
+            ssd.commit(plan)
+            ssd.committed(plan)
+        if keys[0] == KEYS[0]:
+            ssd.close()
     assert set(ssd.catalogue) == set(KEYS[2:5])
     return ssd
 

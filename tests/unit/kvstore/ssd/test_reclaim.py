@@ -352,9 +352,10 @@ def test_a_plan_has_one_transaction_and_a_second_one_where_it_carries_over(tmp_p
             put(ssd, KEYS[at : at + 2])
         steps = counting(files.steps)
         assert len(put(ssd, KEYS[14:16]).carry) == carries
-        stored = ["write", "sync", "sync_folder", "transaction"]
         if carries:  # the new blocks lie in two segments
-            stored = ["read", *stored, "unlink", "write", "write", "sync", "sync", "sync_folder", "transaction"]
-        else:
-            stored.append("unlink")
-        assert [name for name, _ in steps()] == stored
+            expected = ["read", "write", "sync", "sync_folder", "transaction", "unlink"]
+            expected += ["write", "write", "sync", "sync", "sync_folder", "transaction"]
+        else:  # in the file of the one that is reclaimed
+            expected = ["rename", "sync_folder", "write", "sync", "transaction"]
+        assert [name for name, _ in steps()] == expected
+        check(ssd)

@@ -102,8 +102,8 @@ def test_a_long_tenant_makes_a_longer_header() -> None:
 
 
 def test_a_scan_finds_all_records(tmp_path: Path) -> None:
-    write_segment(tmp_path / "s").close_all()
-    assert [(found.offset, found.info.key) for found in found_in(tmp_path / "s")] == [
+    write_segment(tmp_path / "0").close_all()
+    assert [(found.offset, found.info.key) for found in found_in(tmp_path / "0")] == [
         (0, KEYS[0]),
         (RECORD, KEYS[1]),
         (2 * RECORD, KEYS[2]),
@@ -111,7 +111,7 @@ def test_a_scan_finds_all_records(tmp_path: Path) -> None:
 
 
 def test_a_scan_tolerates_a_cut_tail_and_goes_on_behind_a_broken_header(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+    path = tmp_path / "0"
     files = write_segment(path)
     files.truncate(path, 3 * RECORD - 1)
     assert [found.info.key for found in found_in(path)] == KEYS[:2]
@@ -145,8 +145,8 @@ def test_a_scan_finds_what_looking_everywhere_finds(tmp_path: Path, seed: int, p
         else:
             expected.append((len(data), key, block_format, tenant, len(record)))
         data += record + bytes(4096 * dice.choice([0, 0, 0, 1, 3]))
-    (tmp_path / "s").write_bytes(data)
-    records = found_in(tmp_path / "s", piece_bytes=piece)
+    (tmp_path / "0").write_bytes(data)
+    records = found_in(tmp_path / "0", piece_bytes=piece)
     found = [(at, info.key, info.format, info.tenant, nbytes) for at, nbytes, info in records]
     assert (found, broken > 3) == (expected, True)
 
@@ -167,18 +167,18 @@ def test_a_scan_reads_small_records_together_and_of_large_ones_the_headers(tmp_p
     large = BlockFormat(b"n" * 32, dataclasses.replace(LAYOUT, block_tokens=1024))
     keys = keys_of(80)
     data = b"".join(record_of(key, FORMAT, "") for key in keys[:64])
-    (tmp_path / "s").write_bytes(data + b"".join(record_of(key, large, "") for key in keys[64:]))
+    (tmp_path / "0").write_bytes(data + b"".join(record_of(key, large, "") for key in keys[64:]))
     files = CountedFiles()
-    size = (tmp_path / "s").stat().st_size
-    assert [found.info.key for found in scan(files, tmp_path / "s", size, piece_bytes=16 * RECORD)] == keys
+    size = (tmp_path / "0").stat().st_size
+    assert [found.info.key for found in scan(files, tmp_path / "0", size, piece_bytes=16 * RECORD)] == keys
     files.close_all()
     assert files.peeks == [16 * RECORD] * 5 + [4096] * 15
 
 
 def test_reading_behind_the_end_is_a_bad_record(tmp_path: Path) -> None:
-    files = write_segment(tmp_path / "s", 1)
+    files = write_segment(tmp_path / "0", 1)
     with pytest.raises(BadRecordError):
-        read_whole(files, tmp_path / "s", memoryview(bytearray(10)), RECORD - 5)
+        read_whole(files, tmp_path / "0", memoryview(bytearray(10)), RECORD - 5)
     files.close_all()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from moonpool.kv.layout import KVLayout
 from moonpool.kv.reading import Outcome, Span
 from moonpool.streams.credits import ByteCredits
 from services.kvstore.core.reads import LeasedBlock, ReadLease
+from services.kvstore.dram.arena import Arena
 from services.kvstore.ssd.reader import SsdReader
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.streams.layers import LayerReader, Lost
@@ -243,3 +245,18 @@ async def test_a_read_that_is_cancelled_in_the_pool_ends_the_reading_there() -> 
             assert await first == Lost(0)
     reader.close()
     assert (reads.closed, reads.lost_keys) == (1, [])
+
+
+async def test_a_reading_leaves_no_memory_to_the_garbage_collector() -> None:
+    arena = Arena(1 << 20)
+    gc.disable()
+    try:
+        sources = [source_of(index, "reserved", None, []) for index in range(4)]
+        for source in sources:
+            source.allocate = arena.allocate
+        await read(sources, range(SHAPE.layers), ahead=ByteCredits(1 << 20), group_bytes=4 * SLICE)
+        assert len(arena.live) == 4
+        del source, sources
+        assert not arena.live
+    finally:
+        gc.enable()

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from moonpool.cluster import HeldKeys
+from moonpool.cluster.journal import Journal
 from moonpool.errors import Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.parts import PARTS
-from services.kvstore.streams.watch import Journal
 from tests.unit.kvstore.helpers import in_part, keys_of
 
 KEYS = keys_of(6)

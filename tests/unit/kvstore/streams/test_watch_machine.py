@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.cluster import HeldKeys
+from moonpool.cluster.journal import Journal
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.parts import PARTS
 from moonpool.v1 import kv_pb2
 from services.kvstore.core.tiered_store import StoreListener
-from services.kvstore.streams.watch import Journal
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, held, in_part, keys_of, open_ssd
 
 KEYS = keys_of(6)

@@ -1,4 +1,4 @@
-"""Watching the store's keys: a snapshot, and every change, in order.
+"""Watching the keys that an instance holds: a snapshot, and every change, in order.
 
 A watcher that knows this incarnation and a number that the journal still reaches gets the changes since. Others get a
 snapshot, page by page, each when the watcher has taken the one before; changes that come meanwhile go in between. Each
@@ -100,7 +100,7 @@ class Journal:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Unavailable("the store is shutting down")
+            raise Unavailable("the instance is shutting down")
 
     def _message(self, sequence: int) -> kv_pb2.KVEvents:
         if sequence not in self._kept:
