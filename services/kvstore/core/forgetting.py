@@ -101,12 +101,12 @@ def _remove(store: BlockStore, blocks: Sequence[DramBlock], places: Iterable[Pla
 def _erase_dead(store: BlockStore, on_ssd: Wanted, step_blocks: int) -> Generator[None, None, None]:
     """Has dead copies overwritten too: without an index, a start would find them again."""
     ssd, catalogue = store.tiers.ssd, store.tiers.catalogue
-    if ssd is not None:
-        ssd.erase_tails()
     for segment in list(catalogue.segments.values()):
         for first in range(0, len(segment.keys), step_blocks):
             if ssd is not None and catalogue.segments.get(segment.id) is segment:
                 slots = range(first, min(first + step_blocks, len(segment.keys)))
                 ssd.erase(catalogue.dead(segment, slots, on_ssd))
                 yield
+    if ssd is not None:  # at the end: dead copies that were not reached may have been reclaimed meanwhile
+        ssd.erase_tails()
     store.tiers.listener.work()

@@ -56,7 +56,7 @@ class Segment:
     size: int = 0  # committed bytes
     disk: int = 0
     room: int = 0  # bytes of its file, if that was an older segment's, whose records may lie behind `size` still
-    numbered: bool = False  # each of its records says that it is of this segment
+    overwritable: bool = False  # its records say that they are of it, and no block in them looks like a record
     live: TenantBytes = dataclasses.field(default_factory=TenantBytes)  # of records whose block has its place here
     readers: int = 0  # of its records; it is not reclaimed while there are any
     going: bool = False  # it is being reclaimed

@@ -1,8 +1,8 @@
 """What the writer thread does for one plan: carry over, remove, append. Everything here blocks.
 
-The order makes a block durable and keeps it so: records written, segments synced, then the index transaction that names
-them. A file is deleted only after the transaction that forgets it. There is one transaction, or, where something is
-carried over, two: the first carries and removes, so that its room is free, the second stores new blocks.
+To keep blocks durable, records are written, segments synced, and then an index transaction names them. A file goes
+after the transaction that forgets it; one for a new segment is renamed before. There is one transaction, or, where
+something is carried over, two: the first carries and removes, so that its room is free, the second stores new blocks.
 """
 
 import collections
@@ -262,6 +262,3 @@ class Committer:
         for segment in ends((*plan.carry, *plan.store)):
             with contextlib.suppress(OSError):
                 self.files.truncate(segment.path, committed.get(segment, segment.size))
-        for segment in plan.reuse.values() if plan.cleared else ():
-            with contextlib.suppress(OSError):  # else the next start does it
-                self.files.unlink(segment.path)

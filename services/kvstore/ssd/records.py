@@ -25,6 +25,7 @@ the layer, made by the store that wrote them.
 
 import dataclasses
 import functools
+import re
 import struct
 from collections.abc import Sequence
 
@@ -50,16 +51,13 @@ class BadRecordError(MoonpoolError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A record without its data, which begin at `header_bytes`; `seeded`: its hashes are of the older kind.
-
-    `segment` is the number of its segment, 0 if not known.
-    """
+    """A record without its data, which begin at `header_bytes`; `seeded`: its hashes are of the older kind."""
 
     info: BlockInfo
     header_bytes: int
     hashes: tuple[int, ...]
     seeded: bool = False
-    segment: int = 0
+    segment: int = 0  # its number, 0 if not known
 
     @property
     def record_bytes(self) -> int:
@@ -116,6 +114,12 @@ def pack_header(info: BlockInfo, hashes: Sequence[int], segment: int = 0) -> byt
     struct.pack_into(f"<{len(tenant)}s{len(hashes) + 2}Q", out, _FIXED.size, tenant, *hashes, info.written_at, segment)
     struct.pack_into("<Q", out, 8, xxhash.xxh3_64_intdigest(memoryview(out)[_HASHED_FROM:]))
     return bytes(out)
+
+
+def resembles_records(data: memoryview) -> bool:
+    """Whether a page of a block begins as a record does: a scan that meets it without its header would believe it."""
+    pages = (match.start() * ALIGN for match in re.finditer(MAGIC[:1], bytes(data[::ALIGN])))
+    return any(bytes(data[at : at + 8]) in (MAGIC, SEEDED_MAGIC) for at in pages)
 
 
 def move(record: bytearray, segment: int) -> None:

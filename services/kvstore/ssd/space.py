@@ -67,11 +67,6 @@ class Space:
         """Segments that nothing is appended to, but whose files hold something of older ones."""
         return [segment for segment in self.segments if segment.room > segment.size and segment is not self.active]
 
-    def end_tail(self) -> None:
-        """What is in files behind the segments' ends is to go."""
-        if self.active is not None and self.active.room > self.active.size:
-            self.active = None
-
     @property
     def turn(self) -> tuple[int, int]:
         """Orders disks: the one with most room, in segments, comes first, else the one with fewest plans so far."""
@@ -209,14 +204,15 @@ class Space:
                 spared.add(slot)
         return spared
 
-    def reusable(self, victims: Iterable[Victim]) -> list[Segment]:
+    def reusable(self, victims: Iterable[Victim], doomed: Container[Segment]) -> list[Segment]:
         """Segments whose files new ones may take over: nobody reads them, and their records can be told apart.
 
-        Not much smaller ones: with each generation there would only be more of them.
+        Not much smaller ones: with each generation there would only be more of them. Nor those in which something is
+        to be overwritten: if the device does not do it, the file must go.
         """
-        found = [victim.segment for victim in victims if victim.segment.numbered and not victim.carried]
         most = self.segment_bytes
-        return [segment for segment in found if most <= 2 * segment.size <= 2 * most and segment.room <= segment.size]
+        found = [one.segment for one in victims if not one.carried and one.segment not in doomed]
+        return [one for one in found if one.overwritable and most <= 2 * one.size <= 2 * most and one.room <= one.size]
 
     def place(
         self, length: int, sizes: dict[Segment, int], free: list[Segment], reuse: dict[Segment, Segment]
@@ -232,7 +228,7 @@ class Space:
             number, start = self.next_segment, 0
             self.next_segment += 1
             path = segment_path(self.folder, number)
-            segment = self.active = Segment(number, path, disk=self.disk, numbered=True)
+            segment = self.active = Segment(number, path, disk=self.disk, overwritable=True)
             self.catalogue.segments[segment.id] = segment
             if free:
                 old = reuse[segment] = free.pop(0)

@@ -22,7 +22,7 @@ from services.kvstore.ssd.commit import Append, Committer, Victim, WritePlan, en
 from services.kvstore.ssd.files import MAX_OPEN, Files, is_full
 from services.kvstore.ssd.index import MAP_BYTES
 from services.kvstore.ssd.reader import SsdReader
-from services.kvstore.ssd.records import ALIGN, record_size
+from services.kvstore.ssd.records import ALIGN, record_size, resembles_records
 from services.kvstore.ssd.recovery import DataFolder, Durability, Recovery
 from services.kvstore.ssd.space import Space
 from services.kvstore.tenancy.tenants import Account
@@ -149,8 +149,9 @@ class SsdTier:
 
     def erase_tails(self) -> None:
         """With the next plans goes what is left in files of the older segments that they were."""
-        for disk in self.working:
-            disk.space.end_tail()
+        for space in (disk.space for disk in self.working):
+            if space.active is not None and space.active.room > space.active.size:
+                space.active = None
 
     @property
     def has_housekeeping(self) -> bool:
@@ -183,7 +184,8 @@ class SsdTier:
             disk.space.make_room(0, victims)
             disk.space.compact_one(victims)
         disk.space.used_bytes += nbytes
-        carry, store, reuse = _place(disk.space, taken, [] if full else disk.space.reusable(victims), victims)
+        free = [] if full else disk.space.reusable(victims, {segment for segment, _ in disk.doomed})
+        carry, store, reuse = _place(disk.space, taken, free, victims)
         sizes = ends((*carry, *store))
         tails = {one: end for one in disk.space.tails if (end := sizes.get(one, one.size)) < one.room}
         disk.hear()
@@ -208,6 +210,7 @@ class SsdTier:
         disk = self.disks[plan.disk]
         if plan.cleared:
             self._clear(plan)
+            disk.nameless += plan.reuse.values()  # those that were not renamed yet have their files
         else:
             disk.doomed += plan.erase
             disk.nameless += plan.nameless
@@ -343,12 +346,13 @@ def _place(
     sizes, reuse = dict[Segment, int](), dict[Segment, Segment]()
     for old, slot in ((victim.segment, slot) for victim in victims for slot in victim.carried):
         segment, start = space.place(old.lengths[slot], sizes, [], reuse)
-        segment.numbered = segment.numbered and old.numbered
+        segment.overwritable = segment.overwritable and old.overwritable
         row = old.keys[slot], start, old.lengths[slot], segment.number_of(old.kind(slot)), old.written[slot]
         carry.append(Append(segment, row, source=(old, slot)))
     for block in blocks:
         info, length = block.info, record_size(block.info) // ALIGN
         segment, start = space.place(length, sizes, free, reuse)
+        segment.overwritable = segment.overwritable and not resembles_records(block.data)
         number = segment.number_of(Kind(info.format, info.tenant))
         store.append(Append(segment, (info.key, start, length, number, info.written_at), block))
     return carry, store, reuse

@@ -10,11 +10,14 @@ import pytest
 from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
+from moonpool.kv.selection import Selection
+from services.kvstore.core.forgetting import forget
 from services.kvstore.operate.verify import verify
 from services.kvstore.ssd.reader import list_segments
+from services.kvstore.ssd.records import ALIGN, pack_header
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import RECORD, block_of, data_of, keys_of, open_ssd
+from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check
 
 KEYS = keys_of(60)
@@ -121,6 +124,101 @@ def test_a_failed_plan_gives_its_files_up(tmp_path: Path) -> None:
     put(ssd, [])
     assert set(ssd.catalogue) == set(KEYS[4:9])
     assert sizes(tmp_path) == {3: SEGMENT, 4: SEGMENT, 5: RECORD}
+    ssd.close()
+
+
+def on_disk(path: Path, key: BlockKey) -> bool:
+    """Whether the data of a block are in a file."""
+    return any(data_of(key) in file.read_bytes() for file in (path / "segments").iterdir())
+
+
+def test_a_file_that_a_failed_plan_did_not_take_goes(tmp_path: Path) -> None:
+    """Also if the device refuses at first: the index has forgotten the segment, so a start would adopt it."""
+    files = FaultyFiles()
+    ssd = open_ssd(tmp_path, CAPACITY, SEGMENT, files=files, pins={KEYS[0]})
+    for at in range(0, 8, 2):
+        put(ssd, KEYS[at : at + 2])
+    plan = ssd.plan([block_of(key) for key in KEYS[8:11]])
+    assert [append.key for append in plan.carry] == KEYS[:1]
+    assert [segment.number for segment in plan.reuse.values()] == [2]
+    files.fail("rename", error := OSError(errno.EIO, "broken"))
+    files.fail("unlink", error, 1, after=1)  # the first file goes
+    with pytest.raises(OSError, match="broken"):
+        ssd.commit(plan)
+    ssd.failed(plan, error)
+    assert 2 in sizes(tmp_path)
+    assert ssd.disks[0].erasing
+    while ssd.disks[0].erasing:
+        put(ssd, [])
+    assert set(sizes(tmp_path)) == {3, 4, 5}
+    assert set(ssd.catalogue) == {KEYS[0], *KEYS[4:8]}
+    ssd.close()
+
+
+def test_a_deleted_record_that_is_not_overwritten_goes_with_its_file(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    ssd = open_ssd(tmp_path, CAPACITY, SEGMENT, files=files)
+    for at in range(0, 8, 2):
+        put(ssd, KEYS[at : at + 2])
+    assert ssd.erase([place for place in [ssd.catalogue.find(KEYS[1])] if place is not None]) == [KEYS[1]]
+    files.fail("write", OSError(errno.EIO, "broken"), 1)
+    put(ssd, KEYS[8:9])
+    while ssd.disks[0].erasing:
+        put(ssd, [])
+    assert set(ssd.catalogue) == set(KEYS[2:9])
+    assert not on_disk(tmp_path, KEYS[1])
+    ssd.close()
+
+
+class Asked(frozenset[BlockKey]):
+    """Keys, and which were asked for."""
+
+    known: set[object]
+
+    def __contains__(self, key: object) -> bool:
+        self.known.add(key)
+        return super().__contains__(key)
+
+
+def test_a_dead_copy_that_is_reclaimed_while_its_key_is_deleted_goes(tmp_path: Path) -> None:
+    driven = Driven(ssd := open_ssd(tmp_path, CAPACITY, SEGMENT))
+    for at in range(0, 8, 2):
+        driven.flush(KEYS[at : at + 2])
+    ssd.forget(KEYS[:2])  # as for a quota: their records stay, dead
+    for key in KEYS[:2]:
+        driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
+    keys = Asked({KEYS[1]})
+    keys.known = set()
+    deletion = forget(driven.store, Selection(keys=keys), step_blocks=1)
+    while KEYS[0] not in keys.known:
+        next(deletion)
+    driven.flush(KEYS[8:9])  # into the file of the segment of which one record was looked at
+    assert on_disk(tmp_path, KEYS[1])
+    assert not any(deletion)
+    while driven.store.writes.queue.erasing:
+        driven.flush()
+    assert not on_disk(tmp_path, KEYS[1])
+    ssd.close()
+
+
+def test_a_block_that_has_records_in_it_brings_none_of_them_in(tmp_path: Path) -> None:
+    """Somebody makes up records, of others' keys, and a crash leaves them behind the end of the newest segment."""
+    large = BlockFormat(b"n" * 32, KVLayout(4, 2, 8, 64, "float32"))
+    made_up, size = block_of(KEYS[59], "another"), large.layout.block_bytes
+    record = (pack_header(made_up.info, made_up.hashes) + bytes(made_up.data)).ljust(RECORD, b"\0")
+    files = FaultyFiles()
+    ssd = open_ssd(tmp_path, 4 * 2 * (size + ALIGN), 2 * (size + ALIGN), files=files)
+    for key in KEYS[:8]:
+        block = block_of(key, "", large)
+        block.data[:] = (bytes(ALIGN) + record * (size // RECORD))[:size]
+        plan = ssd.plan([block])
+        ssd.commit(plan)
+        ssd.committed(plan)
+    put(ssd, KEYS[8:9])
+    ssd.abandon()
+    ssd = open_ssd(tmp_path)
+    assert KEYS[59] not in ssd.catalogue
+    assert KEYS[8] in ssd.catalogue
     ssd.close()
 
 
