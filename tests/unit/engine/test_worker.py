@@ -86,6 +86,13 @@ async def generate(engine: Engine, first_step: int, tokens: list[int], table: tu
         step_id, sampled = step_id + 1, result.sampled[0]
 
 
+def ignored(pid: int, number: signal.Signals) -> bool:
+    """Whether a process ignores a signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = [int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:")]
+    return bool(mask >> number - 1 & 1)
+
+
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 GPUS = (pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, for NCCL"))
 
@@ -106,6 +113,8 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
     asked = spec(checkpoint, stages=stages, measure=True, speeds=known, device=device)
     async with start_engine(asked, start_timeout_s=90) as engine:
         assert isinstance(engine, ProcessEngine)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
+            assert all(ignored(pid, number) for pid in engine.pids), number
         assert known is None or engine.speeds == known
         assert known is not None or engine.speeds.decode_base_s + engine.speeds.decode_per_sequence_s > 0
         assert engine.speeds.prefill_per_token_s + engine.speeds.prefill_base_s > 0
