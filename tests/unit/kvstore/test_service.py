@@ -53,6 +53,17 @@ async def test_a_store_on_two_disks_takes_what_is_reused_and_what_its_writer_wai
         assert [await store.read([key]) for key in KEYS[:4]] == [[data_of(A)], [], [], [data_of(D)]]
 
 
+async def test_memory_beside_the_budget_goes_back_at_rest() -> None:
+    """Nobody needs to put the next block."""
+    async with rig(dram_bytes=4 << 20) as store:
+        arena = store.service.store.tiers.dram.arena
+        views = [arena.allocate(1 << 20, ahead=False) for _ in range(8)]
+        assert arena.resident_bytes == 8 << 20 > arena.limit
+        views.clear()
+        await asyncio.sleep(0)
+        assert arena.resident_bytes <= arena.limit
+
+
 async def test_closing_makes_visible_blocks_durable(tmp_path: Path) -> None:
     async with rig(tmp_path) as store:
         await store.put(KEYS[:3])
