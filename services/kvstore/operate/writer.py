@@ -165,7 +165,7 @@ class WriteBehind:
     def _report(self, plan: WritePlan, error: Exception | None, again: float | None) -> None:
         """Logs errors, each kind at most once per `REPEAT_S`, and the first success after blocks were given up."""
         if plan.erase_error is not None:
-            self._tell(log.error, "deleted blocks could not be overwritten", len(plan.unerased), plan.erase_error)
+            self._tell(log.error, "records could not be overwritten or cut off", len(plan.unerased), plan.erase_error)
         if error is None:
             if self._failing and plan.blocks:
                 self._failing = False

@@ -110,7 +110,7 @@ class WritePlan:
     tails: dict[Segment, int]  # files to be cut off at these ends of the segments
     cut: list[Segment] = dataclasses.field(default_factory=list)  # of these, what the device took
     unerased: list[Place] = dataclasses.field(default_factory=list)  # of these, what the device did not take
-    erase_error: OSError | None = None  # the last reason
+    erase_error: OSError | None = None  # why the device did not take something of both, the last reason
     cleared: bool = False  # first transaction committed: victims are forgotten, what was carried has its new place
     unreadable: Segment | None = None  # the plan failed for it
     lost: list[BlockKey] = dataclasses.field(default_factory=list)  # of bad records, once the plan has ended
@@ -189,9 +189,11 @@ class Committer:
 
     def _trim(self, plan: WritePlan) -> None:
         for segment, size in plan.tails.items():
-            with contextlib.suppress(OSError):  # it is tried again with the next plan
+            try:
                 self.files.truncate(segment.path, size)
                 plan.cut.append(segment)
+            except OSError as error:  # it is tried again with the next plan
+                plan.erase_error = error
 
     def _take_over(self, reuse: Mapping[Segment, Segment]) -> None:
         """Gives files to new segments before what they hold is overwritten; a start forgets what has no file."""

@@ -225,10 +225,9 @@ class Space:
         segment = self.active
         start = sizes.get(segment, segment.size) if segment is not None else 0
         if segment is None or (start and start + length * ALIGN > (segment.room if free else self.segment_bytes)):
-            number, start = self.next_segment, 0
+            path, start = segment_path(self.folder, self.next_segment), 0
+            segment = self.active = Segment(self.next_segment, path, disk=self.disk, overwritable=True)
             self.next_segment += 1
-            path = segment_path(self.folder, number)
-            segment = self.active = Segment(number, path, disk=self.disk, overwritable=True)
             self.catalogue.segments[segment.id] = segment
             if free:
                 old = reuse[segment] = free.pop(0)

@@ -187,13 +187,12 @@ class SsdTier:
         free = [] if full else disk.space.reusable(victims, {segment for segment, _ in disk.doomed})
         carry, store, reuse = _place(disk.space, taken, free, victims)
         sizes = ends((*carry, *store))
-        tails = {one: end for one in disk.space.tails if (end := sizes.get(one, one.size)) < one.room}
+        tails = {one: end for one in disk.space.tails if (end := sizes.get(one, one.size)) < one.room and not one.going}
         disk.hear()
         disk.dooming = bool(disk.doomed or disk.forgotten or disk.nameless or tails)
         erase = [place for place in disk.doomed if place[0].id in self.catalogue.segments]
-        known = disk.forgotten, disk.nameless, disk.dead
+        work = disk.forgotten, disk.nameless, disk.dead, full, carry, store, reuse, dict(disk.deleting), erase, tails
         disk.forgotten, disk.nameless, disk.dead, disk.doomed = [], [], [], []
-        work = *known, full, carry, store, reuse, dict(disk.deleting), erase, tails
         return WritePlan(number, taken, rejected, given_up, victims, *work)
 
     def committed(self, plan: WritePlan) -> None:

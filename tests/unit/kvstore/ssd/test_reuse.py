@@ -13,6 +13,7 @@ from moonpool.kv.layout import KVLayout
 from moonpool.kv.selection import Selection
 from services.kvstore.core.forgetting import forget
 from services.kvstore.operate.verify import verify
+from services.kvstore.ssd.commit import WritePlan
 from services.kvstore.ssd.reader import list_segments
 from services.kvstore.ssd.records import ALIGN, pack_header
 from services.kvstore.ssd.tier import SsdTier
@@ -25,12 +26,13 @@ SEGMENT = 2 * RECORD
 CAPACITY = 4 * SEGMENT
 
 
-def put(ssd: SsdTier, keys: list[BlockKey], block_format: BlockFormat | None = None) -> None:
+def put(ssd: SsdTier, keys: list[BlockKey], block_format: BlockFormat | None = None) -> WritePlan:
     formats = () if block_format is None else (block_format,)
     plan = ssd.plan([block_of(key, "", *formats) for key in keys])
     ssd.commit(plan)
     ssd.committed(plan)
     check(ssd)
+    return plan
 
 
 def full(path: Path, files: FaultyFiles) -> SsdTier:
@@ -86,8 +88,9 @@ def test_a_deletion_waits_until_it_has_gone(tmp_path: Path) -> None:
     ssd = full(tmp_path, files)
     assert not ssd.has_housekeeping
     ssd.erase_tails()
-    files.fail("truncate", OSError(errno.EIO, "broken"))
-    put(ssd, [])
+    files.fail("truncate", error := OSError(errno.EIO, "broken"))
+    plan = put(ssd, [])
+    assert plan.erase_error is error, "it is logged"
     assert ssd.disks[0].erasing
     files.mend()
     plan = ssd.plan([])
