@@ -216,7 +216,7 @@ class Masks:
             self._allowed.waited_ns += self._parsers.waited_ns - waited_ns
 
     def _find(self, row: _Row) -> None:
-        """Writes a row's mask. Other answers may have used up a limit: only the failure of a grammar made anew counts."""
+        """Writes a row's mask. Other answers may have used up a limit: only a failure of a grammar made anew counts."""
         if row.write() or (parser := self._taken(row.after(self._later), self._parsers.anew)) is None:
             return
         row.parser = parser
