@@ -212,11 +212,8 @@ def gguf_of(model: Path, folder: Path, kind: str) -> Path:
     """The same model as a GGUF file in float16, or float32: what its peers read without quantising."""
     from benchmarks.peers.gguf_files import rewrite_gguf, write_gguf
 
-    number = FILE_TYPES[kind]
-    file, metadata = (
-        folder / f"{model.stem if model.is_file() else model.name}-{kind}.gguf",
-        {"general.file_type": number},
-    )
+    file = folder / f"{model.stem if model.is_file() else model.name}-{kind}.gguf"
+    metadata = {"general.file_type": FILE_TYPES[kind]}
     if file.exists():  # another peer has read it
         return file
     if model.is_file():

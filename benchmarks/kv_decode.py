@@ -56,7 +56,7 @@ class NoEngine:
     async def fetch(self, blocks: Sequence[int]) -> None:
         """All blocks are here."""
 
-    def cut(self, step_id: int) -> None:
+    def cut(self, step_id: int, *, hurried: bool = False) -> None:
         """Nothing to cut."""
 
     def abort(self, step_id: int) -> None:

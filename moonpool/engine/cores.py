@@ -131,18 +131,18 @@ class Turns:
     _saved_s: float = 0.0
     _began: float = 0.0
 
-    def give_way(self, aborted: Callable[[], bool]) -> None:
+    def give_way(self, urgent: Callable[[], bool]) -> None:
         """Returns when nobody else computes, at the latest when all that may be waited is used up.
 
         Args:
-            aborted: whether the step that is to begin is wanted no more; then nothing is waited for.
+            urgent: whether the step that is to begin is wanted no more, or at once; then nothing is waited for.
         """
         arrived = now = self.clock()
-        while not aborted() and self.others_compute() and now < arrived + self._saved_s:
+        while not urgent() and self.others_compute() and now < arrived + self._saved_s:
             self.nap(LOOK_S)
             now = self.clock()
         self._saved_s = max(0.0, self._saved_s - (now - arrived))
-        self._began = 0.0 if aborted() else now  # what an aborted step takes says nothing of others
+        self._began = 0.0 if urgent() else now  # what an aborted step takes says nothing of others
 
     def share(self, steps: int = 1) -> float:
         """Which share of the cores that they wanted some steps had, which end now; since the first did not wait."""

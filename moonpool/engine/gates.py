@@ -44,6 +44,7 @@ class Gates:
         self._open: dict[int, int] = {}  # step -> highest open layer
         self._aborted: set[int] = set()
         self._cut: set[int] = set()
+        self._hurried: set[int] = set()
         self._dropped: dict[int, set[int]] = {}  # step -> indices of its sequences
         self._watched: dict[int, Watch] = {}
         self._done: int | None = None  # all steps up to this one are done
@@ -70,11 +71,13 @@ class Gates:
             self._give_up(step_id)
             self._changed.notify_all()
 
-    def cut(self, step_id: int) -> None:
-        """Ends a run with the step that is being computed. Ignored once it is done."""
+    def cut(self, step_id: int, *, hurried: bool = False) -> None:
+        """Ends a run with the step that is being computed, at once if `hurried`. Ignored once it is done."""
         with self._changed:
             if not self._is_done(step_id):
                 self._cut.add(step_id)
+                if hurried:
+                    self._hurried.add(step_id)
                 if step_id in self._watched:
                     self._watched[step_id].wait()
 
@@ -96,6 +99,10 @@ class Gates:
     def aborted(self, step_id: int) -> bool:
         """Whether the step was given up."""
         return step_id in self._aborted  # one look-up: needs no lock
+
+    def is_urgent(self, step_id: int) -> bool:
+        """Whether nothing else may go before the step: it was given up, or somebody waits for its end."""
+        return step_id in self._aborted or step_id in self._hurried
 
     def wait(self, step_id: int, layer: int, timeout_s: float) -> bool:
         """Waits for a layer's gate.
@@ -128,6 +135,7 @@ class Gates:
             self._open = {step: layer for step, layer in self._open.items() if step > step_id}
             self._aborted = {step for step in self._aborted if step > step_id}
             self._cut = {step for step in self._cut if step > step_id}
+            self._hurried = {step for step in self._hurried if step > step_id}
             self._dropped = {step: shares for step, shares in self._dropped.items() if step > step_id}
             self._watched = {step: watch for step, watch in self._watched.items() if step > step_id}
 

@@ -87,8 +87,11 @@ class Engine(Protocol):
             Unavailable: The engine has failed.
         """
 
-    def cut(self, step_id: int) -> None:
-        """Ends a run with the step that is being computed, or the one after it; late calls are ignored."""
+    def cut(self, step_id: int, *, hurried: bool = False) -> None:
+        """Ends a run with the step that is being computed, or the one after it; late calls are ignored.
+
+        `hurried`: somebody waits who is not patient, so the step lets nothing else go before.
+        """
 
     def abort(self, step_id: int) -> None:
         """Gives a step up before its next layer. May precede `run`; late calls are ignored; `run` still returns."""

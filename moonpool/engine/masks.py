@@ -20,7 +20,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from moonpool.checkpoint import Tokenizer
-from moonpool.engine.parsers import Parser, Parsers
+from moonpool.engine.parsers import Parsers
 from moonpool.grammar import Grammar
 from moonpool.sched.steps import Step
 
@@ -103,7 +103,7 @@ class _Row:
     grammar: Grammar
     answer: bytes
     """When the run began."""
-    parser: Parser
+    parser: LLMatcher
     bits: tuple[int, int]
     """Address and bytes of its mask."""
 
@@ -111,6 +111,11 @@ class _Row:
         """The mask that is wanted after these steps' tokens."""
         tokens = array("i", [its[self.index] for its in later])
         return Wanted(self.index, self.grammar, self.answer + tokens.tobytes())
+
+    def write(self) -> bool:
+        """Writes its mask; False where there is none."""
+        self.parser.unsafe_compute_mask_ptr(*self.bits)
+        return not self.parser.is_error()
 
 
 class Masks:
@@ -171,7 +176,7 @@ class Masks:
         if self._look():
             return self._first([row.after(self._later) for row in self._rows])
         for row in self._rows:
-            row.parser.matcher.consume_token(tokens[row.index])
+            row.parser.consume_token(tokens[row.index])
             self._find(row)
         return self._allowed
 
@@ -191,7 +196,6 @@ class Masks:
     def _open(self, wanted: Sequence[Wanted]) -> None:
         """From now on these are the rows."""
         self._rows, self._later, self._allowed = [], [], Allowed()
-        waited_ns = self._parsers.waited_ns
         for it in wanted:
             parser = self._taken(it, self._parsers.take)
             if parser is None:
@@ -199,28 +203,25 @@ class Masks:
             bits = np.zeros(-(-self._parsers.tokenizer.vocab_size // WORD_BITS), np.uint32)
             self._allowed.masks[it.index] = bits.data.cast("B")
             self._rows.append(_Row(it.index, it.grammar, it.answer, parser, (bits.ctypes.data, bits.nbytes)))
-        self._allowed.waited_ns = self._parsers.waited_ns - waited_ns
 
-    def _taken(self, it: Wanted, take: Callable[[Grammar, bytes], Parser]) -> Parser | None:
+    def _taken(self, it: Wanted, take: Callable[[Grammar, bytes], LLMatcher]) -> LLMatcher | None:
         """A sequence's parser; None where there is none, which fails the sequence."""
+        waited_ns = self._parsers.waited_ns
         try:
             return take(it.grammar, it.answer)
         except Exception as error:  # of the library, or the checkpoint has no tokenizer: other sequences go on
             self._allowed.failed[it.index] = _reason(it.grammar, repr(error))
             return None
+        finally:
+            self._allowed.waited_ns += self._parsers.waited_ns - waited_ns
 
     def _find(self, row: _Row) -> None:
-        """Writes a row's mask. What its parser was taught may meet a limit that the answer by itself does not meet."""
-        matcher = row.parser.matcher
-        matcher.unsafe_compute_mask_ptr(*row.bits)
-        if not matcher.is_error():
+        """Writes a row's mask. Other answers may have used up a limit: only a failure of a grammar made anew counts."""
+        if row.write() or (parser := self._taken(row.after(self._later), self._parsers.anew)) is None:
             return
-        untaught = self._taken(row.after(self._later), self._parsers.untaught) if row.parser.taught else None
-        if untaught is not None:
-            row.parser = untaught
-            self._find(row)
-        else:
-            self._allowed.failed.setdefault(row.index, _reason(row.grammar, matcher.get_error()))
+        row.parser = parser
+        if not row.write():
+            self._allowed.failed[row.index] = _reason(row.grammar, parser.get_error())
 
 
 def _reason(grammar: Grammar, error: str) -> str:

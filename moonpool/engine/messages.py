@@ -119,6 +119,8 @@ class CutRun:
     """End the run with the step that is being computed."""
 
     step_id: int
+    hurried: bool = False
+    """That step lets nothing else go before any more."""
 
 
 @dataclass(frozen=True, slots=True)

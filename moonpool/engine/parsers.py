@@ -4,8 +4,9 @@ A parser is a function of the grammar and the answer so far. It is kept only to 
 anew from the answer, so nothing is lost with a preempted or moved sequence, nor when all are given up because the
 process holds too much.
 
-The library learns as it goes: for each state of a text that a parser has met it knows at once what may follow, and a
-copy of the parser knows it, too. So answers begin with a copy of one that an earlier answer of the grammar has taught.
+The library learns as it goes: what it has found out about texts is shared by all parsers that come from one compiled
+grammar, so later answers take it less time. But the states that it may know (`LIMITS`) are counted for all of them
+together, too: when other answers have used them up, a grammar is compiled anew (`Parsers.anew`).
 
 What takes long is done on a thread of its own, and native kernels leave that thread a core: compiling a grammar, and
 reading the tokenizer, which takes up to a second and 150 MB with 152k tokens and is done for the first request with a
@@ -19,7 +20,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -33,28 +33,12 @@ from moonpool.kv.keys import tokens_from_bytes
 MAX_GRAMMARS = 64
 MAX_PARSERS = 512
 TOKEN_BYTES = 4
-TAUGHT, MAX_TAUGHT = 16, 1024
-"""Tokens that the parser from which answers begin has met: it is replaced by one that has met so many more, up to the
-latter. So it takes no more memory than one answer as long."""
 SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 3, 4, 6, 20))]
 """Tokens that match one of these expressions are allowed together where a format allows the expression; only the others
 are looked at one by one. The library's own, and shorter texts: for those whose longest length is near."""
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-
-@dataclass(frozen=True, slots=True)
-class Parser:
-    """The library's one, and what it knows."""
-
-    matcher: LLMatcher
-    taught: int = 0
-    """Tokens of earlier answers that it, or what it is a copy of, has met."""
-
-    def copy(self) -> Parser:
-        """Another one, at the same place."""
-        return Parser(self.matcher.deep_copy(), self.taught)
 
 
 class Parsers:
@@ -87,9 +71,7 @@ class Parsers:
         self._full = full
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._grammars: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._parsers: OrderedDict[tuple[Grammar, bytes], Parser] = OrderedDict()
-        self._taught: OrderedDict[Grammar, Parser] = OrderedDict()
-        """At the beginning of answers."""
+        self._parsers: OrderedDict[tuple[Grammar, bytes], LLMatcher] = OrderedDict()
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -103,7 +85,7 @@ class Parsers:
         known = (grammar, answer) in self._parsers or (grammar, answer[:-TOKEN_BYTES]) in self._parsers
         return None if known else self._compiled(grammar)
 
-    def take(self, grammar: Grammar, answer: bytes) -> Parser:
+    def take(self, grammar: Grammar, answer: bytes) -> LLMatcher:
         """The parser behind an answer, at best the one that was kept there or before its last token.
 
         Args:
@@ -118,34 +100,29 @@ class Parsers:
             return known
         before = self._parsers.pop((grammar, answer[:-TOKEN_BYTES]), None) if answer else None
         if before is not None:
-            before.matcher.consume_token(int.from_bytes(answer[-TOKEN_BYTES:], "little"))
+            before.consume_token(int.from_bytes(answer[-TOKEN_BYTES:], "little"))
             return before
-        compiled = self._awaited(grammar)
-        return _behind(self._taught.get(grammar, Parser(compiled)), answer)
+        return self._begun(grammar, answer)
 
-    def untaught(self, grammar: Grammar, answer: bytes) -> Parser:
-        """As `take`, where the parser that it gave has met a limit: one that knows nothing but the answer.
+    def anew(self, grammar: Grammar, answer: bytes) -> LLMatcher:
+        """As `take`, where the parser that it gave has failed: of the grammar compiled anew, for this answer.
 
-        What a taught one knows counts for some of the library's limits.
+        Those that are kept share what has failed: they go with it.
         """
-        self._taught.pop(grammar, None)
-        return _behind(Parser(self._awaited(grammar)), answer)
+        self._grammars.pop(grammar, None)
+        for key in [key for key in self._parsers if key[0] == grammar]:
+            del self._parsers[key]
+        return self._begun(grammar, answer)
 
-    def keep(self, grammar: Grammar, answer: bytes, parser: Parser) -> None:
-        """Keeps a parser for those who go on with its answer; what it knows is for answers that begin."""
+    def keep(self, grammar: Grammar, answer: bytes, parser: LLMatcher) -> None:
+        """Keeps a parser for those who go on with its answer."""
         _keep(self._parsers, (grammar, answer), parser, MAX_PARSERS)
-        knows, known = parser.taught + len(answer) // TOKEN_BYTES, self._taught.get(grammar)
-        if (0 if known is None else known.taught) + TAUGHT <= knows <= MAX_TAUGHT:
-            begin = parser.matcher.deep_copy()
-            if begin.reset():
-                _keep(self._taught, grammar, Parser(begin, knows), MAX_GRAMMARS)
 
     def make_room(self) -> bool:
         """Gives all up where the process holds too much: what is needed is made anew. Returns whether it did."""
         if not self._full():
             return False
         self._parsers.clear()
-        self._taught.clear()
         self._grammars.clear()
         give_back()
         return True
@@ -153,6 +130,13 @@ class Parsers:
     def close(self) -> None:
         """Ends the thread."""
         self._thread.shutdown(cancel_futures=True)
+
+    def _begun(self, grammar: Grammar, answer: bytes) -> LLMatcher:
+        """A copy of the compiled one that has read an answer."""
+        parser = self._awaited(grammar).deep_copy()
+        if answer:
+            parser.consume_tokens(tokens_from_bytes(answer).tolist())
+        return parser
 
     def _awaited(self, grammar: Grammar) -> LLMatcher:
         compiled, began_ns = self._compiled(grammar), time.monotonic_ns()
@@ -179,14 +163,6 @@ class Parsers:
             parser = LLMatcher(self.tokenizer, grammar.compiled(), log_level=0, limits=LIMITS)
             parser.deep_copy().compute_bitmask()
             return parser
-
-
-def _behind(begin: Parser, answer: bytes) -> Parser:
-    """A copy that has read an answer."""
-    parser = begin.copy()
-    if answer:
-        parser.matcher.consume_tokens(tokens_from_bytes(answer).tolist())
-    return parser
 
 
 def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:

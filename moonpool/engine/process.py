@@ -189,9 +189,9 @@ class ProcessEngine:
         """See `Engine.drop`."""
         self._send(DropShare(step_id, index))
 
-    def cut(self, step_id: int) -> None:
+    def cut(self, step_id: int, *, hurried: bool = False) -> None:
         """See `Engine.cut`."""
-        self._send(CutRun(step_id))
+        self._send(CutRun(step_id, hurried))
 
     def abort(self, step_id: int) -> None:
         """See `Engine.abort`."""

@@ -47,8 +47,8 @@ class StageRunner:
     gate_timeout_s: float
     masks: Masks | None = None
     """Of the last stage; None = answers have no format."""
-    give_way: Callable[[Callable[[], bool]], None] = lambda aborted: None
-    """Called in the beginning of a patient step, with what tells whether the step was aborted."""
+    give_way: Callable[[Callable[[], bool]], None] = lambda urgent: None
+    """Called in the beginning of a patient step, with what tells whether it may not wait (any more)."""
     share: Callable[[int], float] = lambda steps: 1.0
     """Which share of the cores that it wanted this process had since it was asked before, so many steps ago
     (`moonpool.engine.cores`)."""
@@ -296,7 +296,7 @@ class StageRunner:
         """Gives way first where the step is patient."""
         start_ns = time.monotonic_ns()
         if step.patient:
-            self.give_way(partial(self.gates.aborted, step.step_id))
+            self.give_way(partial(self.gates.is_urgent, step.step_id))
         return _Clocks(start_ns, time.monotonic_ns(), time.thread_time_ns())
 
     def _share(self, run: Run, clocks: _Clocks, steps: int = 1) -> float:

@@ -85,7 +85,7 @@ class Receiver:
                 elif isinstance(message, DropShare):
                     self._gates.drop(message.step_id, message.index)
                 elif isinstance(message, CutRun):
-                    self._gates.cut(message.step_id)
+                    self._gates.cut(message.step_id, hurried=message.hurried)
                 elif isinstance(message, AbortStep):
                     self._gates.abort(message.step_id)
                 else:

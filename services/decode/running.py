@@ -59,9 +59,9 @@ class Running:
         self._order = run
         self._wake.set()
 
-    def cut(self, step: int) -> None:
-        """The run ends with the step that is being computed."""
-        self._engine.cut(step)
+    def cut(self, step: int, *, hurried: bool = False) -> None:
+        """The run ends with the step that is being computed; see `Cut`."""
+        self._engine.cut(step, hurried=hurried)
 
     def close(self) -> None:
         """Nothing is begun any more."""

@@ -337,8 +337,8 @@ class DecodeShell:
         match action:
             case Run():
                 self.running.order(action)
-            case Cut(step):
-                self.running.cut(step)
+            case Cut(step, hurried):
+                self.running.cut(step, hurried=hurried)
             case Grew(number, block):
                 self._live.sequences[number].table += (block,)
             case Table(number, blocks):

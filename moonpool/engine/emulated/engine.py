@@ -195,7 +195,7 @@ class EmulatedEngine:
         """See `Engine.drop`."""
         self._flight(step_id).dropped.add(index)
 
-    def cut(self, step_id: int) -> None:
+    def cut(self, step_id: int, *, hurried: bool = False) -> None:
         """Each run ends with its first step."""
 
     def abort(self, step_id: int) -> None:

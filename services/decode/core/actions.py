@@ -80,6 +80,8 @@ class Cut:
     """End the run with the step that is being computed: there is something to decide."""
 
     step: int
+    hurried: bool = False
+    """It is patient, and who waits is not: the step lets nothing else go before any more."""
 
 
 @frozen

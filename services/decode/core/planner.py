@@ -147,7 +147,7 @@ class Planner:
     def cut(self, out: list[Action], *, leaving: bool) -> None:
         """Something has happened: a run ends with this step if somebody waits for its end."""
         if self.flight is not None and (leaving or self.ready or self.catching or self._parking.parked):
-            self.flight = self.flight.cut(out)
+            self.flight = self.flight.cut(out, self.ready, self.catching, self._parking.parked)
 
     def not_computed(self, flight: Flight, out: list[Action]) -> None:
         """A step was given up, so its copies were not made."""

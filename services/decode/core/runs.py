@@ -33,10 +33,12 @@ class Flight:
     """Steps of the run that are not over."""
     is_cut: bool = False
     """It was told to end with this step."""
+    is_hurried: bool = False
+    """And to let nothing else go before."""
 
     def advanced(self, now: float, steps: int, context: int) -> "Flight":
         """So many steps are over, and it goes on."""
-        return Flight(self.run, context, now, self.copies, self.left - steps, self.is_cut)
+        return Flight(self.run, context, now, self.copies, self.left - steps, self.is_cut, self.is_hurried)
 
     def overdue(self, now: float, speeds: Speeds) -> Speeds:
         """The engine's speeds, slower where the step that is being computed takes too long."""
@@ -48,12 +50,13 @@ class Flight:
         late = (now - self.began) / expected_s if expected_s else 1.0
         return speeds.slowed_decode(late) if late > OVERDUE else speeds
 
-    def cut(self, out: list[Action]) -> "Flight":
-        """Ends with the step that is being computed."""
-        if self.left == 1 or self.is_cut:
+    def cut(self, out: list[Action], *waiting: list[Request]) -> "Flight":
+        """Ends with the step that is being computed, and that at once where one of those who wait is not patient."""
+        hurried = self.run.patient and not all(it.patient for its in waiting for it in its)
+        if (self.left == 1 or self.is_cut) and hurried <= self.is_hurried:
             return self
-        out.append(Cut(self.run.step))
-        return Flight(self.run, self.context, self.began, self.copies, self.left, is_cut=True)
+        out.append(Cut(self.run.step, hurried))
+        return Flight(self.run, self.context, self.began, self.copies, self.left, is_cut=True, is_hurried=hurried)
 
 
 def short_of_blocks(batch: Batch, config: CoreConfig) -> list[tuple[Request, Member]]:

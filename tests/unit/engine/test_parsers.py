@@ -1,76 +1,98 @@
-"""Parsers that know what earlier answers have met give the masks of those that know nothing."""
+"""Parsers of a grammar share what they have learnt: it changes no mask, and its limit ends no later answer."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 
 import moonpool.bundled
+import moonpool.engine.parsers
 from moonpool.checkpoint import Tokenizer, load_config
-from moonpool.engine.parsers import MAX_TAUGHT, TAUGHT, Parser, Parsers
+from moonpool.engine.masks import Masks, Wanted
+from moonpool.engine.parsers import Parsers
 from moonpool.grammar import Grammar
 
 FOLDER = Path(moonpool.bundled.__file__).parent / "tiny"
 CONFIG = load_config(FOLDER)
-GRAMMAR = Grammar("json_object", "")
+MANY = Grammar("regex", "([a-f ]*a[a-f ]{9}){1,50}")
+"""Each answer meets other states of it."""
+SEEDS = range(12)
 
 
 @pytest.fixture
-def parsers() -> Iterator[Parsers]:
-    made = Parsers(lambda: Tokenizer.load(FOLDER), CONFIG.vocab_size, CONFIG.eos_token_ids, nullcontext, lambda: False)
-    yield made
-    made.close()
+def parsers() -> Iterator[Callable[[], Parsers]]:
+    made: list[Parsers] = []
+
+    def make() -> Parsers:
+        load, ends = (lambda: Tokenizer.load(FOLDER)), CONFIG.eos_token_ids
+        made.append(Parsers(load, CONFIG.vocab_size, ends, nullcontext, lambda: False))
+        return made[-1]
+
+    yield make
+    for its in made:
+        its.close()
 
 
-def follow(parser: Parser, seed: int, tokens: int) -> list[bytes]:
-    """The masks of an answer of so many tokens, and then the tokens."""
+@pytest.fixture
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = LLParserLimits(max_lexer_states=1_000, verbose_errors=False)
+    monkeypatch.setattr(moonpool.engine.parsers, "LIMITS", limits)
+
+
+def follow(parser: LLMatcher, seed: int, tokens: int = 20) -> list[bytes]:
+    """The masks of an answer of so many tokens, and then the tokens; fewer where it has ended or failed."""
     random, answer, masks = Random(seed), array("i"), []
     for _ in range(tokens):
-        masks.append(parser.matcher.compute_bitmask())
-        bits = int.from_bytes(masks[-1], "little")
+        bits = int.from_bytes(mask := parser.compute_bitmask(), "little")
         fits = [token for token in range(CONFIG.vocab_size) if bits >> token & 1 and token not in CONFIG.eos_token_ids]
+        if parser.is_error() or not fits:
+            break
+        masks.append(mask)
         answer.append(random.choice(fits))
-        assert parser.matcher.consume_token(answer[-1])
+        assert parser.consume_token(answer[-1])
     return [*masks, answer.tobytes()]
 
 
-def test_an_answer_begins_with_what_earlier_ones_have_met_and_has_the_same_masks(parsers: Parsers) -> None:
-    first = parsers.take(GRAMMAR, b"")
-    assert first.taught == 0
-    *_, answer = follow(first, 1, TAUGHT - 1)
-    parsers.keep(GRAMMAR, answer, first)
-    assert parsers.take(GRAMMAR, b"").taught == 0, "that is little"
-    assert parsers.take(GRAMMAR, answer) is first
-    *_, more = follow(first, 2, 3)
-    parsers.keep(GRAMMAR, answer + more, first)
-    second = parsers.take(GRAMMAR, b"")
-    assert second.taught == TAUGHT + 2
-    expected = follow(parsers.take(GRAMMAR, b""), 3, 20)
-    parsers.untaught(GRAMMAR, b"")
-    anew = parsers.take(GRAMMAR, b"")
-    assert (anew.taught, follow(anew, 3, 20)) == (0, expected)
-    follow(second, 4, 1)
-    assert parsers.take(GRAMMAR, answer + more) is first, "it is where it was"
+def test_what_earlier_answers_have_met_changes_no_mask(parsers: Callable[[], Parsers]) -> None:
+    for grammar in (Grammar("json_object", ""), MANY):
+        used, fresh = parsers(), parsers()
+        for seed in range(3):
+            follow(used.take(grammar, b""), seed)
+        assert follow(used.take(grammar, b""), 3) == follow(fresh.take(grammar, b""), 3)
 
 
-def test_what_is_met_is_bounded(parsers: Parsers) -> None:
-    grammar, [a] = Grammar("regex", "a*"), Tokenizer.load(FOLDER).encode("a", add_special=False)
-    parser = parsers.take(grammar, b"")
-    assert parser.matcher.consume_tokens([a] * (MAX_TAUGHT + 1))
-    answer = array("i", [a] * (MAX_TAUGHT + 1)).tobytes()
-    parsers.keep(grammar, answer, parser)
-    assert parsers.take(grammar, b"").taught == 0
-    parsers.keep(grammar, answer[4:], parsers.untaught(grammar, answer[4:]))
-    assert parsers.take(grammar, b"").taught == MAX_TAUGHT
+@pytest.mark.usefixtures("few_states")
+def test_a_grammar_whose_states_earlier_answers_have_used_up_is_compiled_anew(
+    parsers: Callable[[], Parsers],
+) -> None:
+    made = parsers()
+    *_, begun = follow(made.take(MANY, b""), 0, 5)
+    last = made.take(MANY, begun)
+    for seed in SEEDS:
+        *_, answer = follow(kept := made.take(MANY, b""), seed)
+        if kept.is_error():
+            break
+        made.keep(MANY, answer, kept)
+    else:
+        pytest.fail("they never were used up")
+    assert len(follow(last, 1)) <= 20, "the library counts them for all its copies: else nothing need be made anew"
+    anew = made.anew(MANY, begun)
+    assert follow(anew, 1) == follow(parsers().take(MANY, begun), 1)
+    assert not made.take(MANY, b"").is_error()
 
 
-def test_a_parser_without_what_was_met_is_behind_the_same_answer(parsers: Parsers) -> None:
-    parser = parsers.take(GRAMMAR, b"")
-    *_, answer = follow(parser, 1, TAUGHT)
-    parsers.keep(GRAMMAR, answer, parser)
-    taught, untaught = parsers.take(GRAMMAR, answer), parsers.untaught(GRAMMAR, answer)
-    assert untaught.taught == 0
-    assert follow(untaught, 5, 10) == follow(taught, 5, 10)
+@pytest.mark.usefixtures("few_states")
+def test_answers_go_on_when_earlier_ones_have_used_up_a_grammars_states() -> None:
+    masks = Masks(lambda: Tokenizer.load(FOLDER), CONFIG.vocab_size, CONFIG.eos_token_ids)
+    for seed in SEEDS:
+        random, made = Random(seed), masks.begin([Wanted(0, MANY, b"")])
+        for _ in range(20):
+            assert made is not None
+            assert made.now().failed == {}
+            bits = int.from_bytes(made.now().masks[0], "little")
+            made = masks.go_on([random.choice([token for token in range(3, CONFIG.vocab_size) if bits >> token & 1])])
+    masks.close()

@@ -215,9 +215,9 @@ def test_patient_steps_give_way(checkpoint: Path) -> None:
         called: list[int] = []
         waited_ns: list[int] = []
 
-        def give_way(aborted: Callable[[], bool]) -> None:
+        def give_way(urgent: Callable[[], bool]) -> None:
             called.append(len(one.events))
-            assert not aborted()
+            assert not urgent()
             began_ns = time.monotonic_ns()
             while time.monotonic_ns() == began_ns:
                 pass
@@ -236,11 +236,26 @@ def test_who_gives_way_hears_that_the_step_is_aborted(checkpoint: Path) -> None:
     with stages(checkpoint, 1) as one:
         heard: list[bool] = []
 
-        def give_way(aborted: Callable[[], bool]) -> None:
-            heard.append(aborted())
+        def give_way(urgent: Callable[[], bool]) -> None:
+            heard.append(urgent())
             one.gates[0].abort(1)
-            heard.append(aborted())
+            heard.append(urgent())
 
         one.runners[0].give_way = give_way
         [done] = one.run(replace(whole(1), patient=True))
         assert (heard, done.aborted) == ([False, True], True)
+
+
+def test_who_gives_way_hears_that_somebody_waits_who_is_not_patient(checkpoint: Path) -> None:
+    with stages(checkpoint, 1) as one:
+        heard: list[bool] = []
+
+        def give_way(urgent: Callable[[], bool]) -> None:
+            for hurried in (False, True):
+                one.gates[0].cut(1, hurried=hurried)
+                heard.append(urgent())
+
+        one.runners[0].give_way = give_way
+        [done] = one.run(replace(whole(1), patient=True, steps=6))
+        assert (heard, done.aborted, done.over) == ([False, True], False, True)
+        assert not len(one.gates[0])

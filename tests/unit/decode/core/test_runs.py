@@ -234,6 +234,24 @@ def test_a_run_is_cut_for_who_waits_and_for_nobody_else() -> None:
     assert core.requests[2].members[0].tokens + core.planner.batch.ticks == 6
 
 
+@pytest.mark.parametrize("run_steps", [9, 1])
+def test_a_patient_step_is_hurried_for_who_waits_and_is_not_patient(run_steps: int) -> None:
+    config = CoreConfig(num_blocks=40, block_tokens=64, block_bytes=1, max_batch=4, lease_s=1.0, run_steps=run_steps)
+    core, out = DecodeCore(config), list[Action]()
+    core.handle(0.0, StreamOpened(1, "c"), out)
+    for number in (1, 2, 3, 4):
+        for event in (Reserve(number, (), 5, 5, 50), Open(number), Arrived(number)):
+            core.handle(0.0, event, out)
+        core.handle(0.0, Start(number, 1, 0, patient=number < 3), out)
+    cuts = [Cut(1), Cut(1, hurried=True)] if run_steps > 1 else [Cut(1, hurried=True)]
+    assert [action for action in out if isinstance(action, Run | Cut)] == [
+        Run(1, (1,), steps=run_steps, patient=True),
+        *cuts,
+    ]
+    core.handle(0.0, StepDone(1, False, 0.0), out)
+    assert out[-1] == Run(2, (1, 2, 3, 4), steps=run_steps)
+
+
 def begun(config: CoreConfig, total: int = 14) -> tuple[DecodeCore, list[Action]]:
     """A core whose one sequence has 5 tokens of a prompt and its first one; and the actions."""
     core, out = DecodeCore(config), list[Action]()
