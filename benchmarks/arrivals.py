@@ -19,10 +19,10 @@ def at_rate(requests: Sequence[TraceRequest], rate: float) -> list[TraceRequest]
 
 
 def apart(times: Sequence[float]) -> list[float]:
-    """Sorted times, equal ones spread until the next one; the last ones as far apart as those before."""
+    """Sorted times, equal ones spread until the next one; the last ones as far apart as those before, or over 1."""
     instants = [(at, len(list(same))) for at, same in groupby(times)]
     spans = [after - at for (at, _), (after, _) in pairwise(instants)]
-    spans.append(spans[-1] if spans else 0.0)
+    spans.append(spans[-1] if spans else 1.0)
     return [
         at + span * place / count for (at, count), span in zip(instants, spans, strict=True) for place in range(count)
     ]

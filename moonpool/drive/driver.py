@@ -78,7 +78,7 @@ class Driver(Generic[E, A]):
         What the core or an action raises is raised here: only who can say whose event it was may go on.
 
         A post from within `perform` is handled after the action's own event. When many events wait, the rest are
-        handled in the loop's next turns. After `close` it does nothing.
+        handled in the loop's next turns, where nobody hears what they meet. After `close` it does nothing.
         """
         if self._closed:
             return
@@ -86,12 +86,23 @@ class Driver(Generic[E, A]):
         if not self._draining and self._turn is None:
             self._drain()
 
+    def ask(self, event: E) -> None:
+        """As `post`, but what waits is handled before, so that nothing of this event is put off but what it leads to.
+
+        What it meets is raised here, and nothing that others have posted: that fails the driver.
+        """
+        self.settle()
+        self.post(event)
+
     def settle(self) -> None:
-        """Handles what waits now, also when that takes longer than a turn. Without effect within `perform`."""
+        """Handles what waits now, also when that takes longer than a turn. Without effect within `perform`.
+
+        Others have posted it: what is raised fails the driver.
+        """
         while self._events and not self._draining:
             if self._turn is not None:
                 self._turn.cancel()
-            self._drain()
+            self._drain_unheard()
 
     def close(self) -> None:
         """Stops ticks and events; the core stays as it is."""
@@ -134,16 +145,19 @@ class Driver(Generic[E, A]):
     def _handle(self, event: E | Tick) -> None:
         self._now = now = max(self._now, self._clock())
         actions: list[A] = []
+        failed: Exception | None = None
         if self._journal is not None:
             self._journal.before(self.core)
-        self.core.handle(now, event, actions)
+        try:
+            self.core.handle(now, event, actions)
+        except Exception as defect:
+            failed = defect
         if self._journal is not None:
             self._journal.record(now, event, actions)
-        self._do(actions)
+        self._do(actions, failed)
 
-    def _do(self, actions: list[A]) -> None:
-        """One action's defect does not keep the others from being done: each I/O of theirs is to end."""
-        failed: Exception | None = None
+    def _do(self, actions: list[A], failed: Exception | None) -> None:
+        """A defect, also the core's own, does not keep actions from being done: each I/O of theirs is to end."""
         for action in actions:
             try:
                 self._perform(action)

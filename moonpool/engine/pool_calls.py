@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from moonpool.errors import Unavailable
 from moonpool.sched.forgetting import ForgetKV, Forgot
 from moonpool.sched.lending import LendBlocks, Lent, TakeBack
 
@@ -10,13 +11,13 @@ class PoolCalls:
     """Asks the core.
 
     Args:
-        post: hands it an event.
-        settle: has it handle what waits.
+        ask: has it handle what a peer wants, before it returns; raises what that meets.
+        tell: the same for what nobody waits for: raises nothing.
     """
 
-    def __init__(self, post: Callable[[ForgetKV | LendBlocks | TakeBack], None], settle: Callable[[], None]) -> None:
-        self._post = post
-        self._settle = settle
+    def __init__(self, ask: Callable[[ForgetKV | LendBlocks], None], tell: Callable[[TakeBack], None]) -> None:
+        self._ask = ask
+        self._tell = tell
         self._forgot: dict[int, int] = {}
         self._lent: dict[int, tuple[int, ...]] = {}
 
@@ -28,17 +29,21 @@ class PoolCalls:
             self._lent[action.number] = action.blocks
 
     def forget(self, event: ForgetKV) -> int:
-        """Deletes KV from the pool; how many blocks."""
-        self._post(event)
-        self._settle()
+        """Deletes KV from the pool; how many blocks.
+
+        Raises:
+            Unavailable: the core has stopped.
+        """
+        self._ask(event)
+        if event.number not in self._forgot:
+            raise Unavailable("the instance stops")
         return self._forgot.pop(event.number)
 
     def lend(self, event: LendBlocks) -> tuple[int, ...]:
         """Blocks that may be read until `take_back`; none where the core has stopped."""
-        self._post(event)
-        self._settle()
+        self._ask(event)
         return self._lent.pop(event.number, ())
 
     def take_back(self, event: TakeBack) -> None:
         """The blocks are not read any more."""
-        self._post(event)
+        self._tell(event)

@@ -54,7 +54,11 @@ class Cluster:
         self._orders[member.id] = tell
         if earlier is not None and earlier.instance.incarnation != member.instance.incarnation:
             self._lost(earlier, "was restarted")
-        self._post(Joined(instance_facts(hello)))
+        try:
+            self._post(Joined(instance_facts(hello)))
+        except Exception:  # its stream ends, and has nobody yet who would leave
+            self.leave(member, lost=False)
+            raise
         return member
 
     def leave(self, member: Member, *, lost: bool) -> None:

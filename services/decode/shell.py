@@ -110,7 +110,7 @@ class DecodeShell:
         self._answers: dict[int, Promised | Refused] = {}
         self.taken = 0
         """Promises given so far."""
-        self.pool = PoolCalls(self._post, self._driver.settle)
+        self.pool = PoolCalls(self._order, self._post)
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
         self.log = TokenLog(self._live, self._streams)
@@ -158,6 +158,7 @@ class DecodeShell:
         Raises:
             Overloaded: there is no room now, or the time between tokens cannot be kept.
             InvalidRequest: it could never fit, or there is nothing to generate.
+            Unavailable: the core has stopped.
         """
         tokens, total = sequence_lengths(incoming, self.core.config, self._max_tokens)
         number, self._next = self._next, self._next + incoming.width
@@ -167,8 +168,9 @@ class DecodeShell:
         asked = keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s
         kept = incoming.priority, incoming.tenant, incoming.transient, incoming.logprob_bytes
         self._order(Reserve(number, *asked, beams, bool(secret), fence, *kept))
-        self._driver.settle()
-        answer = self._answers.pop(number)
+        answer = self._answers.pop(number, None)
+        if answer is None:
+            raise Unavailable("the instance stops")
         if isinstance(answer, Refused):
             raise Overloaded(
                 answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
@@ -196,7 +198,6 @@ class DecodeShell:
         if live.transfer.state is not TransferState.PROMISED:
             raise TransferFailed(f"transfer {live.id} was opened before")
         self._order(Open(live.id, older))
-        self._driver.settle()
         if not live.table:
             raise TransferFailed(f"transfer {live.id} is over")
         live.send_verdict = send_verdict
@@ -328,8 +329,8 @@ class DecodeShell:
         self.notify()
 
     def _order(self, event: Event) -> None:
-        """Posts what a peer orders for one request; raises what that meets, which ends this request or the stream."""
-        self._driver.post(event)
+        """Has done what a peer orders; raises what that meets, which ends the request, the call or the stream."""
+        self._driver.ask(event)
         self.notify()
 
     def _perform(self, action: Action) -> None:

@@ -26,12 +26,12 @@ class Copying:
 
     Args:
         loading: reads blocks.
-        post: tells the core.
+        ask: tells the core; raises what that meets.
     """
 
-    def __init__(self, loading: Loading, post: Callable[[CopyIn], None]) -> None:
+    def __init__(self, loading: Loading, ask: Callable[[CopyIn], None]) -> None:
         self._loading = loading
-        self._post = post
+        self._ask = ask
         self._numbers = itertools.count(1)
         self._orders: dict[int, tuple[CopyIn, kv_pb2.Instance]] = {}
 
@@ -48,7 +48,11 @@ class Copying:
         number, peer = next(self._numbers), message.source.kind != kv_pb2.INSTANCE_KIND_KVSTORE
         event = CopyIn(number, tuple(keys), Source(name_of(message.source), len(keys), peer), message.tenant)
         self._orders[number] = event, message.source
-        self._post(event)
+        try:
+            self._ask(event)
+        except Exception:  # a defect costs the copy, not the instance
+            log.exception("an order to copy blocks cannot be carried out", source=message.source.id)
+            self.ended(number)
 
     def work(self, action: CopyBlocks) -> Callable[[], Coroutine[Any, Any, LoadEnded]]:
         """Reads the blocks."""
@@ -66,7 +70,7 @@ class Copying:
 
     def ended(self, number: int) -> None:
         """A copy is over."""
-        del self._orders[number]
+        self._orders.pop(number, None)
 
 
 def _nothing_waits(_: int) -> None:

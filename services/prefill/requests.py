@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from moonpool.cluster.instances import check_instance
 from moonpool.contracts import logprobs_to_proto
 from moonpool.engine.incoming import IncomingRequest
-from moonpool.errors import InvalidRequest, MoonpoolError
+from moonpool.errors import Internal, InvalidRequest, MoonpoolError
 from moonpool.logprobs import Logprobs
-from moonpool.sched.steps import History, Several
+from moonpool.sched.steps import History, Several, StepResult
 from moonpool.v1 import kv_pb2, prefill_pb2
-from services.prefill.core.actions import TellToken
+from services.prefill.core.actions import ChunkOrder, TellToken
 from services.prefill.core.events import Arrive, Copy, Source
 
 MAX_EVENTS = 8
@@ -128,13 +128,23 @@ class Request:
             max_queue_s=self.max_queue_s,
         )
 
-    def sampled(self, found: Several, logprobs: Logprobs | None) -> None:
-        """The tokens after the prompt are known."""
-        self.first, self.logprobs = found, logprobs
+    def computed(self, chunk: ChunkOrder, index: int, result: StepResult) -> None:
+        """Takes what a step, of which it is the sequence at `index`, has found out; chunks come in order."""
+        if len(self.chunks) < MAX_CHUNKS:
+            self.chunks.append(self._timed(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9))
+        token = result.sampled[index]
+        if index in result.scores:
+            self.scores.extend(result.scores[index])
+        if index in result.failed:
+            self.error = self._failure(result.failed[index])
+        if chunk.last and token is not None:
+            self.first, self.logprobs = result.several.get(index, Several((token,))), result.logprobs.get(index)
 
-    def scored(self, found: Logprobs) -> None:
-        """Log probabilities of the prompt's next tokens are known; chunks come in order."""
-        self.scores.extend(found)
+    def _failure(self, why: str) -> MoonpoolError:
+        """Why there is no token for it."""
+        if self.incoming.sampling.params.response_format:
+            return InvalidRequest("sequence.sampling.grammar", why)
+        return Internal(why)
 
     def first_token(self, told: TellToken) -> prefill_pb2.PrefillResponse:
         """What the conductor is told when the prompt's next tokens are known."""
@@ -166,11 +176,6 @@ class Request:
     def note_load(self, tokens: int, began: float, ended: float) -> None:
         """Tokens were loaded, between two times of `time.monotonic()`."""
         self.loads.append(self._timed(tokens, began, ended))
-
-    def note_chunk(self, tokens: int, began: float, ended: float) -> None:
-        """A step has computed tokens, between two times of `time.monotonic()`."""
-        if len(self.chunks) < MAX_CHUNKS:
-            self.chunks.append(self._timed(tokens, began, ended))
 
     def _timed(self, tokens: int, began: float, ended: float) -> prefill_pb2.TimedTokens:
         return prefill_pb2.TimedTokens(tokens=tokens, begin_s=began - self._came, end_s=ended - self._came)

@@ -13,9 +13,9 @@ from moonpool.engine.handle import Engine
 from moonpool.engine.pool_calls import PoolCalls
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import tokens_to_bytes
-from moonpool.sched.forgetting import Forgot
-from moonpool.sched.lending import Lent
-from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult
+from moonpool.sched.forgetting import ForgetKV, Forgot
+from moonpool.sched.lending import LendBlocks, Lent
+from moonpool.sched.steps import LayerDone, SequenceStep, Step, StepResult
 from moonpool.streams.transfer_client import DamagedInTransfer
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
@@ -73,13 +73,13 @@ class Shell:
         self._driver: Driver[events.Event | Ended[events.Result], actions.Action] = Driver(
             core, self._perform, clock=clock, journal=journal
         )
-        self.copying = Copying(loading, self.post)
+        self.copying = Copying(loading, self._order)
         self._requests: dict[int, Request] = {}
         self._tasks: dict[int, asyncio.Task[events.Result]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._died = asyncio.Event()
         self._dead = "the engine is not running"
-        self.pool = PoolCalls(self.post, self._driver.settle)
+        self.pool = PoolCalls(self._order, self.post)
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -90,20 +90,36 @@ class Shell:
         self._requests[request.number] = request
         self.empty.clear()
         try:
-            self._driver.post(request.arrival())
+            self._order(request.arrival())
         except Exception:  # it ends the call, and nothing else
-            self._forget(request)
+            self.post(events.Leave(request.number))  # the core may have taken it
+            if request.number in self._requests:
+                self._forget(request)
             raise
-        self._notify()
 
     def post(self, event: events.Event | Ended[events.Result]) -> None:
         """Tells the core what has happened."""
         self._driver.tell(event)
         self._notify()
 
+    def _order(self, event: events.Arrive | events.CopyIn | ForgetKV | LendBlocks) -> None:
+        """Has done what a peer orders; raises what that meets, which ends the call, the copy or the stream."""
+        self._driver.ask(event)
+        self._notify()
+
     async def failure(self) -> NoReturn:
-        """Waits until the core fails where no request is to blame; raises Internal then."""
-        await self._driver.failure()
+        """Waits until the core fails where no request is to blame.
+
+        Raises:
+            Internal: then; every request has failed, as the core ends none any more.
+        """
+        try:
+            await self._driver.failure()
+        except Internal:
+            self._group, self._dead = None, "the instance has failed"
+            for request in self._requests.values():
+                request.end(Unavailable(self._dead))
+            raise
 
     def find(self, request_id: str) -> list[Request]:
         """Requests of an id that have not ended."""
@@ -314,8 +330,7 @@ class Shell:
         if not result.aborted:
             for index, chunk in enumerate(order.chunks):
                 if (request := self._requests.get(chunk.job)) is not None:
-                    request.note_chunk(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9)
-                    _take(request, chunk, index, result)
+                    request.computed(chunk, index, result)
                     if request.error is not None:
                         self.post(events.Leave(request.number))
         return events.StepEnded(result.aborted, (result.end_ns - result.start_ns) / 1e9, result.share)
@@ -356,24 +371,6 @@ class Shell:
             log.error("engine died", reason=reason)
             self._died.set()
             self.post(events.Stop())
-
-
-def _take(request: Request, chunk: actions.ChunkOrder, index: int, result: StepResult) -> None:
-    """What a step has found out for a request."""
-    token = result.sampled[index]
-    if index in result.scores:
-        request.scored(result.scores[index])
-    if index in result.failed:
-        request.error = _failure(request, result.failed[index])
-    if chunk.last and token is not None:
-        request.sampled(result.several.get(index, Several((token,))), result.logprobs.get(index))
-
-
-def _failure(request: Request, why: str) -> MoonpoolError:
-    """Why there is no token for a request."""
-    if request.incoming.sampling.params.response_format:
-        return InvalidRequest("sequence.sampling.grammar", why)
-    return Internal(why)
 
 
 async def _guarded(request: Request, work: Work, failed: events.Result) -> events.Result:

@@ -144,7 +144,10 @@ def unmap(regions: Sequence[Mapped]) -> None:
             each.close()
 
     if regions:
-        threading.Thread(target=close, name="unmap").start()
+        try:
+            threading.Thread(target=close, name="unmap").start()
+        except RuntimeError:  # there are too many threads, or the process ends
+            close()
 
 
 def map_regions(

@@ -13,7 +13,7 @@ from moonpool.drive.rerun import journal_files, rerun
 from moonpool.errors import Internal
 from tests.unit.fakes.counter_core import Add, Counter, Said, Start
 
-OURS = re.compile(r"(moonpool\.core|tests\.unit\.fakes)\..*")
+OURS = re.compile(r"(moonpool\.core|tests\.unit\.(fakes|drive))\..*")
 
 
 class TwoSayings(Counter):
@@ -210,6 +210,60 @@ async def test_so_does_one_of_what_was_put_off() -> None:
     core = Broken()
     driver = Driver(core, perform, clock=lambda: float(next(clock)))
     driver.post(Add(2))  # each event takes longer than a turn by this clock
+    await failed(driver, core)
+
+
+class Halfway(Counter):
+    """Fails at an odd number when it has begun I/O."""
+
+    def handle(self, now: float, event: Add | Ended[int] | Tick, out: list[Said | Start]) -> None:
+        super().handle(now, event, out)
+        if isinstance(event, Add) and event.number % 2:
+            raise ValueError("broken")
+
+
+async def test_what_a_core_has_begun_before_it_failed_is_done(tmp_path: Path) -> None:
+    """Else its I/O would never end. The journal has the event, so that a rerun meets the defect."""
+    core, done = Halfway(), list[Said | Start]()
+    driver = Driver(core, done.append, journal=JournalWriter(tmp_path, "counter", 1 << 20))
+    with pytest.raises(ValueError, match="broken"):
+        driver.post(Add(1))
+    assert done == [Start(1)]
+    driver.close()
+    _, entries = read_journal(tmp_path / "counter.0", OURS)
+    assert [entry.event for entry in entries] == [Add(1)]
+
+
+def behind(core: Counter, *numbers: int) -> Driver[Any, Said | Start]:
+    """A driver in which a number was handled, and some wait for the loop's next turns."""
+    clock, waiting = iter(range(1_000)), list(numbers)
+
+    def perform(action: Said | Start) -> None:
+        while waiting:
+            driver.post(Add(waiting.pop(0)))
+
+    driver = Driver(core, perform, clock=lambda: float(next(clock)))
+    driver.post(Add(2))  # each event takes longer than a turn by this clock
+    assert core.total == 2
+    return driver
+
+
+async def test_whoever_asks_hears_of_its_own_event_also_behind_others() -> None:
+    core = Broken()
+    driver = behind(core, 4)
+    with pytest.raises(ValueError, match="broken"):
+        driver.ask(Add(1))
+    assert core.total == 6
+    driver.ask(Add(2))
+    assert core.total == 8
+    driver.close()
+
+
+async def test_whoever_asks_does_not_hear_of_others_whose_defect_fails_the_driver() -> None:
+    core = Broken()
+    driver = behind(core, 1, 4)
+    driver.ask(Add(2))
+    assert core.total == 2
     await failed(driver, core)
 
 

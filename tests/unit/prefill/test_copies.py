@@ -1,8 +1,13 @@
 """Copies of hot blocks: what is read, what is passed over, and that they are kept as cache."""
 
+from typing import Any
+
+import pytest
+
 from moonpool.core.kernel import Ended
 from moonpool.kv.selection import Selection
 from moonpool.sched.forgetting import ForgetKV
+from moonpool.sched.lending import LendBlocks
 from moonpool.v1 import conductor_pb2
 from services.prefill.core.actions import CopyBlocks, EndCopy
 from services.prefill.core.events import CopyIn, Drain, LoadEnded, Source, Stop
@@ -75,6 +80,25 @@ def test_kv_that_is_deleted_while_it_comes_is_not_kept() -> None:
     it.post(Ended(copy.io, LoadEnded(4)))
     assert it.core.state.manager.match(keys(0, 4 * BT)) == []
     assert it.core.state.manager.num_free == it.settings.blocks
+
+
+async def test_what_a_peer_wants_at_which_the_core_fails_is_not_done_and_that_is_all() -> None:
+    """Else one order, or one reader, would end one instance after the other."""
+    async with prefilling() as it:
+        handle, wanted = it.service.core.handle, keys(0, 4 * BT)
+
+        def fails(now: float, event: Any, out: list[Any]) -> None:
+            raise ValueError("the core has a defect")
+
+        it.service.core.handle = fails  # type: ignore[method-assign]
+        it.service.replicate(conductor_pb2.ReplicateOrder(keys=b"".join(wanted), source=it.instance))
+        with pytest.raises(ValueError, match="defect"):
+            it.service.shell.pool.lend(LendBlocks(1, wanted))
+        with pytest.raises(ValueError, match="defect"):
+            it.service.shell.pool.forget(ForgetKV(1, Selection()))
+        it.service.core.handle = handle  # type: ignore[method-assign]
+        await (await begin(it, spec("a", prompt(BLOCK), max_tokens=1))).to_the_end()
+        assert it.death is None
 
 
 async def test_a_copy_by_order_of_the_conductor() -> None:

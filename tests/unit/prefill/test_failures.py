@@ -8,6 +8,7 @@ from moonpool.core.kernel import Ended
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, StreamBroken, TransferFailed, Unavailable
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.v1 import kv_pb2
+from services.prefill.core.events import Arrive
 from tests.unit.fakes.engine import UNFOLLOWED
 from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin, dismiss, promised
@@ -134,7 +135,7 @@ async def test_a_token_that_cannot_be_told_ends_its_request_and_no_other() -> No
 
 
 async def test_a_core_that_fails_outside_a_request_ends_the_instance() -> None:
-    """As where a step ends: its prompts would wait for ever."""
+    """As where a step ends: its prompts would wait for ever. They end at once, and can be placed anew."""
     async with prefilling() as it:
         handle = it.service.core.handle
 
@@ -147,4 +148,26 @@ async def test_a_core_that_fails_outside_a_request_ends_the_instance() -> None:
         story = await begin(it, spec("a", prompt(BLOCK, 1), max_tokens=1))
         await it.until(lambda: it.death is not None)
         assert isinstance(it.death, Internal)
-        story.call.cancel()  # the server would wait for it
+        with pytest.raises(Unavailable, match="the instance has failed"):
+            await story.to_the_end()
+        with pytest.raises(Unavailable, match="the instance has failed"):
+            await begin(it, spec("b", prompt(BLOCK, 1), max_tokens=1))
+
+
+async def test_a_prompt_at_which_the_core_fails_ends_alone() -> None:
+    """Also where the core has it already: then its blocks come back."""
+    async with prefilling() as it:
+        handle, tokens = it.service.core.handle, prompt(BLOCK, 1)
+
+        def fails(now: float, event: Any, out: list[Any]) -> None:
+            handle(now, event, out)
+            if isinstance(event, Arrive):
+                raise KeyError("the core has a defect")
+
+        it.service.core.handle = fails  # type: ignore[method-assign]
+        with pytest.raises(Internal):
+            await begin(it, spec("a", tokens, max_tokens=1))
+        it.service.core.handle = handle  # type: ignore[method-assign]
+        await (await begin(it, spec("b", tokens, max_tokens=1))).to_the_end()
+        await it.rest()
+        assert it.death is None

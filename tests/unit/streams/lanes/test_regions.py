@@ -6,13 +6,14 @@ import fcntl
 import mmap
 import os
 import random
+import threading
 from collections import deque
 from pathlib import Path
 
 import pytest
 
 from moonpool.errors import FrameError
-from moonpool.streams.lanes.regions import Mailbox, Mapped, OwnRegions, Ring, map_regions
+from moonpool.streams.lanes.regions import Mailbox, Mapped, OwnRegions, Ring, map_regions, unmap
 from moonpool.v1 import kv_pb2
 from tests.unit.streams.lanes.pairs import LAYOUT, pool_of, shared
 
@@ -44,6 +45,19 @@ def test_a_shared_pool_is_written_to_by_those_who_have_it_and_nobody_else() -> N
     own.close()
     own.close()
     pool.close()
+
+
+def test_where_no_thread_begins_a_region_is_unmapped_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    fd = memory(4096)
+    region = Mapped(fd, 4096)
+    os.close(fd)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    unmap([region])
+    with pytest.raises(ValueError, match="released"):
+        region.part(0, 1)
 
 
 def test_a_pool_without_seals_is_not_shared(tmp_path: Path) -> None:
