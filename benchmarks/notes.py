@@ -56,8 +56,8 @@ REASONS = (
     Reason(
         "engine",
         "^qwen2.5-0.5b, decode, batch 1, .* beside reading",
-        "Decode had 34 tokens per second in each of three runs within an hour, and what memory gives alone was measured "
-        "at 32 to 58: other machines of the host take their part of it.",
+        "Decode had 34 tokens per second in each of three runs within an hour, and what memory gives alone was "
+        "measured at 32 to 58: other machines of the host take their part of it.",
     ),
     Reason(
         "kernels",
@@ -76,8 +76,8 @@ REASONS = (
     Reason(
         "kvstore",
         "^SSD, sustained Put",
-        "Client and store take some 0.85 processor seconds per GB, the store's writer writes, syncs and notes one batch "
-        "after the other ([ADR 45](../../docs/adr/0045-segments-are-reused.md)), and appends alone vary by half.",
+        "Client and store take some 0.85 processor seconds per GB, the store's writer writes, syncs and notes one "
+        "batch after the other ([ADR 45](../../docs/adr/0045-segments-are-reused.md)), and appends alone vary by half.",
     ),
     Reason(
         "kvstore",
