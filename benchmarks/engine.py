@@ -7,7 +7,9 @@ first request's start, to servers and clients that are connected, to the last on
 its first token; answers of 64 tokens to prompts of 128, in batches. Prompts are fresh in every run, so nothing is
 cached. In each run ours and the peers' are measured one after the other. Peers are installed once, each into an
 environment of its own (`--peers`).
-Beside them stand this machine's limits: its best matrix product, and for one sequence reading all weights once a token.
+Beside them stand this machine's limits: its best matrix product, and for one sequence reading all weights once a token,
+by the memory's speed just before each run. Beside that count the tokens behind the first ones, in the time that whole
+answers take longer than answers of one token.
 
 `--device cuda` puts prefill and decode on a GPU, beside transformers there and the GPU's own limits. It never ran.
 
@@ -25,7 +27,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,7 +35,7 @@ import torch
 from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run, spread_of
 from benchmarks.peers.engines import NAMES, Environment, Peer, running
 from benchmarks.serving import checkpoint_of
-from benchmarks.serving_limits import Limits, Span, measured_limits, rate, with_limit
+from benchmarks.serving_limits import Limits, Span, measured_limits, memory_now, rate, with_limit
 from moonpool.cli.named import cache_folder, cached
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, SamplingParams
@@ -72,11 +74,14 @@ class Task:
         """Random ordinary token ids."""
         return [[generator.randrange(300, 4000) for _ in range(self.prompt)] for _ in range(self.batch)]
 
-    def limit(self, limits: Limits) -> tuple[str, float]:
-        """The machine's limit and its name."""
-        if self.output == 1:
-            return "the best matrix product", limits.prompt_tokens_per_s
-        return "reading all weights, or the best product", limits.decode_tokens_per_s(self.batch)
+    @property
+    def limit_name(self) -> str:
+        """Of what the machine can do at most."""
+        return "the best matrix product" if self.output == 1 else "reading all weights, or the best product"
+
+    def limit(self, limits: Limits) -> float:
+        """Tokens per second that the machine can do at most."""
+        return limits.prompt_tokens_per_s if self.output == 1 else limits.decode_tokens_per_s(self.batch)
 
 
 TASKS = (
@@ -143,10 +148,30 @@ class Subject:
         return self.dtype == "bfloat16"
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Tokens per second, measured one after the other.
+
+    Attributes:
+        ours: through the services.
+        steps: of ours, those behind the first ones: in the time that whole answers take longer than one token each.
+        theirs: of each peer that has not ended.
+        limit: what the machine can do at most, by the memory's speed just before.
+    """
+
+    ours: float
+    steps: float
+    theirs: dict[Peer, float]
+    limit: float
+
+
 class Beside:
     """Our stack and the peers, on one model. A peer that ends has no further figures; the others go on."""
 
-    def __init__(self, subject: Subject, ours: Ask, peers: Sequence[Peer], progress: Progress) -> None:
+    def __init__(
+        self, subject: Subject, ours: Ask, peers: Sequence[Peer], limits: Callable[[], Limits], progress: Progress
+    ) -> None:
+        self._limits = limits
         self._model, self._wanted = subject.name, subject.wanted
         self._ours = ours
         self._peers = list(peers)
@@ -155,21 +180,22 @@ class Beside:
         self._ended: dict[Peer, str] = {}
         self._same: dict[Peer, list[float]] = {peer: [] for peer in peers}
 
-    def rows(self, limits: Limits, runs: int) -> list[Row | Absent]:
+    def rows(self, runs: int) -> list[Row | Absent]:
         """A row per task and peer, per task and limit, and per peer for equal tokens."""
         rows: list[Row | Absent] = []
         for task in TASKS:
             # The first one warms up.
             figures = [self._measured(task, number, runs) for number in range(runs + 1)][1:]
-            rows += [self._beside_peer(task, peer, figures, limits) for peer in self._peers]
-            rows.append(self._beside_limit(task, [ours for ours, _ in figures], limits))
+            rows += [self._beside_peer(task, peer, figures) for peer in self._peers]
+            rows.append(self._beside_limit(task, figures))
         return [*rows, *(self._equality(peer) for peer in self._peers if self._same[peer])]
 
-    def _measured(self, task: Task, number: int, runs: int) -> tuple[float, dict[Peer, float]]:
-        """Tokens per second of ours, and of each peer that has not ended."""
+    def _measured(self, task: Task, number: int, runs: int) -> Round:
+        """One round, of ours and of each peer that has not ended."""
+        limit = task.limit(self._limits())
         prompts = task.prompts(self._random)
         seconds, answers = self._ours(prompts, task.output)
-        ours, theirs = task.counted / seconds, dict[Peer, float]()
+        ours, steps, theirs = task.counted / seconds, self._steps(task, seconds), dict[Peer, float]()
         for peer in self._peers:
             if peer in self._ended:
                 continue
@@ -183,23 +209,28 @@ class Beside:
             self._same[peer].append(same_tokens(answers, others))
         rates = ", ".join(f"{it:.1f}" for it in (ours, *theirs.values()))
         self._progress(f"{task.name}, run {number} of {runs}: {rates} tokens/s")
-        return ours, theirs
+        return Round(ours, steps, theirs, limit)
 
-    def _beside_peer(
-        self, task: Task, peer: Peer, figures: Sequence[tuple[float, dict[Peer, float]]], limits: Limits
-    ) -> Row | Absent:
+    def _steps(self, task: Task, seconds: float) -> float:
+        """Tokens per second behind the first ones; of a prompt, its own."""
+        if task.output == 1:
+            return task.counted / seconds
+        first, _ = self._ours(task.prompts(self._random), 1)
+        return task.batch * (task.output - 1) / (seconds - first)
+
+    def _beside_peer(self, task: Task, peer: Peer, figures: Sequence[Round]) -> Row | Absent:
         name = f"{self._model}, {task.name}"
         if peer in self._ended:
             return Absent(name, peer.version, self._ended[peer])
-        pairs = [(ours, theirs[peer]) for ours, theirs in figures]
+        pairs = [(it.ours, it.theirs[peer]) for it in figures]
         target = task.target if self._wanted else None
-        return with_limit(paired(name, "tokens/s", pairs, peer.version, target=target), task.limit(limits)[1])
+        return with_limit(paired(name, "tokens/s", pairs, peer.version, target=target), max(it.limit for it in figures))
 
-    def _beside_limit(self, task: Task, ours: Sequence[float], limits: Limits) -> Row:
-        name, limit = task.limit(limits)
+    def _beside_limit(self, task: Task, figures: Sequence[Round]) -> Row:
         target = ROOFLINE_TARGET if self._wanted and task.batch == 1 and task.output > 1 else None
-        pairs = [(own, limit) for own in ours]
-        return paired(f"{self._model}, {task.name}", "tokens/s", pairs, name, target=target)
+        pairs = [(it.steps, it.limit) for it in figures]
+        what = "" if task.output == 1 else ", behind the first tokens"
+        return paired(f"{self._model}, {task.name}{what}", "tokens/s", pairs, task.limit_name, target=target)
 
     def _equality(self, peer: Peer) -> Row:
         shares = self._same[peer]
@@ -250,7 +281,10 @@ def measured(
         def ours(prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, Answers]:
             return asyncio.run(through_services(address, prompts, tokens))
 
-        return [*Beside(subject, ours, peers, progress).rows(limits, options.runs), *absent]
+        def now() -> Limits:
+            return replace(limits, read_bytes_per_s=memory_now()) if options.device == "cpu" else limits
+
+        return [*Beside(subject, ours, peers, now, progress).rows(options.runs), *absent]
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:

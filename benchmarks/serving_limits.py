@@ -77,8 +77,12 @@ def measured_limits(model: Path, dtype: str = "bfloat16", device: str = "cpu") -
     if device != "cpu":
         return Limits(parameters, head, *device_limits(element), element.itemsize)
     flops = product_flops(best_shape(element), element)
-    memory = torch.ones(working_set_bytes() // 4)
-    return Limits(parameters, head, flops, read_bytes_per_s(memory), element.itemsize)
+    return Limits(parameters, head, flops, memory_now(), element.itemsize)
+
+
+def memory_now() -> float:
+    """Bytes per second that this machine reads from memory. On a shared one it is another after a minute."""
+    return read_bytes_per_s(torch.ones(working_set_bytes() // 4))
 
 
 def with_limit(row: Row, limit: float, *, less_is_better: bool = False) -> Row:
