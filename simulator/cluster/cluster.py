@@ -15,7 +15,7 @@ from simulator.cluster.machines import Engine, Machines
 from simulator.cluster.prefill import PrefillInstance
 from simulator.cluster.prompts import Peers
 from simulator.cluster.reading import Readable
-from simulator.cluster.requests import Request, keys_of
+from simulator.cluster.requests import Request, keys_of, prompt_key_of
 from simulator.cluster.sequences import Told
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
@@ -112,11 +112,11 @@ class Cluster:
     def _arrive(self, coming: tuple[TraceRequest, Iterator[TraceRequest]]) -> None:
         trace, requests = coming
         self._came += 1
-        keys = keys_of(trace, self.config.block_tokens)
-        lengths = trace.input_length, trace.output_length
-        self.clients.arrive(
-            Request(self._came, self.world.now, *lengths, keys, choices=trace.choices, tenant=trace.tenant)
-        )
+        block_tokens = self.config.block_tokens
+        lengths, keys = (trace.input_length, trace.output_length), keys_of(trace, block_tokens)
+        wanted = Request(self._came, self.world.now, *lengths, keys, choices=trace.choices, tenant=trace.tenant)
+        wanted.prompt_key = prompt_key_of(trace, block_tokens)
+        self.clients.arrive(wanted)
         self._next(requests)
 
     @property

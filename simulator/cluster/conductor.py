@@ -159,7 +159,7 @@ class Conductor:
             id=f"r{request.number}",
             prompt_tokens=request.tokens,
             max_tokens=request.answer,
-            prompt_key=request.keys[0] if request.keys else request.number.to_bytes(32, "little"),
+            prompt_key=request.prompt_key or request.number.to_bytes(32, "little"),
             slo=self._slo,
             arrived=arrived,
             deadline=arrived + self._deadline_s,

@@ -84,6 +84,8 @@ class Request:
     choices: int = 1
     """Answers wanted."""
     tenant: str = ""
+    prompt_key: bytes = b""
+    """Of the whole prompt where it has no full block, which decides on its store; empty = nobody else has it."""
     attempts: int = 0
     """Placements."""
     resumed: int = 0
@@ -163,8 +165,19 @@ class Sequence:
 
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[BlockKey, ...]:
     """The block keys of a trace's request: of its full blocks, uniform bytes as real keys are; no two tenants share."""
-    full, salt = request.hash_ids[: request.input_length // block_tokens], request.tenant.encode()
-    return tuple([BlockKey(blake3(hash_id.to_bytes(16, "little") + salt).digest()) for hash_id in full])
+    full = request.hash_ids[: request.input_length // block_tokens]
+    return tuple([_key_of(hash_id, request.tenant) for hash_id in full])
+
+
+def prompt_key_of(request: TraceRequest, block_tokens: int) -> bytes:
+    """The key of a prompt without a full block, by the id of the block that it begins; empty where it needs none."""
+    if request.input_length >= block_tokens or not request.hash_ids:
+        return b""
+    return _key_of(request.hash_ids[0], request.tenant)
+
+
+def _key_of(hash_id: int, tenant: str) -> BlockKey:
+    return BlockKey(blake3(hash_id.to_bytes(16, "little") + tenant.encode()).digest())
 
 
 def answer_key(request: Request, index: int, choice: int = 0) -> BlockKey:

@@ -53,5 +53,6 @@ def _asked(number: int, one: TraceRequest, root: bytes, block_tokens: int, end_t
     answer = array("i", [FIRST + (number * 37 + at * 11) % COUNT for at in range(one.output_length - 1)] + [end_token])
     keys = block_keys(root, prompt + answer, block_tokens)
     own = tuple(keys[: one.input_length // block_tokens])
-    request = Request(number, ps(one.timestamp / 1000), one.input_length, one.output_length, own)
+    whole = b"" if own else block_keys(root, prompt, len(prompt))[0]
+    request = Request(number, ps(one.timestamp / 1000), one.input_length, one.output_length, own, prompt_key=whole)
     return Asked(request, prompt, answer, tuple(keys))
