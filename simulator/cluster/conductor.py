@@ -7,6 +7,7 @@ Several side by side know nothing of each other; all instances join all of them.
 from collections.abc import Callable
 
 from moonpool.core.kernel import Cancel
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.changes import ChangeRole
 from services.conductor.core.conductor import ConductorCore
@@ -275,12 +276,12 @@ class Conductor:
     def back(self, instance: PrefillInstance | DecodeInstance) -> None:
         """An instance is there (again)."""
         if self.up and instance.up:
-            self.members.join(instance.name, instance.load, instance.keys(), instance.incarnation)
+            self.members.join(instance.name, instance.load, KeyChanges(instance.keys()), instance.incarnation)
 
     def store_joins(self, store: Store) -> None:
         """A kvstore is there, perhaps instead of another one."""
         if self.up:
-            self.members.join(store.name, store.load, store.keys(), store.incarnation)
+            self.members.join(store.name, store.load, store.held(), store.incarnation)
 
 
 def owner_of(stream: int, conductors: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from moonpool.core.draws import draw_unit
 from moonpool.engine.emulated.profile import Profile
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.messages import Promised
 from services.decode.core.config import Preemption
@@ -138,7 +139,7 @@ def _failed(stream: int, transfer: int, why: str) -> None:
     raise AssertionError(f"transfer {transfer} was given up: {why}")
 
 
-def _ignore(stored: Listed[BlockKey], removed: Listed[BlockKey]) -> None:
+def _ignore(changes: KeyChanges) -> None:
     """Nobody asks what the instance holds."""
 
 

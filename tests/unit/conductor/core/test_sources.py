@@ -4,7 +4,7 @@ import pytest
 
 from services.conductor.core.plan import Plan
 from services.conductor.core.policies import POLICIES
-from services.conductor.core.reads import Source
+from services.conductor.core.reads import Read, Source
 
 from .worlds import SECOND_PER_TOKEN, World, facts
 
@@ -25,7 +25,7 @@ def rows(plan: Plan) -> list[tuple[str, int, str]]:
 
 def claim(world: World, plan: Plan, now: float = 0.0) -> int:
     best = plan.prefill
-    return world.picture.claim_prefill(best.id, best.busy_s, now, best.source, None, best.read_s)
+    return world.picture.claim_prefill(best.id, best.busy_s, now, best.source, None, best.read)
 
 
 @pytest.mark.parametrize("holder", ["prefill-1", "decode-0"])
@@ -118,7 +118,7 @@ def test_decode_is_not_sent_what_it_holds() -> None:
 def test_a_busy_link_makes_computing_cheaper() -> None:
     world = cluster()
     world.events("decode-0", KEYS[:3])
-    world.picture.claim_prefill("prefill-0", 0.0, 0.0, "decode-0", None, 60.0)
+    world.picture.claim_prefill("prefill-0", 0.0, 0.0, "decode-0", None, Read(60.0))
     assert {source for _, _, source in rows(world.plan(64, keys=KEYS[:4]))} == {""}
     assert {source for _, _, source in rows(world.plan(64, keys=KEYS[:4], now=50.0))} == {"decode-0"}
 
