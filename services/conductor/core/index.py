@@ -188,13 +188,19 @@ class PrefixIndex:
         assert self._owners == {holder.slot: instance_id for instance_id, holder in self._holders.items()}
         for holder in self._holders.values():
             assert holder.next_sequence or not (self._forest.held(holder.slot) or holder.synced)
+            assert holder.memory == NO_SLOT or self._forest.held(holder.memory) <= self._forest.held(holder.slot)
 
     def _drop_all(self, instance_id: str, holder: _Holder) -> None:
-        """Drops everything known of an instance at once, by giving it another slot."""
+        """Drops everything known of an instance at once, by giving it other slots."""
         holder.next_sequence, holder.synced = 0, False
         if self._forest.held(holder.slot):
             del self._owners[holder.slot]
-            self._forest.close_slot(holder.slot)
-            holder.slot = self._forest.open_slot()
+            holder.slot = self._another(holder.slot)
             self._owners[holder.slot] = instance_id
+            if holder.memory != NO_SLOT:
+                holder.memory = self._another(holder.memory)
             self.sweep()
+
+    def _another(self, slot: int) -> int:
+        self._forest.close_slot(slot)
+        return self._forest.open_slot()

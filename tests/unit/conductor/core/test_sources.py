@@ -142,6 +142,46 @@ def test_rates_are_learnt_of_reads_that_have_the_link_to_themselves() -> None:
     assert world.plan(64, keys=KEYS[:4], now=61.0).sources[0].bytes_per_s == 0.0
 
 
+def test_what_a_kvstore_has_on_ssd_only_has_a_rate_of_its_own() -> None:
+    """Of three blocks the first is in DRAM. The read takes twice as long as foreseen; two thirds are the SSD's."""
+    world = cluster()
+    world.join(facts("kvstore-0", tells_cold=True))
+    world.events("kvstore-0", KEYS[:3], cooled=KEYS[1:3])
+    plan = world.plan(64, keys=KEYS[:4])
+    assert plan.sources == (Source("kvstore-0", 3, warm=1),)
+    assert [plan.sources[0].cold_blocks(local) for local in range(4)] == [2, 2, 1, 0]
+    assert (plan.prefill.read_s, plan.prefill.cold_blocks) == (READ_S, 2)
+    number = claim(world, plan)
+    world.picture.loaded(number, "kvstore-0", 3, 2 * READ_S, 1.0)
+    world.picture.release(number, 1.0)
+    plan = world.plan(64, keys=KEYS[:4], now=1.0)
+    [source] = plan.sources
+    assert source.bytes_per_s == 0.0
+    assert source.cold_bytes_per_s == pytest.approx(1 / (0.8 / 100 + 0.2 / 50))
+    assert plan.prefill.read_s == pytest.approx(160 / 100 + 320 / source.cold_bytes_per_s)
+    world.events("kvstore-0", KEYS[1:3])
+    warm = world.plan(64, keys=KEYS[:4], now=1.0).prefill
+    assert (warm.read_s, warm.cold_blocks) == (READ_S, 0)
+    world.events("kvstore-0", (), cooled=KEYS[:1])
+    assert world.plan(64, keys=KEYS[:4], now=1.0).prefill.cold_blocks == 3, "who has the first block, has all warm ones"
+    assert world.plan(64, keys=KEYS[:4], now=61.0).sources[0].cold_bytes_per_s == 0.0
+
+
+def test_a_prefix_on_a_slow_ssd_is_computed() -> None:
+    """48 tokens take 48 s; a read from SSD was far slower, and believed for a minute."""
+    world = cluster()
+    world.join(facts("kvstore-0", tells_cold=True))
+    world.events("kvstore-0", KEYS[:3], cooled=KEYS[:3])
+    for _ in range(9):
+        number = claim(world, plan := world.plan(64, keys=KEYS[:4]))
+        world.picture.loaded(number, "kvstore-0", 3, 100 * READ_S, 0.0)
+        world.picture.release(number, 0.0)
+    plan = world.plan(64, keys=KEYS[:4])
+    assert (plan.prefill.source, plan.prefill.prefill_s) == ("", 64.0)
+    world.events("kvstore-0", KEYS[:3])
+    assert world.plan(64, keys=KEYS[:4]).prefill.read_s == READ_S
+
+
 def test_slow_draining_and_suspected_instances_are_not_read() -> None:
     world = cluster()
     world.events("decode-0", KEYS[:3])
