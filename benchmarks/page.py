@@ -83,7 +83,7 @@ def _section(machine: str, group: Sequence[Result]) -> list[str]:
     left_out: Counter[str] = Counter()
     for result in group:
         for row in result["rows"]:
-            why = retired(result["benchmark"], str(result["date"]), row["name"])
+            why = retired(result["benchmark"], str(result["date"]), row["name"], row["limit_name"])
             if why:
                 left_out[why] += 1
             else:
