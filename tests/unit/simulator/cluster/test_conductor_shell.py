@@ -3,7 +3,7 @@
 The simulator serves a small seeded trace, loses instances in it, and notes what its conductor's core was told and what
 it answered. The service's own servicer, desk, calls, driver and journal get the same requests at the same times, as
 token ids, and instances join, report, answer its calls and make tokens as they did there, in the contract's messages.
-Every decision is the same at the same time: where requests go, which are refused, and what is tried again.
+Every decision is the same at the same time: where requests go, which are refused or fail, and what is tried again.
 """
 
 import asyncio
@@ -14,9 +14,11 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import moonpool.bundled
 from moonpool.core.kernel import Ended
-from moonpool.errors import Overloaded, Unavailable
+from moonpool.errors import DeadlineExceeded, Overloaded, Unavailable
 from moonpool.kv.keys import chain_root, namespace
 from moonpool.kv.layout import KVLayout
 from moonpool.telemetry.metrics import Metrics
@@ -24,7 +26,6 @@ from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.checkpoint import Checkpoint
 from services.conductor.config import ConductorConfig
-from services.conductor.core.admission import Admission
 from services.conductor.core.failures import Kind, Stale
 from services.conductor.core.messages import (
     Announce,
@@ -41,7 +42,7 @@ from services.conductor.service import assembled
 from services.conductor.servicer import ConductorServicer
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig, Slo
-from simulator.cluster.entrance import FOREVER_S, slo_of
+from simulator.cluster.entrance import FOREVER_S, limits_of, slo_of
 from simulator.kernel.calls import CallDelays
 from simulator.kernel.clock import PS, ps
 from tests.unit.simulator.cluster.asked import Asked, asked
@@ -101,11 +102,12 @@ def settings_of(config: ClusterConfig, journal: Path) -> ConductorConfig:
     """The same for the service."""
     return ConductorConfig(
         id="conductor-0", model=str(TINY), generation_config="none", journal_dir=journal, journal_bytes=1 << 30,
-        heartbeat_s=60.0, request_timeout_s=FOREVER_S, policy=config.policy, policy_seed=config.seed,
-        decode_prompt_tokens=config.decode_prompt_tokens, balancing_threshold=config.threshold, peers=config.peers,
+        heartbeat_s=60.0, request_timeout_s=config.deadline_s or FOREVER_S, policy=config.policy,
+        policy_seed=config.seed, decode_prompt_tokens=config.decode_prompt_tokens,
+        balancing_threshold=config.threshold, peers=config.peers,
         copy_share=config.copy_share, slow_factor=config.slow_factor, retries=config.retries,
         recovery_s=config.recovery_s, room_wait_s=config.room_wait_s or FOREVER_S,
-        reserve_timeout_s=config.reserve_timeout_s, admission=Admission.PREDICTIVE,
+        reserve_timeout_s=config.reserve_timeout_s, admission=limits_of(config).admission,
     )  # fmt: skip
 
 
@@ -137,7 +139,7 @@ async def _ask(servicer: ConductorServicer, one: Asked, config: ClusterConfig) -
         sampling=kv_pb2.Sampling(max_tokens=len(one.answer), temperature=0.0, seed=1),
         slo=conductor_pb2.Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s),
     )
-    with suppress(Overloaded, Unavailable):  # the core's answer is in the journal
+    with suppress(DeadlineExceeded, Overloaded, Unavailable):  # the core's answer is in the journal
         await servicer.Generate(message, context)
 
 
@@ -206,3 +208,23 @@ def test_tries_again_as_the_simulator_does(tmp_path: Path) -> None:
     assert len(again) > 10
     assert set(again) == {Kind.STREAM, Kind.UNAVAILABLE, Kind.TRANSFER}
     assert sum(isinstance(one.event, Ended) and isinstance(one.event.result, Stale) for one in noted) > 1
+
+
+def test_fails_late_requests_as_the_simulator_does(tmp_path: Path) -> None:
+    """Nobody is refused, and more comes than is served in time: in queues, at prefill, in answers, and after losses."""
+    print(f"seed {SEED}")
+    delays = CallDelays(drop_share=0.02)
+    config = replace(CONFIG, admission="all", deadline_s=1.0, pool_blocks=24, delays=delays)
+    noted = decides_alike(config, 60, [(0.6, "d1")], tmp_path)
+    due = {one.event.ask.number: one.event.ask.deadline for one in noted if isinstance(one.event, Arrived)}
+    failed = [(one.now, it) for one in noted for it in one.actions if isinstance(it, Fail)]
+    assert {it.failure.kind for _, it in failed} == {Kind.DEADLINE}
+    assert [now for now, _ in failed] == [pytest.approx(due[it.request]) for _, it in failed]
+    late, placed, begun, again = {it.request for _, it in failed}, *_numbers(noted, Announce, Start, Rehash)
+    assert min(map(len, (late - placed, (late & placed) - begun, late & begun, late & again))) > 1
+
+
+def _numbers(noted: list[Noted], *kinds: type[Announce | Start | Rehash]) -> list[set[int]]:
+    """Of the requests that had actions of each kind."""
+    actions = [action for one in noted for action in one.actions]
+    return [{it.request for it in actions if isinstance(it, kind)} for kind in kinds]
