@@ -20,7 +20,7 @@ from moonpool.rpc.channels import Channels
 from moonpool.rpc.errors import DETAIL_KEY, to_status
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from services.conductor.core.facts import InstanceFacts, LoadFacts
-from services.conductor.core.failures import Failure, Stale
+from services.conductor.core.failures import Failure, Kind, Stale
 from services.conductor.core.messages import (
     Accepted,
     Delivered,
@@ -164,7 +164,7 @@ class Instances:
         actions = [action for noted in script for action in noted.actions]
         self._prompts = {it.io: it for it in actions if isinstance(it, Prefill)}
         self._starts = {it.io: it for it in actions if isinstance(it, Start)}
-        self._made: dict[int, int] = defaultdict(int)  # tokens of each answer
+        self._made = {number: [0] * len(one.answers) for number, one in wanted.items()}  # tokens of each answer
         self._begins: dict[int, int] = defaultdict(int)  # those that its last placement begins behind
         self._members: dict[str, asyncio.Queue[conductor_pb2.JoinRequest | None]] = {}
         self._joins: list[asyncio.Task[None]] = []
@@ -194,22 +194,22 @@ class Instances:
                 self._tokens(event)
             case Ended(io, result) if io in self._channels.calls:
                 self._end(self._channels.calls.pop(io), result)
-            case Ended(io, Failure(message="its stream broke")):
-                stream = self._channels.streams.pop(self._starts[io].target.decode, None)
-                if stream is not None:  # else this was its sequence too
-                    stream.put(grpc.aio.EOF)
+            case Ended(io, Failure() as failure) if io in self._starts:
+                self._fail(self._starts[io], failure)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _first_token(self, event: FirstToken) -> None:
         order, how = self._prompts[event.io], event.how
         asked, position = self._wanted[order.request], self._begins[order.request]
+        token_id, *further = [answer[position] for answer in asked.answers]
         first = prefill_pb2.FirstToken(
-            token_id=asked.answer[position],
+            token_id=token_id,
+            further_token_ids=further,
             computed_tokens=how.computed_tokens,
             prefill_s=how.there_s,
             misses=[
-                prefill_pb2.StoreMiss(store=kv_pb2.Instance(id=store), block=asked.keys.index(key))
+                prefill_pb2.StoreMiss(store=kv_pb2.Instance(id=store), block=asked.chains[0].index(key))
                 for store, key in how.misses
             ],
             reads=[
@@ -217,20 +217,38 @@ class Instances:
                 for source, blocks, seconds in how.loads
             ],
         )
-        self._made[order.request] += not event.known
+        made = self._made[order.request]
+        made[:] = [max(count, position + 1) for count in made]
         self._channels.answer(event.io, prefill_pb2.PrefillResponse(first_token=first))
 
     def _tokens(self, event: Tokens) -> None:
+        """Of several answers, which are equally long and told in turn, those have come that the shortest one lacks."""
         order = self._starts[event.io]
-        position = self._made[order.request]
-        self._made[order.request] += event.count
+        asked, made = self._wanted[order.request], self._made[order.request]
+        choice = made.index(min(made))
+        position = made[choice]
+        made[choice] += event.count
+        whole = made[choice] == len(asked.answers[choice])
         tokens = decode_pb2.SequenceTokens(
             request_id=order.sequence,
             position=position,
-            token_ids=self._wanted[order.request].answer[position : position + event.count],
-            finish_reason=kv_pb2.FINISH_REASON_STOP if event.known else kv_pb2.FINISH_REASON_UNSPECIFIED,
+            token_ids=asked.answers[choice][position : position + event.count],
+            finish_reason=kv_pb2.FINISH_REASON_STOP if whole else kv_pb2.FINISH_REASON_UNSPECIFIED,
+            choice=choice,
         )
         self._channels.tell(order.target.decode, decode_pb2.StepsResponse(tokens=[tokens]))
+
+    def _fail(self, order: Start, failure: Failure) -> None:
+        """A sequence cannot go on; the shell knows by itself when its instance is lost."""
+        if failure.message == "its stream broke":
+            stream = self._channels.streams.pop(order.target.decode, None)
+            if stream is not None:  # else this was its sequence too
+                stream.put(grpc.aio.EOF)
+        elif failure.message != "its instance is lost":
+            failed = decode_pb2.SequenceFailed(
+                request_id=order.sequence, reason=failure.message, transfer=failure.kind is Kind.TRANSFER
+            )
+            self._channels.tell(order.target.decode, decode_pb2.StepsResponse(failed=[failed]))
 
     def _end(self, call: Call, result: Any) -> None:
         match result:

@@ -26,10 +26,11 @@ from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.checkpoint import Checkpoint
 from services.conductor.config import ConductorConfig
-from services.conductor.core.failures import Kind, Stale
+from services.conductor.core.failures import Failure, Kind, Stale
 from services.conductor.core.messages import (
     Announce,
     Arrived,
+    Complete,
     Fail,
     Joined,
     KeysChanged,
@@ -45,10 +46,11 @@ from simulator.cluster.config import ClusterConfig, Slo
 from simulator.cluster.entrance import FOREVER_S, limits_of, slo_of
 from simulator.kernel.calls import CallDelays
 from simulator.kernel.clock import PS, ps
+from simulator.traces.mooncake import TraceRequest
 from tests.unit.simulator.cluster.asked import Asked, asked
 from tests.unit.simulator.cluster.instances import Heard, InProcess, Instances
 from tests.unit.simulator.cluster.rig import PROFILE
-from tests.unit.simulator.cluster.scripts import SEED, Noted, assert_same, decided, journalled, requests
+from tests.unit.simulator.cluster.scripts import BT, SEED, Noted, assert_same, decided, journalled, requests
 from tests.unit.simulator.cluster.virtual_loop import VirtualLoop, run_virtually
 
 TINY = Path(moonpool.bundled.__file__).parent / "tiny"
@@ -136,7 +138,7 @@ async def _ask(servicer: ConductorServicer, one: Asked, config: ClusterConfig) -
     message = conductor_pb2.GenerateRequest(
         request_id=one.id,
         tokens=conductor_pb2.TokenPrompt(token_ids=one.prompt),
-        sampling=kv_pb2.Sampling(max_tokens=len(one.answer), temperature=0.0, seed=1),
+        sampling=kv_pb2.Sampling(max_tokens=one.request.answer, n=one.request.choices, temperature=0.0, seed=1),
         slo=conductor_pb2.Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s),
     )
     with suppress(DeadlineExceeded, Overloaded, Unavailable):  # the core's answer is in the journal
@@ -168,9 +170,25 @@ def without_words(noted: list[Noted]) -> list[Noted]:
     ]  # fmt: skip
 
 
-def decides_alike(config: ClusterConfig, count: int, losses: list[tuple[float, str]], journal: Path) -> list[Noted]:
-    """What the simulator's conductor heard and decided of so many requests; the shell's has decided the same."""
-    trace = requests(count, random.Random(SEED), blocks=10, shared=9)
+def trace_of(count: int) -> list[TraceRequest]:
+    """So many requests of one answer each."""
+    return requests(count, random.Random(SEED), blocks=10, shared=9)
+
+
+def several_of(count: int) -> list[TraceRequest]:
+    """So many requests of up to three answers.
+
+    Their prompts have a block at least: the first block's key chooses between stores, and the simulator has its own
+    keys of blocks with tokens of an answer.
+    """
+    rng = random.Random(SEED)
+    return [replace(one, choices=rng.randint(1, 3), input_length=max(BT, one.input_length)) for one in trace_of(count)]
+
+
+def decides_alike(
+    config: ClusterConfig, trace: list[TraceRequest], losses: list[tuple[float, str]], journal: Path
+) -> list[Noted]:
+    """What the simulator's conductor heard and decided of a trace's requests; the shell's has decided the same."""
     wanted = asked(trace, chain_root(NAMESPACE, ""), config.block_tokens, END)
     key_of = {key: other for one in wanted for key, other in one.key_of.items()}
     expected = [
@@ -182,13 +200,19 @@ def decides_alike(config: ClusterConfig, count: int, losses: list[tuple[float, s
     return expected
 
 
+def numbers(noted: list[Noted], *kinds: type[Announce | Complete | Start | Rehash]) -> list[set[int]]:
+    """Of the requests that had actions of each kind."""
+    actions = [action for one in noted for action in one.actions]
+    return [{it.request for it in actions if isinstance(it, kind)} for kind in kinds]
+
+
 def test_places_and_refuses_as_the_simulator_does(tmp_path: Path) -> None:
     """More comes than is served in time, and than there is room for. One prompt's rest is computed at decode.
 
     Prompts that are shorter than a block have no key but their own, which decides between the stores.
     """
     print(f"seed {SEED}")
-    noted = decides_alike(replace(CONFIG, kvstore=2, decode_prompt_tokens=40), 60, [], tmp_path)
+    noted = decides_alike(replace(CONFIG, kvstore=2, decode_prompt_tokens=40), trace_of(60), [], tmp_path)
     actions = [action for one in noted for action in one.actions]
     placed = [action for action in actions if isinstance(action, Announce)]
     assert len(placed) > 40
@@ -203,7 +227,7 @@ def test_tries_again_as_the_simulator_does(tmp_path: Path) -> None:
     """Instances and messages are lost; prompts come to instances that have more to do than was known."""
     print(f"seed {SEED}")
     config = replace(CONFIG, seed=7, delays=CallDelays(drop_share=0.02))
-    noted = decides_alike(config, 40, [(0.6, "d1"), (0.9, "p0"), (1.2, "s0")], tmp_path)
+    noted = decides_alike(config, trace_of(40), [(0.6, "d1"), (0.9, "p0"), (1.2, "s0")], tmp_path)
     again = [action.failure.kind for one in noted for action in one.actions if isinstance(action, Rehash)]
     assert len(again) > 10
     assert set(again) == {Kind.STREAM, Kind.UNAVAILABLE, Kind.TRANSFER}
@@ -215,16 +239,25 @@ def test_fails_late_requests_as_the_simulator_does(tmp_path: Path) -> None:
     print(f"seed {SEED}")
     delays = CallDelays(drop_share=0.02)
     config = replace(CONFIG, admission="all", deadline_s=1.0, pool_blocks=24, delays=delays)
-    noted = decides_alike(config, 60, [(0.6, "d1")], tmp_path)
+    noted = decides_alike(config, trace_of(60), [(0.6, "d1")], tmp_path)
     due = {one.event.ask.number: one.event.ask.deadline for one in noted if isinstance(one.event, Arrived)}
     failed = [(one.now, it) for one in noted for it in one.actions if isinstance(it, Fail)]
     assert {it.failure.kind for _, it in failed} == {Kind.DEADLINE}
     assert [now for now, _ in failed] == [pytest.approx(due[it.request]) for _, it in failed]
-    late, placed, begun, again = {it.request for _, it in failed}, *_numbers(noted, Announce, Start, Rehash)
+    late, placed, begun, again = {it.request for _, it in failed}, *numbers(noted, Announce, Start, Rehash)
     assert min(map(len, (late - placed, (late & placed) - begun, late & begun, late & again))) > 1
 
 
-def _numbers(noted: list[Noted], *kinds: type[Announce | Start | Rehash]) -> list[set[int]]:
-    """Of the requests that had actions of each kind."""
-    actions = [action for one in noted for action in one.actions]
-    return [{it.request for it in actions if isinstance(it, kind)} for kind in kinds]
+def test_several_answers_as_in_the_simulator(tmp_path: Path) -> None:
+    """They get room and end together, and go on after losses. A start also comes to decode when its room is gone."""
+    print(f"seed {SEED}")
+    config = replace(CONFIG, pool_blocks=200, delays=CallDelays(drop_share=0.02))
+    noted = decides_alike(config, several_of(60), [(0.6, "d1"), (0.9, "p0")], tmp_path)
+    several = {one.event.ask.number for one in noted if isinstance(one.event, Arrived) and one.event.ask.choices > 1}
+    ends, again = numbers(noted, Complete, Rehash)
+    assert len(several & ends) > 15
+    assert len(several & again & ends) > 5
+    failures = [one.event.result for one in noted if isinstance(one.event, Ended)]
+    assert {it.kind for it in failures if isinstance(it, Failure) and "no such transfer" in it.message} == {
+        Kind.TRANSFER
+    }
