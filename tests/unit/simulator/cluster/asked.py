@@ -7,12 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moonpool.kv.keys import BlockKey, block_keys
+from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor.core.messages import Ask
+from services.conductor.resume import resume_point
 from simulator.cluster.requests import Request, answer_key
 from simulator.kernel.clock import ps
 from simulator.traces.mooncake import TraceRequest
 
 FIRST, COUNT = 3, 4000
 """Token ids that are words: so many from the first one on."""
+SECRET = bytes(16)
+"""Of all clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,43 @@ class Asked:
             for choice, chain in enumerate(self.chains)
             for index, key in enumerate(chain[known:], known)
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A request as it comes to a conductor, as `ask` for its core; its client has `had` tokens of each answer."""
+
+    asked: Asked
+    ask: Ask
+    had: tuple[int, ...]
+
+    @property
+    def begins(self) -> int:
+        """Tokens of the answer that its first placement here begins behind."""
+        return self.ask.resumed.tokens if self.ask.resumed is not None else 0
+
+    def message(self) -> conductor_pb2.GenerateRequest:
+        """As its client tells it."""
+        asked, slo, resumed = self.asked, self.ask.slo, self.ask.resumed
+        message = conductor_pb2.GenerateRequest(
+            request_id=asked.id,
+            tokens=conductor_pb2.TokenPrompt(token_ids=asked.prompt),
+            sampling=kv_pb2.Sampling(max_tokens=self.ask.max_tokens, n=self.ask.choices, temperature=0.0, seed=1),
+            slo=conductor_pb2.Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s),
+        )
+        if resumed is not None:
+            message.from_position = self.had[0]
+            first, *further = [answer[:had] for answer, had in zip(asked.answers, self.had, strict=True)]
+            point = resume_point(SECRET, conductor_pb2.Placement(), resumed.sequence, resumed.target)
+            message.resume.CopyFrom(
+                conductor_pb2.Resume(
+                    point=point,
+                    token_ids=first,
+                    count=resumed.fence,
+                    further=[conductor_pb2.AnswerSoFar(token_ids=answer) for answer in further],
+                )
+            )
+        return message
 
 
 def asked(trace: Sequence[TraceRequest], root: bytes, block_tokens: int, end_token: int) -> list[Asked]:

@@ -23,6 +23,7 @@ from services.conductor.core.facts import InstanceFacts, LoadFacts
 from services.conductor.core.failures import Failure, Kind, Stale
 from services.conductor.core.messages import (
     Accepted,
+    Adopt,
     Delivered,
     FirstToken,
     Joined,
@@ -39,7 +40,7 @@ from services.conductor.core.messages import (
 from services.conductor.facts import kind_to_proto
 from services.conductor.servicer import ConductorServicer
 from services.conductor.translate import error_of, target_proto
-from tests.unit.simulator.cluster.asked import Asked
+from tests.unit.simulator.cluster.asked import Coming
 from tests.unit.simulator.cluster.scripts import Noted
 
 
@@ -110,8 +111,9 @@ class InProcess(Channels):
         self.streams: dict[str, Call] = {}
         """The last one to each decode instance."""
         self._numbers: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+        results = {noted.event.io: noted.event.result for noted in script if isinstance(noted.event, Ended)}
         for action in [action for noted in script for action in noted.actions]:
-            if isinstance(action, Reserve | Prefill):
+            if isinstance(action, Reserve | Prefill) and not _has_left(results[action.io]):
                 self._numbers[type(action).__name__, action.sequence].append(action.io)
 
     def get(self, address: str) -> Any:
@@ -141,6 +143,11 @@ class InProcess(Channels):
         return call
 
 
+def _has_left(result: Any) -> bool:
+    """Whether a call was not made, as nobody was there."""
+    return isinstance(result, Failure) and result.message.endswith(" has left")
+
+
 class Instances:
     """Tells the conductor's shell what comes from outside.
 
@@ -157,15 +164,15 @@ class Instances:
         servicer: ConductorServicer,
         script: Sequence[Noted],
         channels: InProcess,
-        wanted: Mapping[int, Asked],
+        wanted: Mapping[int, Coming],
         model: conductor_pb2.ModelInfo,
     ) -> None:
         self._servicer, self._channels, self._wanted, self._model = servicer, channels, wanted, model
         actions = [action for noted in script for action in noted.actions]
         self._prompts = {it.io: it for it in actions if isinstance(it, Prefill)}
-        self._starts = {it.io: it for it in actions if isinstance(it, Start)}
-        self._made = {number: [0] * len(one.answers) for number, one in wanted.items()}  # tokens of each answer
-        self._begins: dict[int, int] = defaultdict(int)  # those that its last placement begins behind
+        self._starts = {it.io: it for it in actions if isinstance(it, Start | Adopt)}
+        self._made = {number: list(one.had) for number, one in wanted.items()}  # tokens of each answer
+        self._begins = {number: one.begins for number, one in wanted.items()}  # that its last placement begins behind
         self._members: dict[str, asyncio.Queue[conductor_pb2.JoinRequest | None]] = {}
         self._joins: list[asyncio.Task[None]] = []
 
@@ -201,7 +208,7 @@ class Instances:
 
     def _first_token(self, event: FirstToken) -> None:
         order, how = self._prompts[event.io], event.how
-        asked, position = self._wanted[order.request], self._begins[order.request]
+        asked, position = self._wanted[order.request].asked, self._begins[order.request]
         token_id, *further = [answer[position] for answer in asked.answers]
         first = prefill_pb2.FirstToken(
             token_id=token_id,
@@ -224,7 +231,7 @@ class Instances:
     def _tokens(self, event: Tokens) -> None:
         """Of several answers, which are equally long and told in turn, those have come that the shortest one lacks."""
         order = self._starts[event.io]
-        asked, made = self._wanted[order.request], self._made[order.request]
+        asked, made = self._wanted[order.request].asked, self._made[order.request]
         choice = made.index(min(made))
         position = made[choice]
         made[choice] += event.count
@@ -238,7 +245,7 @@ class Instances:
         )
         self._channels.tell(order.target.decode, decode_pb2.StepsResponse(tokens=[tokens]))
 
-    def _fail(self, order: Start, failure: Failure) -> None:
+    def _fail(self, order: Start | Adopt, failure: Failure) -> None:
         """A sequence cannot go on; the shell knows by itself when its instance is lost."""
         if failure.message == "its stream broke":
             stream = self._channels.streams.pop(order.target.decode, None)
@@ -303,13 +310,17 @@ class Instances:
 
 
 class Heard:
-    """The context of a call whose answers nobody needs."""
+    """The context of a call whose answers nobody needs, and which may take so many seconds."""
+
+    def __init__(self, remaining_s: float | None = None) -> None:
+        self._remaining_s = remaining_s
 
     async def bare_write(self, message: Any) -> None:
         """Takes it."""
 
-    def time_remaining(self) -> None:
-        """There is no deadline."""
+    def time_remaining(self) -> float | None:
+        """As its client has said; None = any time."""
+        return self._remaining_s
 
     def invocation_metadata(self) -> None:
         """Nothing came with the call."""
