@@ -94,7 +94,8 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
         parts = [each.queue_s, each.load_s, each.prefill_s, each.overhead_s, _ttft_s(each)]
         times = ["-"] * 5 if each.excluded else [f"{part:.4f}" for part in parts]
         remark = each.excluded or ("chosen" if each.instance == chosen else "")
-        table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, each.source, remark)
+        source = f"{each.source} ({each.cold_blocks} on SSD)" if each.cold_blocks else each.source
+        table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, source, remark)
     Console().print(table)
     typer.echo(_outcome(found))
     if drawn := phases(found):

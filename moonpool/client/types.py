@@ -305,7 +305,8 @@ class Candidate:
     """Predicted seconds of one prefill instance; their sum is the time to first token. `excluded`: why it was left out.
 
     `overhead_s` are calls and all else that does not grow with the prompt. `source` is whom it would load from: a
-    kvstore, or another prefill or decode instance; empty where it loads nothing.
+    kvstore, or another prefill or decode instance; empty where it loads nothing. `cold_blocks`: of what it would load,
+    blocks that are on the source's SSD only.
     """
 
     instance: str
@@ -317,6 +318,7 @@ class Candidate:
     excluded: str
     overhead_s: float = 0.0
     source: str = ""
+    cold_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

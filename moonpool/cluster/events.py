@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from moonpool.kv.changes import NetChanges
 from moonpool.v1 import kv_pb2
 
 KEYS_PER_MESSAGE = 4096
@@ -18,10 +20,17 @@ class HeldKeys:
     Attributes:
         parts: how many; at least one.
         part: the keys of one part now. A key is of one part, always the same.
+        cold: which of some held keys are on SSD only; None = there is no SSD.
     """
 
     parts: int
     part: Callable[[int], Iterable[bytes]]
+    cold: Callable[[Iterable[Any]], Iterable[bytes]] | None = None
+
+    def message(self, keys: Sequence[bytes]) -> kv_pb2.KVEvents:
+        """Says that these are held."""
+        cold = self.cold(keys) if self.cold is not None else ()
+        return kv_pb2.KVEvents(stored_keys=b"".join(keys), cooled_keys=b"".join(cold))
 
 
 def snapshot(held: HeldKeys, max_keys: int = KEYS_PER_MESSAGE) -> Iterator[list[kv_pb2.KVEvents]]:
@@ -39,25 +48,18 @@ def snapshot(held: HeldKeys, max_keys: int = KEYS_PER_MESSAGE) -> Iterator[list[
         while number < held.parts and len(keys) < max_keys:
             keys += held.part(number)
             number += 1
-        messages = [
-            kv_pb2.KVEvents(stored_keys=b"".join(keys[at : at + max_keys]))
-            for at in range(0, max(len(keys), 1), max_keys)
-        ]
+        messages = [held.message(keys[at : at + max_keys]) for at in range(0, max(len(keys), 1), max_keys)]
         messages[0].snapshot_begin = begin
         messages[-1].snapshot_end = number == held.parts
         yield messages
 
 
 class EventLog:
-    """Changes not yet sent, as the net effect per key, and the number of the next message.
-
-    Only the last change of a key matters to the reader, so that memory is bounded by the number of distinct keys, and
-    the two lists of one message are disjoint: their order is of no consequence.
-    """
+    """Changes not yet sent, and the number of the next message."""
 
     def __init__(self) -> None:
         """Start with nothing pending; the first message has sequence 1."""
-        self._pending: dict[bytes, bool] = {}
+        self._pending = NetChanges()
         self._next_sequence = 1
 
     @property
@@ -70,30 +72,17 @@ class EventLog:
         """Sequence number of the next message."""
         return self._next_sequence
 
-    def stored(self, keys: Iterable[bytes]) -> None:
-        """Note that the instance now holds `keys`."""
-        for key in keys:
-            self._pending.pop(key, None)  # re-inserted at the end: messages keep the order of last changes
-            self._pending[key] = True
-
-    def removed(self, keys: Iterable[bytes]) -> None:
-        """Note that the instance holds `keys` no longer."""
-        for key in keys:
-            self._pending.pop(key, None)
-            self._pending[key] = False
+    def note(self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = (), cooled: Iterable[bytes] = ()) -> None:
+        """Takes changes; see `KeyChanges`."""
+        self._pending.note(stored, removed, cooled)
 
     def next_message(self, max_keys: int = KEYS_PER_MESSAGE) -> kv_pb2.KVEvents | None:
         """Take the oldest pending changes as one message, or None when there are none."""
         if not self._pending:
             return None
-        taken = [key for key, _ in zip(self._pending, range(max_keys), strict=False)]
-        stored = [key for key in taken if self._pending[key]]
-        removed = [key for key in taken if not self._pending[key]]
-        for key in taken:
-            del self._pending[key]
-        return kv_pb2.KVEvents(
-            sequence=self._take_sequence(), stored_keys=b"".join(stored), removed_keys=b"".join(removed)
-        )
+        stored, removed, cooled = map(b"".join, self._pending.take(max_keys))
+        sequence = self._take_sequence()
+        return kv_pb2.KVEvents(sequence=sequence, stored_keys=stored, removed_keys=removed, cooled_keys=cooled)
 
     def numbered(self, messages: Iterable[kv_pb2.KVEvents]) -> Iterator[kv_pb2.KVEvents]:
         """The messages of a snapshot's step, each with the number it has when it is taken."""
@@ -104,11 +93,6 @@ class EventLog:
     def forget(self) -> None:
         """Drop what is pending: a snapshot that is about to begin includes it."""
         self._pending.clear()
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError when the log contradicts itself."""
-        assert self._next_sequence >= 1
-        assert all(isinstance(key, bytes) for key in self._pending)
 
     def _take_sequence(self) -> int:
         sequence = self._next_sequence

@@ -7,11 +7,12 @@ one, and connects again when the stream breaks or the conductor restarts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapshot
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, StreamBroken
+from moonpool.kv.changes import KeyChanges
 from moonpool.rpc.channels import Channels
 from moonpool.streams.calling import ClientStream
 from moonpool.streams.deadlines import within
@@ -116,7 +117,7 @@ class JoinAgent:
         conductor_address: str,
         hello: conductor_pb2.JoinHello,
         load: Callable[[], conductor_pb2.LoadReport],
-        take_events: Callable[[], tuple[Iterable[bytes], Iterable[bytes]]],
+        take_events: Callable[[], KeyChanges],
         held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
         on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
@@ -134,8 +135,7 @@ class JoinAgent:
             conductor_address: "host:port".
             hello: who joins; its address must already be served, the conductor probes it.
             load: tells the load now.
-            take_events: takes (stored, removed) keys since the last call. Both are net changes: a key that went
-                both ways in between is listed at most once, as what it ended as.
+            take_events: takes the net changes since the last call.
             held: every key, for snapshots.
             on_drain: called when the conductor orders to drain (may be called more than once).
             on_replicate: called when the conductor wants blocks to be copied here.
@@ -283,9 +283,7 @@ class JoinAgent:
             await self._send(call, conductor_pb2.JoinRequest(events=message))
 
     def _note_events(self) -> None:
-        stored, removed = self._take_events()
-        self._events.stored(stored)
-        self._events.removed(removed)
+        self._events.note(*self._take_events())
 
     async def _send(self, call: _JoinCall, message: conductor_pb2.JoinRequest) -> None:
         """Sends a message and waits until it is being written, so that a snapshot does not pile up."""

@@ -6,14 +6,13 @@ The instance is the authority on itself, so conductors need not agree on anythin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from moonpool.cluster.events import HeldKeys
 from moonpool.cluster.join import JoinAgent, RoleTaker, Wake, no_role
+from moonpool.kv.changes import KeyChanges, NetChanges
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import conductor_pb2
-
-Changes = tuple[Iterable[bytes], Iterable[bytes]]
 
 
 class Bell:
@@ -40,36 +39,30 @@ class KeyNews:
     A reader that does not follow misses changes: it begins with a snapshot.
     """
 
-    def __init__(self, take: Callable[[], Changes]) -> None:
+    def __init__(self, take: Callable[[], KeyChanges]) -> None:
         """Reads from `take`, which tells each change once."""
         self._take = take
-        self._readers: list[tuple[Callable[[], bool], dict[bytes, bool]]] = []
+        self._readers: list[tuple[Callable[[], bool], NetChanges]] = []
 
-    def reader(self, follows: Callable[[], bool]) -> Callable[[], Changes]:
+    def reader(self, follows: Callable[[], bool]) -> Callable[[], KeyChanges]:
         """What one reader takes its changes from; `follows` tells whether it wants them now."""
-        changes: dict[bytes, bool] = {}
+        changes = NetChanges()
         self._readers.append((follows, changes))
 
-        def take() -> Changes:
-            self.changed(*self._take())
-            stored = [key for key, here in changes.items() if here]
-            removed = [key for key, here in changes.items() if not here]
-            changes.clear()
-            return stored, removed
+        def take() -> KeyChanges:
+            self.changed(self._take())
+            return changes.take()
 
         return take
 
-    def changed(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+    def changed(self, news: KeyChanges) -> None:
         """Notes changes for all who follow, as those that were taken."""
-        stored, removed = list(stored), list(removed)
+        lists = [list(keys) for keys in news]
         for follows, changes in self._readers:
-            if not follows():
+            if follows():
+                changes.note(*lists)
+            else:
                 changes.clear()
-                continue
-            for keys, here in ((stored, True), (removed, False)):
-                for key in keys:
-                    changes.pop(key, None)  # at the end again: messages keep the order of last changes
-                    changes[key] = here
 
 
 class Joining:
@@ -81,7 +74,7 @@ class Joining:
         conductors: Sequence[str],
         hello: conductor_pb2.JoinHello,
         load: Callable[[], conductor_pb2.LoadReport],
-        take_events: Callable[[], Changes] | None,
+        take_events: Callable[[], KeyChanges] | None,
         held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
         on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
@@ -94,7 +87,7 @@ class Joining:
         Without `take_events`, `changed` is told of all changes.
         """
         self._bell = bell or Bell()
-        self._news = KeyNews(take_events or (lambda: ((), ())))
+        self._news = KeyNews(take_events or KeyChanges)
         self._agents: list[JoinAgent] = []
         for number, address in enumerate(conductors):
             take = self._news.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
@@ -102,9 +95,9 @@ class Joining:
             agent = JoinAgent(channels, address, hello, load, take, held, *orders, wake=self._bell.add())
             self._agents.append(agent)
 
-    def changed(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+    def changed(self, news: KeyChanges) -> None:
         """Keys have changed; cheap, callable at any time on the event loop."""
-        self._news.changed(stored, removed)
+        self._news.changed(news)
         self._bell.ring()
 
     def notify(self, *, soon: bool = False) -> None:

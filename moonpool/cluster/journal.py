@@ -45,10 +45,9 @@ class Journal:
     def sequence(self) -> int:
         return self._log.next_sequence - 1
 
-    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        """Takes note of changes; they are told in the event loop's next turn."""
-        self._log.stored(stored)
-        self._log.removed(removed)
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], cooled: Sequence[BlockKey] = ()) -> None:
+        """Takes note of changes (`KeyChanges`); they are told in the event loop's next turn."""
+        self._log.note(stored, removed, cooled)
         if not self._flushing:
             self._flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -113,4 +112,4 @@ class Journal:
 
 
 def _size(message: kv_pb2.KVEvents) -> int:
-    return len(message.stored_keys) + len(message.removed_keys)
+    return len(message.stored_keys) + len(message.removed_keys) + len(message.cooled_keys)

@@ -114,7 +114,7 @@ class SpeedTracker:
         self._transfer_rate, self._speeds = learnt_rate(self._transfer_rate, nbytes, seconds, self._weight), None
 
 
-def learnt_rate(rate: float, nbytes: int, seconds: float, weight: float) -> float:
+def learnt_rate(rate: float, nbytes: float, seconds: float, weight: float) -> float:
     """A rate in bytes per second (0 = not known) after `nbytes` took `seconds`, which counts with `weight`.
 
     A mean of seconds per byte, not of bytes per second: one very quick sample must not hide slow ones.

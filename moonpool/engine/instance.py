@@ -166,7 +166,7 @@ async def run_instance(
                 either_role=config.either_role,
             ),
             service.load,
-            lambda: _events(service.manager),
+            service.manager.take_events,
             HeldKeys(1, lambda _: service.manager.keys()),
             service.drain,
             service.replicate,
@@ -199,11 +199,6 @@ def lanes_of(config: LaneConfig, engine: Engine, instance: kv_pb2.Instance) -> t
         return [Shared(fd, data) for fd, data in engine.pool.shared()]
 
     return LaneDialer(settings, shared), LaneServer(settings, instance.incarnation)
-
-
-def _events(manager: BlockManager) -> tuple[list[bytes], list[bytes]]:
-    events = manager.take_events()
-    return list(events.stored), list(events.removed)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

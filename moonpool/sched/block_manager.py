@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from moonpool.core.digest import digest_of
 from moonpool.errors import MoonpoolError
-from moonpool.frozen import frozen
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
 
 
@@ -22,15 +22,7 @@ class OutOfBlocks(MoonpoolError):  # noqa: N818 - named like its kind in the fie
     """Fewer blocks are free or cached than were asked for; nothing was changed."""
 
 
-@frozen
-class KeyEvents:
-    """Net change of the set of held keys since the last call; no key is in both lists."""
-
-    stored: tuple[BlockKey, ...]
-    removed: tuple[BlockKey, ...]
-
-
-UNCHANGED = KeyEvents((), ())
+UNCHANGED = KeyChanges()
 
 
 @dataclass(slots=True, eq=False)
@@ -207,11 +199,11 @@ class BlockManager:
         """All keys held, by used and cached blocks."""
         return list(self._block_of)
 
-    def take_events(self) -> KeyEvents:
+    def take_events(self) -> KeyChanges:
         """Net change of `keys()` since the last call."""
         if not (self._stored or self._removed):
             return UNCHANGED
-        events = KeyEvents(tuple(self._stored), tuple(self._removed))
+        events = KeyChanges(tuple(self._stored), tuple(self._removed))
         self._stored.clear()
         self._removed.clear()
         return events

@@ -926,6 +926,7 @@ class JoinHello(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
     EITHER_ROLE_FIELD_NUMBER: _builtins.int
+    TELLS_COLD_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
@@ -936,6 +937,8 @@ class JoinHello(_message.Message):
     """Tokens that one step computes at most (prefill); 0 = a whole prompt."""
     either_role: _builtins.bool
     """An engine that obeys a `RoleOrder`: whoever looks after the process starts it again in the other role."""
+    tells_cold: _builtins.bool
+    """A kvstore with an SSD tier below the memory, which tells what is there alone (`KVEvents.cooled_keys`)."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who joins."""
@@ -959,10 +962,11 @@ class JoinHello(_message.Message):
         stages: _builtins.int = ...,
         step_tokens: _builtins.int = ...,
         either_role: _builtins.bool = ...,
+        tells_cold: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "instance", b"instance", "model", b"model", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "instance", b"instance", "model", b"model", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1350,6 +1354,7 @@ class CandidateExplanation(_message.Message):
     EXCLUDED_FIELD_NUMBER: _builtins.int
     OVERHEAD_S_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    COLD_BLOCKS_FIELD_NUMBER: _builtins.int
     instance: _builtins.str
     """Id of the instance."""
     local_blocks: _builtins.int
@@ -1370,6 +1375,8 @@ class CandidateExplanation(_message.Message):
     """Id of the kvstore, or of the prefill or decode instance, from which the blocks that it lacks would be loaded; empty
     where nothing is.
     """
+    cold_blocks: _builtins.int
+    """Of the blocks that would be loaded, those that are on the source's SSD only."""
     def __init__(
         self,
         *,
@@ -1382,10 +1389,11 @@ class CandidateExplanation(_message.Message):
         excluded: _builtins.str = ...,
         overhead_s: _builtins.float = ...,
         source: _builtins.str = ...,
+        cold_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded", b"excluded", "instance", b"instance", "load_s", b"load_s", "local_blocks", b"local_blocks", "overhead_s", b"overhead_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "source", b"source", "used_blocks", b"used_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold_blocks", b"cold_blocks", "excluded", b"excluded", "instance", b"instance", "load_s", b"load_s", "local_blocks", b"local_blocks", "overhead_s", b"overhead_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "source", b"source", "used_blocks", b"used_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

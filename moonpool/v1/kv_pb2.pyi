@@ -1274,6 +1274,7 @@ class KVEvents(_message.Message):
     SNAPSHOT_END_FIELD_NUMBER: _builtins.int
     STORED_KEYS_FIELD_NUMBER: _builtins.int
     REMOVED_KEYS_FIELD_NUMBER: _builtins.int
+    COOLED_KEYS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Number of this message, from 1, without gaps within an incarnation. Watch numbers changes only: a snapshot's
     messages bear the number of the last change before them.
@@ -1286,6 +1287,10 @@ class KVEvents(_message.Message):
     """Concatenated 32-byte keys now held."""
     removed_keys: _builtins.bytes
     """Concatenated 32-byte keys no longer held."""
+    cooled_keys: _builtins.bytes
+    """Concatenated 32-byte keys, stored with this message or before, that are on SSD only from now on. They are in memory
+    again when they are stored again.
+    """
     def __init__(
         self,
         *,
@@ -1294,10 +1299,11 @@ class KVEvents(_message.Message):
         snapshot_end: _builtins.bool = ...,
         stored_keys: _builtins.bytes = ...,
         removed_keys: _builtins.bytes = ...,
+        cooled_keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed_keys", b"removed_keys", "sequence", b"sequence", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end", "stored_keys", b"stored_keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cooled_keys", b"cooled_keys", "removed_keys", b"removed_keys", "sequence", b"sequence", "snapshot_begin", b"snapshot_begin", "snapshot_end", b"snapshot_end", "stored_keys", b"stored_keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,7 +19,7 @@ from services.conductor.steps import StepsPool
 log = get_logger(__name__)
 
 MAX_EVENT_KEYS = 1 << 13
-"""Keys stored, or removed, in one message: one message is applied without a pause of the event loop."""
+"""Keys stored, removed, or cooled in one message: one message is applied without a pause of the event loop."""
 
 
 class Cluster:
@@ -89,8 +89,9 @@ class Cluster:
         """Take KV events."""
         stored = unpack_keys(events.stored_keys, "events.stored_keys", max_keys=MAX_EVENT_KEYS)
         removed = unpack_keys(events.removed_keys, "events.removed_keys", max_keys=MAX_EVENT_KEYS)
-        begins, ends = events.snapshot_begin, events.snapshot_end
-        self._post(KeysChanged(member.id, events.sequence, tuple(stored), tuple(removed), begins, ends))
+        cooled = unpack_keys(events.cooled_keys, "events.cooled_keys", max_keys=MAX_EVENT_KEYS)
+        keys, ends = (tuple(stored), tuple(removed)), (events.snapshot_begin, events.snapshot_end)
+        self._post(KeysChanged(member.id, events.sequence, *keys, *ends, tuple(cooled)))
 
     def change_role(self, instance_id: str, kind: kv_pb2.InstanceKind.ValueType) -> None:
         """Somebody wants an instance to change its role.

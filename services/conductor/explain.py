@@ -112,4 +112,5 @@ def _explain(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:
         excluded=choice.excluded,
         overhead_s=choice.overhead_s,
         source=choice.source,
+        cold_blocks=choice.cold_blocks,
     )

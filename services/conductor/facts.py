@@ -27,6 +27,7 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
         capacity_bytes=hello.capacity_bytes,
         either=hello.either_role,
         host=hello.instance.address.rpartition(":")[0],
+        tells_cold=hello.tells_cold,
     )
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from moonpool.cluster import HeldKeys, Joining
 from moonpool.cluster.journal import Journal
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.landing import land
 from moonpool.kv.parts import PARTS
@@ -99,7 +100,7 @@ class KVStoreService(StoreListener):
         ssd = self.store.tiers.ssd
         rate, queue, observe = config.ssd_write_bytes_per_s, self.store.writes.queue, self._observer.committed
         self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, self._ledger.leave_out, rate)
-        held = HeldKeys(PARTS, self.store.tiers.part)
+        held = HeldKeys(PARTS, self.store.tiers.part, self.store.tiers.cold)
         self._journal = Journal(held, instance.incarnation)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
@@ -110,7 +111,8 @@ class KVStoreService(StoreListener):
         clock, reuse = asyncio.get_running_loop().time, self._observer.reuse
         self._operations = Operations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)
         self.servicer = self._make_servicer(instance, ahead)
-        self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=config.capacity_bytes)
+        size = config.capacity_bytes
+        self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=size, tells_cold=ssd is not None)
         self.agent: Joining | None = None
         if channels is not None and config.conductor:
             self.agent = Joining(channels, config.conductor, self.hello, self._load, None, held, on_drain)
@@ -128,11 +130,11 @@ class KVStoreService(StoreListener):
     def contract(self) -> Service:
         return kvstore_pb2.DESCRIPTOR.services_by_name["KVStoreService"], self.servicer
 
-    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        self._journal.changed(stored, removed)
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], cooled: Sequence[BlockKey] = ()) -> None:
+        self._journal.changed(stored, removed, cooled)
         self._observer.changed(stored, removed)
         if self.agent is not None:
-            self.agent.changed(stored, removed)
+            self.agent.changed(KeyChanges(stored, removed, cooled))
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
         self._observer.asked(keys)

@@ -1,9 +1,9 @@
 """A whole cluster in virtual time: wires its parts, feeds it with a trace, crashes parts of it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from moonpool.kv.keys import BlockKey
+from moonpool.kv.changes import KeyChanges
 from services.conductor.core.failures import Failure
 from services.conductor.core.messages import Target
 from simulator.cluster.clients import Clients
@@ -127,9 +127,9 @@ class Cluster:
 
     # Messages between parts
 
-    def _keys(self, name: str, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+    def _keys(self, name: str, changes: KeyChanges) -> None:
         for conductor in self.conductors:
-            conductor.members.keys(name, stored, removed)
+            conductor.members.keys(name, changes)
 
     def _changed(self, name: str) -> None:
         for conductor in self.conductors:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moonpool.core.kernel import Cancel
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.changes import ChangeRole
 from services.conductor.core.conductor import ConductorCore
@@ -279,12 +280,12 @@ class Conductor:
     def back(self, instance: PrefillInstance | DecodeInstance) -> None:
         """An instance is there (again)."""
         if self.up and instance.up:
-            self.members.join(instance.name, instance.load, instance.keys(), instance.incarnation)
+            self.members.join(instance.name, instance.load, KeyChanges(instance.keys()), instance.incarnation)
 
     def store_joins(self, store: Store) -> None:
         """A kvstore is there, perhaps instead of another one."""
         if self.up:
-            self.members.join(store.name, store.load, store.keys(), store.incarnation)
+            self.members.join(store.name, store.load, store.held(), store.incarnation)
 
 
 def owner_of(stream: int, conductors: int) -> int:

@@ -4,9 +4,9 @@ Steps take the time of the profile (`simulator.cluster.engine`), copies and writ
 """
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Listed
 
 from moonpool.frozen import frozen
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.lending import Lent
 from services.conductor.core.facts import LoadFacts
@@ -65,7 +65,7 @@ class Ears:
 
     tokens: Callable[[int, list[Told]], None]
     failed: Callable[[int, int, Failure], None]
-    keys: Callable[[Listed[BlockKey], Listed[BlockKey]], None]
+    keys: Callable[[KeyChanges], None]
     changed: Callable[[], None]
 
 
@@ -397,4 +397,4 @@ class DecodeInstance:
     def _note_keys(self) -> None:
         events = self.core.blocks.take_events()
         if events.stored or events.removed:
-            self._ears.keys(events.stored, events.removed)
+            self._ears.keys(events)

@@ -4,8 +4,9 @@ As the services' agents do (`moonpool.cluster.join`), an instance waits a little
 One without news says nothing: that it is alive is known here.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
+from moonpool.kv.changes import KeyChanges, NetChanges
 from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
 from services.conductor.core.messages import Event, Joined, KeysChanged, Left, Reported
 from simulator.cluster.config import ClusterConfig
@@ -42,17 +43,13 @@ class Member:
         self._world, self._post, self._name, self._load = calls.world, post, name, load
         self._wire = Wire(calls, lambda: None)
         self._sequence = 1
-        self._keys: dict[bytes, bool] = {}
+        self._keys = NetChanges()
         self._gap, self._next_at = gap, 0
         self._armed = False
 
-    def keys(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+    def keys(self, changes: KeyChanges) -> None:
         """Keys have come and left; only what became of each in the end is told."""
-        news = self._keys
-        for keys, here in ((stored, True), (removed, False)):
-            for key in keys:
-                news.pop(key, None)
-                news[key] = here
+        self._keys.note(*changes)
         self.changed()
 
     def changed(self) -> None:
@@ -79,13 +76,11 @@ class Member:
             self._post(event)
 
     def _news_of_keys(self) -> KeysChanged | None:
-        keys, self._keys = self._keys, {}
-        if not keys:
+        if not self._keys:
             return None
         self._sequence += 1
-        stored = tuple([key for key, here in keys.items() if here])
-        removed = tuple([key for key, here in keys.items() if not here])
-        return KeysChanged(self._name, self._sequence, stored, removed, snapshot_begin=False, snapshot_end=False)
+        stored, removed, cooled = map(tuple, self._keys.take())
+        return KeysChanged(self._name, self._sequence, stored, removed, False, False, cooled)
 
 
 class Members:
@@ -102,13 +97,14 @@ class Members:
         self._shape = Shape(config.block_tokens, config.profile.token_bytes, config.profile.layers, emulated=True)
         self._members: dict[str, Member] = {}
 
-    def join(self, name: str, load: Callable[[], LoadFacts], keys: Iterable[bytes], incarnation: int) -> None:
+    def join(self, name: str, load: Callable[[], LoadFacts], held: KeyChanges, incarnation: int) -> None:
         """An instance joins with what it holds; who had its name before is lost."""
         self.leave(name, "was restarted")
         gap = ps(self._config.report_s)
         member = self._members[name] = Member(self._calls, self._post, name, incarnation, load, gap)
         self._post(Joined(self.facts(name, member.incarnation)))
-        self._post(KeysChanged(name, 1, tuple(keys), (), snapshot_begin=True, snapshot_end=True))
+        stored, removed, cooled = map(tuple, held)
+        self._post(KeysChanged(name, 1, stored, removed, snapshot_begin=True, snapshot_end=True, cooled=cooled))
         self._post(Reported(name, load()))
 
     def silence(self, name: str) -> None:
@@ -137,11 +133,11 @@ class Members:
         member = self._members.get(name)
         return member.incarnation if member is not None else 0
 
-    def keys(self, name: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+    def keys(self, name: str, changes: KeyChanges) -> None:
         """An instance tells what came and what left; nobody listens to one that has not joined."""
         member = self._members.get(name)
         if member is not None:
-            member.keys(stored, removed)
+            member.keys(changes)
 
     def changed(self, name: str) -> None:
         """Load or keys of an instance are others now."""
@@ -165,4 +161,5 @@ class Members:
             stages=stages,
             step_tokens=config.step_tokens,
             capacity_bytes=config.store_bytes if store else 0,
+            tells_cold=store and config.disk_bytes > 0,
         )

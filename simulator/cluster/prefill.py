@@ -197,7 +197,7 @@ class PrefillInstance:
         self.host.post(event)
         keys = self.core.state.manager.take_events()
         if keys.stored or keys.removed:
-            self._peers.keys(keys.stored, keys.removed)
+            self._peers.keys(keys)
 
     def _came_in(self, event: events.LayerLoaded | Ended[events.Result]) -> None:
         (self._hear if isinstance(event, events.LayerLoaded) else self._tell)(event)

@@ -1,10 +1,10 @@
 """Prompts at a simulated prefill instance, who wants them computed, and whom the instance tells what."""
 
 from collections.abc import Callable
-from collections.abc import Sequence as Listed
 from dataclasses import dataclass
 from typing import Protocol
 
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.failures import Failure, Stale
 from services.conductor.core.messages import Target
@@ -42,7 +42,7 @@ class Peers:
         give_up: nothing more comes of a transfer.
     """
 
-    keys: Callable[[Listed[BlockKey], Listed[BlockKey]], None]
+    keys: Callable[[KeyChanges], None]
     changed: Callable[[], None]
     open: Callable[[Target], Link | None]
     heard: Callable[[Target], None]

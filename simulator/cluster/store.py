@@ -4,6 +4,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from moonpool.frozen import frozen
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.facts import LoadFacts
 from services.kvstore.policies import POLICIES
@@ -31,7 +32,7 @@ class Store:
     """One kvstore.
 
     Args:
-        on_keys: called with the keys that came and those that left.
+        on_keys: called with the keys that came, left, or are on SSD only now.
         changed: called when its load is another one.
 
     Attributes:
@@ -45,7 +46,7 @@ class Store:
         network: Network,
         config: ClusterConfig,
         name: str,
-        on_keys: Callable[[Sequence[BlockKey], Sequence[BlockKey]], None],
+        on_keys: Callable[[KeyChanges], None],
         changed: Callable[[], None],
     ) -> None:
         self.name = name
@@ -65,7 +66,7 @@ class Store:
         )
         self._ssd: OrderedDict[BlockKey, None] = OrderedDict()
         self._disk = Disk(self._world, config.disk_bytes_per_s)
-        self._gone: list[BlockKey] = []
+        self._left: list[BlockKey] = []  # DRAM, or the disk, since the last news
         self.incarnation += 1
         for put in self._puts:
             self._world.after(0, _call, put.done)
@@ -73,9 +74,10 @@ class Store:
         self._writing = self._reading = 0
         self.read_blocks = self.disk_blocks = self.written_blocks = 0
 
-    def keys(self) -> list[BlockKey]:
-        """Of all blocks here."""
-        return [*self._dram.keys(), *(key for key in self._ssd if key not in self._dram)]
+    def held(self) -> KeyChanges:
+        """All blocks here."""
+        cold = [key for key in self._ssd if key not in self._dram]
+        return KeyChanges([*self._dram.keys(), *cold], (), cold)
 
     def holds(self, keys: Sequence[BlockKey]) -> int:
         """Leading keys whose blocks are here."""
@@ -152,22 +154,23 @@ class Store:
 
     def _keep(self, keys: Sequence[BlockKey]) -> None:
         """The blocks of a chain are in DRAM now and were used."""
-        new = self._lacking(keys)
+        new = self._dram.lacking(keys)
         self._dram.request(keys)
-        gone, self._gone = self._lacking(self._gone), []
+        left, self._left = self._dram.lacking(list(dict.fromkeys(self._left))), []
         stored = [key for key in new if self._has(key)]
-        if stored or gone:
-            self._on_keys(stored, gone)
+        gone = [key for key in left if key not in self._ssd]
+        if stored or left:
+            self._on_keys(KeyChanges(stored, gone, [key for key in left if key in self._ssd]))
 
     def _left_dram(self, key: BlockKey) -> None:
+        self._left.append(key)
         most = self._config.disk_bytes // self._config.block_bytes
         if not most:
-            self._gone.append(key)
             return
         self._ssd[key] = None
         self._ssd.move_to_end(key)
         if len(self._ssd) > most:
-            self._gone.append(self._ssd.popitem(last=False)[0])
+            self._left.append(self._ssd.popitem(last=False)[0])
 
 
 def _call(done: Callable[[], None]) -> None:

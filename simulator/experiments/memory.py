@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from moonpool.core.draws import draw_unit
 from moonpool.engine.emulated.profile import Profile
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.failures import Failure
 from services.conductor.core.messages import Promised
@@ -139,7 +140,7 @@ def _failed(stream: int, transfer: int, failure: Failure) -> None:
     raise AssertionError(f"transfer {transfer} was given up: {failure}")
 
 
-def _ignore(stored: Listed[BlockKey], removed: Listed[BlockKey]) -> None:
+def _ignore(changes: KeyChanges) -> None:
     """Nobody asks what the instance holds."""
 
 

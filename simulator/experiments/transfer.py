@@ -10,6 +10,7 @@ from collections.abc import Sequence as Listed
 from dataclasses import dataclass, replace
 
 from moonpool.engine.emulated.profile import Profile
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.failures import Failure, Stale
 from services.conductor.core.messages import Target
@@ -81,7 +82,7 @@ def _alone(target: Target) -> None:
     raise AssertionError("nobody else is there")
 
 
-def _ignore(stored: Listed[BlockKey], removed: Listed[BlockKey]) -> None:
+def _ignore(changes: KeyChanges) -> None:
     """Nobody asks what the parts hold."""
 
 

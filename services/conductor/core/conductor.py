@@ -42,6 +42,7 @@ class ConductorCore:
             event.sequence,
             event.stored,
             event.removed,
+            event.cooled,
             snapshot_begin=event.snapshot_begin,
             snapshot_end=event.snapshot_end,
         ):

@@ -20,17 +20,17 @@ from moonpool.cost import (
 )
 from services.conductor.core.facts import Demand, Shape
 from services.conductor.core.parts import Parts
-from services.conductor.core.reads import Source
+from services.conductor.core.reads import Read, Source
 
 
 class PrefillChoice(NamedTuple):
     """The prediction for one prefill instance, seconds; `excluded` says why it cannot be used.
 
     `load_s` is what computing does not hide of loading. `source` is whom it would load from, whose link is busy with it
-    for `read_s`. `busy_s` is how much later the next prompt begins for this one: less than its own time where stages
-    overlap. `later_s` is what prompts that come later are expected to take of the step in which this one ends, if it
-    waits. `overhead_s` is what calls take; `factors` are those by which the parts are corrected; `fixed_s` are seconds
-    of `prefill_s` that do not grow with tokens.
+    for `read_s`; it has `cold_blocks` of what is read on SSD only. `busy_s` is how much later the next prompt begins
+    for this one: less than its own time where stages overlap. `later_s` is what prompts that come later are expected to
+    take of the step in which this one ends, if it waits. `overhead_s` is what calls take; `factors` are those by which
+    the parts are corrected; `fixed_s` are seconds of `prefill_s` that do not grow with tokens.
     `shared`: share of its work there beside which other engines of its host compute; None = there are none. `others`:
     requests that its host has as it is placed.
     """
@@ -51,6 +51,12 @@ class PrefillChoice(NamedTuple):
     read_s: float = 0.0
     later_s: float = 0.0
     fixed_s: float = 0.0
+    cold_blocks: int = 0
+
+    @property
+    def read(self) -> Read:
+        """What it would read."""
+        return Read(self.read_s, self.cold_blocks / max(1, self.used_blocks - self.local_blocks))
 
     @property
     def parts(self) -> Parts:
@@ -96,6 +102,7 @@ class PrefillCost(NamedTuple):
     source: str
     read_s: float = 0.0
     fixed_s: float = 0.0
+    cold_blocks: int = 0
 
     @property
     def alone_s(self) -> float:
@@ -117,6 +124,7 @@ class PrefillModel:
         self._tokens = demand.prompt_tokens
         self._shape = shape
         self._sources = sources
+        self._block_bytes = shape.block_tokens * shape.token_bytes
         self._threshold = threshold
         self._works: dict[tuple[int, int], PrefillWork] = {}
         self._asked: tuple[Speeds | None, int] = None, 0
@@ -130,7 +138,9 @@ class PrefillModel:
         for source in self._sources:
             if source.blocks > local_blocks and source.blocks > self._threshold * local_blocks:
                 rest, rest_s = self._rest(speeds, step_tokens, source.blocks)
-                read_s = source.read_s(speeds, (local.new_tokens - rest.new_tokens) * self._shape.token_bytes)
+                cold_bytes = source.cold_blocks(local_blocks) * self._block_bytes
+                nbytes = (local.new_tokens - rest.new_tokens) * self._shape.token_bytes
+                read_s = source.read_s(speeds, nbytes, cold_bytes)
                 both_s = overlapped_seconds(source.wait_s + read_s, rest_s, self._shape.layers)
                 if read_s and both_s < least_s:
                     best, least_s = (source, read_s, rest, rest_s), both_s
@@ -143,8 +153,8 @@ class PrefillModel:
         if stages > 1:
             own_s = pipelined_seconds(own_s, steps=rest.steps, stages=stages)
             least_s = overlapped_seconds(source.wait_s + read_s, own_s, self._shape.layers)
-        fixed_s = fixed_seconds(speeds, rest, compute_s, own_s)
-        return PrefillCost(least_s - own_s, own_s, busy_s, source.blocks, source.id, read_s, fixed_s)
+        fixed_s, cold = fixed_seconds(speeds, rest, compute_s, own_s), source.cold_blocks(local_blocks)
+        return PrefillCost(least_s - own_s, own_s, busy_s, source.blocks, source.id, read_s, fixed_s, cold)
 
     def _rest(self, speeds: Speeds, step_tokens: int, blocks: int) -> tuple[PrefillWork, float]:
         """What is to be computed behind a loaded prefix, and its seconds."""

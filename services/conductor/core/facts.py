@@ -57,6 +57,7 @@ class InstanceFacts:
         capacity_bytes: of a kvstore; 0 = not known.
         either: an engine that comes back in the other role when it is ordered to.
         host: of its address: engines of one host may slow each other down; empty = not known.
+        tells_cold: a kvstore that tells which of its blocks are on SSD only.
     """
 
     id: str
@@ -70,6 +71,7 @@ class InstanceFacts:
     capacity_bytes: int = 0
     either: bool = False
     host: str = ""
+    tells_cold: bool = False
 
 
 @frozen

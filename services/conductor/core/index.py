@@ -12,6 +12,7 @@ from moonpool.core.digest import digest_of
 from services.conductor.core.forest import Forest
 from services.conductor.core.sets import members
 
+NO_SLOT = -1
 SWEEP_NODES = 2048
 """Nodes looked at with each message: some 0.2 ms."""
 
@@ -29,9 +30,13 @@ class Applied(Enum):
 
 @dataclass(slots=True)
 class _Holder:
-    """One instance. `next_sequence` is 0 while a snapshot is awaited; `synced` when the last one was complete."""
+    """One instance. `next_sequence` is 0 while a snapshot is awaited; `synced` when the last one was complete.
+
+    `memory` is the slot of what is not on its SSD only; NO_SLOT for an instance that does not tell.
+    """
 
     slot: int
+    memory: int = NO_SLOT
     next_sequence: int = 0
     synced: bool = False
 
@@ -54,11 +59,16 @@ class PrefixIndex:
         """Blocks."""
         return len(self._forest)
 
-    def add_instance(self, instance_id: str) -> None:
-        """Adds an instance, empty; its first message must begin a snapshot. An earlier one of that id is removed."""
+    def add_instance(self, instance_id: str, *, tells_cold: bool = False) -> None:
+        """Adds an instance, empty; its first message must begin a snapshot. An earlier one of that id is removed.
+
+        One that `tells_cold` has a second slot, for the blocks that are not on its SSD only.
+        """
         self.remove_instance(instance_id)
         self._holders[instance_id] = holder = _Holder(self._forest.open_slot())
         self._owners[holder.slot] = instance_id
+        if tells_cold:
+            holder.memory = self._forest.open_slot()
 
     def remove_instance(self, instance_id: str) -> None:
         """Forgets an instance and everything it held; unknown ids are fine."""
@@ -66,6 +76,8 @@ class PrefixIndex:
         if holder is not None:
             del self._owners[holder.slot]
             self._forest.close_slot(holder.slot)
+            if holder.memory != NO_SLOT:
+                self._forest.close_slot(holder.memory)
             self.sweep()
 
     def slot(self, instance_id: str) -> int:
@@ -76,17 +88,28 @@ class PrefixIndex:
         """
         return self._holders[instance_id].slot
 
+    def memory(self, instance_id: str) -> int:
+        """The slot of what is in its memory, NO_SLOT where it does not tell.
+
+        Raises:
+            KeyError: the instance was not added.
+        """
+        return self._holders[instance_id].memory
+
     def apply(
         self,
         instance_id: str,
         sequence: int,
         stored: Iterable[bytes],
         removed: Iterable[bytes],
+        cooled: Iterable[bytes] = (),
         *,
         snapshot_begin: bool = False,
         snapshot_end: bool = False,
     ) -> Applied:
         """Applies one message of an instance. A key that is both stored and removed counts as removed.
+
+        `cooled` are on its SSD only, until they are stored again.
 
         Raises:
             KeyError: the instance was not added.
@@ -104,6 +127,10 @@ class PrefixIndex:
         holder.next_sequence = sequence + 1
         self._forest.store(holder.slot, stored, self._version)
         self._forest.drop(holder.slot, removed)
+        if holder.memory != NO_SLOT:
+            self._forest.store(holder.memory, stored, self._version)
+            self._forest.drop(holder.memory, cooled)
+            self._forest.drop(holder.memory, removed)
         holder.synced = holder.synced or snapshot_end
         return Applied.DONE
 
@@ -113,7 +140,8 @@ class PrefixIndex:
 
     def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of the chain each instance holds; those with none are left out."""
-        return {self._owners[slot]: blocks for blocks, mask in self.match(keys) for slot in members(mask)}
+        owners = self._owners
+        return {owners[slot]: blocks for blocks, mask in self.match(keys) for slot in members(mask) if slot in owners}
 
     def forget(self, instance_id: str, keys: Iterable[bytes], version: int) -> None:
         """Drops blocks that an instance was found not to hold, until it reports them again.
@@ -123,7 +151,9 @@ class PrefixIndex:
         """
         holder = self._holders.get(instance_id)
         if holder is not None:
-            self._forest.drop(holder.slot, keys, version)
+            keys = list(keys)
+            for slot in (holder.slot, holder.memory)[: 2 if holder.memory != NO_SLOT else 1]:
+                self._forest.drop(slot, keys, version)
 
     def held(self, instance_id: str) -> int:
         """Blocks of an instance; 0 for an unknown one."""
@@ -158,13 +188,19 @@ class PrefixIndex:
         assert self._owners == {holder.slot: instance_id for instance_id, holder in self._holders.items()}
         for holder in self._holders.values():
             assert holder.next_sequence or not (self._forest.held(holder.slot) or holder.synced)
+            assert holder.memory == NO_SLOT or self._forest.held(holder.memory) <= self._forest.held(holder.slot)
 
     def _drop_all(self, instance_id: str, holder: _Holder) -> None:
-        """Drops everything known of an instance at once, by giving it another slot."""
+        """Drops everything known of an instance at once, by giving it other slots."""
         holder.next_sequence, holder.synced = 0, False
         if self._forest.held(holder.slot):
             del self._owners[holder.slot]
-            self._forest.close_slot(holder.slot)
-            holder.slot = self._forest.open_slot()
+            holder.slot = self._another(holder.slot)
             self._owners[holder.slot] = instance_id
+            if holder.memory != NO_SLOT:
+                holder.memory = self._another(holder.memory)
             self.sweep()
+
+    def _another(self, slot: int) -> int:
+        self._forest.close_slot(slot)
+        return self._forest.open_slot()

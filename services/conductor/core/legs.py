@@ -136,7 +136,7 @@ class Legs:
 
     def _claim_prefill(self, request: Request, plan: Plan, now: float) -> int:
         best = plan.prefill
-        read = best.source, request.ask.place, best.read_s, plan.send_s
+        read = best.source, request.ask.place, best.read, plan.send_s
         claim = self._picture.claim_prefill(best.id, best.busy_s, now, *read)
         self._picture.prefills.coming.placed(claim, best.id, request.keys)
         return claim

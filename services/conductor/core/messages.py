@@ -229,6 +229,8 @@ class KeysChanged:
     removed: tuple[bytes, ...]
     snapshot_begin: bool
     snapshot_end: bool
+    cooled: tuple[bytes, ...] = ()
+    """Of a kvstore's: on its SSD only from now on."""
 
 
 @frozen

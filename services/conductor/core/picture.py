@@ -20,7 +20,7 @@ from services.conductor.core.plan import Plan
 from services.conductor.core.planning import Planning, Wanted
 from services.conductor.core.policies import DEFAULT, POLICIES
 from services.conductor.core.prefills import Prefill, Prefills
-from services.conductor.core.reads import Reads
+from services.conductor.core.reads import NOTHING, Read, Reads
 from services.conductor.core.stores import Store, Stores
 
 EXPECTED_ANSWER_TOKENS = 256
@@ -106,10 +106,12 @@ class Picture:
         earlier = self._instances.get(facts.id)
         if earlier is not None:
             self._take_out(earlier)
-        self.index.add_instance(facts.id)
+        self.index.add_instance(facts.id, tells_cold=facts.tells_cold)
         same = earlier if earlier is not None and earlier.facts.incarnation == facts.incarnation else None
         instance = same or instance_of(facts, now)
         instance.slot = self.index.slot(facts.id)
+        if isinstance(instance, Store):
+            instance.memory = self.index.memory(facts.id)
         self._put_in(instance)
 
     def leave(self, instance_id: str) -> None:
@@ -142,6 +144,7 @@ class Picture:
         sequence: int,
         stored: Iterable[bytes],
         removed: Iterable[bytes],
+        cooled: Iterable[bytes] = (),
         *,
         snapshot_begin: bool = False,
         snapshot_end: bool = False,
@@ -152,7 +155,7 @@ class Picture:
             KeyError: the instance has not joined.
         """
         applied = self.index.apply(
-            instance_id, sequence, stored, removed, snapshot_begin=snapshot_begin, snapshot_end=snapshot_end
+            instance_id, sequence, stored, removed, cooled, snapshot_begin=snapshot_begin, snapshot_end=snapshot_end
         )
         instance = self._instances[instance_id]
         self.prefills.coming.told(instance_id, lambda key: self.index.holds(instance_id, key))
@@ -164,7 +167,7 @@ class Picture:
                 case Decode():
                     self.decodes.move(instance, slot)
                 case Store():
-                    instance.slot = slot
+                    instance.slot, instance.memory = slot, self.index.memory(instance_id)
         return applied is Applied.RESYNC
 
     def forget(self, instance_id: str, keys: Iterable[bytes], version: int) -> None:
@@ -193,24 +196,24 @@ class Picture:
         now: float,
         source: str = "",
         place: Place | None = None,
-        read_s: float = 0.0,
+        read: Read = NOTHING,
         send_s: float = 0.0,
     ) -> int:
-        """Counts a prompt on an instance until `release`, and seconds on links: its source's, and its own.
+        """Counts a prompt on an instance until `release`, and time on links: its source's, and its own.
 
         Returns:
             The claim's number. It is never used twice.
         """
         number, instances = self._new_claim()
-        instance, read = self.prefills.get(prefill), self._instances.get(source)
+        instance, lender = self.prefills.get(prefill), self._instances.get(source)
         if instance is not None:
             instance.claim(number, busy_s, now, place)
             self.prefills.chose(instance)
             instances.append(instance)
             if send_s:
                 self._reads.send(number, instance.link, send_s, now)
-        if read is not None:
-            self._reads.claim(number, read.link, read_s, now)
+        if lender is not None:
+            self._reads.claim(number, lender.link, read, now)
         return number
 
     def loaded(self, claim: int, source: str, blocks: int, seconds: float, now: float) -> None:

@@ -129,9 +129,11 @@ class Planning:
                 facts, learnt = instance.facts, instance.learnt
                 speeds, slowed = learnt.speeds, choice.factors.growing / learnt.factors.growing
                 alone_s = model.cost(speeds, facts.stages, facts.step_tokens, source.blocks).alone_s * slowed
-                missing = (source.blocks - choice.local_blocks) * wanted.shape.block_tokens * wanted.shape.token_bytes
+                block_bytes = wanted.shape.block_tokens * wanted.shape.token_bytes
+                missing, cold = source.blocks - choice.local_blocks, source.cold_blocks(choice.local_blocks)
+                read_s = source.read_s(speeds, missing * block_bytes, cold * block_bytes)
                 ttft_s = choice.queue_s + choice.later_s + choice.overhead_s + alone_s
-                found.append((ttft_s, choice.id, source.read_s(speeds, missing)))
+                found.append((ttft_s, choice.id, read_s))
         if not found:
             return None
         ttft_s, target, read_s = min(found)

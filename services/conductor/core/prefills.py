@@ -278,7 +278,7 @@ class Prefills(Pool[Prefill]):
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
         cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks)
-        load_s, prefill_s, busy_s, used, source, read_s, fixed_s = cost
+        load_s, prefill_s, busy_s, used, source, read_s, fixed_s, cold = cost
         factors = learnt.factors
         queue_s = (free_at - now) * factors.queue if free_at > now else 0.0
         step_tokens = facts.step_tokens if queue_s else 0
@@ -312,6 +312,7 @@ class Prefills(Pool[Prefill]):
             read_s,
             later_s,
             fixed_s,
+            cold,
         )
 
     def _excluded(

@@ -44,7 +44,13 @@ class Sources:
         """The best ones that hold something."""
         best = [view for view in by_reading(views)[: 1 + MAX_OTHERS] if view.blocks]
         links = [(view, store.link) for view in best if self._stores and (store := self._stores.get(view.id))]
-        return [Source(view.id, view.blocks, link.wait_s(now), link.rate(now)) for view, link in links]
+        return [
+            Source(
+                view.id, view.blocks, link.wait_s(now), link.memory.known(now),
+                warm=view.warm, cold_bytes_per_s=link.ssd.known(now),
+            )
+            for view, link in links
+        ]  # fmt: skip
 
     def _peers(self, prefixes: Prefixes, suspects: Callable[[Prefills | Decodes], int], now: float) -> list[Source]:
         """Engine instances that hold most, and the best of those that hold less.
@@ -68,7 +74,7 @@ class Sources:
     def _freest(self, blocks: int, mask: int, now: float) -> Source:
         holders = [self._at(slot) for slot in islice(members(mask), MAX_LOOKED_AT)]
         best = min(holders, key=lambda it: (it.link.wait_s(now), it.turn, it.facts.id))
-        return Source(best.facts.id, blocks, best.link.wait_s(now), best.link.rate(now), peer=True)
+        return Source(best.facts.id, blocks, best.link.wait_s(now), best.link.memory.known(now), peer=True)
 
     def _at(self, slot: int) -> Prefill | Decode:
         return next(pool.by_slot[slot] for pool in self._pools if slot in pool.by_slot)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from moonpool.core.digest import digest_of
 from moonpool.kv import rendezvous
 from services.conductor.core.facts import InstanceFacts, LoadFacts
+from services.conductor.core.index import NO_SLOT
 from services.conductor.core.reads import Link
 from services.conductor.core.sets import members
 
@@ -27,22 +28,24 @@ class StoreView(NamedTuple):
     """A kvstore as a request sees it.
 
     `blocks` are the leading blocks of the request's chain it holds, `busy` the sessions it serves, `score` that of
-    rendezvous hashing.
+    rendezvous hashing. `warm` of the blocks are in its memory, the others on its SSD only; None = it does not tell.
     """
 
     id: str
     blocks: int
     busy: int = 0
     score: float = 0.0
+    warm: int | None = None
 
 
 def by_reading(stores: Sequence[StoreView]) -> list[StoreView]:
-    """Return the stores in the order to read the chain from: longest prefix, least busy, highest score."""
+    """Return the stores in the order to read the chain from: longest prefix, least busy, most in memory, score."""
     return sorted(stores, key=_reading_order)
 
 
-def _reading_order(store: StoreView) -> tuple[int, int, float, str]:
-    return -store.blocks, store.busy, -store.score, store.id
+def _reading_order(store: StoreView) -> tuple[int, int, int, float, str]:
+    warm = store.blocks if store.warm is None else store.warm
+    return -store.blocks, store.busy, -warm, -store.score, store.id
 
 
 def choose_write_back(stores: Sequence[StoreView], copies: int, *, shared: bool = False) -> list[StoreView]:
@@ -107,10 +110,11 @@ class Forks:
 
 @dataclass(slots=True)
 class Store:
-    """One kvstore. Prefixes are loaded over its `link`."""
+    """One kvstore. Prefixes are loaded over its `link`; `memory` is the slot of those in memory (`PrefixIndex`)."""
 
     facts: InstanceFacts
     slot: int
+    memory: int = NO_SLOT
     load: LoadFacts = field(default_factory=LoadFacts)
     link: Link = field(default_factory=Link)
 
@@ -160,15 +164,20 @@ class Stores:
         stores = {self._by_id[name].slot: self._by_id[name] for name in self._weights}
         held: dict[int, int] = {}
         everyone = sum([1 << slot for slot in stores])
+        everyone |= sum([1 << store.memory for store in stores.values() if store.memory != NO_SLOT])
         for blocks, mask in prefixes:
             if here := mask & everyone:
                 held.update(dict.fromkeys(members(here), blocks))
         views = [
-            StoreView(store.facts.id, held.get(slot, 0), max(store.load.running, len(store.link.reads)))
+            StoreView(
+                store.facts.id, held.get(slot, 0), max(store.load.running, len(store.link.reads)),
+                warm=None if store.memory == NO_SLOT else held.get(store.memory, 0),
+            )
             for slot, store in stores.items()
-        ]
+        ]  # fmt: skip
         # Scores decide among equals. Where one store alone holds something, it is read from and keeps the chain.
-        return views if len(held) == 1 == self._replicas else self._scored(keys, prompt_key, views)
+        alone = sum([view.blocks > 0 for view in views]) == 1 == self._replicas
+        return views if alone else self._scored(keys, prompt_key, views)
 
     def _scored(self, keys: Sequence[bytes], prompt_key: bytes, views: Sequence[StoreView]) -> list[StoreView]:
         """The views with scores for the first block that no store holds: the first that may be the chain's own."""

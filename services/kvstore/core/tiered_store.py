@@ -1,7 +1,7 @@
-"""The union of the two tiers: a key is here when either has it; each arrival and each departure is told once."""
+"""The union of the two tiers: a key is here when either has it. It is told when it enters DRAM, leaves it, and ends."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
@@ -14,8 +14,8 @@ from services.kvstore.ssd.tier import SsdTier
 class StoreListener:
     """Is told what happens in a store; subclasses override what they need. No method may raise."""
 
-    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        """`stored` are here from now on, `removed` are in no tier any more."""
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], cooled: Sequence[BlockKey] = ()) -> None:
+        """`stored` are in DRAM from now on, `removed` are in no tier any more, `cooled` on SSD only."""
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
         """A reader asks for a chain."""
@@ -37,6 +37,7 @@ class TieredStore:
         self.dram = dram
         self.ssd = ssd
         self.catalogue = Catalogue() if ssd is None else ssd.catalogue
+        self.durable: Callable[[bytes], bool] = self.catalogue.__contains__
         self.listener = listener
 
     def __contains__(self, key: bytes) -> bool:
@@ -47,9 +48,6 @@ class TieredStore:
         found = self.dram.parts[number]
         return [*found, *itertools.filterfalse(found.__contains__, self.catalogue.parts[number])]
 
-    def durable(self, key: bytes) -> bool:
-        return key in self.catalogue
-
     def format_of(self, key: BlockKey) -> BlockFormat | None:
         block = self.dram.get(key)
         if block is not None:
@@ -57,13 +55,14 @@ class TieredStore:
         kind = self.catalogue.kind_of(key)
         return None if kind is None else kind.format
 
+    def cold(self, keys: Iterable[BlockKey]) -> Iterable[BlockKey]:
+        """Those of `keys` that are not in DRAM."""
+        return itertools.filterfalse(self.dram.__contains__, keys)
+
     def match(self, keys: Sequence[BlockKey]) -> int:
         """How many leading blocks of a chain are here."""
         dram, ssd = self.dram, self.catalogue
-        for count, key in enumerate(keys):
-            if key not in dram and key not in ssd:
-                return count
-        return len(keys)
+        return next((count for count, key in enumerate(keys) if key not in dram and key not in ssd), len(keys))
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
         self.dram.touch(chain)
@@ -77,8 +76,7 @@ class TieredStore:
             if victims is None:
                 self.unreserve(taken)
                 return False
-            if victims:
-                self.removed(victims)
+            self.removed(victims)
             taken[tenant] = count
         return True
 
@@ -89,7 +87,7 @@ class TieredStore:
             self.listener.room()
 
     def insert(self, blocks: Sequence[DramBlock]) -> list[DramBlock]:
-        """Takes whole blocks into DRAM, in the place of reserved bytes, and announces the new ones.
+        """Takes whole blocks into DRAM, in the place of reserved bytes, and announces them.
 
         Returns those that were taken: all but blocks that have come to DRAM in another way meanwhile.
         """
@@ -99,10 +97,9 @@ class TieredStore:
                 self.dram.unreserve(block.info.nbytes, block.info.tenant)
             else:
                 taken.append(block)
-        new = [block.info.key for block in taken if not self.durable(block.info.key)]
         self.dram.insert(taken)
-        if new:
-            self.listener.changed(new, ())
+        if taken:
+            self.listener.changed([block.info.key for block in taken], ())
         return taken
 
     def release(self, blocks: Sequence[DramBlock]) -> None:
@@ -112,10 +109,11 @@ class TieredStore:
             self.listener.room()
 
     def removed(self, keys: Sequence[BlockKey]) -> None:
-        """Announces those of `keys`, which have left a tier, that are in no other."""
-        lost = [key for key in keys if key not in self]
-        if lost:
-            self.listener.changed((), lost)
+        """Announces those of `keys`, which have left a tier, that are not in DRAM."""
+        away = list(self.cold(keys))
+        if away:
+            gone = [key for key in away if not self.durable(key)]
+            self.listener.changed((), gone, [key for key in away if self.durable(key)])
 
 
 def find(tiers: TieredStore, keys: Sequence[BlockKey], namespace: bytes) -> tuple[list[int], list[KVLayout]]:

@@ -44,5 +44,5 @@ class Observer:
             if key in self.followed:
                 self._lifetimes.observe(now - self.followed.pop(key)[0])
         for key in stored:
-            if self.followed.accepts(key):
+            if key not in self.followed and self.followed.accepts(key):
                 self.followed.put(key, (now, now))

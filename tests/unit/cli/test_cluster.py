@@ -38,7 +38,13 @@ def explained() -> FakeConductor:
         candidates=[
             pb.CandidateExplanation(instance="prefill-0", queue_s=1.0, prefill_s=0.5),
             pb.CandidateExplanation(
-                instance="prefill-1", local_blocks=3, used_blocks=5, load_s=0.05, prefill_s=0.2, source="decode-1"
+                instance="prefill-1",
+                local_blocks=3,
+                used_blocks=5,
+                load_s=0.05,
+                prefill_s=0.2,
+                source="decode-1",
+                cold_blocks=1,
             ),
             pb.CandidateExplanation(instance="prefill-2", excluded="draining"),
         ],
@@ -97,7 +103,7 @@ def test_explain_lists_candidates_best_first_and_marks_the_choice(capsys: pytest
     assert lines[0] == "policy cache_aware"
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
     assert rows == [
-        ["prefill-1", "3", "5", "0.0000", "0.0500", "0.2000", "0.0000", "0.2500", "decode-1", "chosen"],
+        ["prefill-1", "3", "5", "0.0000", "0.0500", "0.2000", "0.0000", "0.2500", "decode-1 (1 on SSD)", "chosen"],
         ["prefill-0", "0", "0", "1.0000", "0.0000", "0.5000", "0.0000", "1.5000", "", ""],
         ["prefill-2", "0", "0", "-", "-", "-", "-", "-", "", "draining"],
     ]

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import grpc
@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from moonpool.cluster import HeldKeys, JoinAgent
+from moonpool.kv.changes import KeyChanges, NetChanges
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.core.index import Applied, PrefixIndex
@@ -40,7 +41,7 @@ class Listener:
         async for request in requests:
             if request.HasField("hello"):
                 self.hellos += 1
-                self.index.add_instance("it")
+                self.index.add_instance("it", tells_cold=True)
                 yield conductor_pb2.JoinResponse(welcome=conductor_pb2.JoinWelcome(heartbeat_s=10))
             if request.HasField("events"):
                 events = request.events
@@ -52,6 +53,7 @@ class Listener:
                     events.sequence,
                     stored,
                     removed,
+                    split(events.cooled_keys),
                     snapshot_begin=events.snapshot_begin,
                     snapshot_end=events.snapshot_end,
                 )
@@ -60,8 +62,13 @@ class Listener:
                 if events.snapshot_end and self.snapshots == 1:
                     yield conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder())
 
-    def knows(self) -> set[bytes]:
-        return {key for key in KEYS if self.index.holds("it", key)}
+    def knows(self) -> tuple[set[bytes], set[bytes]]:
+        """What the instance holds, and what of it is cold."""
+        keys = {key for key in KEYS if self.index.holds("it", key)}
+        return keys, {key for key in keys if self.index.match([key]) and not self._warm(key)}
+
+    def _warm(self, key: bytes) -> bool:
+        return any(mask >> self.index.memory("it") & 1 for _, mask in self.index.match([key]))
 
 
 def split(keys: bytes) -> list[bytes]:
@@ -74,14 +81,20 @@ class Instance:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.keys = set(self.random.sample(KEYS, 32))
-        self.told: dict[bytes, bool] = {}
+        self.cold: set[bytes] = set()
+        self.told = NetChanges()
         self.looks: list[bool] = []
         self.agent: JoinAgent | None = None
 
     def change(self) -> None:
         for key in self.random.sample(KEYS, 6):
+            if key in self.keys - self.cold and self.random.random() < 0.5:
+                self.cold |= {key}
+                self.told.note(cooled=[key])
+                continue
             self.keys ^= {key}
-            self.told[key] = key in self.keys
+            self.cold -= {key}
+            self.told.note(*([key], []) if key in self.keys else ([], [key]))
 
     def part(self, number: int) -> list[bytes]:
         assert self.agent is not None
@@ -89,9 +102,11 @@ class Instance:
         self.change()
         return sorted(key for key in self.keys if key[0] % PARTS == number)
 
-    def take(self) -> tuple[list[bytes], list[bytes]]:
-        changes, self.told = self.told, {}
-        return [key for key, here in changes.items() if here], [key for key, here in changes.items() if not here]
+    def take(self) -> KeyChanges:
+        return self.told.take()
+
+    def cold_of(self, keys: Iterable[bytes]) -> list[bytes]:
+        return [key for key in keys if key in self.cold]
 
 
 @asynccontextmanager
@@ -108,7 +123,7 @@ async def joined(listener: Listener, instance: Instance, flush_s: float) -> Asyn
             hello,
             conductor_pb2.LoadReport,
             instance.take,
-            HeldKeys(PARTS, instance.part),
+            HeldKeys(PARTS, instance.part, instance.cold_of),
             flush_s=flush_s,
             keys_per_message=3,
         )
@@ -128,7 +143,7 @@ async def joined(listener: Listener, instance: Instance, flush_s: float) -> Asyn
 async def test_a_snapshot_in_steps_between_changes(seed: int) -> None:
     listener, instance = Listener(), Instance(seed)
     async with joined(listener, instance, flush_s=0.0) as agent:
-        while listener.snapshots < 2 or listener.knows() != instance.keys:
+        while listener.snapshots < 2 or listener.knows() != (instance.keys, instance.cold):
             listener.heard.clear()
             agent.notify()
             await listener.heard.wait()
@@ -149,6 +164,6 @@ async def test_what_is_wanted_soon_does_not_wait_for_more_changes() -> None:
         instance.change()
         agent.notify()
         agent.notify(soon=True)
-        while listener.knows() != instance.keys:
+        while listener.knows() != (instance.keys, instance.cold):
             listener.heard.clear()
             await listener.heard.wait()

@@ -9,6 +9,7 @@ import pytest
 from moonpool.cluster import HeldKeys, Joining
 from moonpool.cluster.joining import KeyNews
 from moonpool.errors import Mismatch
+from moonpool.kv.changes import KeyChanges
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import serving
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -30,9 +31,10 @@ class Instance:
         self.keys = self.keys | set(keys) if here else self.keys - set(keys)
         self.changes |= dict.fromkeys(keys, here)
 
-    def take(self) -> tuple[list[bytes], list[bytes]]:
+    def take(self) -> KeyChanges:
         changes, self.changes = self.changes, {}
-        return [key for key, here in changes.items() if here], [key for key, here in changes.items() if not here]
+        stored, removed = ([key for key, here in changes.items() if here is wanted] for wanted in (True, False))
+        return KeyChanges(stored, removed)
 
 
 @asynccontextmanager
@@ -97,18 +99,18 @@ def test_who_does_not_follow_keeps_nothing_and_who_does_gets_the_net_effect() ->
     news, following = KeyNews(instance.take), {"late": False}
     early, late = news.reader(lambda: True), news.reader(lambda: following["late"])
     instance.change(KEYS[0])
-    assert early() == ([KEYS[0]], [])
+    assert early() == ([KEYS[0]], [], [])
     following["late"] = True
     instance.change(KEYS[1])
-    assert early() == ([KEYS[1]], [])
+    assert early() == ([KEYS[1]], [], [])
     instance.change(KEYS[1], here=False)
     instance.change(KEYS[2])
-    assert early() == ([KEYS[2]], [KEYS[1]])
-    assert late() == ([KEYS[2]], [KEYS[1]]), "once, as it ended"
-    assert late() == ([], [])
+    assert early() == ([KEYS[2]], [KEYS[1]], [])
+    assert late() == ([KEYS[2]], [KEYS[1]], []), "once, as it ended"
+    assert late() == ([], [], [])
     following["late"] = False
-    news.changed([KEYS[0]], [KEYS[2]])
+    news.changed(KeyChanges([KEYS[0]], [KEYS[2]], [KEYS[1]]))
     following["late"] = True
-    news.changed([KEYS[2]], [])
-    assert early() == ([KEYS[0], KEYS[2]], [])
-    assert late() == ([KEYS[2]], [])
+    news.changed(KeyChanges([KEYS[2]], [], [KEYS[0]]))
+    assert early() == ([KEYS[2], KEYS[0]], [], [KEYS[1], KEYS[0]])
+    assert late() == ([KEYS[2]], [], [KEYS[0]])

@@ -11,6 +11,7 @@ from typing import Any
 from moonpool.cluster import JoinAgent
 from moonpool.contracts import sampling_from_proto
 from moonpool.errors import MoonpoolError, Overloaded
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import tokens_from_bytes
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
@@ -86,9 +87,9 @@ class FakeMember:
     def instance(self) -> kv_pb2.Instance:
         return kv_pb2.Instance(id=self.id, incarnation=self.incarnation, kind=self.kind, address=self.address)
 
-    def take_events(self) -> tuple[list[bytes], list[bytes]]:
+    def take_events(self) -> KeyChanges:
         stored, self.new_keys = self.new_keys, []
-        return stored, []
+        return KeyChanges(stored)
 
     def store(self, keys: list[bytes]) -> None:
         assert self.agent is not None

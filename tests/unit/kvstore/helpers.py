@@ -193,10 +193,10 @@ class Driven(StoreListener):
         self.forgotten: list[tuple[BlockKey, ...]] = []
         self.rooms = 0
 
-    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], cooled: Sequence[BlockKey] = ()) -> None:
         self.stored += stored
         self.removed += removed
-        self.listener.changed(stored, removed)
+        self.listener.changed(stored, removed, cooled)
 
     def room(self) -> None:
         self.rooms += 1

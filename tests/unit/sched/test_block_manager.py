@@ -5,8 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.block_manager import COLD_S, BlockManager, KeyEvents, OutOfBlocks
+from moonpool.sched.block_manager import COLD_S, BlockManager, OutOfBlocks
 from tests.unit.sched.helpers import key
 
 
@@ -91,17 +92,17 @@ def test_events_are_net_changes() -> None:
     manager = BlockManager(1)
     manager.allocate(1)
     manager.register(0, key(1))
-    assert manager.take_events() == KeyEvents((key(1),), ())
+    assert manager.take_events() == KeyChanges((key(1),))
     manager.release([0])
     manager.allocate(1)  # evicts key 1
     manager.register(0, key(2))
     manager.release([0])
     manager.allocate(1)  # evicts key 2, which nobody has heard of
     manager.register(0, key(1))
-    assert manager.take_events() == KeyEvents((), ())
+    assert manager.take_events() == KeyChanges()
     manager.release([0])
     manager.allocate(1)
-    assert manager.take_events() == KeyEvents((), (key(1),))
+    assert manager.take_events() == KeyChanges((), (key(1),))
     manager.check_invariants()
 
 

@@ -107,3 +107,35 @@ def test_a_key_that_was_reported_after_the_promise_is_not_forgotten() -> None:
     assert index.lengths(KEYS[:2]) == {"a": 1}
     assert index.held("a") == 1
     index.check_invariants()
+
+
+def test_who_tells_what_is_cold_has_a_slot_for_what_is_warm() -> None:
+    index = synced("a")
+    index.add_instance("s", tells_cold=True)
+
+    def known() -> tuple[int, int]:
+        """Leading blocks that it holds, and those in its memory."""
+        prefixes = index.match(KEYS)
+        slots = index.slot("s"), index.memory("s")
+        held, warm = [max([n for n, mask in prefixes if mask >> slot & 1], default=0) for slot in slots]
+        index.check_invariants()
+        return held, warm
+
+    index.apply("s", 1, KEYS[:5], [], KEYS[3:5], snapshot_begin=True, snapshot_end=True)
+    assert known() == (5, 3)
+    assert index.lengths(KEYS) == {"s": 5}
+    index.apply("s", 2, KEYS[3:4], [], [])
+    assert known() == (5, 4)
+    index.apply("s", 3, KEYS[5:6], KEYS[4:5], KEYS[2:3])
+    assert known() == (4, 2)
+    index.forget("s", KEYS[1:2], index.version)
+    assert known() == (1, 1)
+    index.apply("s", 5, [], [])  # number 4 is missing
+    assert known() == (0, 0)
+    index.apply("s", 6, KEYS[:2], [], snapshot_begin=True, snapshot_end=True)
+    assert known() == (2, 2)
+    index.remove_instance("s")
+    while index.sweep():
+        pass
+    assert index.match(KEYS) == []
+    index.check_invariants()

@@ -4,7 +4,7 @@ import pytest
 
 from services.conductor.core.plan import Plan
 from services.conductor.core.policies import POLICIES
-from services.conductor.core.reads import Source
+from services.conductor.core.reads import Read, Source
 
 from .worlds import SECOND_PER_TOKEN, World, facts
 
@@ -25,7 +25,7 @@ def rows(plan: Plan) -> list[tuple[str, int, str]]:
 
 def claim(world: World, plan: Plan, now: float = 0.0) -> int:
     best = plan.prefill
-    return world.picture.claim_prefill(best.id, best.busy_s, now, best.source, None, best.read_s)
+    return world.picture.claim_prefill(best.id, best.busy_s, now, best.source, None, best.read)
 
 
 @pytest.mark.parametrize("holder", ["prefill-1", "decode-0"])
@@ -118,7 +118,7 @@ def test_decode_is_not_sent_what_it_holds() -> None:
 def test_a_busy_link_makes_computing_cheaper() -> None:
     world = cluster()
     world.events("decode-0", KEYS[:3])
-    world.picture.claim_prefill("prefill-0", 0.0, 0.0, "decode-0", None, 60.0)
+    world.picture.claim_prefill("prefill-0", 0.0, 0.0, "decode-0", None, Read(60.0))
     assert {source for _, _, source in rows(world.plan(64, keys=KEYS[:4]))} == {""}
     assert {source for _, _, source in rows(world.plan(64, keys=KEYS[:4], now=50.0))} == {"decode-0"}
 
@@ -140,6 +140,46 @@ def test_rates_are_learnt_of_reads_that_have_the_link_to_themselves() -> None:
         world.picture.release(number, 2.0)
     assert world.plan(64, keys=KEYS[:4], now=2.0).sources == (source,)
     assert world.plan(64, keys=KEYS[:4], now=61.0).sources[0].bytes_per_s == 0.0
+
+
+def test_what_a_kvstore_has_on_ssd_only_has_a_rate_of_its_own() -> None:
+    """Of three blocks the first is in DRAM. The read takes twice as long as foreseen; two thirds are the SSD's."""
+    world = cluster()
+    world.join(facts("kvstore-0", tells_cold=True))
+    world.events("kvstore-0", KEYS[:3], cooled=KEYS[1:3])
+    plan = world.plan(64, keys=KEYS[:4])
+    assert plan.sources == (Source("kvstore-0", 3, warm=1),)
+    assert [plan.sources[0].cold_blocks(local) for local in range(4)] == [2, 2, 1, 0]
+    assert (plan.prefill.read_s, plan.prefill.cold_blocks) == (READ_S, 2)
+    number = claim(world, plan)
+    world.picture.loaded(number, "kvstore-0", 3, 2 * READ_S, 1.0)
+    world.picture.release(number, 1.0)
+    plan = world.plan(64, keys=KEYS[:4], now=1.0)
+    [source] = plan.sources
+    assert source.bytes_per_s == 0.0
+    assert source.cold_bytes_per_s == pytest.approx(1 / (0.8 / 100 + 0.2 / 50))
+    assert plan.prefill.read_s == pytest.approx(160 / 100 + 320 / source.cold_bytes_per_s)
+    world.events("kvstore-0", KEYS[1:3])
+    warm = world.plan(64, keys=KEYS[:4], now=1.0).prefill
+    assert (warm.read_s, warm.cold_blocks) == (READ_S, 0)
+    world.events("kvstore-0", (), cooled=KEYS[:1])
+    assert world.plan(64, keys=KEYS[:4], now=1.0).prefill.cold_blocks == 3, "who has the first block, has all warm ones"
+    assert world.plan(64, keys=KEYS[:4], now=61.0).sources[0].cold_bytes_per_s == 0.0
+
+
+def test_a_prefix_on_a_slow_ssd_is_computed() -> None:
+    """48 tokens take 48 s; a read from SSD was far slower, and believed for a minute."""
+    world = cluster()
+    world.join(facts("kvstore-0", tells_cold=True))
+    world.events("kvstore-0", KEYS[:3], cooled=KEYS[:3])
+    for _ in range(9):
+        number = claim(world, plan := world.plan(64, keys=KEYS[:4]))
+        world.picture.loaded(number, "kvstore-0", 3, 100 * READ_S, 0.0)
+        world.picture.release(number, 0.0)
+    plan = world.plan(64, keys=KEYS[:4])
+    assert (plan.prefill.source, plan.prefill.prefill_s) == ("", 64.0)
+    world.events("kvstore-0", KEYS[:3])
+    assert world.plan(64, keys=KEYS[:4]).prefill.read_s == READ_S
 
 
 def test_slow_draining_and_suspected_instances_are_not_read() -> None:

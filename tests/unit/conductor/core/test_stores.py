@@ -226,6 +226,8 @@ def test_reading_prefers_the_longest_then_the_least_busy() -> None:
     assert [view.id for view in by_reading(stores)] == ["c", "b", "a"]
     stores = [StoreView("a", 4, score=1.0), StoreView("b", 4, score=2.0), StoreView("c", 4, score=2.0)]
     assert [view.id for view in by_reading(stores)] == ["b", "c", "a"]
+    stores = [StoreView("a", 4, score=2.0, warm=1), StoreView("b", 4, score=1.0, warm=3), StoreView("c", 4)]
+    assert [view.id for view in by_reading(stores)] == ["c", "b", "a"], "who does not tell has all in memory"
 
 
 def test_forks_are_counted_by_different_followers_in_bounded_memory() -> None:

@@ -37,8 +37,10 @@ class World:
         self.picture.events(one.id, 0, [], [], snapshot_begin=True, snapshot_end=True)
         self.sequences[one.id] = 1
 
-    def events(self, name: str, stored: Sequence[bytes], removed: Sequence[bytes] = ()) -> None:
-        self.picture.events(name, self.sequences[name], stored, removed)
+    def events(
+        self, name: str, stored: Sequence[bytes], removed: Sequence[bytes] = (), cooled: Sequence[bytes] = ()
+    ) -> None:
+        self.picture.events(name, self.sequences[name], stored, removed, cooled)
         self.sequences[name] += 1
 
     def report(self, name: str, now: float = 0.0, **load: Any) -> None:

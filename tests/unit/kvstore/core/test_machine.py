@@ -72,12 +72,15 @@ class _Announced(StoreListener):
     def __init__(self, machine: "StoreMachine") -> None:
         self.machine = machine
 
-    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        self.machine.changed(stored, removed)
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], cooled: Sequence[BlockKey] = ()) -> None:
+        self.machine.changed(set(stored), set(removed), set(cooled))
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """`announced` is what a watcher believes, and must be what is here; `kept` is what pins keep, which must stay."""
+    """`announced` is what a watcher believes, and must be what is here, as `cold` must be what is on SSD only.
+
+    `kept` is what pins keep, which must stay.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,15 +108,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.pinned: dict[tuple[str, str], tuple[Sequence[BlockKey], float]] = {}
         self.lost: set[BlockKey] = set()
         self.announced = held(self.store)
+        self.cold = set(self.store.tiers.cold(self.announced))
         self.actor: str | None = None
         self.used = dict(self.store.tiers.dram.account.used)
 
-    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        assert not self.announced & set(stored)
-        assert self.announced >= set(removed)
-        self.announced |= set(stored)
-        self.announced -= set(removed)
-        self.lost -= set(stored)
+    def changed(self, stored: set[BlockKey], removed: set[BlockKey], cooled: set[BlockKey]) -> None:
+        assert not (self.announced - self.cold) & stored, "what is in DRAM does not come there"
+        assert self.announced >= removed
+        assert not removed & cooled
+        self.announced = (self.announced | stored) - removed
+        assert self.announced >= cooled
+        self.cold = (self.cold - stored - removed) | cooled
+        self.lost -= stored
 
     @property
     def kept(self) -> set[BlockKey]:
@@ -290,6 +296,7 @@ class StoreMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         check(self.store)
         assert self.announced == held(self.store)
+        assert self.cold == set(self.store.tiers.cold(self.announced))
         assert self.ssd.account.used is self.ssd.catalogue.live
         check(self.ssd)
 

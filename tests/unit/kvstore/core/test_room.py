@@ -362,7 +362,7 @@ def test_a_lease_of_many_blocks_is_had_in_portions() -> None:
 class Broken(StoreListener):
     """Fails when it is told of a removal."""
 
-    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], cooled: Sequence[BlockKey] = ()) -> None:
         if removed:
             raise RuntimeError("broken")
 

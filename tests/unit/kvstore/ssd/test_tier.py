@@ -301,7 +301,7 @@ def test_promotion_brings_blocks_back_into_dram(tmp_path: Path) -> None:
         assert driven.read(KEYS[:3], promote=True) == [data_of(key) for key in KEYS[:3]]
         assert set(dram) == set(KEYS[:3])
         assert driven.store.reads.promotions == 3
-        assert (driven.stored, driven.removed) == ([], [])
+        assert (driven.stored, driven.removed) == (KEYS[:3], []), "they are in DRAM from now on"
         assert driven.read(KEYS[:3]) == [data_of(key) for key in KEYS[:3]]
         assert (driven.store.reads.dram_hits, driven.store.reads.ssd_hits) == (3, 3)
 

@@ -37,6 +37,7 @@ class Follower:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.keys: set[BlockKey] = set()
+        self.cold: set[BlockKey] = set()
         self.incarnation, self.sequence = 0, 0
         self.whole = False  # it has seen the end of a snapshot
         self.stream: AsyncGenerator[kv_pb2.KVEvents, None] | None = None
@@ -64,13 +65,17 @@ class Follower:
     def take(self, message: kv_pb2.KVEvents) -> None:
         if message.snapshot_begin:
             self.keys.clear()
+            self.cold.clear()
             self.whole = False
         elif self.whole:
             assert message.sequence == self.sequence + 1
         stored, removed = unpack_keys(message.stored_keys), unpack_keys(message.removed_keys)
+        cooled = unpack_keys(message.cooled_keys)
         assert not set(stored) & set(removed)
         self.keys |= set(stored)
         self.keys -= set(removed)
+        assert not self.whole or set(cooled) <= self.keys  # else they may be in a page that comes
+        self.cold = (self.cold - set(stored) - set(removed)) | set(cooled)
         self.sequence, self.incarnation = message.sequence, INCARNATION
         self.whole = self.whole or message.snapshot_end
 
@@ -157,12 +162,14 @@ async def test_blocks_that_move_between_the_tiers_are_not_missed(tmp_path: Path,
     ssd = open_ssd(tmp_path, 16 * RECORD, 4 * RECORD)
 
     class Watched(StoreListener):
-        def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-            journal.changed(stored, removed)
+        def changed(
+            self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], cooled: Sequence[BlockKey] = ()
+        ) -> None:
+            journal.changed(stored, removed, cooled)
 
     driven = Driven(ssd, dram_bytes=6 * BLOCK, listener=Watched())
     tiers = driven.store.tiers
-    journal = Journal(HeldKeys(PARTS, tiers.part), INCARNATION, journal_messages=64, keys_per_page=2)
+    journal = Journal(HeldKeys(PARTS, tiers.part, tiers.cold), INCARNATION, journal_messages=64, keys_per_page=2)
     followers = [Follower(journal) for _ in range(3)]
     snapshots = 0
     for _ in range(150):
@@ -183,6 +190,7 @@ async def test_blocks_that_move_between_the_tiers_are_not_missed(tmp_path: Path,
     for each in followers:
         await each.hear(200)
         assert (each.whole, each.keys) == (True, held(driven.store))
+        assert each.cold == set(tiers.cold(each.keys))
         await each.leave()
     ssd.close()
 

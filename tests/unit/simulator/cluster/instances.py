@@ -281,10 +281,10 @@ class Instances:
         match event:
             case Joined(facts):
                 self._join(facts)
-            case KeysChanged(name, sequence, stored, removed, begin, end):
+            case KeysChanged(name, sequence, stored, removed, begin, end, cooled):
                 events = kv_pb2.KVEvents(
                     sequence=sequence, stored_keys=pack_keys(stored), removed_keys=pack_keys(removed),
-                    snapshot_begin=begin, snapshot_end=end,
+                    cooled_keys=pack_keys(cooled), snapshot_begin=begin, snapshot_end=end,
                 )  # fmt: skip
                 self._members[name].put_nowait(conductor_pb2.JoinRequest(events=events))
             case Reported(name, load):
@@ -334,7 +334,7 @@ def hello_proto(facts: InstanceFacts, model: conductor_pb2.ModelInfo) -> conduct
     return conductor_pb2.JoinHello(
         instance=instance, model=model if facts.shape is not None else None, total_blocks=facts.total_blocks,
         speed=speeds_to_proto(facts.speeds), stages=facts.stages, step_tokens=facts.step_tokens,
-        capacity_bytes=facts.capacity_bytes, either_role=facts.either,
+        capacity_bytes=facts.capacity_bytes, either_role=facts.either, tells_cold=facts.tells_cold,
     )  # fmt: skip
 
 

@@ -227,10 +227,13 @@ def numbers(noted: list[Noted], *kinds: type[Adopt | Announce | Complete | Start
 def test_places_and_refuses_as_the_simulator_does(tmp_path: Path) -> None:
     """More comes than is served in time, and than there is room for. One prompt's rest is computed at decode.
 
-    Prompts that are shorter than a block have no key but their own, which decides between the stores.
+    Prompts that are shorter than a block have no key but their own, which decides between the stores. These hold few
+    blocks in memory, and tell which are on SSD only.
     """
     print(f"seed {SEED}")
-    noted = decides_alike(replace(CONFIG, kvstore=2, decode_prompt_tokens=40), trace_of(60), [], tmp_path)
+    stores = replace(CONFIG, kvstore=2, store_bytes=8 * LAYOUT.block_bytes, disk_bytes=1 << 20, disk_bytes_per_s=1e6)
+    noted = decides_alike(replace(stores, decode_prompt_tokens=40), trace_of(60), [], tmp_path)
+    assert any(isinstance(one.event, KeysChanged) and one.event.cooled for one in noted)
     actions = [action for one in noted for action in one.actions]
     placed = [action for action in actions if isinstance(action, Announce)]
     assert len(placed) > 40
