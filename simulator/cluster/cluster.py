@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from moonpool.kv.changes import KeyChanges
+from services.conductor.core.failures import Failure
 from services.conductor.core.messages import Target
 from simulator.cluster.clients import Clients
 from simulator.cluster.company import Company
@@ -137,8 +138,8 @@ class Cluster:
     def _tokens(self, name: str, stream: int, news: list[Told]) -> None:
         self._owner(stream).orders.streams.get(name).tell(stream, news)
 
-    def _failed(self, name: str, stream: int, transfer: int, why: str) -> None:
-        self._owner(stream).orders.streams.get(name).refuse(stream, transfer, why)
+    def _failed(self, name: str, stream: int, transfer: int, failure: Failure) -> None:
+        self._owner(stream).orders.streams.get(name).refuse(stream, transfer, failure)
 
     def _owner(self, stream: int) -> Conductor:
         return self.conductors[owner_of(stream, len(self.conductors))]

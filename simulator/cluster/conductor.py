@@ -5,6 +5,7 @@ Several side by side know nothing of each other; all instances join all of them.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from moonpool.core.kernel import Cancel
 from moonpool.kv.changes import KeyChanges
@@ -51,7 +52,7 @@ from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Made,
 from simulator.cluster.store import Store
 from simulator.cluster.streams import DecodeStreams
 from simulator.kernel.calls import Calls
-from simulator.kernel.clock import PS, World
+from simulator.kernel.clock import PS, World, ps
 
 
 class Conductor:
@@ -82,6 +83,7 @@ class Conductor:
         self._world, self._config, self._calls, self._clients = world, config, calls, clients
         self._engines, self._stores, self._change_role, self._number = engines, stores, change_role, number
         self._slo, self._deadline_s = slo_of(config), config.deadline_s or FOREVER_S
+        self._prompt_ps = ps(config.delays.prompt_s)
         self._asked = self._streams = self._lives = 0
         self.late = LateCheck(config)
         self.begin_anew()
@@ -143,7 +145,8 @@ class Conductor:
         request, fence = before.request, before.fence + 1
         request.resumed += 1
         assert before.sequence is not None
-        ask = self._asks(request, Resumed(request.kept, fence, before.sequence.id, before.target))
+        target = replace(before.target, held_blocks=0) if before.target is not None else None  # clients do not tell it
+        ask = self._asks(request, Resumed(request.kept, fence, before.sequence.id, target))
         serving = Serving(ask, request, request.kept, before.sequence, before.plan, before.target, fence)
         self._take(serving, self._keys(request))
 
@@ -153,8 +156,8 @@ class Conductor:
         self.host.post(Arrived(serving.ask, keys))
 
     def _asks(self, request: Request, resumed: Resumed | None = None) -> Ask:
+        """As it comes here now: of one that was elsewhere, or comes again, it is not known when it came first."""
         self._asked += 1
-        arrived = request.arrived / PS
         return Ask(
             number=self._asked,
             id=f"r{request.number}",
@@ -162,8 +165,8 @@ class Conductor:
             max_tokens=request.answer,
             prompt_key=request.prompt_key or request.number.to_bytes(32, "little"),
             slo=self._slo,
-            arrived=arrived,
-            deadline=arrived + self._deadline_s,
+            arrived=(self._world.now - self._prompt_ps) / PS,
+            deadline=request.arrived / PS + self._deadline_s,
             choices=request.choices,
             tenant=request.tenant,
             resumed=resumed,
@@ -249,7 +252,8 @@ class Conductor:
             if request.attempts == 1:
                 choice = action.plan.prefill
                 request.prefill, request.predicted_queue_s = choice.id, choice.queue_s
-                request.predicted_ttft_s = action.waited_s + choice.ttft_s
+                elsewhere_s = serving.ask.arrived - request.arrived / PS
+                request.predicted_ttft_s = elsewhere_s + action.waited_s + choice.ttft_s
             serving.plan, serving.target = action.plan, action.target
             begins_at = self._world.seconds + action.plan.prefill.ttft_s
             self.pool_gate.load.placed(action.request, request.tokens, begins_at)

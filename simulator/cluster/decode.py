@@ -10,7 +10,7 @@ from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
 from moonpool.sched.lending import Lent
 from services.conductor.core.facts import LoadFacts
-from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.failures import FENCE, Failure, Kind
 from services.conductor.core.messages import Promised, Target
 from services.decode.core import actions
 from services.decode.core.events import (
@@ -64,7 +64,7 @@ class Ears:
     """
 
     tokens: Callable[[int, list[Told]], None]
-    failed: Callable[[int, int, str], None]
+    failed: Callable[[int, int, Failure], None]
     keys: Callable[[KeyChanges], None]
     changed: Callable[[], None]
 
@@ -102,8 +102,7 @@ class DecodeInstance:
         self._company = company or Company()
         self._heard_gap = ps(config.memory.lease_s) // HEARD_PER_LEASE
         self._came = self._preempted = 0
-        self.incarnation = 0
-        self.up = up
+        self.incarnation, self.up = 0, up
         self.use = DecodeUse()
         self.begin_anew()
 
@@ -117,9 +116,7 @@ class DecodeInstance:
         self._sequences: dict[int, DecodeSequence] = {}
         self._logged: dict[int, list[DecodeSequence]] = {}
         self._answers: dict[int, Promised | Failure] = {}
-        self._taken = 0
-        self.draining = False
-        self._told_at = self._world.now
+        self._taken, self._told_at, self.draining = 0, self._world.now, False
         self._engine = Engine(
             self._world, self._config, self.core, self._sequences, self.use, self._stepped, self._run_ended, self._say,
             self._company, int(self.name[1:]),
@@ -175,8 +172,10 @@ class DecodeInstance:
 
     def kv_whole(self, transfer: int) -> bool:
         """All of the prompt's KV has come; returns whether it is wanted."""
-        if self._wanted(transfer) is None:
+        member = self._wanted(transfer)
+        if member is None:
             return False
+        member.whole = True
         self._tell(Arrived(transfer))
         return True
 
@@ -199,7 +198,7 @@ class DecodeInstance:
         """First tokens are known, and so many behind each; or with `compute` the prompt's rest is computed here."""
         member = self._wanted(transfer)
         if member is None:
-            self._ears.failed(stream, transfer, "there is no such transfer here (any more)")
+            self._ears.failed(stream, transfer, Failure(Kind.TRANSFER, "there is no such transfer here (any more)"))
             return
         members = self._members(transfer)
         for member in members:
@@ -219,7 +218,7 @@ class DecodeInstance:
         if member is not None and member.started and member.sequence.id == order.sequence:
             self._tell(Adopt(order.transfer, stream, order.fence, order.positions))
         else:
-            self._ears.failed(stream, order.transfer, "there is no such sequence here (any more)")
+            self._ears.failed(stream, order.transfer, Failure(Kind.STREAM, "there is no such sequence here (any more)"))
 
     def cancel(self, transfer: int) -> None:
         """A sequence is not wanted any more; unknown ones are fine."""
@@ -362,25 +361,26 @@ class DecodeInstance:
                 if self._logged.pop(number, None) is None:
                     self._leave(number)
             case actions.Fenced(number, stream):
-                self._ears.failed(stream, number, "another conductor has the sequence")
+                self._ears.failed(stream, number, Failure(Kind.INVALID, "another conductor has it", field=FENCE))
             case actions.Adopted(number, stream, positions):
                 members = self._members(number) if number in self._sequences else self._logged[number]
                 now, pairs = self._world.now, zip(members, positions, strict=True)
                 news = [Told(it.number, it.again(at, stream, now), not it.left) for it, at in pairs]
                 self._ears.tokens(stream, [it for it in news if it.made is not None or it.over])
                 if members[0].why:
-                    self._ears.failed(stream, number, members[0].why)
+                    self._ears.failed(stream, number, Failure(Kind.STREAM, members[0].why))
 
     def _leave(self, transfer: int) -> None:
         for member in self._members(transfer):
             del self._sequences[member.number]
 
     def _ending(self, transfer: int, why: str) -> None:
-        stream = self._sequences[transfer].stream
+        first = self._sequences[transfer]
+        stream, kind = first.stream, Kind.STREAM if first.whole else Kind.TRANSFER
         for member in self._members(transfer):
             member.why, member.stream = why, 0
         if stream:
-            self._ears.failed(stream, transfer, why)
+            self._ears.failed(stream, transfer, Failure(kind, why))
 
     def _io(self, action: actions.SwapOut | actions.SwapIn | actions.Store | actions.Load) -> None:
         if isinstance(action, actions.SwapOut | actions.SwapIn):

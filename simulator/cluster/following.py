@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from services.conductor.core.failures import Failure, Kind
+from services.conductor.core.failures import Failure
 from services.conductor.core.messages import Event, Finish, Result, Tokens
 from simulator.cluster.requests import Made, Request
 
@@ -19,6 +19,8 @@ class Following:
     unfollow: Callable[[], None]
     going: int
     """Answers that decode has not ended."""
+    spoken: bool = False
+    """Something has come."""
 
     def members(self, positions: Iterable[int]) -> list["Member"]:
         """One for each answer, whose next tokens come from a position on."""
@@ -28,14 +30,16 @@ class Following:
         """One of the answers has so many more tokens; with `over` decode has ended it."""
         self.going -= over
         finish = Finish.STOP if self.request.whole else None
-        self.post(Tokens(self.io, count, finish, known=not self.going))
+        if count or finish or not self.spoken:
+            self.spoken = True
+            self.post(Tokens(self.io, count, finish, known=not self.going))
         if not self.going:
             self.ended(self.io, None)
 
-    def fail(self, why: str) -> None:
+    def fail(self, failure: Failure) -> None:
         """None of the answers can go on."""
         self.unfollow()
-        self.ended(self.io, Failure(Kind.STREAM, why))
+        self.ended(self.io, failure)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +62,6 @@ class Member:
                 count = new.count
         self.of.tokens(count, over=over)
 
-    def fail(self, why: str) -> None:
+    def fail(self, failure: Failure) -> None:
         """The answer cannot go on."""
-        self.of.fail(why)
+        self.of.fail(failure)

@@ -158,7 +158,7 @@ class Orders:
     def reserve(self, order: Reserve, sequence: Sequence) -> None:
         """Asks for room."""
         self._cancels[order.io] = _never
-        if self._members.incarnation(order.decode) != order.incarnation:
+        if not self._is_there(order.decode, order.incarnation):
             self._end(order.io, Failure(Kind.UNAVAILABLE, f"{order.decode} has left"))
             return
         late = Failure(Kind.DEADLINE, f"{order.decode} has not answered")
@@ -181,7 +181,7 @@ class Orders:
         call = PrefillCall(order, sequence, instance, wire, self._tell, self._token, self._end)
         self._cancels[io] = lambda: self._cancel_prefill(call)
         self._prefilling[io] = call
-        if self._members.incarnation(name) != order.incarnation:
+        if not self._is_there(name, order.incarnation):
             self._end(io, Failure(Kind.UNAVAILABLE, f"{name} has left"))
             return
         wire.send(lambda: self._submit(call))
@@ -274,7 +274,7 @@ class Orders:
             self.streams.get(order.target.decode).cancel(order.target.transfer_id)
 
     def _is_there(self, name: str, incarnation: int) -> bool:
-        return self._members.incarnation(name) == incarnation
+        return incarnation == self._members.incarnation(name) != 0
 
 
 def _known(sequence: Sequence, begin: int) -> tuple[int, ...]:

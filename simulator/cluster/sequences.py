@@ -58,6 +58,8 @@ class DecodeSequence:
     """The core has ended it early."""
     started: bool = False
     """Its conductor has told it to begin."""
+    whole: bool = False
+    """All of its prompt's KV has come; the first one of several knows."""
     made: Made | None = None
     """Tokens that the conductor was not told of yet."""
     told: bool = False

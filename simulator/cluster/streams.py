@@ -7,6 +7,7 @@ opens a new one.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from services.conductor.core.failures import Failure, Kind
 from simulator.cluster.decode import DecodeInstance
 from simulator.cluster.following import Member
 from simulator.cluster.sequences import Resume, Told
@@ -85,10 +86,10 @@ class DecodeStream:
         if self._wire is not None and number == self._number:
             self._wire.send(lambda: self._hear(news), back=True)
 
-    def refuse(self, number: int, transfer: int, why: str) -> None:
+    def refuse(self, number: int, transfer: int, failure: Failure) -> None:
         """The instance says that a sequence cannot go on."""
         if self._wire is not None and number == self._number:
-            self._wire.send(lambda: self._failed(transfer, why), back=True)
+            self._wire.send(lambda: self._failed(transfer, failure), back=True)
 
     def _hear(self, news: list[Told]) -> None:
         for told in news:
@@ -98,10 +99,10 @@ class DecodeStream:
                     del self._followers[told.number]
                 follower.tokens(told.made, over=told.over)
 
-    def _failed(self, transfer: int, why: str) -> None:
+    def _failed(self, transfer: int, failure: Failure) -> None:
         mine = [follower for number, follower in self._followers.items() if number - follower.choice == transfer]
         if mine:
-            mine[0].fail(why)
+            mine[0].fail(failure)
 
     def _there(self, deliver: Callable[[], None]) -> None:
         """At the instance, if it is there still."""
@@ -116,7 +117,7 @@ class DecodeStream:
     def _fail(self, why: str) -> None:
         followers, self._followers = self._followers, {}
         for follower in followers.values():
-            follower.fail(why)
+            follower.fail(Failure(Kind.STREAM, why))
 
 
 class DecodeStreams:

@@ -10,6 +10,7 @@ from moonpool.core.draws import draw_unit
 from moonpool.engine.emulated.profile import Profile
 from moonpool.kv.changes import KeyChanges
 from moonpool.kv.keys import BlockKey
+from services.conductor.core.failures import Failure
 from services.conductor.core.messages import Promised
 from services.decode.core.config import Preemption
 from simulator.cluster.config import ClusterConfig, DecodeMemory
@@ -135,8 +136,8 @@ class Crowd:
         self.world.after(0, self._go_on)
 
 
-def _failed(stream: int, transfer: int, why: str) -> None:
-    raise AssertionError(f"transfer {transfer} was given up: {why}")
+def _failed(stream: int, transfer: int, failure: Failure) -> None:
+    raise AssertionError(f"transfer {transfer} was given up: {failure}")
 
 
 def _ignore(changes: KeyChanges) -> None:

@@ -20,9 +20,10 @@ from moonpool.rpc.channels import Channels
 from moonpool.rpc.errors import DETAIL_KEY, to_status
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from services.conductor.core.facts import InstanceFacts, LoadFacts
-from services.conductor.core.failures import Failure, Stale
+from services.conductor.core.failures import Failure, Kind, Stale
 from services.conductor.core.messages import (
     Accepted,
+    Adopt,
     Delivered,
     FirstToken,
     Joined,
@@ -39,7 +40,7 @@ from services.conductor.core.messages import (
 from services.conductor.facts import kind_to_proto
 from services.conductor.servicer import ConductorServicer
 from services.conductor.translate import error_of, target_proto
-from tests.unit.simulator.cluster.asked import Asked
+from tests.unit.simulator.cluster.asked import Coming
 from tests.unit.simulator.cluster.scripts import Noted
 
 
@@ -110,8 +111,9 @@ class InProcess(Channels):
         self.streams: dict[str, Call] = {}
         """The last one to each decode instance."""
         self._numbers: dict[tuple[str, str], deque[int]] = defaultdict(deque)
+        results = {noted.event.io: noted.event.result for noted in script if isinstance(noted.event, Ended)}
         for action in [action for noted in script for action in noted.actions]:
-            if isinstance(action, Reserve | Prefill):
+            if isinstance(action, Reserve | Prefill) and not _has_left(results[action.io]):
                 self._numbers[type(action).__name__, action.sequence].append(action.io)
 
     def get(self, address: str) -> Any:
@@ -141,6 +143,11 @@ class InProcess(Channels):
         return call
 
 
+def _has_left(result: Any) -> bool:
+    """Whether a call was not made, as nobody was there."""
+    return isinstance(result, Failure) and result.message.endswith(" has left")
+
+
 class Instances:
     """Tells the conductor's shell what comes from outside.
 
@@ -157,15 +164,15 @@ class Instances:
         servicer: ConductorServicer,
         script: Sequence[Noted],
         channels: InProcess,
-        wanted: Mapping[int, Asked],
+        wanted: Mapping[int, Coming],
         model: conductor_pb2.ModelInfo,
     ) -> None:
         self._servicer, self._channels, self._wanted, self._model = servicer, channels, wanted, model
         actions = [action for noted in script for action in noted.actions]
         self._prompts = {it.io: it for it in actions if isinstance(it, Prefill)}
-        self._starts = {it.io: it for it in actions if isinstance(it, Start)}
-        self._made: dict[int, int] = defaultdict(int)  # tokens of each answer
-        self._begins: dict[int, int] = defaultdict(int)  # those that its last placement begins behind
+        self._starts = {it.io: it for it in actions if isinstance(it, Start | Adopt)}
+        self._made = {number: list(one.had) for number, one in wanted.items()}  # tokens of each answer
+        self._begins = {number: one.begins for number, one in wanted.items()}  # that its last placement begins behind
         self._members: dict[str, asyncio.Queue[conductor_pb2.JoinRequest | None]] = {}
         self._joins: list[asyncio.Task[None]] = []
 
@@ -194,22 +201,22 @@ class Instances:
                 self._tokens(event)
             case Ended(io, result) if io in self._channels.calls:
                 self._end(self._channels.calls.pop(io), result)
-            case Ended(io, Failure(message="its stream broke")):
-                stream = self._channels.streams.pop(self._starts[io].target.decode, None)
-                if stream is not None:  # else this was its sequence too
-                    stream.put(grpc.aio.EOF)
+            case Ended(io, Failure() as failure) if io in self._starts:
+                self._fail(self._starts[io], failure)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _first_token(self, event: FirstToken) -> None:
         order, how = self._prompts[event.io], event.how
-        asked, position = self._wanted[order.request], self._begins[order.request]
+        asked, position = self._wanted[order.request].asked, self._begins[order.request]
+        token_id, *further = [answer[position] for answer in asked.answers]
         first = prefill_pb2.FirstToken(
-            token_id=asked.answer[position],
+            token_id=token_id,
+            further_token_ids=further,
             computed_tokens=how.computed_tokens,
             prefill_s=how.there_s,
             misses=[
-                prefill_pb2.StoreMiss(store=kv_pb2.Instance(id=store), block=asked.keys.index(key))
+                prefill_pb2.StoreMiss(store=kv_pb2.Instance(id=store), block=asked.chains[0].index(key))
                 for store, key in how.misses
             ],
             reads=[
@@ -217,20 +224,38 @@ class Instances:
                 for source, blocks, seconds in how.loads
             ],
         )
-        self._made[order.request] += not event.known
+        made = self._made[order.request]
+        made[:] = [max(count, position + 1) for count in made]
         self._channels.answer(event.io, prefill_pb2.PrefillResponse(first_token=first))
 
     def _tokens(self, event: Tokens) -> None:
+        """Of several answers, which are equally long and told in turn, those have come that the shortest one lacks."""
         order = self._starts[event.io]
-        position = self._made[order.request]
-        self._made[order.request] += event.count
+        asked, made = self._wanted[order.request].asked, self._made[order.request]
+        choice = made.index(min(made))
+        position = made[choice]
+        made[choice] += event.count
+        whole = made[choice] == len(asked.answers[choice])
         tokens = decode_pb2.SequenceTokens(
             request_id=order.sequence,
             position=position,
-            token_ids=self._wanted[order.request].answer[position : position + event.count],
-            finish_reason=kv_pb2.FINISH_REASON_STOP if event.known else kv_pb2.FINISH_REASON_UNSPECIFIED,
+            token_ids=asked.answers[choice][position : position + event.count],
+            finish_reason=kv_pb2.FINISH_REASON_STOP if whole else kv_pb2.FINISH_REASON_UNSPECIFIED,
+            choice=choice,
         )
         self._channels.tell(order.target.decode, decode_pb2.StepsResponse(tokens=[tokens]))
+
+    def _fail(self, order: Start | Adopt, failure: Failure) -> None:
+        """A sequence cannot go on; the shell knows by itself when its instance is lost."""
+        if failure.message == "its stream broke":
+            stream = self._channels.streams.pop(order.target.decode, None)
+            if stream is not None:  # else this was its sequence too
+                stream.put(grpc.aio.EOF)
+        elif failure.message != "its instance is lost":
+            failed = decode_pb2.SequenceFailed(
+                request_id=order.sequence, reason=failure.message, transfer=failure.kind is Kind.TRANSFER
+            )
+            self._channels.tell(order.target.decode, decode_pb2.StepsResponse(failed=[failed]))
 
     def _end(self, call: Call, result: Any) -> None:
         match result:
@@ -256,10 +281,10 @@ class Instances:
         match event:
             case Joined(facts):
                 self._join(facts)
-            case KeysChanged(name, sequence, stored, removed, begin, end):
+            case KeysChanged(name, sequence, stored, removed, begin, end, cooled):
                 events = kv_pb2.KVEvents(
                     sequence=sequence, stored_keys=pack_keys(stored), removed_keys=pack_keys(removed),
-                    snapshot_begin=begin, snapshot_end=end,
+                    cooled_keys=pack_keys(cooled), snapshot_begin=begin, snapshot_end=end,
                 )  # fmt: skip
                 self._members[name].put_nowait(conductor_pb2.JoinRequest(events=events))
             case Reported(name, load):
@@ -285,13 +310,17 @@ class Instances:
 
 
 class Heard:
-    """The context of a call whose answers nobody needs."""
+    """The context of a call whose answers nobody needs, and which may take so many seconds."""
+
+    def __init__(self, remaining_s: float | None = None) -> None:
+        self._remaining_s = remaining_s
 
     async def bare_write(self, message: Any) -> None:
         """Takes it."""
 
-    def time_remaining(self) -> None:
-        """There is no deadline."""
+    def time_remaining(self) -> float | None:
+        """As its client has said; None = any time."""
+        return self._remaining_s
 
     def invocation_metadata(self) -> None:
         """Nothing came with the call."""
@@ -305,7 +334,7 @@ def hello_proto(facts: InstanceFacts, model: conductor_pb2.ModelInfo) -> conduct
     return conductor_pb2.JoinHello(
         instance=instance, model=model if facts.shape is not None else None, total_blocks=facts.total_blocks,
         speed=speeds_to_proto(facts.speeds), stages=facts.stages, step_tokens=facts.step_tokens,
-        capacity_bytes=facts.capacity_bytes, either_role=facts.either,
+        capacity_bytes=facts.capacity_bytes, either_role=facts.either, tells_cold=facts.tells_cold,
     )  # fmt: skip
 
 

@@ -3,51 +3,59 @@
 The simulator serves a small seeded trace, loses instances in it, and notes what its conductor's core was told and what
 it answered. The service's own servicer, desk, calls, driver and journal get the same requests at the same times, as
 token ids, and instances join, report, answer its calls and make tokens as they did there, in the contract's messages.
-Every decision is the same at the same time: where requests go, which are refused, and what is tried again.
+Every decision is the same at the same time: where requests go, which are refused or fail, what is tried again, and what
+is resumed that was another conductor's.
 """
 
 import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import moonpool.bundled
 from moonpool.core.kernel import Ended
-from moonpool.errors import Overloaded, Unavailable
+from moonpool.errors import DeadlineExceeded, Overloaded, Unavailable
 from moonpool.kv.keys import chain_root, namespace
 from moonpool.kv.layout import KVLayout
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
-from moonpool.v1 import conductor_pb2, kv_pb2
+from moonpool.v1 import conductor_pb2
 from services.conductor.checkpoint import Checkpoint
 from services.conductor.config import ConductorConfig
-from services.conductor.core.admission import Admission
-from services.conductor.core.failures import Kind, Stale
+from services.conductor.core.failures import Failure, Kind, Stale
 from services.conductor.core.messages import (
+    Adopt,
     Announce,
     Arrived,
+    Complete,
     Fail,
     Joined,
     KeysChanged,
     Rehash,
+    Rehashed,
     Reported,
+    Resumed,
     Start,
     Target,
 )
 from services.conductor.service import assembled
 from services.conductor.servicer import ConductorServicer
 from simulator.cluster.cluster import Cluster
+from simulator.cluster.conductor import Conductor
 from simulator.cluster.config import ClusterConfig, Slo
-from simulator.cluster.entrance import FOREVER_S, slo_of
+from simulator.cluster.entrance import FOREVER_S, limits_of
 from simulator.kernel.calls import CallDelays
-from simulator.kernel.clock import PS, ps
-from tests.unit.simulator.cluster.asked import Asked, asked
+from simulator.kernel.clock import ps
+from simulator.traces.mooncake import TraceRequest
+from tests.unit.simulator.cluster.asked import Asked, Coming, asked
 from tests.unit.simulator.cluster.instances import Heard, InProcess, Instances
 from tests.unit.simulator.cluster.rig import PROFILE
-from tests.unit.simulator.cluster.scripts import SEED, Noted, assert_same, decided, journalled, requests
+from tests.unit.simulator.cluster.scripts import BT, SEED, Noted, assert_same, decided, journalled, requests
 from tests.unit.simulator.cluster.virtual_loop import VirtualLoop, run_virtually
 
 TINY = Path(moonpool.bundled.__file__).parent / "tiny"
@@ -72,27 +80,42 @@ CONFIG = ClusterConfig(
 )  # fmt: skip
 
 
-def simulated(config: ClusterConfig, wanted: list[Asked], losses: list[tuple[float, str]]) -> list[Noted]:
-    """What the conductor of a simulated cluster heard and decided, which loses instances at some times."""
+@dataclass
+class Script:
+    """What a simulated conductor heard and decided, and the requests that came to it, by their numbers there."""
+
+    noted: list[Noted]
+    comings: dict[int, Coming]
+
+
+def simulated(config: ClusterConfig, wanted: list[Asked], losses: list[tuple[float, str]]) -> Script:
+    """Of the last conductor of a simulated cluster, which loses instances and other conductors at some times."""
     cluster = Cluster(config, lambda _: None, longest_run=1)
-    [conductor] = cluster.conductors
-    noted = list(_joining(cluster))
-    conductor.host.heard = lambda now, event, actions: noted.append(Noted(now, event, list(actions)))
+    conductor, by_id = cluster.conductors[-1], {one.id: one for one in wanted}
+    script = Script(list(_joining(cluster, conductor)), {})
+
+    def hear(now: float, event: Any, actions: list[Any]) -> None:
+        script.noted.append(Noted(now, event, list(actions)))
+        if isinstance(event, Arrived):
+            one = by_id[event.ask.id]
+            had = tuple([answer.made for answer in one.request.answers])
+            script.comings[event.ask.number] = Coming(one, event.ask, had)
+
+    conductor.host.heard = hear
     for one in wanted:
         cluster.world.at(one.request.arrived, cluster.clients.arrive, one.request)
     for at_s, name in losses:
         cluster.world.at(ps(at_s), lambda name: cluster.crash(name, 1.0), name)
     cluster.run()
     cluster.check_at_rest()
-    return noted
+    return script
 
 
-def _joining(cluster: Cluster) -> Iterator[Noted]:
+def _joining(cluster: Cluster, conductor: Conductor) -> Iterator[Noted]:
     """How all joined, when the cluster was made."""
-    members = cluster.conductors[0].members
     everybody: list[Any] = [*cluster.prefills, *cluster.decodes, *cluster.stores]
     for one in everybody:
-        yield Noted(0.0, Joined(members.facts(one.name, one.incarnation)), [])
+        yield Noted(0.0, Joined(conductor.members.facts(one.name, one.incarnation)), [])
         yield Noted(0.0, KeysChanged(one.name, 1, (), (), snapshot_begin=True, snapshot_end=True), [])
         yield Noted(0.0, Reported(one.name, one.load()), [])
 
@@ -101,44 +124,40 @@ def settings_of(config: ClusterConfig, journal: Path) -> ConductorConfig:
     """The same for the service."""
     return ConductorConfig(
         id="conductor-0", model=str(TINY), generation_config="none", journal_dir=journal, journal_bytes=1 << 30,
-        heartbeat_s=60.0, request_timeout_s=FOREVER_S, policy=config.policy, policy_seed=config.seed,
-        decode_prompt_tokens=config.decode_prompt_tokens, balancing_threshold=config.threshold, peers=config.peers,
+        heartbeat_s=60.0, request_timeout_s=config.deadline_s or FOREVER_S, policy=config.policy,
+        policy_seed=config.seed + config.conductors - 1, decode_prompt_tokens=config.decode_prompt_tokens,
+        balancing_threshold=config.threshold, peers=config.peers,
         copy_share=config.copy_share, slow_factor=config.slow_factor, retries=config.retries,
         recovery_s=config.recovery_s, room_wait_s=config.room_wait_s or FOREVER_S,
-        reserve_timeout_s=config.reserve_timeout_s, admission=Admission.PREDICTIVE,
+        reserve_timeout_s=config.reserve_timeout_s, admission=limits_of(config).admission,
     )  # fmt: skip
 
 
-async def play(config: ClusterConfig, script: list[Noted], wanted: list[Asked], journal: Path) -> None:
+async def play(config: ClusterConfig, script: Script, journal: Path) -> None:
     """Tells the shell what comes from outside; the rest happens by itself."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
-    loop.jobs.extend(noted.now for noted in script if isinstance(noted.event, Arrived))  # prompts are hashed by then
-    settings, channels = settings_of(config, journal), InProcess(script)
+    settings, channels = settings_of(config, journal), InProcess(script.noted)
     parts = settings, CHECKPOINT, channels, Recorder("conductor-0", None), Metrics(settings.service())
+    clients = []
     async with assembled(*parts, loop.time) as servicer:
-        instances = Instances(servicer, script, channels, {one.request.number: one for one in wanted}, MODEL)
-        clients = [asyncio.create_task(_ask(servicer, one, config)) for one in wanted]
-        for noted in script:
+        instances = Instances(servicer, script.noted, channels, script.comings, MODEL)
+        for noted in script.noted:
             await asyncio.sleep(noted.now - loop.time())
+            if isinstance(noted.event, Arrived):
+                ask = noted.event.ask
+                loop.jobs.extend([noted.now] * (1 if ask.resumed is None else 2))  # hashing; spelling what there is
+                clients.append(asyncio.create_task(_ask(servicer, script.comings[ask.number], noted.now)))
             instances.tell(noted.event)
             await loop.settled()
         await asyncio.wait(clients, timeout=1.0)  # who waits for more shows in the journal
     await instances.leave()
 
 
-async def _ask(servicer: ConductorServicer, one: Asked, config: ClusterConfig) -> None:
-    await asyncio.sleep(one.request.arrived / PS)
-    slo = slo_of(config)
-    context: Any = Heard()
-    message = conductor_pb2.GenerateRequest(
-        request_id=one.id,
-        tokens=conductor_pb2.TokenPrompt(token_ids=one.prompt),
-        sampling=kv_pb2.Sampling(max_tokens=len(one.answer), temperature=0.0, seed=1),
-        slo=conductor_pb2.Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s),
-    )
-    with suppress(Overloaded, Unavailable):  # the core's answer is in the journal
-        await servicer.Generate(message, context)
+async def _ask(servicer: ConductorServicer, coming: Coming, now: float) -> None:
+    context: Any = Heard(coming.ask.deadline - now)
+    with suppress(DeadlineExceeded, Overloaded, Unavailable):  # the core's answer is in the journal
+        await servicer.Generate(coming.message(), context)
 
 
 def in_its_words(value: Any, key_of: dict[bytes, bytes]) -> Any:
@@ -148,6 +167,8 @@ def in_its_words(value: Any, key_of: dict[bytes, bytes]) -> Any:
             return key_of.get(value, value)
         case tuple() if type(value) is tuple:
             return tuple(in_its_words(one, key_of) for one in value)
+        case Adopt() | Resumed():
+            return value  # from the client, who has no address
         case Target(decode, address="", transfer_id=number) if number:
             return replace(value, address=f"{decode}:1")
     if is_dataclass(value) and not isinstance(value, type):
@@ -166,27 +187,53 @@ def without_words(noted: list[Noted]) -> list[Noted]:
     ]  # fmt: skip
 
 
-def decides_alike(config: ClusterConfig, count: int, losses: list[tuple[float, str]], journal: Path) -> list[Noted]:
-    """What the simulator's conductor heard and decided of so many requests; the shell's has decided the same."""
-    trace = requests(count, random.Random(SEED), blocks=10, shared=9)
+def trace_of(count: int) -> list[TraceRequest]:
+    """So many requests of one answer each."""
+    return requests(count, random.Random(SEED), blocks=10, shared=9)
+
+
+def several_of(count: int) -> list[TraceRequest]:
+    """So many requests of up to three answers.
+
+    Their prompts have a block at least: the first block's key chooses between stores, and the simulator has its own
+    keys of blocks with tokens of an answer.
+    """
+    rng = random.Random(SEED)
+    return [replace(one, choices=rng.randint(1, 3), input_length=max(BT, one.input_length)) for one in trace_of(count)]
+
+
+def decides_alike(
+    config: ClusterConfig, trace: list[TraceRequest], losses: list[tuple[float, str]], journal: Path
+) -> list[Noted]:
+    """What the simulator's conductor heard and decided of a trace's requests; the shell's has decided the same."""
     wanted = asked(trace, chain_root(NAMESPACE, ""), config.block_tokens, END)
     key_of = {key: other for one in wanted for key, other in one.key_of.items()}
-    expected = [
+    script = simulated(config, wanted, losses)
+    script.noted = expected = [
         Noted(one.now, in_its_words(one.event, key_of), [in_its_words(it, key_of) for it in one.actions])
-        for one in simulated(config, wanted, losses)
+        for one in script.noted
     ]
-    run_virtually(play(config, expected, wanted, journal))
+    run_virtually(play(config, script, journal))
     assert_same(decided(without_words(journalled(journal)), Ended), decided(without_words(expected), Ended))
     return expected
+
+
+def numbers(noted: list[Noted], *kinds: type[Adopt | Announce | Complete | Start | Rehash]) -> list[set[int]]:
+    """Of the requests that had actions of each kind."""
+    actions = [action for one in noted for action in one.actions]
+    return [{it.request for it in actions if isinstance(it, kind)} for kind in kinds]
 
 
 def test_places_and_refuses_as_the_simulator_does(tmp_path: Path) -> None:
     """More comes than is served in time, and than there is room for. One prompt's rest is computed at decode.
 
-    Prompts that are shorter than a block have no key but their own, which decides between the stores.
+    Prompts that are shorter than a block have no key but their own, which decides between the stores. These hold few
+    blocks in memory, and tell which are on SSD only.
     """
     print(f"seed {SEED}")
-    noted = decides_alike(replace(CONFIG, kvstore=2, decode_prompt_tokens=40), 60, [], tmp_path)
+    stores = replace(CONFIG, kvstore=2, store_bytes=8 * LAYOUT.block_bytes, disk_bytes=1 << 20, disk_bytes_per_s=1e6)
+    noted = decides_alike(replace(stores, decode_prompt_tokens=40), trace_of(60), [], tmp_path)
+    assert any(isinstance(one.event, KeysChanged) and one.event.cooled for one in noted)
     actions = [action for one in noted for action in one.actions]
     placed = [action for action in actions if isinstance(action, Announce)]
     assert len(placed) > 40
@@ -201,8 +248,55 @@ def test_tries_again_as_the_simulator_does(tmp_path: Path) -> None:
     """Instances and messages are lost; prompts come to instances that have more to do than was known."""
     print(f"seed {SEED}")
     config = replace(CONFIG, seed=7, delays=CallDelays(drop_share=0.02))
-    noted = decides_alike(config, 40, [(0.6, "d1"), (0.9, "p0"), (1.2, "s0")], tmp_path)
+    noted = decides_alike(config, trace_of(40), [(0.6, "d1"), (0.9, "p0"), (1.2, "s0")], tmp_path)
     again = [action.failure.kind for one in noted for action in one.actions if isinstance(action, Rehash)]
     assert len(again) > 10
+    assert sum(isinstance(one.event, Rehashed) and one.event.tokens > 1 for one in noted) > 2  # in the midst of answers
     assert set(again) == {Kind.STREAM, Kind.UNAVAILABLE, Kind.TRANSFER}
     assert sum(isinstance(one.event, Ended) and isinstance(one.event.result, Stale) for one in noted) > 1
+
+
+def test_fails_late_requests_as_the_simulator_does(tmp_path: Path) -> None:
+    """Nobody is refused, and more comes than is served in time: in queues, at prefill, in answers, and after losses."""
+    print(f"seed {SEED}")
+    delays = CallDelays(drop_share=0.02)
+    config = replace(CONFIG, admission="all", deadline_s=1.0, pool_blocks=24, delays=delays)
+    noted = decides_alike(config, trace_of(60), [(0.6, "d1")], tmp_path)
+    due = {one.event.ask.number: one.event.ask.deadline for one in noted if isinstance(one.event, Arrived)}
+    failed = [(one.now, it) for one in noted for it in one.actions if isinstance(it, Fail)]
+    assert {it.failure.kind for _, it in failed} == {Kind.DEADLINE}
+    assert [now for now, _ in failed] == [pytest.approx(due[it.request]) for _, it in failed]
+    late, placed, begun, again = {it.request for _, it in failed}, *numbers(noted, Announce, Start, Rehash)
+    assert min(map(len, (late - placed, (late & placed) - begun, late & begun, late & again))) > 1
+
+
+def test_several_answers_as_in_the_simulator(tmp_path: Path) -> None:
+    """They get room and end together, and go on after losses. A start also comes to decode when its room is gone."""
+    print(f"seed {SEED}")
+    config = replace(CONFIG, pool_blocks=200, delays=CallDelays(drop_share=0.02))
+    noted = decides_alike(config, several_of(60), [(0.6, "d1"), (0.9, "p0")], tmp_path)
+    several = {one.event.ask.number for one in noted if isinstance(one.event, Arrived) and one.event.ask.choices > 1}
+    ends, again = numbers(noted, Complete, Rehash)
+    assert len(several & ends) > 15
+    assert len(several & again & ends) > 5
+    failures = [one.event.result for one in noted if isinstance(one.event, Ended)]
+    assert {it.kind for it in failures if isinstance(it, Failure) and "no such transfer" in it.message} == {
+        Kind.TRANSFER
+    }
+
+
+@pytest.mark.parametrize(
+    ("losses", "before"), [([(1.0, "c0"), (1.9, "d2")], False), ([(0.6, "d1"), (2.9, "c0")], True)]
+)
+def test_resumes_as_the_simulator_does(losses: list[tuple[float, str]], before: bool, tmp_path: Path) -> None:
+    """Clients come from a conductor that is lost. So is what has some of their answers, also before they come."""
+    print(f"seed {SEED}")
+    config = replace(CONFIG, conductors=2, admission="all", pool_blocks=80, deadline_s=30.0)
+    noted = decides_alike(config, several_of(60), losses, tmp_path)
+    asks = [one.event.ask for one in noted if isinstance(one.event, Arrived)]
+    resumed = {it.number for it in asks if it.resumed is not None}
+    several = {it.number for it in asks if it.choices > 1}
+    placed, adopted, again, ends = numbers(noted, Announce, Adopt, Rehash, Complete)
+    assert resumed <= ends
+    assert len((several & adopted) - placed) > 3
+    assert len(resumed - adopted if before else several & adopted & again & placed) > 1
