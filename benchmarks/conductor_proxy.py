@@ -52,7 +52,8 @@ async def load(address: str, conductor: Child, requests: int, at_once: int, outp
 
 def measure_proxy(runs: int, requests: int, progress: Progress) -> list[Row]:
     """Rows of requests and of tokens, beside the same one request at a time."""
-    short, long = [], []
+    short: list[tuple[float, float]] = []
+    long: list[tuple[float, float]] = []
     arguments = ("--model", str(model_dir()), "--listen", "127.0.0.1:0", "--log-level", "warning")
     with (
         child("services.conductor", *arguments) as conductor,

@@ -113,8 +113,9 @@ class ConductorWorld:
             tokens=len(keys) * BLOCK_TOKENS + 5, answer_tokens=400, keys=keys, prompt_key=keys[0], now=self._now
         )
         best = plan.prefill
-        links = best.source, None, best.read_s, plan.send_s
-        prefill = self.picture.claim_prefill(best.id, best.busy_s, self._now, *links)
+        read = best.source, None, best.read, plan.send_s
+        prefill = self.picture.claim_prefill(best.id, best.busy_s, self._now, *read)
+        self.picture.prefills.coming.placed(prefill, best.id, keys)
         self.picture.hot.placed(keys, plan.wish, "", self._now)
         decode = self.picture.claim_decode(
             plan.decodes[0].id, Answer(plan.demand.prompt_tokens, plan.decodes[0].blocks)

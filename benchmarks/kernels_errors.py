@@ -90,8 +90,8 @@ def attention_error(
     q = torch.randn(int(counts[-1]), heads, head_dim, generator=generator).to(dtype)
     lengths = torch.tensor([total for _, total in sequences], dtype=torch.int32)
     out = torch.full(q.shape, torch.nan, dtype=dtype, device=device)
-    arguments = [tensor.to(device) for tensor in (tables, counts, lengths)]
-    paged_attention(q.to(device), kv, *arguments, head_dim**-0.5, out, scales=scales)
+    where_and_how_long = tables.to(device), counts.to(device), lengths.to(device)
+    paged_attention(q.to(device), kv, *where_and_how_long, head_dim**-0.5, out, scales=scales)
     exact = torch.cat([_exact(q[counts[s] : counts[s + 1]], both, head_dim**-0.5) for s, both in enumerate(dense)])
     return relative(out, exact)
 
@@ -117,7 +117,8 @@ def _exact(q: Tensor, both: Tensor, scale: float) -> Tensor:
     keys, values = both.transpose(1, 2).repeat_interleave(heads // both.shape[2], dim=1)
     scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * scale
     hidden = torch.ones(rows, keys.shape[1], dtype=torch.bool).triu(keys.shape[1] - rows + 1)
-    return (torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ values).transpose(0, 1)
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+    return torch.matmul(weights, values).transpose(0, 1)
 
 
 def _small_errors(generator: torch.Generator, device: str, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
@@ -153,7 +154,9 @@ def _small_errors(generator: torch.Generator, device: str, dtype: torch.dtype) -
         )  # fmt: skip
     weight, bias = draw(300, 896), draw(300)
     panels = arrange(weight, bias, gated=False, arena=Arena()) if device == "cpu" else None
-    for rows in (1, 5, 16, 40) if panels is not None else ():
+    if panels is None:
+        return
+    for rows in (1, 5, 16, 40):
         yield (
             f"product, {rows} rows",
             compare(

@@ -101,7 +101,7 @@ REASONS = (
     Reason(
         "predictions",
         "^TTFT",
-        "Equal requests differ as much (rows *noise*), so a better prediction could not be told from this one.",
+        "Where equal requests differ as much (rows *noise*), a better prediction could not be told from this one.",
     ),
     Reason(
         "predictions",

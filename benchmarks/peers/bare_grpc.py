@@ -40,17 +40,15 @@ class _Client:
     """Its event loop runs only while a call is being measured, as that of Moonpool's client."""
 
     def __init__(self, address: str, memory: Memory) -> None:
+        self._memory = memory
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._runner.run(self._connect(address))
+
+    async def _connect(self, address: str) -> None:
         import grpc.aio  # after `tune_grpc`
 
-        self._memory = memory
-        self._end = grpc.aio.EOF
-        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-        self._open = lambda: grpc.aio.insecure_channel(address, options=LARGE_MESSAGE_OPTIONS)
-        self._runner.run(self._connect())
-
-    async def _connect(self) -> None:
-        self._channel = self._open()
-        self._call = self._channel.stream_stream(_METHOD)()
+        self._channel = grpc.aio.insecure_channel(address, options=LARGE_MESSAGE_OPTIONS)
+        self._call: grpc.aio.StreamStreamCall[bytes, bytes] = self._channel.stream_stream(_METHOD)()
 
     def put(self, batches: Batches, block_bytes: int) -> None:
         async def run() -> None:
@@ -59,7 +57,7 @@ class _Client:
                 for at in range(0, nbytes, FRAME_BYTES):
                     piece = self._memory.source[at : min(at + FRAME_BYTES, nbytes)]
                     await self._call.write(b"".join((_request(_PUT, nbytes), piece)))
-                if await self._call.read() is self._end:
+                if not isinstance(await self._call.read(), bytes):
                     raise RuntimeError("the far end has closed the stream")
 
         self._runner.run(run())
@@ -71,7 +69,7 @@ class _Client:
                 await self._call.write(_request(_GET, nbytes))
                 for at in range(0, nbytes, FRAME_BYTES):
                     data = await self._call.read()
-                    if data is self._end:
+                    if not isinstance(data, bytes):
                         raise RuntimeError("the far end has closed the stream")
                     self._memory.target[at : at + len(data)] = data
 
@@ -96,7 +94,7 @@ async def _serve() -> None:
 
     source = Memory(MEMORY_BYTES).source
 
-    async def move(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+    async def move(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         got = 0
         async for data in requests:
             nbytes = int.from_bytes(data[1 : 1 + _NUMBER], "little")
@@ -111,7 +109,7 @@ async def _serve() -> None:
                 await context.write(b"\1")
 
     server = grpc.aio.server(options=LARGE_MESSAGE_OPTIONS)
-    handler = grpc.stream_stream_rpc_method_handler(move)
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(move)
     service, _, method = _METHOD.lstrip("/").partition("/")
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 Prompts = Sequence[Sequence[int]]
 Answer = Callable[[Prompts, int], list[list[int]]]
@@ -97,7 +98,8 @@ def transformers(model: str, threads: int, dtype: str, device: str) -> tuple[str
     torch.set_num_threads(threads)
     folder, _, file = model.rpartition("/") if model.endswith(".gguf") else (model, "", "")
     which = {"gguf_file": file} if file else {}
-    loaded = lib.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **which).eval().to(device)
+    loaded: Any = lib.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **which)
+    loaded.eval().to(device)
 
     def answer(prompts: Prompts, tokens: int) -> list[list[int]]:
         ids = torch.tensor(prompts, device=device)
