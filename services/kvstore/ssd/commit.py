@@ -255,8 +255,14 @@ class Committer:
         if going or not plan.store:
             wait(plan.deleting.values())
         for segment in going:
-            unlink = functools.partial(self.files.unlink, readable=segment in read or segment.readers > 0)
-            plan.deleting[segment] = self.files.later(unlink, segment.path)
+            remove = functools.partial(self._remove, readable=segment in read or segment.readers > 0)
+            plan.deleting[segment] = self.files.later(remove, segment.path)
+
+    def _remove(self, path: Path, *, readable: bool) -> None:
+        """Deletes a file for good: a start without an index would find what was deleted in one that came back."""
+        self.files.unlink(path, readable=readable)
+        if self.sync:
+            self.files.sync_folder(path.parent)
 
     def _cut(self, plan: WritePlan) -> None:
         """Takes back what was written behind the committed ends, as far as the device lets us."""

@@ -1,6 +1,7 @@
 """Making room on the SSD tier: what goes, what is carried over, and that nothing durable is lost on the way."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -217,16 +218,24 @@ def test_where_nothing_of_a_thin_segment_is_whole_nothing_is_left_of_it(tmp_path
 
 
 class BreakingFiles(FaultyFiles):
-    """From a step on all operations fail: for ever, or just that one."""
+    """From a step on all operations fail: for ever, or just that one. Deletions, which break no plan off, do not."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left = -1
         self.ever = False
         self.broken = 0
+        self.deletes = False
+
+    def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
+        self.deletes = True
+        try:
+            return super().later(change, path)
+        finally:
+            self.deletes = False
 
     def step(self, name: str, path: Path | None = None) -> None:
-        if name in ("read", "unlink"):
+        if name in ("read", "unlink") or self.deletes:
             return
         self.left -= 1
         if self.left == -1 or (self.ever and self.broken):
@@ -353,7 +362,7 @@ def test_a_plan_has_one_transaction_and_a_second_one_where_it_carries_over(tmp_p
         steps = counting(files.steps)
         assert len(put(ssd, KEYS[14:16]).carry) == carries
         if carries:  # the new blocks lie in two segments
-            expected = ["read", "write", "sync", "sync_folder", "transaction", "unlink"]
+            expected = ["read", "write", "sync", "sync_folder", "transaction", "unlink", "sync_folder"]
             expected += ["write", "write", "sync", "sync", "sync_folder", "transaction"]
         else:  # in the file of the one that is reclaimed
             expected = ["rename", "sync_folder", "write", "sync", "transaction"]
