@@ -67,23 +67,24 @@ Shape = tuple[int, int, int]
 """(rows, inner, columns) of a matrix product."""
 
 
-def product_flops(shape: Shape, dtype: torch.dtype) -> float:
-    """Floating point operations per second of one matrix product of torch, in the better of `dtype` and float32."""
-    return _flops_of(shape, _multiplied_as(dtype))
-
-
-@functools.cache
-def _multiplied_as(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a small product is fastest: without instructions for `dtype` a large one takes minutes."""
-    return max((dtype, torch.float32), key=lambda one: _flops_of((256, 256, 256), one))
-
-
-def _flops_of(shape: Shape, dtype: torch.dtype) -> float:
+def torch_flops(shape: Shape, dtype: torch.dtype) -> float:
+    """Floating point operations per second of one matrix product of torch."""
     rows, inner, columns = shape
     a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype)
     torch.mm(a, b, out=out)
     return 2 * rows * inner * columns / seconds(lambda: torch.mm(a, b, out=out))
+
+
+@functools.cache
+def multiplied_as(dtype: torch.dtype, flops: Callable[[Shape, torch.dtype], float] = torch_flops) -> torch.dtype:
+    """`dtype` or float32, as a small product is faster: without instructions for `dtype` a large one takes minutes."""
+    return max((dtype, torch.float32), key=lambda one: flops((256, 256, 256), one))
+
+
+def product_flops(shape: Shape, dtype: torch.dtype) -> float:
+    """Floating point operations per second of one matrix product, in the quicker of `dtype` and float32."""
+    return torch_flops(shape, multiplied_as(dtype))
 
 
 def best_shape(dtype: torch.dtype, head_dim: int = 128) -> Shape:

@@ -15,8 +15,7 @@ from services.conductor.core.lengths import Stratum, stratum_of
 from services.conductor.core.pace import Foreseen
 from services.conductor.core.plan import Plan
 
-ATTEMPT_MARK = "~"
-"""Separates a request's id from the number of the attempt in the ids that engines see."""
+ATTEMPT_MARK = "~"  # separates a request's id from the number of the attempt in the ids that engines see
 
 
 class Finish(Enum):
@@ -63,8 +62,7 @@ class Ask:
     Attributes:
         number: names it in events and actions.
         id: as the client knows it.
-        prompt_tokens: length of the prompt.
-        max_tokens: tokens to generate at most.
+        prompt_tokens: length of the prompt; `max_tokens` are generated at most.
         prompt_key: hash of the prompt.
         slo: what is expected.
         arrived: when it came; `deadline` when it fails. Seconds of the core's clock.

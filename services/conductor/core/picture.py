@@ -23,8 +23,7 @@ from services.conductor.core.prefills import Prefill, Prefills
 from services.conductor.core.reads import NOTHING, Read, Reads
 from services.conductor.core.stores import Store, Stores
 
-EXPECTED_ANSWER_TOKENS = 256
-"""Answers are mostly shorter than their limit; decode instances are compared for at most so many tokens."""
+EXPECTED_ANSWER_TOKENS = 256  # most answers are shorter than their limit; decodes are compared for so many at most
 
 
 class Picture:

@@ -9,10 +9,10 @@ import collections
 import contextlib
 import dataclasses
 import errno
-import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 
 from moonpool.kv.blocks import DramBlock
@@ -166,9 +166,8 @@ class Committer:
     def _free(self, plan: WritePlan) -> None:
         """Deletes segments that have nothing to carry: a full device may have no room to forget them before."""
         wait(plan.deleting.values())
-        for segment in plan.removed_segments:
-            if not segment.live:
-                self.files.unlink(segment.path)
+        for segment in (one for one in plan.removed_segments if not one.live):
+            self.files.unlink(segment.path)
 
     def _erase(self, plan: WritePlan) -> None:
         """Overwrites records with zeros, on the device: no start finds them, with an index or without.
@@ -250,19 +249,12 @@ class Committer:
         does one that stores nothing.
         """
         read = {victim.segment for victim in plan.victims if victim.carried}
-        reused = {segment.id for segment in plan.reuse.values()}
-        going = [segment for segment in (*plan.nameless, *plan.removed_segments) if segment.id not in reused]
+        going = [one for one in (*plan.nameless, *plan.removed_segments) if one not in plan.reuse.values()]
         if going or not plan.store:
             wait(plan.deleting.values())
         for segment in going:
-            remove = functools.partial(self._remove, readable=segment in read or segment.readers > 0)
-            plan.deleting[segment] = self.files.later(remove, segment.path)
-
-    def _remove(self, path: Path, *, readable: bool) -> None:
-        """Deletes a file for good: a start without an index would find what was deleted in one that came back."""
-        self.files.unlink(path, readable=readable)
-        if self.sync:
-            self.files.sync_folder(path.parent)
+            unlink = partial(self.files.unlink, readable=segment in read or segment.readers > 0, durable=self.sync)
+            plan.deleting[segment] = self.files.later(unlink, segment.path)
 
     def _cut(self, plan: WritePlan) -> None:
         """Takes back what was written behind the committed ends, as far as the device lets us."""

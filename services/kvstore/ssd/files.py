@@ -118,14 +118,16 @@ class Files:
     def truncate(self, path: Path, size: int) -> None:
         os.truncate(path, size)
 
-    def unlink(self, path: Path, *, readable: bool = False) -> None:
-        """Removes a file's name; an absent one is fine. A `readable` file can be read on until it is closed."""
+    def unlink(self, path: Path, *, readable: bool = False, durable: bool = False) -> None:
+        """Removes a file's name, if `durable` for good; none is fine. A `readable` file is so until it is closed."""
         if readable:
             self._kept.add(path)  # before it is opened: another may close what is not kept
             self._file(path, _DIRECT if self._reads_direct else _CACHED)
         else:
             self.close(path)
         path.unlink(missing_ok=True)
+        if durable:  # else a start without an index may find what was deleted in it
+            self.sync_folder(path.parent)
 
     def rename(self, path: Path, new: Path) -> None:
         """Gives a file that has no readers another name."""

@@ -25,19 +25,14 @@ def test_a_working_set_is_larger_than_the_caches_or_is_not_taken_for_memory() ->
     assert not ceilings.beyond_caches(ceilings.cache_bytes())
 
 
-def test_products_are_limited_by_the_quicker_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here bfloat16 is slow, as on processors without instructions for it; large products are not tried in it."""
-    asked: list[tuple[ceilings.Shape, torch.dtype]] = []
+@pytest.mark.parametrize("quicker", [torch.bfloat16, torch.float32])
+def test_products_are_limited_by_the_quicker_type(quicker: torch.dtype) -> None:
+    """Where bfloat16 is slow, as on processors without instructions for it, large products are not tried in it."""
+    shapes: list[ceilings.Shape] = []
 
-    def flops_of(shape: ceilings.Shape, dtype: torch.dtype) -> float:
-        asked.append((shape, dtype))
-        return 2.0 if dtype == torch.float32 else 1.0
+    def flops(shape: ceilings.Shape, dtype: torch.dtype) -> float:
+        shapes.append(shape)
+        return 2.0 if dtype == quicker else 1.0
 
-    monkeypatch.setattr(ceilings, "_flops_of", flops_of)
-    ceilings._multiplied_as.cache_clear()
-    try:
-        assert ceilings.product_flops((9, 9, 9), torch.bfloat16) == 2.0
-    finally:
-        ceilings._multiplied_as.cache_clear()
-    small = 256, 256, 256
-    assert asked == [(small, torch.bfloat16), (small, torch.float32), ((9, 9, 9), torch.float32)]
+    assert ceilings.multiplied_as(torch.bfloat16, flops) == quicker
+    assert shapes == [(256, 256, 256)] * 2

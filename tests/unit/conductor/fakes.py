@@ -38,13 +38,8 @@ def expected(prompt_tokens: int, count: int, choice: int = 0) -> list[int]:
 
 def model_info(**changes: Any) -> conductor_pb2.ModelInfo:
     """What a fake engine serves; keywords change fields of the model or its layout."""
-    layout: dict[str, Any] = {
-        "layers": 2,
-        "kv_heads": 2,
-        "head_dim": 16,
-        "block_tokens": BLOCK_TOKENS,
-        "dtype": "float32",
-    }
+    layout: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16, "block_tokens": BLOCK_TOKENS}
+    layout["dtype"] = "float32"
     layout |= {name: changes.pop(name) for name in list(changes) if name in layout}
     model = {
         "name": "tiny",

@@ -84,9 +84,9 @@ class FaultyFiles(Files):
         self.step("truncate", path)
         super().truncate(path, size)
 
-    def unlink(self, path: Path, *, readable: bool = False) -> None:
+    def unlink(self, path: Path, *, readable: bool = False, durable: bool = False) -> None:
         self.step("unlink", path)
-        super().unlink(path, readable=readable)
+        super().unlink(path, readable=readable, durable=durable)
 
     def rename(self, path: Path, new: Path) -> None:
         self.step("rename", path)

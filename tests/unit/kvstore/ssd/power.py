@@ -159,10 +159,10 @@ class PowerFiles(Files):
     def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
         return at_once(change, path)
 
-    def unlink(self, path: Path, *, readable: bool = False) -> None:
+    def unlink(self, path: Path, *, readable: bool = False, durable: bool = False) -> None:
         self._on_step("unlink")
-        super().unlink(path, readable=readable)
         self._folder(path.parent).set(path.name, None)
+        super().unlink(path, readable=readable, durable=durable)
 
     def rename(self, path: Path, new: Path) -> None:
         self._on_step("rename")
