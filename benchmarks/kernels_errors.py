@@ -90,8 +90,8 @@ def attention_error(
     q = torch.randn(int(counts[-1]), heads, head_dim, generator=generator).to(dtype)
     lengths = torch.tensor([total for _, total in sequences], dtype=torch.int32)
     out = torch.full(q.shape, torch.nan, dtype=dtype, device=device)
-    where_and_how_long = tables.to(device), counts.to(device), lengths.to(device)
-    paged_attention(q.to(device), kv, *where_and_how_long, head_dim**-0.5, out, scales=scales)
+    batch = tables.to(device), counts.to(device), lengths.to(device)
+    paged_attention(q.to(device), kv, *batch, head_dim**-0.5, out, scales=scales)
     exact = torch.cat([_exact(q[counts[s] : counts[s + 1]], both, head_dim**-0.5) for s, both in enumerate(dense)])
     return relative(out, exact)
 

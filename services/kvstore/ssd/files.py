@@ -119,7 +119,7 @@ class Files:
         os.truncate(path, size)
 
     def unlink(self, path: Path, *, readable: bool = False, durable: bool = False) -> None:
-        """Removes a file's name, if `durable` for good; none is fine. A `readable` file is so until it is closed."""
+        """Removes a name, also on the device if `durable`; an absent one is fine. `readable`: until it is closed."""
         if readable:
             self._kept.add(path)  # before it is opened: another may close what is not kept
             self._file(path, _DIRECT if self._reads_direct else _CACHED)
