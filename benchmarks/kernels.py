@@ -23,6 +23,7 @@ from benchmarks.ceilings import (
     product_flops,
     read_bytes_per_s,
     seconds,
+    weights_memory,
     working_set_bytes,
 )
 from benchmarks.frame import Absent, Progress, Row, paired, run
@@ -219,8 +220,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
     for case in prefill_cases(options.quick):
         for row in prefill_rows(case, shapes[case.dtype], options.runs):
             add(row)
-    products = (product_rows(dtype, best, options.runs, memory) for dtype, best in shapes.items())
-    for product in itertools.chain(*products, step_rows(options.runs, memory)):
+    weights = weights_memory()
+    products = (product_rows(dtype, best, options.runs, weights) for dtype, best in shapes.items())
+    for product in itertools.chain(*products, step_rows(options.runs, weights)):
         add(product)
     rows += error_rows(progress)
     if torch.cuda.is_available():
