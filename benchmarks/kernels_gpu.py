@@ -139,7 +139,7 @@ def copy_row(on: On, shape: Shape, blocks: int) -> Row:
 
 def norm_rows(on: On, dtype: torch.dtype, rows: int, size: int) -> list[Row]:
     """A norm with what is added before it, and one without beside torch's."""
-    x, residual = torch.randn(2, rows, size, device=on.device, dtype=dtype)
+    x, residual = (torch.randn(rows, size, device=on.device, dtype=dtype) for _ in range(2))
     weight, out = torch.ones(size, device=on.device, dtype=dtype), torch.empty_like(x)
     name = f"GPU norm, {str(dtype).removeprefix('torch.')}, {rows} rows of {size}"
 
