@@ -164,6 +164,17 @@ def test_a_share_that_rounding_puts_behind_all_that_it_keeps() -> None:
     assert [vocab - 1] not in found.tokens, "of the small ones, the first at most"
 
 
+def test_the_frequency_penalty_is_a_rounded_product(both: Both) -> None:
+    """A token that loses it is equal, to the last bit, to one that has what is left: the lower of both is chosen."""
+    logits = torch.rand(400, generator=torch.Generator().manual_seed(6)) * 5 + 1
+    times, penalty = 3, torch.tensor(0.3)
+    left = logits - torch.tensor(float(times)) * penalty
+    for lower, pair in enumerate(((logits, left), (left, logits))):
+        history = array("i", [lower] * times).tobytes()
+        spec = SampleSpec(SamplingParams(temperature=0.0, frequency_penalty=0.3), history=history)
+        assert both(torch.stack(pair, 1), [spec] * 400).tokens == [[0]] * 400
+
+
 def test_native_numbers_are_those_of_the_rule() -> None:
     chosen = random.Random(1)
     seeds = [0, 2**64 - 1, *(chosen.getrandbits(64) for _ in range(300))]
