@@ -48,17 +48,20 @@ def open_device(name: DeviceName) -> Device | None:
     return StagedDevice(name.number) if name.kind == "staged" else CudaDevice(name.number)
 
 
-def place_on(device: Device | None, part: PoolPart, on_failure: Callable[[BaseException], None]) -> Place:
+def place_on(
+    device: Device | None, part: PoolPart, on_failure: Callable[[BaseException], None], beside: int = 0
+) -> Place:
     """The place of a stage on its device.
 
     Args:
         device: None = a plain CPU.
         part: its share of the pool.
         on_failure: called, from another thread, when KV cannot leave the device any more.
+        beside: bytes that are left free on the device, for steps.
 
     Raises:
         ConfigError: the device has no room for the KV.
     """
     if device is None:
         return Place(torch.device("cpu"), Immediate(), OnePool(part))
-    return Place(device.torch_device, device.compute, TwoTiers(part, device, on_failure), device)
+    return Place(device.torch_device, device.compute, TwoTiers(part, device, on_failure, beside=beside), device)
