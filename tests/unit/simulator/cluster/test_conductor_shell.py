@@ -49,6 +49,7 @@ from simulator.cluster.cluster import Cluster
 from simulator.cluster.conductor import Conductor
 from simulator.cluster.config import ClusterConfig, Slo
 from simulator.cluster.entrance import FOREVER_S, limits_of
+from simulator.cluster.settings import Runs
 from simulator.kernel.calls import CallDelays
 from simulator.kernel.clock import ps
 from simulator.traces.mooncake import TraceRequest
@@ -90,7 +91,7 @@ class Script:
 
 def simulated(config: ClusterConfig, wanted: list[Asked], losses: list[tuple[float, str]]) -> Script:
     """Of the last conductor of a simulated cluster, which loses instances and other conductors at some times."""
-    cluster = Cluster(config, lambda _: None, longest_run=1)
+    cluster = Cluster(config, lambda _: None, runs=Runs(1))
     conductor, by_id = cluster.conductors[-1], {one.id: one for one in wanted}
     script = Script(list(_joining(cluster, conductor)), {})
 
