@@ -1,7 +1,7 @@
 """What a simulated core heard and decided, as a script for the service's shell and to compare with its journal."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from moonpool.drive.rerun import journal_files, rerun
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.settings import Runs
-from simulator.kernel.clock import ps
 from simulator.traces.mooncake import TraceRequest
 from tests.unit.streams.fakes import LAYOUT
 
@@ -51,16 +50,15 @@ def simulated(
     trace: list[TraceRequest],
     name: str,
     runs: Runs = ONE_BY_ONE,
-    losses: Sequence[tuple[float, str]] = (),
+    also: Callable[[Cluster], None] = lambda _: None,
 ) -> list[Noted]:
-    """What the core of the instance "p0" or "d0" of a simulated cluster heard and decided, which loses conductors."""
+    """What the core of the instance "p0" or "d0" of a simulated cluster heard and decided. `also` plans more."""
     noted: list[Noted] = []
     cluster = Cluster(config, lambda _: None, runs=runs)
     host = cluster.prefills[0].host if name == "p0" else cluster.decodes[0].host
     host.heard = lambda now, event, actions: noted.append(Noted(now, event, list(actions)))
     cluster.feed(trace)
-    for at_s, lost in losses:
-        cluster.world.at(ps(at_s), lambda lost: cluster.crash(lost, 1.0), lost)
+    also(cluster)
     cluster.run()
     cluster.check_at_rest()
     return noted

@@ -22,6 +22,7 @@ from services.conductor.core.messages import Promised
 from services.decode.core import actions
 from services.decode.core.config import Preemption
 from services.decode.core.events import Adopt, Compute, Heard, StreamClosed
+from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig, DecodeMemory
 from simulator.cluster.decode import DecodeInstance, Ears
 from simulator.cluster.requests import Request, Sequence
@@ -135,7 +136,12 @@ def test_conductors_take_over_as_in_the_simulator(runs: Runs, choices: int, tmp_
         replace(one, choices=1 + number % choices, input_length=max(BT, one.input_length))
         for number, one in enumerate(requests(40, random.Random(SEED), shared=0))
     ]
-    expected = simulated(config, trace, "d0", runs, [(0.7, "c0"), (1.9, "c1")])
+
+    def lose(cluster: Cluster) -> None:
+        for at_s, name in ((0.7, "c0"), (1.9, "c1")):
+            cluster.world.at(ps(at_s), lambda name: cluster.crash(name, 1.0), name)
+
+    expected = simulated(config, trace, "d0", runs, lose)
     played(config, runs, expected, tmp_path)
     heard = Counter(type(one.event) for one in expected)
     assert min(heard[StreamClosed], heard[Adopt], heard[Heard]) > 1

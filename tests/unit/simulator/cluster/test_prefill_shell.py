@@ -12,6 +12,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from moonpool.engine.emulated.profile import step_seconds
 from moonpool.engine.incoming import IncomingRequest
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.sampling import SamplingParams
-from moonpool.sched.lending import LendBlocks, TakeBack
+from moonpool.sched.lending import LendBlocks, Lent, TakeBack
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.sched.steps import LayerDone, Step, StepResult
 from moonpool.telemetry.spans import Recorder
@@ -33,8 +34,12 @@ from services.prefill.core.core import PrefillCore
 from services.prefill.loading import BlockRead
 from services.prefill.requests import Request
 from services.prefill.shell import Shell
+from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
+from simulator.cluster.requests import keys_of
 from simulator.cluster.settings import core_settings
+from simulator.kernel.clock import ps
+from simulator.traces.mooncake import TraceRequest
 from tests.unit.fakes.engine import FakeEngine
 from tests.unit.simulator.cluster.rig import PROFILE
 from tests.unit.simulator.cluster.scripts import (
@@ -206,10 +211,7 @@ def request_of(event: events.Arrive) -> Request:
     tokens = array("i", [event.job] * event.num_tokens)
     incoming = IncomingRequest(f"r{event.job}", tokens, event.keys, BlockKey(ROOT), event.tenant, sampling)
     target = None if event.held_blocks is None else kv_pb2.TransferTarget(held_blocks=event.held_blocks)
-    sources = [
-        prefill_pb2.PrefixSource(instance=instance(it), blocks=it.blocks)
-        for it in event.sources
-    ]
+    sources = [prefill_pb2.PrefixSource(instance=instance(it), blocks=it.blocks) for it in event.sources]
     copies = [kv_pb2.Instance(id=copy.store) for copy in event.copies]
     held = [copy.held for copy in event.copies]
     return Request(event.job, incoming, incoming.history(), target, sources, copies, held, event.max_queue_s)
@@ -235,19 +237,47 @@ def test_decides_as_the_simulator_does(blocks: int, deadline_s: float, seed: int
     assert sum(isinstance(action, actions.EndJob) for action in told) > 10
 
 
+def documents(count: int, rng: random.Random) -> list[TraceRequest]:
+    """Prompts of two tenants, that begin with parts of their two documents each."""
+    found, at, next_id = [], 0.0, 1000
+    for _ in range(count):
+        at += rng.expovariate(30.0) * 1000
+        document, common, own = rng.randrange(4), rng.randint(4, 9), rng.randint(0, 4)
+        ids = (*range(10 * document, 10 * document + common), *range(next_id, next_id + own))
+        next_id += own
+        tokens = len(ids) * BT - rng.randint(0, BT - 1)
+        found.append(TraceRequest(at, tokens, rng.randint(1, 2 * BT), ids, tenant=f"t{document % 2}"))
+    return found
+
+
 def test_tenants_and_blocks_of_others_as_in_the_simulator(tmp_path: Path) -> None:
-    """Three tenants take turns; prefixes are read from other instances and copied as ordered, and others read here."""
-    print(f"seed {SEED}")
+    """Tenants take turns; prefixes are read from another instance, others are copied as ordered, and some read here.
+
+    The orders are the test's, as the conductor's core gives none to a cluster of two. By this seed nothing ends at one
+    time, and no two tenants have had the same: that has no order.
+    """
     config = ClusterConfig(
-        profile=replace(PROFILE, speeds=SPEEDS), prefill=3, decode=2, kvstore=1, block_tokens=BT, step_tokens=2 * BT,
-        pool_blocks=40, seed=SEED, copy_share=0.5,
+        profile=replace(PROFILE, speeds=SPEEDS), prefill=2, decode=2, kvstore=1, block_tokens=BT, step_tokens=2 * BT,
+        pool_blocks=40, seed=SEED, copy_share=0.0,
     )  # fmt: skip
-    trace = requests(90, random.Random(SEED), blocks=10, shared=9)
-    trace = [replace(one, tenant=f"t{number % 3}", timestamp=one.timestamp / 3) for number, one in enumerate(trace)]
-    expected = simulated(config, trace, "p0")
-    from collections import Counter
-    print(Counter(type(o.event).__name__ for o in expected), Counter(type(a).__name__ for o in expected for a in o.actions))
-    print(Counter((getattr(a,'source',None)) for o in expected for a in o.actions if isinstance(a, actions.LoadBlocks)))
+    trace = documents(90, random.Random(2))
+
+    def order(cluster: Cluster) -> None:
+        for number, one in enumerate(trace[::2]):
+            source, to = (("p1", 0), ("s0", 0), ("p0", 1))[number % 3]
+            keys = keys_of(one, BT)
+            copy = partial(cluster.prefills[to].replicate, keys, events.Source(source, len(keys), source != "s0"))
+            cluster.world.at(ps(one.timestamp / 1000 + 0.4), lambda copy: copy(), copy)
+
+    expected = simulated(config, trace, "p0", also=order)
     run_virtually(play(config, expected, tmp_path))
     assert_same(decided(journalled(tmp_path)), decided(expected))
-    assert 0
+    told = [action for one in expected for action in one.actions]
+    copied, lent = [sum(isinstance(it, kind) and bool(it.blocks) for it in told) for kind in (actions.EndCopy, Lent)]
+    peers = {
+        one.event.job: [it.peer for it in one.event.sources] for one in expected if isinstance(one.event, events.Arrive)
+    }
+    loads = {peers[it.job][it.source] for it in told if isinstance(it, actions.LoadBlocks)}
+    assert min(copied, lent) > 2
+    assert loads == {True, False}
+    assert {one.event.tenant for one in expected if isinstance(one.event, events.Arrive)} == {"t0", "t1"}
