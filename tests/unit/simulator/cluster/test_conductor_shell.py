@@ -125,8 +125,8 @@ def simulated(
         cluster.world.at(one.request.arrived, cluster.clients.arrive, one.request)
     for at_s, name in losses:
         cluster.world.at(ps(at_s), lambda name: cluster.crash(name, 1.0), name)
-    for one in breaks:
-        cluster.world.at(ps(one.at_s), partial(_break, cluster, script, by_id[one.id]), one)
+    for lost in breaks:
+        cluster.world.at(ps(lost.at_s), partial(_break, cluster, script, by_id[lost.id]), lost)
     cluster.run()
     cluster.check_at_rest()
     return script
