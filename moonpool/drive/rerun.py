@@ -49,15 +49,13 @@ def _age(path: Path) -> tuple[str, int]:
 Show = Callable[[int, Entry, list[Any]], None]
 
 
-def rerun(
-    path: Path, show: Show | None = None, *, check: bool = False, modules: re.Pattern[str] = CORE_MODULES
-) -> Rerun:
+def rerun(path: Path, show: Show | None = None, *, check: int = 0, modules: re.Pattern[str] = CORE_MODULES) -> Rerun:
     """Reruns one file; stops at the first action that differs.
 
     Args:
         path: of a journal's file.
         show: is told each event with its actions, before they are compared.
-        check: look at the core's invariants after each event.
+        check: look at the core's invariants after every so many events; 0 = never.
         modules: whose classes the journal may name.
 
     Raises:
@@ -73,6 +71,6 @@ def rerun(
             show(count, entry, actions)
         if actions_crc(actions) != entry.crc:
             return Rerun(path, core, count, Difference(count, entry, tuple(actions)))
-        if check:
+        if check and count % check == 0:
             core.check_invariants()
     return Rerun(path, core, count, None)

@@ -1,6 +1,7 @@
 """Clients in virtual time: each asks a conductor, and resumes at another one what was lost with the first.
 
-As the SDK does: a client stays with its conductor; when that is lost it notices soon, and goes to the next one.
+As the SDK does: a client stays with its conductor; when that is lost it notices soon, and goes to the next one. When
+its connection alone is lost it comes again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +34,11 @@ class Serving:
     target: Target | None = None
     """The promise of the last placement."""
     fence: int = 0
-    """How often its client has resumed it."""
+    """How often its client had resumed it when it came here."""
+    rejoined: int = 0
+    """How often it has come again since then, as its connection alone was lost, and has found it here."""
+    away: bool = False
+    """Its client has lost its connection, and that is known here."""
     announced: str = ""
     """The id of the last placement: the prompt may change its instance under it."""
 
@@ -51,7 +56,15 @@ class Frontend(Protocol):
         ...
 
     def resume(self, before: Serving) -> None:
-        """Takes a request that was another conductor's."""
+        """Takes a request that was another conductor's, or that it has dropped."""
+        ...
+
+    def rejoin(self, before: Serving) -> bool:
+        """Lets a client that has lost its connection hear its request again; returns whether it is here still."""
+        ...
+
+    def leave(self, before: Serving) -> None:
+        """A client has lost its connection: its request is dropped, if it is here."""
         ...
 
 
@@ -94,6 +107,21 @@ class Clients:
         for request in requests:
             self._world.after(ps(RETRY_S), self._resume, request)
 
+    def disconnect(self, request: Request, *, seen: bool) -> Serving | None:
+        """A client's connection alone is lost, and it comes again; its conductor has `seen` that, or does not before.
+
+        A request without a placement is seen to be lost: without one nothing is resumed.
+
+        Returns:
+            The request as its conductor has it; None when it has not come there or has ended.
+        """
+        serving = self._open.get(request)
+        if serving is not None and not serving.away:
+            for conductor in self.conductors if seen or serving.plan is None else ():
+                conductor.leave(serving)
+            self.lost([request])
+        return serving
+
     def end(self, request: Request, outcome: str) -> None:
         """A request has ended."""
         del self._open[request]
@@ -110,8 +138,12 @@ class Clients:
 
     def _resume(self, request: Request) -> None:
         """Comes with what there is of an answer, and with where it was placed."""
+        if request not in self._open:
+            return  # it has ended, while its client was not heard
         before, conductor = self._open[request], self._answering(request)
-        if before is None or before.sequence is None or before.plan is None:
+        if before is not None and any(it.rejoin(before) for it in self.conductors):
+            before.rejoined += 1
+        elif before is None or before.sequence is None or before.plan is None:
             self._ask(request)  # it was never placed: it is new
         elif conductor is None:
             self._world.after(ps(RETRY_S), self._resume, request)

@@ -18,6 +18,7 @@ from simulator.cluster.prompts import Peers
 from simulator.cluster.reading import Readable
 from simulator.cluster.requests import Request, keys_of, prompt_key_of
 from simulator.cluster.sequences import Told
+from simulator.cluster.settings import LEAPS, Runs
 from simulator.cluster.store import Store
 from simulator.kernel.calls import Calls
 from simulator.kernel.clock import PS, World, ps
@@ -34,7 +35,7 @@ class Cluster:
     Args:
         config: what there is.
         ended: called with each request that has ended.
-        longest_run: decode steps at once at most.
+        runs: of decode steps.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Cluster:
         config: ClusterConfig,
         ended: Callable[[Request], None],
         *,
-        longest_run: int = 1 << 40,
+        runs: Runs = LEAPS,
     ) -> None:
         self.config = config
         self.world = World()
@@ -51,7 +52,7 @@ class Cluster:
         self._company = Company(config.company)
         self.stores = [self._store(number) for number in range(config.kvstore)]
         self.prefills = [self._prefill(number) for number in config.prefill_numbers]
-        self.decodes = [self._decode(number, longest_run) for number in config.decode_numbers]
+        self.decodes = [self._decode(number, runs) for number in config.decode_numbers]
         self._engines = Engines({it.name: it for it in self.prefills}, {it.name: it for it in self.decodes})
         self.machines = Machines(self.world, self._engines, config.role_change_s, self._gone, self._there)
         self.clients = Clients(self.world, config, ended)
@@ -86,7 +87,7 @@ class Cluster:
     def _readable(self, name: str) -> Readable:
         return self.stores[int(name[1:])] if name[0] == "s" else self._engines[name].pool
 
-    def _decode(self, number: int, longest_run: int) -> DecodeInstance:
+    def _decode(self, number: int, runs: Runs) -> DecodeInstance:
         name = f"d{number}"
         up = not self.config.roles.swap or number >= self.config.prefill
         ears = Ears(
@@ -94,7 +95,7 @@ class Cluster:
             partial(self._changed, name),
         )  # fmt: skip
         return DecodeInstance(
-            self.world, self.network, self.config, name, self.stores, ears, longest_run, self._company, up=up
+            self.world, self.network, self.config, name, self.stores, ears, runs, self._company, up=up
         )
 
     # Requests

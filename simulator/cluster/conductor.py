@@ -142,13 +142,23 @@ class Conductor:
 
     def resume(self, before: Serving) -> None:
         """See `Frontend.resume`."""
-        request, fence = before.request, before.fence + 1
+        request, fence = before.request, before.fence + before.rejoined + 1
         request.resumed += 1
         assert before.sequence is not None
         target = replace(before.target, held_blocks=0) if before.target is not None else None  # clients do not tell it
         ask = self._asks(request, Resumed(request.kept, fence, before.sequence.id, target))
         serving = Serving(ask, request, request.kept, before.sequence, before.plan, before.target, fence)
         self._take(serving, self._keys(request))
+
+    def rejoin(self, before: Serving) -> bool:
+        """See `Frontend.rejoin`; the core does not hear of it."""
+        return self._serving.get(before.ask.number) is before
+
+    def leave(self, before: Serving) -> None:
+        """See `Frontend.leave`."""
+        if self.rejoin(before):
+            before.away = True
+            self.host.post(ClientGone(before.ask.number))
 
     def _take(self, serving: Serving, keys: tuple[BlockKey, ...]) -> None:
         self._serving[serving.ask.number] = serving
@@ -215,8 +225,11 @@ class Conductor:
                 self._end(request, DONE)
             case Fail():
                 self._fail(action)
+            case Drop(request) if self._serving[request].away:
+                self.pool_gate.load.ended(request, self._world.seconds)
+                del self._serving[request]
             case Drop(request):
-                self._end(request, REFUSED)  # the late check alone sends clients away
+                self._end(request, REFUSED)  # by the late check
             case Replicate():
                 self.orders.replicate(action)
             case Resync(instance):

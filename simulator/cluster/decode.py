@@ -37,7 +37,7 @@ from simulator.cluster.host import Host
 from simulator.cluster.reading import PoolReads
 from simulator.cluster.requests import Sequence
 from simulator.cluster.sequences import DecodeSequence, DecodeUse, Resume, Told
-from simulator.cluster.settings import core_config
+from simulator.cluster.settings import LEAPS, Runs, core_config
 from simulator.cluster.store import Store
 from simulator.kernel.clock import World, ps
 from simulator.kernel.links import Link, Network
@@ -75,7 +75,7 @@ class DecodeInstance:
     Args:
         stores: of the cluster; the answers' blocks are written there.
         ears: are told what happens.
-        longest_run: steps at once at most.
+        runs: of steps.
         company: of the machine's engines; None = it has cores of its own.
         up: it is there at the beginning.
     """
@@ -88,7 +88,7 @@ class DecodeInstance:
         name: str,
         stores: Iterable[Store],
         ears: Ears,
-        longest_run: int = 1 << 40,
+        runs: Runs = LEAPS,
         company: Company | None = None,
         *,
         up: bool = True,
@@ -98,7 +98,7 @@ class DecodeInstance:
         self.pool = PoolReads(Link(f"{name} out", config.transfer_bytes_per_s), self._tell)
         self._world, self._network, self._config, self._ears = world, network, config, ears
         self._stores = {store.name: store for store in stores}
-        self._core_config = core_config(config, longest_run)
+        self._core_config = core_config(config, runs)
         self._company = company or Company()
         self._heard_gap = ps(config.memory.lease_s) // HEARD_PER_LEASE
         self._came = self._preempted = 0
@@ -296,7 +296,7 @@ class DecodeInstance:
 
     def _stepped(self, event: Stepped | StepDone) -> None:
         self.host.post(event)
-        if isinstance(event, StepDone):
+        if event.filled or isinstance(event, StepDone):
             self._note_keys()
 
     def _run_ended(self, news: list[DecodeSequence], changed: bool) -> None:

@@ -1,12 +1,14 @@
 """The engine of a simulated decode instance: takes the steps that the core orders, many at once where it may.
 
 Steps take the time of the profile. Several of a run are one event, a leap: they end when steps taken one by one would.
-A run is one leap, unless its way to the engine takes time, or another engine of the machine begins or ends to compute.
+A run is one leap, unless its way to the engine takes time, a block becomes full in it, or another engine of the
+machine begins or ends to compute.
 """
 
 from collections.abc import Callable
 
 from moonpool.cost import prefill_seconds
+from moonpool.kv.keys import BlockKey
 from services.decode.core.actions import Run
 from services.decode.core.events import StepDone, Stepped
 from services.decode.core.machine import DecodeCore
@@ -59,6 +61,8 @@ class Engine:
         """Steps of the leap that are counted."""
         self._left = 0
         """Steps of the run behind the leap."""
+        self._ahead = core.config.ahead_steps > 0
+        """A run goes on where a block becomes full; its leaps end there."""
         self._member = company.joins(self._look_again)
 
     @property
@@ -78,12 +82,13 @@ class Engine:
         steps = self._leap.over_by(self._world.now) - self._told
         if steps:
             seconds = self._advance(self._run, steps)
-            self._post(Stepped(self._run.step, steps, seconds))
+            filled = self._filled(self._batch(self._run)) if self._ahead else ()
+            self._post(Stepped(self._run.step, steps, seconds, filled))
 
     def begin(self, run: Run) -> None:
         """Begins a run."""
         self._member.computes(True)
-        batch = [self._sequences[number] for number in run.batch]
+        batch = self._batch(run)
         steps = min([run.steps, *(member.left for member in batch)])
         way = ps(exponential(self._config.delays.run_s, self._config.seed, self._number, run.step))
         self._run, self._left = run, steps
@@ -99,6 +104,9 @@ class Engine:
     def _go_on(self, first: int, steps: int) -> None:
         """Leaps over steps of the run at the pace of now, the first of which takes `first` where it is alone."""
         assert self._run is not None
+        if self._ahead:
+            size = self._config.block_tokens
+            steps = min([steps, *(it.until_filled(size) for it in self._batch(self._run))])
         more, pace = self._times.per_context_token * len(self._run.batch), self._member.pace
         if pace != 1.0:
             first, more = round(pace * first), round(pace * more)
@@ -152,7 +160,7 @@ class Engine:
             return
         steps = leap.steps - self._told
         seconds = self._advance(run, steps)
-        batch = [self._sequences[number] for number in run.batch]
+        batch = self._batch(run)
         again = [self._sequences[chunk.id] for chunk in run.chunks if chunk.sample]
         for member in again:
             member.advance(self._world.now, (), self._world.now)
@@ -162,13 +170,19 @@ class Engine:
             self._member.computes(False)
 
     def _tell(self, run: Run, sampled: list[DecodeSequence], steps: int, seconds: float) -> None:
-        over = [member for member in sampled if not member.left]
-        size = self._config.block_tokens
-        filled = tuple((member.number, key) for member in sampled if (key := member.filled(size)) is not None)
+        over, filled = [member for member in sampled if not member.left], self._filled(sampled)
         news = [member for member in sampled if not (member.left and member.told)]
         self._ended(news, bool(over or filled or run.chunks))
         ended = tuple((member.number, STOPPED) for member in over)
         self._post(StepDone(run.step, False, seconds, ended, filled, steps))
+
+    def _batch(self, run: Run) -> list[DecodeSequence]:
+        return [self._sequences[number] for number in run.batch]
+
+    def _filled(self, members: list[DecodeSequence]) -> tuple[tuple[int, BlockKey], ...]:
+        """Blocks that have become full with the last step."""
+        size = self._config.block_tokens
+        return tuple([(it.number, key) for it in members if (key := it.filled(size)) is not None])
 
     def _advance(self, run: Run, steps: int) -> float:
         """Counts steps of the run; returns their seconds."""

@@ -21,6 +21,8 @@ class Load:
     missing: int | None
     """The first block that it has not."""
     begun: int
+    by_layer: bool
+    """Each layer is told."""
     layers: int = 0
     flow: Flow | None = None
 
@@ -51,12 +53,14 @@ class Loading:
         self._slice_bytes, self._layers, self._tell = slice_bytes, layers, tell
         self._loads: dict[int, Load] = {}
 
-    def begin(self, io: int, name: str, keys: Sequence[BlockKey], first: int, timeout_s: float) -> None:
+    def begin(
+        self, io: int, name: str, keys: Sequence[BlockKey], first: int, timeout_s: float, *, by_layer: bool
+    ) -> None:
         """Loads the blocks of a chain from `first` on, as far as the source holds it."""
         source, wanted = self._find(name), len(keys) - first
         loan = source.lend(keys, first)
         blocks = loan.blocks
-        load = Load(io, name, loan, blocks if blocks < wanted else None, self._world.now)
+        load = Load(io, name, loan, blocks if blocks < wanted else None, self._world.now, by_layer)
         self._loads[io] = load
         self._world.after(ps(timeout_s), lambda _: self._end(load, failed=True))
         if blocks:
@@ -90,7 +94,7 @@ class Loading:
     def _came(self, load: Load) -> None:
         load.flow = None
         load.layers += 1
-        if load.missing is None:
+        if load.by_layer and load.missing is None:
             self._tell(LayerLoaded(load.io, load.layers - 1))
         if load.layers == self._layers:
             self._end(load)

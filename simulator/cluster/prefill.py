@@ -284,7 +284,8 @@ class PrefillInstance:
         else:
             prompt = self._prompts[action.job]
             keys, source = prompt.keys[: action.first + len(action.blocks)], prompt.sources[action.source].name
-        self._loading.begin(action.io, source, keys, action.first, action.timeout_s)
+        by_layer = isinstance(action, actions.LoadBlocks)  # nobody waits for single layers of a copy
+        self._loading.begin(action.io, source, keys, action.first, action.timeout_s, by_layer=by_layer)
 
     def _put(self, action: actions.PutBlocks) -> None:
         prompt, host = self._prompts[action.job], self.host

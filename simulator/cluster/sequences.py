@@ -93,6 +93,10 @@ class DecodeSequence:
         self.made, self.told, self.stream = None, True, stream
         return Made(now, [0] * (lacking - 1), now) if lacking > 0 else None
 
+    def until_filled(self, block_tokens: int) -> int:
+        """Steps until a block becomes full."""
+        return block_tokens - (self.tokens - 1) % block_tokens
+
     def filled(self, block_tokens: int) -> BlockKey | None:
         """Key of the block that became full with the last step; None when none did."""
         index, rest = divmod(self.tokens - 1, block_tokens)

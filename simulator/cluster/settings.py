@@ -1,8 +1,23 @@
 """What the services' cores are told of a simulated cluster."""
 
+from moonpool.frozen import frozen
 from services.decode.core.config import CoreConfig
 from services.prefill.core.state import Settings
 from simulator.cluster.config import ClusterConfig
+
+
+@frozen
+class Runs:
+    """Decode steps that an engine takes by itself."""
+
+    longest: int = 1 << 40
+    """So many at once at most."""
+    ahead: int = 0
+    """For so many steps to come sequences get blocks, while enough are free; 0 = a run ends where one needs a block."""
+
+
+LEAPS = Runs()
+"""As many steps at once as there is nothing to decide."""
 
 
 def core_settings(config: ClusterConfig, stages: int = 1) -> Settings:
@@ -18,7 +33,7 @@ def core_settings(config: ClusterConfig, stages: int = 1) -> Settings:
     )
 
 
-def core_config(config: ClusterConfig, run_steps: int) -> CoreConfig:
+def core_config(config: ClusterConfig, runs: Runs) -> CoreConfig:
     """What the core of a decode instance is told."""
     memory = config.memory
     return CoreConfig(
@@ -33,5 +48,6 @@ def core_config(config: ClusterConfig, run_steps: int) -> CoreConfig:
         step_tokens=memory.step_tokens,
         swap_blocks=memory.swap_bytes // config.block_bytes,
         assumed_answer_tokens=memory.assumed_answer_tokens,
-        run_steps=run_steps,
+        run_steps=runs.longest,
+        ahead_steps=runs.ahead,
     )

@@ -30,8 +30,11 @@ def everything_comes_back() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def journals_rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Services that a test starts itself, or lets a command start, keep journals; stacks see to their own."""
-    monkeypatch.setenv("MOONPOOL_JOURNAL_DIR", str(tmp_path / "journals"))
+    """Services that a test starts itself, or lets a command start, keep journals, those of an id that starts again too.
+
+    Stacks see to their own.
+    """
+    monkeypatch.setenv("MOONPOOL_JOURNAL_DIR", str(tmp_path / "journals" / "{pid}"))
     yield
     check_journals(tmp_path / "journals")
 

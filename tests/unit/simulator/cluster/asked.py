@@ -64,8 +64,8 @@ class Coming:
         """Tokens of the answer that its first placement here begins behind."""
         return self.ask.resumed.tokens if self.ask.resumed is not None else 0
 
-    def message(self) -> conductor_pb2.GenerateRequest:
-        """As its client tells it."""
+    def message(self, told: conductor_pb2.ResumePoint | None = None) -> conductor_pb2.GenerateRequest:
+        """As its client tells it, by what it was `told` of its placement; None = another conductor told that."""
         asked, slo, resumed = self.asked, self.ask.slo, self.ask.resumed
         message = conductor_pb2.GenerateRequest(
             request_id=asked.id,
@@ -76,7 +76,7 @@ class Coming:
         if resumed is not None:
             message.from_position = self.had[0]
             first, *further = [answer[:had] for answer, had in zip(asked.answers, self.had, strict=True)]
-            point = resume_point(SECRET, conductor_pb2.Placement(), resumed.sequence, resumed.target)
+            point = told or resume_point(SECRET, conductor_pb2.Placement(), resumed.sequence, resumed.target)
             message.resume.CopyFrom(
                 conductor_pb2.Resume(
                     point=point,

@@ -310,13 +310,19 @@ class Instances:
 
 
 class Heard:
-    """The context of a call whose answers nobody needs, and which may take so many seconds."""
+    """The context of a call which may take so many seconds.
 
-    def __init__(self, remaining_s: float | None = None) -> None:
-        self._remaining_s = remaining_s
+    Attributes:
+        point: by which its client may resume it, as it was told last.
+    """
+
+    def __init__(self, remaining_s: float | None = None, point: conductor_pb2.ResumePoint | None = None) -> None:
+        self._remaining_s, self.point = remaining_s, point
 
     async def bare_write(self, message: Any) -> None:
         """Takes it."""
+        if isinstance(message, conductor_pb2.GenerateResponse) and message.HasField("placed"):
+            self.point = message.placed.resume
 
     def time_remaining(self) -> float | None:
         """As its client has said; None = any time."""

@@ -9,6 +9,7 @@ from moonpool.engine.emulated.profile import Profile
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.requests import Request
+from simulator.cluster.settings import LEAPS, Runs
 from simulator.kernel.calls import CallDelays
 from simulator.traces.mooncake import TraceRequest
 
@@ -43,12 +44,10 @@ def request(at_s: float, tokens: int, answer: int, first_id: int) -> TraceReques
     return TraceRequest(at_s * 1000, tokens, answer, tuple(range(first_id, first_id - (-tokens // 64))))
 
 
-def run(
-    wanted: ClusterConfig, trace: Sequence[TraceRequest], *, longest_run: int = 1 << 40
-) -> tuple[list[Request], Cluster]:
+def run(wanted: ClusterConfig, trace: Sequence[TraceRequest], *, runs: Runs = LEAPS) -> tuple[list[Request], Cluster]:
     """All requests in the order of coming; everything must have come back."""
     ended: list[Request] = []
-    cluster = Cluster(wanted, ended.append, longest_run=longest_run)
+    cluster = Cluster(wanted, ended.append, runs=runs)
     cluster.feed(trace)
     cluster.run()
     cluster.check_at_rest()

@@ -1,6 +1,7 @@
 """What a simulated core heard and decided, as a script for the service's shell and to compare with its journal."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from moonpool.core.kernel import Ended, Tick
 from moonpool.drive.rerun import journal_files, rerun
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
+from simulator.cluster.settings import Runs
 from simulator.traces.mooncake import TraceRequest
 from tests.unit.streams.fakes import LAYOUT
 
 SEED = 20261122
 BT = LAYOUT.block_tokens
+ONE_BY_ONE = Runs(1)
+"""Each step of decode is ordered by itself."""
 
 
 @dataclass
@@ -41,13 +45,20 @@ def requests(count: int, rng: random.Random, *, blocks: int = 6, shared: int = 2
     return found
 
 
-def simulated(config: ClusterConfig, trace: list[TraceRequest], name: str) -> list[Noted]:
-    """What the core of the instance "p0" or "d0" of a simulated cluster heard and decided."""
+def simulated(
+    config: ClusterConfig,
+    trace: list[TraceRequest],
+    name: str,
+    runs: Runs = ONE_BY_ONE,
+    also: Callable[[Cluster], None] = lambda _: None,
+) -> list[Noted]:
+    """What the core of the instance "p0" or "d0" of a simulated cluster heard and decided. `also` plans more."""
     noted: list[Noted] = []
-    cluster = Cluster(config, lambda _: None, longest_run=1)
+    cluster = Cluster(config, lambda _: None, runs=runs)
     host = cluster.prefills[0].host if name == "p0" else cluster.decodes[0].host
     host.heard = lambda now, event, actions: noted.append(Noted(now, event, list(actions)))
     cluster.feed(trace)
+    also(cluster)
     cluster.run()
     cluster.check_at_rest()
     return noted

@@ -17,6 +17,7 @@ class Scripted:
         self.up = up
         self.asked: list[int] = []
         self.resumed: list[int] = []
+        self.has: list[Serving] = []
         self._clients = clients
 
     def ask(self, request: Request) -> None:
@@ -25,6 +26,12 @@ class Scripted:
 
     def resume(self, before: Serving) -> None:
         self.resumed.append(before.request.number)
+
+    def rejoin(self, before: Serving) -> bool:
+        return before in self.has
+
+    def leave(self, before: Serving) -> None:
+        self.has.clear()
 
 
 def made(*ups: bool) -> tuple[World, Clients, list[Scripted], list[Request]]:
@@ -74,3 +81,24 @@ def test_what_a_lost_conductor_had_is_resumed_at_another_one_if_it_was_placed() 
     assert (conductors[1].asked, conductors[1].resumed) == ([new.number], [placed.number])
     assert ended == [whole]
     assert (whole.outcome, len(clients)) == (DONE, 2)
+
+
+def test_who_loses_a_connection_alone_finds_its_request_where_it_is() -> None:
+    world, clients, conductors, ended = made(True, True)
+    mine, other = request(1), request(3)
+    for one in (mine, other):
+        clients.arrive(one)
+    world.run()
+    first, second = (Serving(UNREAD, one, sequence=UNREAD, plan=UNREAD) for one in (mine, other))
+    for serving in (first, second):
+        clients.taken(serving)
+        conductors[1].has.append(serving)
+    assert clients.disconnect(mine, seen=False) is first
+    assert clients.disconnect(other, seen=False) is second
+    clients.end(other, DONE)  # while its client is away
+    world.run()
+    assert (first.rejoined, ended) == (1, [other])
+    assert clients.disconnect(mine, seen=True) is first
+    assert conductors[1].has == []
+    world.run()
+    assert (first.rejoined, conductors[1].resumed) == (1, [1])

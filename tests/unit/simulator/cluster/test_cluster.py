@@ -10,6 +10,7 @@ from services.decode.core.config import Preemption
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import DecodeMemory, Slo
 from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Made, Request
+from simulator.cluster.settings import Runs
 from simulator.kernel.calls import CallDelays, exponential
 from simulator.kernel.clock import PS, ps
 from simulator.traces.mooncake import TraceRequest
@@ -190,7 +191,7 @@ def test_steps_at_once_are_as_steps_one_by_one(
     memory = DecodeMemory(preemption=way, assumed_answer_tokens=2)
     wanted = config(kvstore=0, pool_blocks=blocks, memory=memory, max_batch=7, company=slow)
     leaping, leapt = run(wanted, trace_of(plans))
-    single, stepped = run(wanted, trace_of(plans), longest_run=1)
+    single, stepped = run(wanted, trace_of(plans), runs=Runs(1))
     assert story(leaping) == story(single)
     assert leapt.decodes[0].preempted == stepped.decodes[0].preempted
     assert leapt.world.events <= stepped.world.events

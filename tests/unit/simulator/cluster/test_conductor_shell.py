@@ -9,9 +9,10 @@ is resumed that was another conductor's.
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from services.conductor.core.messages import (
     Adopt,
     Announce,
     Arrived,
+    ClientGone,
     Complete,
     Fail,
     Joined,
@@ -45,10 +47,12 @@ from services.conductor.core.messages import (
 )
 from services.conductor.service import assembled
 from services.conductor.servicer import ConductorServicer
+from simulator.cluster.clients import RETRY_S
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.conductor import Conductor
 from simulator.cluster.config import ClusterConfig, Slo
 from simulator.cluster.entrance import FOREVER_S, limits_of
+from simulator.cluster.settings import Runs
 from simulator.kernel.calls import CallDelays
 from simulator.kernel.clock import ps
 from simulator.traces.mooncake import TraceRequest
@@ -80,19 +84,34 @@ CONFIG = ClusterConfig(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Break:
+    """A client loses its connection alone and comes again; its conductor has `seen` that, or has its request still."""
+
+    at_s: float
+    id: str
+    seen: bool
+
+
 @dataclass
 class Script:
-    """What a simulated conductor heard and decided, and the requests that came to it, by their numbers there."""
+    """What a simulated conductor heard and decided, and the requests that came to it, by their numbers there.
+
+    `again` are those whose clients have come again while they were there, and when.
+    """
 
     noted: list[Noted]
     comings: dict[int, Coming]
+    again: list[tuple[float, Coming]]
 
 
-def simulated(config: ClusterConfig, wanted: list[Asked], losses: list[tuple[float, str]]) -> Script:
+def simulated(
+    config: ClusterConfig, wanted: list[Asked], losses: list[tuple[float, str]], breaks: Sequence[Break]
+) -> Script:
     """Of the last conductor of a simulated cluster, which loses instances and other conductors at some times."""
-    cluster = Cluster(config, lambda _: None, longest_run=1)
+    cluster = Cluster(config, lambda _: None, runs=Runs(1))
     conductor, by_id = cluster.conductors[-1], {one.id: one for one in wanted}
-    script = Script(list(_joining(cluster, conductor)), {})
+    script = Script(list(_joining(cluster, conductor)), {}, [])
 
     def hear(now: float, event: Any, actions: list[Any]) -> None:
         script.noted.append(Noted(now, event, list(actions)))
@@ -106,9 +125,27 @@ def simulated(config: ClusterConfig, wanted: list[Asked], losses: list[tuple[flo
         cluster.world.at(one.request.arrived, cluster.clients.arrive, one.request)
     for at_s, name in losses:
         cluster.world.at(ps(at_s), lambda name: cluster.crash(name, 1.0), name)
+    for lost in breaks:
+        cluster.world.at(ps(lost.at_s), partial(_break, cluster, script, by_id[lost.id]), lost)
     cluster.run()
     cluster.check_at_rest()
     return script
+
+
+def _break(cluster: Cluster, script: Script, asked: Asked, one: Break) -> None:
+    """Breaks a client's connection, and notes how it comes again."""
+    serving = cluster.clients.disconnect(asked.request, seen=one.seen)
+    had = tuple([answer.made for answer in asked.request.answers])
+
+    def again(_: object) -> None:
+        if serving is not None and serving.rejoined and not serving.away and not asked.request.outcome:
+            assert serving.sequence is not None
+            fence = serving.fence + serving.rejoined
+            resumed = Resumed(0, fence, serving.sequence.id, serving.target)
+            coming = Coming(asked, replace(serving.ask, resumed=resumed), had)
+            script.again.append((cluster.world.seconds, coming))
+
+    cluster.world.after(ps(RETRY_S), again)
 
 
 def _joining(cluster: Cluster, conductor: Conductor) -> Iterator[Noted]:
@@ -139,25 +176,54 @@ async def play(config: ClusterConfig, script: Script, journal: Path) -> None:
     assert isinstance(loop, VirtualLoop)
     settings, channels = settings_of(config, journal), InProcess(script.noted)
     parts = settings, CHECKPOINT, channels, Recorder("conductor-0", None), Metrics(settings.service())
-    clients = []
+    clients: dict[int, Client] = {}
     async with assembled(*parts, loop.time) as servicer:
         instances = Instances(servicer, script.noted, channels, script.comings, MODEL)
-        for noted in script.noted:
-            await asyncio.sleep(noted.now - loop.time())
-            if isinstance(noted.event, Arrived):
-                ask = noted.event.ask
-                loop.jobs.extend([noted.now] * (1 if ask.resumed is None else 2))  # hashing; spelling what there is
-                clients.append(asyncio.create_task(_ask(servicer, script.comings[ask.number], noted.now)))
-            instances.tell(noted.event)
+        timed = [*((noted.now, noted.event) for noted in script.noted), *script.again]
+        for now, event in sorted(timed, key=lambda it: it[0]):
+            await asyncio.sleep(now - loop.time())
+            if isinstance(event, Arrived):
+                ask = event.ask
+                loop.jobs.extend([now] * (1 if ask.resumed is None else 2))  # hashing; spelling what there is
+                clients[ask.number] = Client(servicer, script.comings[ask.number], now)
+            elif isinstance(event, Coming):
+                clients[event.ask.number] = Client(servicer, event, now, clients[event.ask.number])
+            elif isinstance(event, ClientGone):
+                clients[event.request].leave()
+            else:
+                instances.tell(event)
             await loop.settled()
-        await asyncio.wait(clients, timeout=1.0)  # who waits for more shows in the journal
+        await asyncio.wait([it.call for it in clients.values()], timeout=1.0)  # who waits for more: see the journal
+        assert not any(it.failed for it in clients.values())
     await instances.leave()
 
 
-async def _ask(servicer: ConductorServicer, coming: Coming, now: float) -> None:
-    context: Any = Heard(coming.ask.deadline - now)
-    with suppress(DeadlineExceeded, Overloaded, Unavailable):  # the core's answer is in the journal
-        await servicer.Generate(coming.message(), context)
+class Client:
+    """A client's call; `before` is its call before, whose connection was lost."""
+
+    def __init__(self, servicer: ConductorServicer, coming: Coming, now: float, before: "Client | None" = None) -> None:
+        self._context = Heard(coming.ask.deadline - now, None if before is None else before.told)
+        message = coming.message(self.told)
+        self.call = asyncio.create_task(self._ask(servicer, message))
+
+    @property
+    def told(self) -> conductor_pb2.ResumePoint | None:
+        """By which it may resume its request."""
+        return self._context.point
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was told something that is not in the journal."""
+        return self.call.done() and not self.call.cancelled() and self.call.exception() is not None
+
+    def leave(self) -> None:
+        """Its connection is lost, and its conductor knows that."""
+        self.call.cancel()
+
+    async def _ask(self, servicer: ConductorServicer, message: conductor_pb2.GenerateRequest) -> None:
+        context: Any = self._context
+        with suppress(DeadlineExceeded, Overloaded, Unavailable):  # the core's answer is in the journal
+            await servicer.Generate(message, context)
 
 
 def in_its_words(value: Any, key_of: dict[bytes, bytes]) -> Any:
@@ -203,16 +269,21 @@ def several_of(count: int) -> list[TraceRequest]:
 
 
 def decides_alike(
-    config: ClusterConfig, trace: list[TraceRequest], losses: list[tuple[float, str]], journal: Path
+    config: ClusterConfig,
+    trace: list[TraceRequest],
+    losses: list[tuple[float, str]],
+    journal: Path,
+    breaks: Sequence[Break] = (),
 ) -> list[Noted]:
     """What the simulator's conductor heard and decided of a trace's requests; the shell's has decided the same."""
     wanted = asked(trace, chain_root(NAMESPACE, ""), config.block_tokens, END)
     key_of = {key: other for one in wanted for key, other in one.key_of.items()}
-    script = simulated(config, wanted, losses)
+    script = simulated(config, wanted, losses, breaks)
     script.noted = expected = [
         Noted(one.now, in_its_words(one.event, key_of), [in_its_words(it, key_of) for it in one.actions])
         for one in script.noted
     ]
+    assert len(script.again) > 5 or not breaks
     run_virtually(play(config, script, journal))
     assert_same(decided(without_words(journalled(journal)), Ended), decided(without_words(expected), Ended))
     return expected
@@ -300,3 +371,19 @@ def test_resumes_as_the_simulator_does(losses: list[tuple[float, str]], before: 
     assert resumed <= ends
     assert len((several & adopted) - placed) > 3
     assert len(resumed - adopted if before else several & adopted & again & placed) > 1
+
+
+def test_clients_that_lose_their_connections_alone_come_again_as_in_the_simulator(tmp_path: Path) -> None:
+    """Where the conductor has not seen it, nothing changes; else the request ends, and what decode has said is read.
+
+    Some lose theirs twice, and some also the instance that has their answers.
+    """
+    print(f"seed {SEED}")
+    config = replace(CONFIG, admission="all", pool_blocks=200, deadline_s=30.0)
+    breaks = [Break(0.4 + 0.05 * number, f"r{number}", seen=number % 2 == 0) for number in range(1, 55)]
+    breaks += [Break(it.at_s + 1.5, it.id, seen=True) for it in breaks[::3]]
+    noted = decides_alike(config, several_of(60), [(1.1, "d1")], tmp_path, breaks)
+    left = {one.event.request for one in noted if isinstance(one.event, ClientGone)}
+    resumed = {one.event.ask.number for one in noted if isinstance(one.event, Arrived) and one.event.ask.resumed}
+    adopted, again, ends = numbers(noted, Adopt, Rehash, Complete)
+    assert min(map(len, (left - ends, resumed & adopted & ends, resumed & adopted & again))) > 10

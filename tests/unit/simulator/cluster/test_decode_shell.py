@@ -1,209 +1,43 @@
 """Decode's shell, on an event loop in virtual time with an emulated engine, decides as the simulator does.
 
 The simulator serves a small seeded trace and notes what its decode core was told and what it answered. The service's
-own shell, driver and journal are told the same requests, transfers and starts at the same times; copies to DRAM, loads
+own shell, driver and journal are told the same at the same times, as far as it comes from others; copies to DRAM, loads
 and writes take as long as they took there. Steps, tokens and ends of answers are their own. Every decision is the same,
 at the same time.
 """
 
-import asyncio
 import random
-from array import array
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
-from collections.abc import Sequence as Listed
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moonpool.core.kernel import Ended
-from moonpool.cost import Speeds
-from moonpool.drive.journal import JournalWriter
-from moonpool.engine.emulated.profile import step_seconds
-from moonpool.engine.incoming import IncomingRequest
-from moonpool.errors import Overloaded
 from moonpool.kv.keys import BlockKey
-from moonpool.sampling import SamplingParams
-from moonpool.sched.sampling import SequenceSampling
-from moonpool.sched.steps import LayerDone, Step, StepResult
-from moonpool.streams.credits import Traffic
-from moonpool.telemetry.spans import Recorder
-from moonpool.v1 import decode_pb2, kv_pb2
 from services.conductor.core.messages import Promised
 from services.decode.core import actions
 from services.decode.core.config import Preemption
-from services.decode.core.events import Arrived, Open, Reserve, Start, Stop, StreamOpened
-from services.decode.core.machine import DecodeCore
-from services.decode.live import LiveRequest
-from services.decode.shell import DecodeShell
-from services.decode.subscriber import Subscriber
+from services.decode.core.events import Adopt, Compute, Heard, StreamClosed
+from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig, DecodeMemory
 from simulator.cluster.decode import DecodeInstance, Ears
 from simulator.cluster.requests import Request, Sequence
-from simulator.cluster.settings import core_config
+from simulator.cluster.sequences import Resume
+from simulator.cluster.settings import Runs
 from simulator.kernel.clock import World, ps
 from simulator.kernel.links import Network
-from tests.unit.fakes.engine import FakeEngine
+from tests.unit.simulator.cluster.decode_service import played
 from tests.unit.simulator.cluster.rig import PROFILE
-from tests.unit.simulator.cluster.scripts import (
-    BT,
-    SEED,
-    Noted,
-    assert_same,
-    decided,
-    ends,
-    journalled,
-    requests,
-    simulated,
-)
-from tests.unit.simulator.cluster.virtual_loop import VirtualLoop, run_virtually
-from tests.unit.streams.fakes import ROOT
+from tests.unit.simulator.cluster.scripts import BT, ONE_BY_ONE, SEED, Noted, requests, simulated
 
-CAPACITY = 1 << 20
-
-
-class TimedEngine(FakeEngine):
-    """Steps take the time that an emulated engine's do; tokens are zeros."""
-
-    def __init__(self, blocks: int, speeds: Speeds) -> None:
-        super().__init__(blocks)
-        self._speeds = speeds
-
-    async def run(self, step: Step, *, on_layer: Any = None, on_step: Any = None) -> StepResult:
-        assert on_layer is None or on_layer is LayerDone
-        loop = asyncio.get_running_loop()
-        begun = loop.time()
-        await asyncio.sleep(step_seconds(self._speeds, step, decode=True))
-        tokens = tuple(None if sequence.sample is None else 0 for sequence in step.sequences)
-        return StepResult(tokens, False, round(begun * 1e9), round(loop.time() * 1e9))
-
-
-class Outside:
-    """Kvstores and DRAM: copies, writes and loads end as they did in the simulator. It is write-back and reader."""
-
-    sessions, traffic = 0, Traffic()
-
-    def __init__(self, script: list[Noted]) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        self._loop, over = loop, ends(script)
-        self._stores: deque[tuple[float, Any]] = deque()
-        self._loads: deque[tuple[float, Any]] = deque()
-        for action in (action for noted in script for action in noted.actions):
-            match action:
-                case actions.SwapOut(io) | actions.SwapIn(io):
-                    loop.jobs.append(over[io][0])
-                case actions.Store(io):
-                    self._stores.append(over[io])
-                case actions.Load(io):
-                    self._loads.append(over[io])
-
-    def room(self, store: kv_pb2.Instance, blocks: int) -> int:
-        return blocks
-
-    def submit(
-        self, store: kv_pb2.Instance, keys: Listed[BlockKey], parents: Listed[BlockKey], tenant: str,
-        blocks: Listed[int], over: Callable[[bool], None],
-    ) -> None:  # fmt: skip
-        assert len(keys) == len(parents) == len(blocks) == 1
-        when, result = self._stores.popleft()
-        self._loop.call_at(when, over, result.ok)
-
-    async def read(self, keys: Listed[BlockKey], **how: Any) -> int:
-        when, result = self._loads.popleft()
-        await asyncio.sleep(when - self._loop.time())
-        assert not result.failed
-        return int(result.blocks)
-
-    async def aclose(self) -> None:
-        assert not self._loads
-
-
-class Service:
-    """The shell of a decode instance, told by a script."""
-
-    def __init__(self, config: ClusterConfig, script: list[Noted], journal: Path) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._script = script
-        self.engine = TimedEngine(config.blocks, config.profile.speeds)
-        outside: Any = Outside(script)
-        self.shell = DecodeShell(
-            DecodeCore(core_config(config, run_steps=1)), self.engine, CAPACITY, outside, lambda _: outside,
-            Recorder("decode-0", None), lambda *, soon=False: None,
-            JournalWriter(journal, "decode-0", 1 << 30), self._loop.time,
-        )  # fmt: skip
-        self._subscriber = Subscriber(kv_pb2.Instance())
-        self.shell.subscribe(self._subscriber)
-        self._lives: dict[int, LiveRequest] = {}
-
-    async def play(self) -> None:
-        """Tells the shell what comes from outside; the rest happens by itself."""
-        work = asyncio.create_task(self.shell.run())
-        for noted in self._script:
-            if isinstance(noted.event, Reserve | Open | Arrived | Start | Stop):
-                await asyncio.sleep(noted.now - self._loop.time())
-                self._tell(noted.event)
-        await self.shell.empty.wait()
-        await asyncio.sleep(self._script[-1].now + 1.0 - self._loop.time())
-        self.shell.close()
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        self.engine.pool.close()
-
-    def _tell(self, event: Any) -> None:
-        match event:
-            case Reserve():
-                self._reserve(event)
-            case Open(number, older):
-                self.shell.open(self._lives[number], lambda _: None, older=older)
-            case Arrived(number):
-                self.shell.arrived(self._lives[number])
-            case Start(number):
-                live = self._lives[number]
-                message = decode_pb2.StartSequence(
-                    request_id=live.request_id, transfer_id=live.id, generation=live.transfer.generation,
-                    further_token_ids=range(1, 1 + len(event.others)),  # so that no two have a block in common
-                )  # fmt: skip
-                self.shell.start(self._subscriber, message)
-            case Stop(number):
-                self.shell.end(self._lives[number], event.why)
-
-    def _reserve(self, event: Reserve) -> None:
-        params = SamplingParams(max_tokens=event.total_tokens - event.prompt_tokens, n=event.width)
-        sampling = SequenceSampling.of(params, event.prompt_tokens, ())
-        tokens = array("i", [event.id] * event.tokens)  # so that no two answers have a block in common
-        incoming = IncomingRequest(f"r{event.id}", tokens, event.keys, BlockKey(ROOT), f"t{event.id}", sampling)
-        stores = [kv_pb2.Instance(id=f"s{number}", address=f"s{number}:1") for number in range(event.stores)]
-        with suppress(Overloaded):  # the core's answer is in the journal
-            promised, _ = self.shell.reserve(
-                incoming, stores, event.tbt_slo_s, None, event.starts_in_s,
-                secret=bytes(16) if event.resumable else b"", fence=event.fence,
-            )  # fmt: skip
-            self._lives[event.id] = promised
-
-
-def same_reasons(noted: list[Noted]) -> list[Noted]:
-    """With one reason for all ends of answers: the simulator has one only."""
-    return [
-        Noted(
-            one.now, one.event, [replace(it, reason=0) if isinstance(it, actions.Finish) else it for it in one.actions]
-        )
-        for one in noted
-    ]
-
-
-def played(config: ClusterConfig, expected: list[Noted], folder: Path) -> None:
-    """The shell decides the same."""
-
-    async def play() -> None:
-        await Service(config, expected, folder).play()
-
-    run_virtually(play())
-    found, wanted = same_reasons(journalled(folder)), same_reasons(expected)
-    assert_same(decided(found, StreamOpened), decided(wanted, StreamOpened))
+NAMES = {1: "conductor-0/1", 2: "conductor-1/1"}
+"""Of conductors by their streams."""
+RUNS = Runs(longest=2 * BT + 5, ahead=2 * BT + 5)
+"""As services have them with engines of one stage."""
 
 
 def count(noted: list[Noted], *kinds: type) -> int:
@@ -227,8 +61,8 @@ def test_decides_as_the_simulator_does(way: Preemption, blocks: int, tmp_path: P
     """In a pool for all, and in one for a few, with refusals and preemption."""
     print(f"seed {SEED}")
     config = config_of(way, blocks)
-    expected = simulated(config, requests(40, random.Random(SEED)), "d0")
-    played(config, expected, tmp_path)
+    expected = simulated(config, requests(40, random.Random(SEED)), "d0", ONE_BY_ONE)
+    played(config, ONE_BY_ONE, expected, tmp_path)
     assert (count(expected, actions.Refused) > 3) == (blocks == 24)
     assert any(action.chunks for one in expected for action in one.actions if isinstance(action, actions.Run)) == (
         blocks == 24
@@ -249,46 +83,184 @@ def test_swaps_writes_and_loads_as_the_simulator_does(
     """In a pool for a few, whose blocks go to DRAM or to a kvstore and come back."""
     print(f"seed {SEED}")
     config = config_of(way, 24, kvstore)
-    expected = simulated(config, requests(40, random.Random(SEED)), "d0")
-    played(config, expected, tmp_path)
+    expected = simulated(config, requests(40, random.Random(SEED)), "d0", ONE_BY_ONE)
+    played(config, ONE_BY_ONE, expected, tmp_path)
     assert count(expected, moved) > 3
     assert any(isinstance(one.event, Ended) for one in expected)
 
 
-def in_groups(config: ClusterConfig, rng: random.Random) -> list[Noted]:
-    """What the core of a simulated instance heard and decided that makes up to three answers to a prompt."""
-    noted: list[Noted] = []
-    world = World()
-    ears = Ears(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
-    instance = DecodeInstance(world, Network(world), config, "d0", (), ears, longest_run=1)
-    instance.host.heard = lambda now, event, decided: noted.append(Noted(now, event, list(decided)))
-    instance.stream_opened(1, "conductor")
+def ahead(noted: list[Noted]) -> int:
+    """Blocks that were granted for later steps of a run: those that come last before it, and not to who joins it."""
+    count = 0
+    for one in noted:
+        for before, action in pairwise(one.actions):
+            count += isinstance(before, actions.Grew) and isinstance(action, actions.Run)
+    return count
 
-    def go_on(came: tuple[int, int]) -> None:
-        stage, transfer = came
-        if stage == 1:
-            instance.open(transfer)
-        elif stage == 2:
-            instance.kv_whole(transfer)
-        else:
-            instance.start(1, transfer)
 
-    def ask(sequence: Sequence) -> None:
-        answer = instance.reserve(sequence, "conductor")
-        if isinstance(answer, Promised):
-            for stage in range(1, 4):
-                world.after(ps(0.0031 * stage), go_on, (stage, answer.target.transfer_id))
+@pytest.mark.parametrize(
+    ("way", "blocks", "kvstore"),
+    [
+        (Preemption.CACHE, 400, 1),
+        (Preemption.CACHE, 24, 0),
+        (Preemption.RECOMPUTE, 24, 0),
+        (Preemption.SWAP, 24, 0),
+        (Preemption.STORE, 24, 1),
+    ],
+)
+def test_takes_runs_as_the_simulator_does(way: Preemption, blocks: int, kvstore: int, tmp_path: Path) -> None:
+    """As with real engines: over borders of blocks, which are granted ahead, until somebody comes, ends or is late.
 
-    at = 0.0
-    for number in range(30):
+    By this seed no two loads end at one time, which has no order.
+    """
+    print(f"seed {SEED}")
+    config = replace(config_of(way, blocks, kvstore), deadline_s=1.5)
+    expected = simulated(config, requests(40, random.Random(SEED)), "d0", RUNS)
+    played(config, RUNS, expected, tmp_path)
+    orders = [action for one in expected for action in one.actions if isinstance(action, actions.Run)]
+    assert sum(order.steps > BT for order in orders) > 10
+    assert min(count(expected, actions.Cut), ahead(expected), count(expected, actions.Ending)) > 10
+    assert any(order.chunks for order in orders) == (blocks == 24 and way is not Preemption.SWAP)
+    assert (count(expected, actions.SwapIn) > 1) == (way is Preemption.SWAP)
+    assert (count(expected, actions.Load) > 1) == (way is Preemption.STORE)
+
+
+@pytest.mark.parametrize(("runs", "choices"), [(ONE_BY_ONE, 3), (RUNS, 1)])
+def test_conductors_take_over_as_in_the_simulator(runs: Runs, choices: int, tmp_path: Path) -> None:
+    """Sequences run on when theirs is lost, and another one has them. Some rests of prompts are computed here."""
+    print(f"seed {SEED}")
+    config = config_of(Preemption.CACHE, 400)
+    memory = replace(config.memory, lease_s=3.0)
+    config = replace(config, conductors=2, decode_prompt_tokens=5 * BT, memory=memory)
+    trace = [
+        replace(one, choices=1 + number % choices, input_length=max(BT, one.input_length))
+        for number, one in enumerate(requests(40, random.Random(SEED), shared=0))
+    ]
+
+    def lose(cluster: Cluster) -> None:
+        for at_s, name in ((0.7, "c0"), (1.9, "c1")):
+            cluster.world.at(ps(at_s), lambda name: cluster.crash(name, 1.0), name)
+
+    expected = simulated(config, trace, "d0", runs, lose)
+    played(config, runs, expected, tmp_path)
+    heard = Counter(type(one.event) for one in expected)
+    assert min(heard[StreamClosed], heard[Adopt], heard[Heard]) > 1
+    assert (heard[Compute] > 1) == (choices == 1)
+    assert (count(expected, actions.Cut) > 10) == (choices == 1)
+
+
+class Alone:
+    """A simulated decode instance by itself, which two conductors use. What its core has heard and decided is noted."""
+
+    def __init__(self, config: ClusterConfig, runs: Runs) -> None:
+        self.noted: list[Noted] = []
+        self.is_lost = False
+        self.world = World()
+        ears = Ears(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
+        self.instance = DecodeInstance(self.world, Network(self.world), config, "d0", (), ears, runs)
+        self.instance.host.heard = lambda now, event, decided: self.noted.append(Noted(now, event, list(decided)))
+        for stream in NAMES:
+            self.instance.stream_opened(stream, NAMES[stream])
+
+    def ask(self, sequence: Sequence, promised: Callable[[Sequence, int], None]) -> None:
+        """The first conductor asks for room when a request comes."""
+
+        def ask() -> None:
+            answer = self.instance.reserve(sequence, NAMES[1])
+            if isinstance(answer, Promised):
+                promised(sequence, answer.target.transfer_id)
+
+        self.world.at(sequence.request.arrived, lambda _: ask())
+
+    def later(self, seconds: float, what: Callable[[], object]) -> None:
+        """Does something after a while."""
+
+        def do(_: object) -> None:
+            what()
+
+        self.world.after(ps(seconds), do)
+
+    def deliver(self, transfer: int) -> None:
+        """The KV comes, and the first tokens."""
+        self.later(0.0031, lambda: self.instance.open(transfer))
+        self.later(0.0062, lambda: self.instance.kv_whole(transfer))
+        self.later(0.0093, lambda: self.start(transfer))
+
+    def start(self, transfer: int, *, compute: bool = False) -> None:
+        """The first conductor starts a sequence, if it is there."""
+        if not self.is_lost:
+            self.instance.start(1, transfer, compute=compute)
+
+    def lose(self) -> None:
+        """The first conductor is lost."""
+        self.is_lost = True
+        self.instance.stream_closed(1)
+
+    def run(self) -> list[Noted]:
+        """Until nothing happens any more."""
+        self.world.run()
+        self.instance.check_at_rest()
+        return self.noted
+
+
+def sequences(count: int, most: int, rng: random.Random, blocks: int = 5) -> list[Sequence]:
+    """With up to three blocks, and up to so many answers of up to so many blocks, one after the other."""
+    found, at = [], 0.0
+    for number in range(count):
         at += rng.expovariate(12.0)
-        tokens, answer = rng.randint(1, 3 * BT), rng.randint(2, 5 * BT)
+        tokens, answer = rng.randint(1, 3 * BT), rng.randint(2, blocks * BT)
         keys = tuple(BlockKey((number << 32 | block).to_bytes(32, "little")) for block in range(tokens // BT))
         request = Request(number, ps(at), tokens, answer, keys)
-        world.at(ps(at), ask, Sequence(request, f"r{number}", tokens, answer, width=rng.randint(1, 3)))
-    world.run()
-    instance.check_at_rest()
-    return noted
+        found.append(Sequence(request, f"r{number}", tokens, answer, width=rng.randint(1, most)))
+    return found
+
+
+def in_groups(config: ClusterConfig, rng: random.Random) -> list[Noted]:
+    """With up to three answers to a prompt."""
+    alone = Alone(config, ONE_BY_ONE)
+    for sequence in sequences(30, 3, rng):
+        alone.ask(sequence, lambda _, transfer: alone.deliver(transfer))
+    return alone.run()
+
+
+def handed_over(config: ClusterConfig, runs: Runs, rng: random.Random) -> list[Noted]:
+    """With sequences that the second conductor takes, with and without right, also some time after the first is lost.
+
+    Some have no KV sent: their prompts are computed at decode.
+    """
+    alone, wanted = Alone(config, runs), sequences(30, 1 if runs.longest > 1 else 2, rng, blocks=40)
+
+    def promised(sequence: Sequence, transfer: int) -> None:
+        if sequence.width == 1 and rng.random() < 0.3:
+            alone.later(0.0027, lambda: alone.start(transfer, compute=True))
+        else:
+            alone.deliver(transfer)
+        for fence in rng.choices((0, 1, 2), k=rng.randint(0, 2)):
+            order = Resume(transfer, sequence.id, (0,) * sequence.width, fence)
+            alone.later(rng.uniform(0.02, 12.0), partial(alone.instance.resume, 2, order))
+        if rng.random() < 0.2:
+            alone.later(rng.uniform(0.02, 0.5), lambda: alone.instance.cancel(transfer))
+
+    for sequence in wanted:
+        alone.ask(sequence, promised)
+    alone.world.at(wanted[-1].request.arrived + ps(0.005), lambda _: alone.lose())
+    return alone.run()
+
+
+@pytest.mark.parametrize(("runs", "blocks"), [(ONE_BY_ONE, 1000), (RUNS, 90)])
+def test_adopts_fences_and_parks_as_the_simulator_does(runs: Runs, blocks: int, tmp_path: Path) -> None:
+    """Who is adopted late was parked, and gets room anew; what has ended is told again, and forgotten in the end."""
+    print(f"seed {SEED}")
+    config = config_of(Preemption.CACHE, blocks)
+    expected = handed_over(config, runs, random.Random(SEED))
+    played(config, runs, expected, tmp_path)
+    parked, adopted, fenced = [
+        {action.id for one in expected for action in one.actions if isinstance(action, kind)}
+        for kind in (actions.Parked, actions.Adopted, actions.Fenced)
+    ]
+    assert all((parked & adopted, parked - adopted, fenced & adopted, fenced - adopted))
+    assert Counter(type(one.event) for one in expected)[Compute] > 1
+    assert (count(expected, actions.Cut) > 10) == (runs is RUNS)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +271,7 @@ def test_several_answers_to_a_prompt_as_in_the_simulator(way: Preemption, blocks
     print(f"seed {SEED}")
     config = config_of(way, blocks)
     expected = in_groups(config, random.Random(SEED))
-    played(config, expected, tmp_path)
+    played(config, ONE_BY_ONE, expected, tmp_path)
     runs = [action for one in expected for action in one.actions if isinstance(action, actions.Run)]
     assert sum(len(run.copies) for run in runs) > 10
     assert any(run.chunks for run in runs) == (way is Preemption.RECOMPUTE and blocks == 26)

@@ -12,6 +12,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,24 @@ from moonpool.cost import Speeds
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.emulated.profile import step_seconds
 from moonpool.engine.incoming import IncomingRequest
-from moonpool.kv.keys import BlockKey
+from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.sampling import SamplingParams
+from moonpool.sched.lending import LendBlocks, Lent, TakeBack
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.sched.steps import LayerDone, Step, StepResult
 from moonpool.telemetry.spans import Recorder
-from moonpool.v1 import kv_pb2, prefill_pb2
+from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.prefill.core import actions, events
 from services.prefill.core.core import PrefillCore
 from services.prefill.loading import BlockRead
 from services.prefill.requests import Request
 from services.prefill.shell import Shell
+from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
+from simulator.cluster.requests import keys_of
 from simulator.cluster.settings import core_settings
+from simulator.kernel.clock import ps
+from simulator.traces.mooncake import TraceRequest
 from tests.unit.fakes.engine import FakeEngine
 from tests.unit.simulator.cluster.rig import PROFILE
 from tests.unit.simulator.cluster.scripts import (
@@ -50,6 +56,8 @@ from tests.unit.simulator.cluster.scripts import (
 from tests.unit.simulator.cluster.virtual_loop import run_virtually
 from tests.unit.streams.fakes import ROOT
 
+Outer = events.Arrive | events.CopyIn | events.Leave | LendBlocks | TakeBack
+"""What others tell an instance."""
 KINDS = kv_pb2.INSTANCE_KIND_KVSTORE, kv_pb2.INSTANCE_KIND_DECODE
 SPEEDS = replace(PROFILE.speeds, load_bytes_per_s=1.37e6, transfer_bytes_per_s=0.93e6)
 """So that a load and the sending of what came take different times: what ends at one time has no order here."""
@@ -105,11 +113,13 @@ class Outside:
             for action in noted.actions:
                 if isinstance(action, actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict):
                     self._of[type(action).__name__, action.job].append(action.io)
-                elif isinstance(action, actions.PutBlocks | actions.LoadBlocks):
-                    self._of[type(action).__name__, 0].append(action.io)
+                elif isinstance(action, actions.PutBlocks):
+                    self._of["PutBlocks", 0].append(action.io)
+                elif isinstance(action, actions.LoadBlocks | actions.CopyBlocks):
+                    self._of["load", 0].append(action.io)
 
     async def load(self, read: BlockRead, on_layer: Callable[[int], None]) -> Any:
-        io = self._of["LoadBlocks", 0].popleft()
+        io = self._of["load", 0].popleft()
         for when, layer in self._layers[io]:
             await self._until(when)
             on_layer(layer)
@@ -163,12 +173,9 @@ async def play(config: ClusterConfig, script: list[Noted], journal: Path) -> Non
     work = asyncio.create_task(shell.run())
     await asyncio.sleep(0)
     for noted in script:
-        if isinstance(noted.event, events.Arrive | events.Leave):
+        if isinstance(noted.event, Outer):
             await asyncio.sleep(noted.now - loop.time())
-            if isinstance(noted.event, events.Arrive):
-                shell.submit(request_of(noted.event))
-            else:
-                shell.post(noted.event)
+            tell(shell, noted.event)
     await shell.empty.wait()
     await asyncio.sleep(max(when for when, _ in ends(script).values()) + 1.0 - loop.time())
     shell.close()
@@ -177,18 +184,37 @@ async def play(config: ClusterConfig, script: list[Noted], journal: Path) -> Non
     engine.pool.close()
 
 
+def tell(shell: Shell, event: Outer) -> None:
+    """Lets something happen that comes from outside."""
+    match event:
+        case events.Arrive():
+            shell.submit(request_of(event))
+        case events.CopyIn(_, keys, source):
+            order = conductor_pb2.ReplicateOrder(keys=pack_keys(keys), source=instance(source), tenant=event.tenant)
+            shell.copying.order(order)
+        case LendBlocks():
+            shell.pool.lend(event)
+        case TakeBack():
+            shell.pool.take_back(event)
+        case events.Leave():
+            shell.post(event)
+
+
+def instance(source: events.Source) -> kv_pb2.Instance:
+    """Where blocks are."""
+    return kv_pb2.Instance(id=source.name, kind=KINDS[source.peer], address=f"{source.name}:1")
+
+
 def request_of(event: events.Arrive) -> Request:
     """The request of an arrival, as the contract has it."""
     sampling = SequenceSampling.of(SamplingParams(max_tokens=1), event.num_tokens, ())
     tokens = array("i", [event.job] * event.num_tokens)
-    incoming = IncomingRequest(f"r{event.job}", tokens, event.keys, BlockKey(ROOT), "", sampling)
+    incoming = IncomingRequest(f"r{event.job}", tokens, event.keys, BlockKey(ROOT), event.tenant, sampling)
     target = None if event.held_blocks is None else kv_pb2.TransferTarget(held_blocks=event.held_blocks)
-    sources = [
-        prefill_pb2.PrefixSource(instance=kv_pb2.Instance(id=it.name, kind=KINDS[it.peer]), blocks=it.blocks)
-        for it in event.sources
-    ]
+    sources = [prefill_pb2.PrefixSource(instance=instance(it), blocks=it.blocks) for it in event.sources]
     copies = [kv_pb2.Instance(id=copy.store) for copy in event.copies]
-    return Request(event.job, incoming, incoming.history(), target, sources, copies, [c.held for c in event.copies])
+    held = [copy.held for copy in event.copies]
+    return Request(event.job, incoming, incoming.history(), target, sources, copies, held, event.max_queue_s)
 
 
 @pytest.mark.parametrize(("blocks", "deadline_s", "seed"), [(16, 0.0, SEED), (16, 1.5, SEED + 1), (400, 0.0, SEED + 2)])
@@ -209,3 +235,49 @@ def test_decides_as_the_simulator_does(blocks: int, deadline_s: float, seed: int
     assert (loads >= 2) == (blocks == 16)
     assert any(isinstance(one.event, events.Leave) and one.actions for one in expected) == (deadline_s > 0)
     assert sum(isinstance(action, actions.EndJob) for action in told) > 10
+
+
+def documents(count: int, rng: random.Random) -> list[TraceRequest]:
+    """Prompts of two tenants, that begin with parts of their two documents each."""
+    found, at, next_id = [], 0.0, 1000
+    for _ in range(count):
+        at += rng.expovariate(30.0) * 1000
+        document, common, own = rng.randrange(4), rng.randint(4, 9), rng.randint(0, 4)
+        ids = (*range(10 * document, 10 * document + common), *range(next_id, next_id + own))
+        next_id += own
+        tokens = len(ids) * BT - rng.randint(0, BT - 1)
+        found.append(TraceRequest(at, tokens, rng.randint(1, 2 * BT), ids, tenant=f"t{document % 2}"))
+    return found
+
+
+def test_tenants_and_blocks_of_others_as_in_the_simulator(tmp_path: Path) -> None:
+    """Tenants take turns; prefixes are read from another instance, others are copied as ordered, and some read here.
+
+    The orders are the test's, as the conductor's core gives none to a cluster of two. By this seed nothing ends at one
+    time, and no two tenants have had the same: that has no order.
+    """
+    config = ClusterConfig(
+        profile=replace(PROFILE, speeds=SPEEDS), prefill=2, decode=2, kvstore=1, block_tokens=BT, step_tokens=2 * BT,
+        pool_blocks=40, seed=SEED, copy_share=0.0,
+    )  # fmt: skip
+    trace = documents(90, random.Random(2))
+
+    def order(cluster: Cluster) -> None:
+        for number, one in enumerate(trace[::2]):
+            source, to = (("p1", 0), ("s0", 0), ("p0", 1))[number % 3]
+            keys = keys_of(one, BT)
+            copy = partial(cluster.prefills[to].replicate, keys, events.Source(source, len(keys), source != "s0"))
+            cluster.world.at(ps(one.timestamp / 1000 + 0.4), lambda copy: copy(), copy)
+
+    expected = simulated(config, trace, "p0", also=order)
+    run_virtually(play(config, expected, tmp_path))
+    assert_same(decided(journalled(tmp_path)), decided(expected))
+    told = [action for one in expected for action in one.actions]
+    copied, lent = [sum(isinstance(it, kind) and bool(it.blocks) for it in told) for kind in (actions.EndCopy, Lent)]
+    peers = {
+        one.event.job: [it.peer for it in one.event.sources] for one in expected if isinstance(one.event, events.Arrive)
+    }
+    loads = {peers[it.job][it.source] for it in told if isinstance(it, actions.LoadBlocks)}
+    assert min(copied, lent) > 2
+    assert loads == {True, False}
+    assert {one.event.tenant for one in expected if isinstance(one.event, events.Arrive)} == {"t0", "t1"}

@@ -1,0 +1,61 @@
+"""Runs of several steps, with blocks granted ahead, in a pool too small for all: answers do not depend on preemption.
+
+Elsewhere sequences are preempted in every step, so that each step is ordered by itself.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moonpool.client import AsyncClient, GenerateResult, SamplingParams
+from moonpool.drive.rerun import journal_files, rerun
+from services.decode.core.events import Stepped
+from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
+from tests.integration.reference import GAP_TOLERANCE, Reference
+from tests.integration.stack import CheckedStack
+
+POOL = 26
+ANSWER = 10 * BLOCK + 5
+"""Of three sequences at once it takes more than there is, so they need not begin together."""
+WAYS = {"swap": "swaps", "recompute": "recomputed_tokens", "cache": "recomputed_tokens"}
+"""Ways of preemption, and what counts that they were taken."""
+
+
+@pytest.fixture(scope="module")
+def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
+    plan = small_plan(checkpoint, tmp_path_factory.mktemp("stack"))
+    flags = ["--assumed-answer-tokens", "4", "--step-tokens", "40", "--blocks", str(POOL)]
+    with CheckedStack(with_flags(plan, "decode", *flags), invariants="decode") as stack:
+        yield stack
+
+
+def borders(folder: Path) -> int:
+    """Blocks that became full within runs, by the journal of a decode instance: the next one had been granted ahead."""
+    events: list[object] = []
+    for path in journal_files(folder):
+        rerun(path, lambda _, entry, __: events.append(entry.event))
+    return sum(len(event.filled) for event in events if isinstance(event, Stepped))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_runs_go_on_around_preemption(stack: CheckedStack, reference: Reference, way: str) -> None:
+    """Eight sequences grow to four times the pool; each greedy answer is that of a plain forward pass."""
+    stack.services["decode-0"].arguments += ["--preemption", way]
+    stack.restart("decode-0")
+    journal = stack.journals["decode-0"]
+    prompts = [tokens(5 + 6 * number, f"{way} runs {number}") for number in range(8)]
+    assert sum(-(-(len(prompt) + ANSWER) // BLOCK) for prompt in prompts) > 3.5 * POOL
+    how = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+
+    async def ask() -> list[GenerateResult]:
+        async with AsyncClient(stack.address) as client:
+            return await asyncio.gather(*(client.generate(token_ids=prompt, sampling=how) for prompt in prompts))
+
+    for prompt, result in zip(prompts, asyncio.run(ask()), strict=True):
+        assert len(result.token_ids) == ANSWER
+        reference.assert_greedy(prompt, result.token_ids, GAP_TOLERANCE)
+    assert min(stack.gauge("decode-", "preemptions"), stack.gauge("decode-", WAYS[way])) > 0
+    stack.restart("decode-0")  # its journal is whole
+    assert borders(journal) > 0

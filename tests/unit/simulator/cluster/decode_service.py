@@ -1,0 +1,262 @@
+"""Decode's service on an event loop in virtual time: its own shell, driver and journal, told a script by the simulator.
+
+Steps take as long as an emulated engine's; copies to DRAM, loads and writes as long as they took in the simulator.
+"""
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from moonpool.cost import Speeds
+from moonpool.drive.journal import JournalWriter
+from moonpool.engine.emulated.profile import step_seconds
+from moonpool.engine.incoming import IncomingRequest
+from moonpool.errors import Overloaded
+from moonpool.kv.keys import BlockKey, block_keys, tokens_digest
+from moonpool.sampling import SamplingParams
+from moonpool.sched.sampling import SequenceSampling
+from moonpool.sched.steps import LayerDone, Step, StepResult
+from moonpool.streams.credits import Traffic
+from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.core import actions
+from services.decode.core.events import (
+    Adopt,
+    Arrived,
+    Compute,
+    Heard,
+    Open,
+    Reserve,
+    Start,
+    Stepped,
+    Stop,
+    StreamClosed,
+    StreamOpened,
+)
+from services.decode.core.machine import DecodeCore
+from services.decode.live import LiveRequest
+from services.decode.shell import DecodeShell
+from services.decode.subscriber import Subscriber
+from simulator.cluster.config import ClusterConfig
+from simulator.cluster.settings import Runs, core_config
+from tests.unit.fakes.engine import FakeEngine, after
+from tests.unit.simulator.cluster.scripts import BT, Noted, assert_same, decided, ends, journalled
+from tests.unit.simulator.cluster.virtual_loop import VirtualLoop, run_virtually
+from tests.unit.streams.fakes import ROOT
+
+CAPACITY = 1 << 20
+SECRET = bytes(16)
+"""Of all who may resume."""
+Outer = Reserve | Open | Heard | Arrived | Start | Compute | Stop | Adopt | StreamOpened | StreamClosed
+"""What others tell an instance."""
+
+
+class TimedEngine(FakeEngine):
+    """Steps take the time that an emulated engine's do, also those of runs; tokens are zeros."""
+
+    def __init__(self, blocks: int, speeds: Speeds) -> None:
+        super().__init__(blocks)
+        self._speeds = speeds
+
+    async def run(
+        self, step: Step, *, on_layer: Any = None, on_step: Callable[[StepResult], None] | None = None
+    ) -> StepResult:
+        assert on_layer is None or on_layer is LayerDone
+        loop = asyncio.get_running_loop()
+        while True:
+            begun = loop.time()
+            await asyncio.sleep(step_seconds(self._speeds, step, decode=True))
+            tokens = tuple(None if sequence.sample is None else 0 for sequence in step.sequences)
+            result = StepResult(tokens, False, round(begun * 1e9), round(loop.time() * 1e9))
+            following = None if step.step_id in self.cuts else after(step, tokens)
+            if following is None:
+                return result
+            assert on_step is not None
+            on_step(result)
+            step = following
+
+
+class Outside:
+    """Kvstores and DRAM: copies, writes and loads end as they did in the simulator. It is write-back and reader."""
+
+    sessions, traffic = 0, Traffic()
+
+    def __init__(self, script: list[Noted]) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self._loop, over = loop, ends(script)
+        self._stores: deque[tuple[float, Any]] = deque()
+        self._loads: deque[tuple[float, Any]] = deque()
+        for action in (action for noted in script for action in noted.actions):
+            match action:
+                case actions.SwapOut(io) | actions.SwapIn(io):
+                    loop.jobs.append(over[io][0])
+                case actions.Store(io):
+                    self._stores.append(over[io])
+                case actions.Load(io):
+                    self._loads.append(over[io])
+
+    def room(self, store: kv_pb2.Instance, blocks: int) -> int:
+        return blocks
+
+    def submit(
+        self, store: kv_pb2.Instance, keys: Listed[BlockKey], parents: Listed[BlockKey], tenant: str,
+        blocks: Listed[int], over: Callable[[bool], None],
+    ) -> None:  # fmt: skip
+        assert len(keys) == len(parents) == len(blocks) == 1
+        when, result = self._stores.popleft()
+        self._loop.call_at(when, over, result.ok)
+
+    async def read(self, keys: Listed[BlockKey], **how: Any) -> int:
+        when, result = self._loads.popleft()
+        await asyncio.sleep(when - self._loop.time())
+        assert not result.failed
+        return int(result.blocks)
+
+    async def aclose(self) -> None:
+        assert not self._loads
+
+
+class Service:
+    """The shell of a decode instance, told by a script."""
+
+    def __init__(self, config: ClusterConfig, runs: Runs, script: list[Noted], journal: Path) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._script = script
+        self.engine = TimedEngine(config.blocks, config.profile.speeds)
+        outside: Any = Outside(script)
+        self.shell = DecodeShell(
+            DecodeCore(core_config(config, runs)), self.engine, CAPACITY, outside, lambda _: outside,
+            Recorder("decode-0", None), lambda *, soon=False: None,
+            JournalWriter(journal, "decode-0", 1 << 30), self._loop.time,
+        )  # fmt: skip
+        self._streams: dict[int, Subscriber] = {}
+        self._lives: dict[int, LiveRequest] = {}
+
+    async def play(self) -> None:
+        """Tells the shell what comes from outside; the rest happens by itself."""
+        work = asyncio.create_task(self.shell.run())
+        for noted in self._script:
+            if isinstance(noted.event, Outer):
+                await asyncio.sleep(noted.now - self._loop.time())
+                self._tell(noted.event)
+        await self.shell.empty.wait()
+        await asyncio.sleep(self._script[-1].now + 1.0 - self._loop.time())
+        self.shell.close()
+        work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+        self.engine.pool.close()
+
+    def _tell(self, event: Outer) -> None:
+        match event:
+            case StreamOpened(stream, conductor):
+                self._streams[stream] = Subscriber(instance(conductor))
+                self.shell.subscribe(self._streams[stream])
+            case StreamClosed(stream):
+                self.shell.unsubscribe(self._streams[stream])
+            case Reserve():
+                self._reserve(event)
+            case Open(number, older):
+                self.shell.open(self._lives[number], lambda _: None, older=older)
+            case Heard(number):
+                self.shell.heard(self._lives[number])
+            case Arrived(number):
+                self.shell.arrived(self._lives[number])
+            case Start() | Compute():
+                self.shell.start(self._streams[event.stream], self._start(event))
+            case Stop(number, why):
+                self.shell.end(self._lives[number], why)
+            case Adopt():
+                self.shell.resume(self._streams[event.stream], self._resume(event))
+
+    def _start(self, event: Start | Compute) -> decode_pb2.StartSequence:
+        live = self._lives[event.id]
+        message = decode_pb2.StartSequence(
+            request_id=live.request_id, transfer_id=live.id, generation=live.transfer.generation,
+            compute_prompt=isinstance(event, Compute),
+        )  # fmt: skip
+        if isinstance(event, Start):
+            message.further_token_ids.extend(range(1, 1 + len(event.others)))  # no two have a block in common
+            for count in event.known[1:]:
+                message.further_known.add(token_ids=[0] * count)
+            message.known_token_ids.extend([0] * (event.known[0] if event.known else 0))
+        return message
+
+    def _resume(self, event: Adopt) -> decode_pb2.ResumeSequence:
+        live = self._lives[event.id]
+        digests = [
+            tokens_digest(live.incoming.chain_root, said.tokens[:position])
+            for said, position in zip(live.said, event.positions, strict=True)
+        ]
+        message = decode_pb2.ResumeSequence(
+            request_id=live.request_id, transfer_id=live.id, generation=live.transfer.generation, fence=event.fence,
+            secret=SECRET, from_position=event.positions[0], digest=digests[0],
+        )  # fmt: skip
+        for position, digest in zip(event.positions[1:], digests[1:], strict=True):
+            message.further.add(from_position=position, digest=digest)
+        return message
+
+    def _reserve(self, event: Reserve) -> None:
+        params = SamplingParams(max_tokens=event.total_tokens - event.prompt_tokens, n=event.width)
+        sampling = SequenceSampling.of(params, event.prompt_tokens, ())
+        tokens = tokens_of(event)
+        keys = block_keys(BlockKey(ROOT), tokens, self.engine.layout.block_tokens)
+        incoming = IncomingRequest(f"r{event.id}", tokens, keys, BlockKey(ROOT), event.tenant, sampling)
+        stores = [kv_pb2.Instance(id=f"s{number}", address=f"s{number}:1") for number in range(event.stores)]
+        with suppress(Overloaded):  # the core's answer is in the journal
+            promised, _ = self.shell.reserve(
+                incoming, stores, event.tbt_slo_s, instance(event.conductor), event.starts_in_s,
+                secret=SECRET if event.resumable else b"", fence=event.fence,
+            )  # fmt: skip
+            self._lives[event.id] = promised
+
+
+def tokens_of(event: Reserve) -> "array[int]":
+    """Tokens of a prompt, whose keys are equal where those of the simulator are, and of its answer so far.
+
+    What follows the last full block is as that block, so that no two answers have a block in common.
+    """
+    words = [crc32(key) >> 1 for key in event.keys[: event.prompt_tokens // BT]] or [event.id]
+    blocks = [*words, *[words[-1]] * (event.prompt_tokens // BT + 1 - len(words))]
+    prompt = [word for word in blocks for _ in range(BT)][: event.prompt_tokens]
+    return array("i", [*prompt, *[0] * (event.tokens - event.prompt_tokens)])
+
+
+def instance(conductor: str) -> kv_pb2.Instance:
+    """A conductor that a core knows by this name."""
+    name, _, incarnation = conductor.partition("/")
+    return kv_pb2.Instance(id=name, incarnation=int(incarnation))
+
+
+def in_its_words(noted: list[Noted]) -> list[Noted]:
+    """With one reason for all ends of answers, as the simulator has one only, and streams in the order of opening."""
+    streams = [one.event.stream for one in noted if isinstance(one.event, StreamOpened)]
+
+    def said(action: Any) -> Any:
+        match action:
+            case actions.Finish():
+                return replace(action, reason=0)
+            case actions.Adopted() | actions.Fenced():
+                return replace(action, stream=streams.index(action.stream))
+        return action
+
+    return [replace(one, actions=[said(action) for action in one.actions]) for one in noted]
+
+
+def played(config: ClusterConfig, runs: Runs, expected: list[Noted], folder: Path) -> None:
+    """The shell decides the same. The simulator tells steps of a run together, the service each one."""
+
+    async def play() -> None:
+        await Service(config, runs, expected, folder).play()
+
+    run_virtually(play())
+    found, wanted = in_its_words(journalled(folder)), in_its_words(expected)
+    assert_same(decided(found, Stepped), decided(wanted, Stepped))
