@@ -27,8 +27,8 @@ from simulator.traces.mooncake import trace_path
 WANTED_S = 60.0
 """Processor seconds for the conversation trace on 16 + 16 instances, at most."""
 FLAT = 0.85
-"""Wanted of the peak of memory: the first half of the trace, in which caches fill, has at least this share of it. In the
-second half what the trace's checker remembers grows: up to a million ids, of which the public trace has a fifth."""
+"""Wanted of the peak of memory: the first half of the trace, in which caches fill, has at least this share of it. Later
+what the trace's checker remembers grows: up to a million ids, of which the public trace has a fifth."""
 GENERATED_REQUESTS = 3000
 NO_TRACE = "no trace: --trace or $MOONPOOL_TRACE"
 

@@ -135,9 +135,9 @@ class Scene:
 
     def plan(self, world: World) -> Plan | type[Exception]:
         limit = Limit(self.within_s, Turn("tenant", 0.0, 1000)) if self.within_s is not None else None
-        asked = {"tokens": self.tokens, "answer_tokens": 40, "keys": chain(self.full), "suspects": self.suspects}
+        keys = chain(self.full)
         try:
-            return world.plan(now=NOW, limit=limit, **asked)
+            return world.plan(self.tokens, answer_tokens=40, keys=keys, now=NOW, suspects=self.suspects, limit=limit)
         except (Unavailable, InvalidRequest) as error:
             return type(error)
 
