@@ -29,6 +29,7 @@ ALL = (
     "sampling",
     "serving",
     "simulated",
+    "simulator",
     "tls",
 )
 BY_NAME = ("goodput",)

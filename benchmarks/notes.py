@@ -100,12 +100,12 @@ REASONS = (
     ),
     Reason(
         "predictions",
-        "^TTFT",
+        "TTFT",
         "Where equal requests differ as much (rows *noise*), a better prediction could not be told from this one.",
     ),
     Reason(
         "predictions",
-        "^TPOT",
+        "^real: TPOT",
         "Noise is a part of it (rows *noise*). The rest: what a step shares its cores with is foreseen on average only "
         "([ADR 14](../../docs/adr/0014-costs.md)).",
     ),
@@ -169,6 +169,7 @@ RETIRED = (
         "^SSD, sustained Put until durable beside",
         "the tier was twice as large as what was put, so nothing was reclaimed",
     ),
+    Retired("predictions", "2026-11-24", "^(TTFT|TPOT), ", "rows that name the engine take their place"),
     Retired("sampling", "2026-11-23", "^step with masks, vocabulary", "rows by model take their place"),
     Retired(
         "serving",

@@ -1,10 +1,10 @@
 """How far predicted times are from measured ones at light, middle and heavy load: `python -m benchmarks.predictions`.
 
-One instance of each kind. A closed loop first teaches the conductor how fast the instances are, and says how many
-requests a second they can do at most; then requests come in an open loop at a share of that rate. `--engine
-emulated:PROFILE` disturbs the emulated speed, so that predicting is not reading the pacer's own numbers. The error of
-one request is |predicted / measured - 1|. TTFT and TPOT, the mean over an answer, are predicted at its placement.
-`--picture FILE.svg` has one dot per request.
+One prefill and one decode instance, of the bundled model and then emulated (`--engine` chooses). A closed loop first
+teaches the conductor how fast the instances are, and says how many requests a second they can do at most; then requests
+come in an open loop at a share of that rate. Emulated speed is disturbed, so that predicting is not reading the pacer's
+own numbers. The error of one request is |predicted / measured - 1|. TTFT and TPOT, the mean over an answer, are
+predicted at its placement. `--picture FILE.svg` has one dot per request.
 
 What nothing can foresee is measured beside: each round is sent twice, the second time with other tokens of the same
 lengths at the same times. What the two differ by is the *noise*: no prediction has a smaller error but by luck. The
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from benchmarks.frame import Progress, Row, bounded, run
 from benchmarks.predictions_load import EMULATED, REAL, Asked, Load, Requests, again
-from benchmarks.predictions_picture import Dots, picture
+from benchmarks.predictions_picture import Dots, Panel, picture
 from moonpool.bundled import model_dir
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult, SamplingParams
@@ -39,6 +39,7 @@ AT_ONCE = 6
 ALONE = 9
 """Requests of one length, one after the other."""
 FIGURES = ("TTFT", "TPOT")
+ENGINES = ("real", "emulated:llama-70b-a800")
 
 
 class Pair(NamedTuple):
@@ -163,16 +164,16 @@ def median_error(found: Sequence[Pair]) -> float:
     return statistics.median(pair.error for pair in found)
 
 
-def rows(found: Measured, idle: Mapping[str, float], wanted: float) -> list[Row]:
+def rows(engine: str, found: Measured, idle: Mapping[str, float], wanted: float) -> list[Row]:
     """Rows per figure and level: the median over the rounds of their median errors, in percent, and of the noise."""
     found_rows: list[Row] = []
     for figure in FIGURES:
         for level, each in found.items():
             errors = [100 * median_error(it.pairs[figure]) for it in each]
             noise = [100 * it.noise[figure] for it in each]
-            found_rows.append(_row(f"{figure}, {level}: median error of the prediction", errors, wanted))
-            found_rows.append(replace(_row(f"{figure}, {level}: noise", noise, wanted), target=None))
-        found_rows.append(replace(_row(f"{figure}, idle: noise", [100 * idle[figure]], wanted), target=None))
+            found_rows.append(_row(f"{engine}: {figure}, {level}: median error of the prediction", errors, wanted))
+            found_rows.append(replace(_row(f"{engine}: {figure}, {level}: noise", noise, wanted), target=None))
+        found_rows.append(replace(_row(f"{engine}: {figure}, idle: noise", [100 * idle[figure]], wanted), target=None))
     return found_rows
 
 
@@ -188,18 +189,18 @@ def dots(found: Measured, figure: str) -> Dots:
     }
 
 
-def plan_of(options: argparse.Namespace, load: Load, folder: Path) -> StackPlan:
+def plan_of(engine: str, options: argparse.Namespace, load: Load, folder: Path) -> StackPlan:
     """The stack that is measured."""
     extra: dict[str, Sequence[str]] = {}
-    if options.engine != "real":
+    if engine != "real":
         noise = ["--emulated-jitter", f"{options.jitter:g}", "--emulated-speed-error", f"{options.speed_error:g}"]
         noise += ["--emulated-seed", str(options.seed)]
         extra = {"prefill": noise, "decode": noise}
     return StackPlan(
         str(model_dir()),
         folder,
-        engine=options.engine,
-        time_scale=options.time_scale,
+        engine=engine,
+        time_scale=options.time_scale if engine != "real" else 0.0,
         block_tokens=load.block_tokens,
         log_level="warning",
         core_page=folder / "cores",  # other stacks of this user lend it none
@@ -216,22 +217,26 @@ def picture_path(options: argparse.Namespace) -> Path | None:
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """All rows; writes the picture."""
-    load = REAL if options.engine == "real" else EMULATED
-    with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(options, load, Path(folder))) as stack:
-        found = rounds(stack.address, load, options, progress)
-        idle = alone(stack.address, load, options)
+    found_rows: list[Row] = []
+    panels: dict[str, Panel] = {}
+    for engine in options.engine.split(","):
+        load = REAL if engine == "real" else EMULATED
+        with tempfile.TemporaryDirectory() as folder, LocalStack(plan_of(engine, options, load, Path(folder))) as stack:
+            found = rounds(stack.address, load, options, progress)
+            idle = alone(stack.address, load, options)
+        found_rows += rows(engine, found, idle, load.wanted)
+        panels |= {f"{engine}: {figure}": Panel(dots(found, figure), load.wanted) for figure in FIGURES}
     path = picture_path(options)
     if path is not None:
-        panels = {figure: dots(found, figure) for figure in FIGURES}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(picture(f"Predicted and measured, {options.engine}", panels, load.wanted), encoding="utf-8")
-    return rows(found, idle, load.wanted)
+        path.write_text(picture("Predicted and measured", panels), encoding="utf-8")
+    return found_rows
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
     add = parser.add_argument
-    add("--engine", default="real", help="real, or emulated:PROFILE (default real)")
+    add("--engine", default=",".join(ENGINES), help=f"some of real and emulated:PROFILE (default {','.join(ENGINES)})")
     add("--time-scale", type=float, default=0.0, help="emulated seconds that pass in one second; 0 = the profile's own")
     add("--jitter", type=float, default=0.1, help="of emulated steps, as a share (default 0.1)")
     add("--speed-error", type=float, default=0.5, help="hidden error of the emulated speed, as a share (default 0.5)")

@@ -3,6 +3,7 @@
 import html
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 _SIDE, _GAP, _LEFT, _TOP, _BOTTOM, _RIGHT = 360, 70, 64, 56, 52, 110
 _COLOURS = ("#2a6fdb", "#d9822b", "#c4262e", "#2f9e44", "#7048c6")
@@ -11,14 +12,21 @@ Dots = Mapping[str, Sequence[tuple[float, float]]]
 """Seconds (predicted, measured) by what the dots are called."""
 
 
-def picture(title: str, panels: Mapping[str, Dots], error: float) -> str:
-    """One square per panel, side by side; lines mark equality and an error of so much, as a share."""
+class Panel(NamedTuple):
+    """Some dots, and the error wanted at most, as a share."""
+
+    dots: Dots
+    wanted: float
+
+
+def picture(title: str, panels: Mapping[str, Panel]) -> str:
+    """One square per panel, side by side; lines mark equality and the error wanted at most."""
     width = _LEFT + len(panels) * (_SIDE + _GAP) + _RIGHT - _GAP
     height = _TOP + _SIDE + _BOTTOM
     body = [f'<text x="{_LEFT}" y="20" font-weight="bold">{html.escape(title)}</text>']
-    for place, (name, dots) in enumerate(panels.items()):
-        body += _Panel(_LEFT + place * (_SIDE + _GAP), dots).draw(name, error)
-    names = dict.fromkeys(name for dots in panels.values() for name in dots)
+    for place, (name, panel) in enumerate(panels.items()):
+        body += _Square(_LEFT + place * (_SIDE + _GAP), panel.dots).draw(name, panel.wanted)
+    names = dict.fromkeys(name for panel in panels.values() for name in panel.dots)
     body += _legend(width - _RIGHT + 14, list(names))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -35,7 +43,7 @@ def _legend(left: int, names: Sequence[str]) -> Iterator[str]:
         yield f'<text x="{left + 10}" y="{y + 4}">{html.escape(name)}</text>'
 
 
-class _Panel:
+class _Square:
     """A square whose axes have the same scale, so that equal times lie on its diagonal."""
 
     def __init__(self, left: int, dots: Dots) -> None:

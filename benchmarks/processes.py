@@ -77,8 +77,17 @@ def own_resident_bytes() -> int:
     return _resident_bytes(os.getpid())
 
 
+def own_peak_bytes() -> int:
+    """The most memory that this process has held; what its parent had before it was started does not count."""
+    return _status_bytes(os.getpid(), "VmHWM")
+
+
 def _resident_bytes(pid: int) -> int:
+    return _status_bytes(pid, "RssAnon")
+
+
+def _status_bytes(pid: int, field: str) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
-    raise RuntimeError(f"no resident memory in /proc/{pid}/status")
+    raise RuntimeError(f"no {field} in /proc/{pid}/status")

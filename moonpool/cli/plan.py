@@ -6,11 +6,12 @@ from pathlib import Path
 
 from moonpool.errors import ConfigError
 from simulator.cluster.config import ClusterConfig
-from simulator.experiments.frame import Source
+from simulator.experiments.frame import Source, simulate
 from simulator.planning.hardware import load_hardware
 from simulator.planning.limits import check_possible, parse_slo
 from simulator.planning.page import page
 from simulator.planning.search import Search
+from simulator.report.collector import Summary
 
 
 def run_plan(
@@ -42,8 +43,11 @@ def run_plan(
         profile=profile, slo=limits, rate=rate, block_tokens=source.block_tokens,
         store_bytes=machines.dram_bytes, disk_bytes=machines.disk_bytes,
     )  # fmt: skip
-    search = Search(base, machines, source, goodput, bound, lambda line: print(line, file=sys.stderr))
-    plan = search.plan()
+
+    def serve(config: ClusterConfig) -> Summary:
+        return simulate(config, source.read())[0]
+
+    plan = Search(base, machines, serve, goodput, bound, lambda line: print(line, file=sys.stderr)).plan()
     facts: dict[str, object] = {
         "trace": source.describe(), "rate": rate, "model": model, "hardware": machines.name,
         "profile": f"{profile.name}: {profile.hardware}", "limits": f"TTFT {limits.ttft_s:g} s, TBT {limits.tbt_s:g} s",

@@ -229,7 +229,7 @@ class Desk:
             self._recent.add(serving.ask.id, timeline)
         del self._serving[action.request]
         if self._recording is not None:
-            self._recording.ended(serving.number, serving.answer.tokens)
+            self._recording.ended(serving.number, -(-serving.answer.tokens // len(serving.answer.choices)))
 
     def _taken_back(self, serving: Serving) -> bool:
         """Whether a sequence that another conductor has taken over is this one's again; see `Serving.fenced`."""
@@ -269,5 +269,12 @@ class Desk:
 def opened(ask: Ask, request: Request) -> Opened:
     """What a recording takes of a request."""
     return Opened(
-        ask.number, ask.arrived, ask.prompt_tokens, request.block_tokens, request.prompt_keys, request.prompt_key
+        number=ask.number,
+        at=ask.arrived,
+        prompt_tokens=ask.prompt_tokens,
+        block_tokens=request.block_tokens,
+        keys=request.prompt_keys,
+        prompt_key=request.prompt_key,
+        tenant=request.tenant,
+        choices=ask.choices,
     )

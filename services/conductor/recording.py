@@ -1,8 +1,9 @@
 """Records the requests of a live conductor as a trace that `simulator.traces` reads.
 
-One JSON line per request, in order of arrival: when it came, the lengths of prompt and answer, and a number per block
-of the prompt. The numbers are hashes under a random key, which is drawn for each recording and kept nowhere: equal
-blocks have equal numbers within one recording, and nothing can be learnt from them of what was said.
+One JSON line per request, in order of arrival: when it came, the lengths of prompt and answer, a number per block of
+the prompt, a name for its tenant, and how many answers it wanted. Numbers and names are hashes under a random key,
+which is drawn for each recording and kept nowhere: equal blocks have equal numbers within one recording, and nothing
+can be learnt from them of what was said, or by whom.
 
 A thread hashes and writes. A line waits until its request and all before it have ended.
 """
@@ -25,6 +26,7 @@ from moonpool.telemetry.logs import get_logger
 
 KEY_BYTES = 32
 NUMBER_BYTES = 8
+"""Of a block's number and of a tenant's name."""
 MAX_UNHASHED = 1024
 """Requests that the thread has not looked at yet; more are left out."""
 MAX_BLOCKS = 1 << 22
@@ -43,6 +45,8 @@ class Opened:
         block_tokens: tokens of a block.
         keys: of the prompt's full blocks, each of which says what came before it.
         prompt_key: hash of the whole prompt.
+        tenant: "" = none.
+        choices: sequences that decode runs for it.
     """
 
     number: int
@@ -51,6 +55,8 @@ class Opened:
     block_tokens: int
     keys: Sequence[bytes]
     prompt_key: bytes
+    tenant: str = ""
+    choices: int = 1
 
 
 @dataclass(slots=True)
@@ -58,15 +64,19 @@ class _Line:
     timestamp: float
     prompt_tokens: int
     numbers: "array[int]"
+    tenant: str
+    choices: int
     tokens: int | None = None
 
     def to_json(self, tokens: int) -> Mapping[str, object]:
-        return {
+        line = {
             "timestamp": self.timestamp,
             "input_length": self.prompt_tokens,
             "output_length": tokens,
             "hash_ids": self.numbers.tolist(),
         }
+        tenant = {"tenant": self.tenant} if self.tenant else {}
+        return line | tenant | ({"n": self.choices} if self.choices > 1 else {})
 
 
 class Recording:
@@ -111,7 +121,7 @@ class Recording:
         self._queue.put(request)
 
     def ended(self, number: int, tokens: int) -> None:
-        """Notes that a request has ended, with an answer of so many tokens."""
+        """Notes that a request has ended, with so many tokens of each answer."""
         if number in self._known:
             self._known.remove(number)
             self._queue.put((number, tokens))
@@ -154,7 +164,8 @@ class _Writer:
         if request.block_tokens != self._block_tokens:  # the cluster was set up anew; a trace has one size of block
             self.left_out += 1
             return
-        line = _Line(self._timestamp(request.at), request.prompt_tokens, self._numbers(request))
+        tenant, numbers = self._name(request.tenant), self._numbers(request)
+        line = _Line(self._timestamp(request.at), request.prompt_tokens, numbers, tenant, request.choices)
         self._lines[request.number] = line
         self._blocks += len(line.numbers)
         while self._blocks > self._max_blocks:
@@ -189,6 +200,10 @@ class _Writer:
             keys.append(b"rest" + request.prompt_key)
         digests = (blake3(key, key=self._key).digest(length=NUMBER_BYTES) for key in keys)
         return array("Q", (int.from_bytes(digest, "big") >> 1 for digest in digests))
+
+    def _name(self, tenant: str) -> str:
+        """Stands for a tenant in this recording alone."""
+        return blake3(b"tenant" + tenant.encode(), key=self._key).hexdigest(length=NUMBER_BYTES) if tenant else ""
 
     def _write_ended(self) -> None:
         while self._lines:

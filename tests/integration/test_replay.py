@@ -16,9 +16,12 @@ from simulator.traces.workload import CHAT, Workload
 from tests.integration.stack import CheckedStack
 
 PROFILE = "llama-70b-a800"
-TIME_SCALE = 4.0
+TIME_SCALE = 2.0
 INSTANCES = (2, 2, 1)
 REQUESTS, FITTED = 28, 14
+FACTORS = {"TTFT": 3.0, "TPOT": 2.0}
+"""Simulated times are at most so many times as long as measured ones, or as short. Of fourteen requests one or two make
+a p90; on a busy machine the slice that was fitted may have been slower than the other one by a factor of two."""
 
 
 @pytest.mark.timeout(300)
@@ -47,4 +50,6 @@ def test_measured_beside_simulated(tmp_path: Path, capsys: pytest.CaptureFixture
     assert measured["reused_share"] == pytest.approx(simulated["reused_share"], abs=0.2)
     assert [line["figure"] for line in found["lines"]] == ["TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"]
     # How near they are depends on what else the machine does: `python -m benchmarks.simulated` has the figures.
-    assert all(line["ratio"] > 0.0 for line in found["lines"])
+    for line in found["lines"]:
+        factor = FACTORS[line["figure"].split()[0]]
+        assert 1 / factor < line["ratio"] < factor, line

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.predictions import Pair, Round, distance, median_error, rows, twice
 from benchmarks.predictions_load import EMULATED, REAL, Load, Requests, again
-from benchmarks.predictions_picture import picture
+from benchmarks.predictions_picture import Panel, picture
 
 
 @pytest.mark.parametrize("load", [REAL, EMULATED])
@@ -35,14 +35,16 @@ def test_a_row_is_the_median_of_the_rounds_medians() -> None:
         Round({"TTFT": of(0.4), "TPOT": of(-0.1)}, noise),
     ]
     assert median_error(rounds[0].pairs["TTFT"]) == pytest.approx(0.2)
-    ttft, noise_of_ttft, alone, tpot, _, _ = rows({"light": rounds}, idle, 0.31)
+    ttft, noise_of_ttft, alone, tpot, _, _ = rows("real", {"light": rounds}, idle, 0.31)
+    assert ttft.name == "real: TTFT, light: median error of the prediction"
+    assert (noise_of_ttft.name, alone.name) == ("real: TTFT, light: noise", "real: TTFT, idle: noise")
     assert ttft.value == pytest.approx(30.0)
     assert (ttft.unit, ttft.limit_value) == ("%", 31.0)
     assert tpot.value == pytest.approx(30.0)
     assert ttft.spread == pytest.approx(20 / 30)
     assert (noise_of_ttft.value, alone.value) == pytest.approx((5.0, 1.0))
-    assert [row.met for row in rows({"light": rounds}, idle, 0.31)] == [True, None, None, True, None, None]
-    assert [row.met for row in rows({"light": rounds}, idle, 0.2)] == [False, None, None, False, None, None]
+    assert [row.met for row in rows("real", {"light": rounds}, idle, 0.31)] == [True, None, None, True, None, None]
+    assert [row.met for row in rows("real", {"light": rounds}, idle, 0.2)] == [False, None, None, False, None, None]
 
 
 def test_a_load_that_is_sent_again_has_other_tokens_that_begin_alike_where_they_did() -> None:
@@ -70,9 +72,8 @@ def test_noise_is_what_equal_rounds_differ_by() -> None:
 
 def test_the_picture_has_a_dot_per_request_with_equal_times_on_the_diagonal() -> None:
     times = [(0.1, 0.1), (1.0, 1.0), (0.5, 0.05), (0.0, 1.0)]
-    svg = picture(
-        "both & more", {"TTFT": {"light": times[:2], "heavy": times[2:]}, "TPOT": {"light": [(1.0, 2.0)]}}, 0.1
-    )
+    ttft, tpot = Panel({"light": times[:2], "heavy": times[2:]}, 0.1), Panel({"light": [(1.0, 2.0)]}, 0.15)
+    svg = picture("both & more", {"TTFT": ttft, "TPOT": tpot})
     ElementTree.fromstring(svg)
     dots = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="2.5"', svg)
     assert len(dots) == 4, "a time of 0 has no place on a logarithmic scale"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from moonpool.client import SamplingParams
 from moonpool.engine.emulated.profile import load_profile
@@ -61,6 +62,9 @@ async def test_a_recorded_conductor_is_simulated(tmp_path: Path) -> None:
     assert first[2] != longer[2], "a block that is not full is another one than when it is"
     assert not set(alone) & {*first, *longer}
     assert not set(others) & set(first), "tenants share nothing"
+    *ours, theirs = (it.tenant for it in requests)
+    assert len(set(ours)) == 1
+    assert theirs not in {*ours, "", "other"}
 
     config = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=1, decode=1, block_tokens=BLOCK_TOKENS)
     slow = replace(config, rate=1e-4)  # one prompt is computed before the next one comes
@@ -117,6 +121,34 @@ def test_the_numbers_are_of_one_recording_only(tmp_path: Path) -> None:
     text = (tmp_path / "one").read_text()
     assert set(json.loads(text.splitlines()[1])) == {"timestamp", "input_length", "output_length", "hash_ids"}
     assert not any(key.hex() in text for key in KEYS)
+
+
+def test_a_tenant_has_a_name_of_this_recording_only(tmp_path: Path) -> None:
+    asked = [replace(opened(at, float(at)), tenant=tenant) for at, tenant in enumerate(("acme", "acme", "other", ""))]
+    one, two = (recorded(tmp_path / name, *asked, ends=[(at, 1) for at in range(4)]) for name in ("one", "two"))
+    first, again, other, none = (it.tenant for it in one)
+    assert first == again != other
+    assert none == ""
+    assert not {first, other} & {it.tenant for it in two}
+    text = (tmp_path / "one").read_text()
+    assert "acme" not in text
+    assert not any(blake3(name + b"acme").hexdigest(length=8) in text for name in (b"", b"tenant")), "without the key"
+
+
+@pytest.mark.parametrize(("sampling", "sequences", "tokens"), [
+    (SamplingParams(max_tokens=5, n=3, seed=7), 3, 5),
+    (SamplingParams(max_tokens=5, beam_width=3, n=2), 3, 5),
+    (GREEDY, 1, 8),
+])  # fmt: skip
+async def test_several_answers_are_recorded_with_their_number_and_length(
+    sampling: SamplingParams, sequences: int, tokens: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    async with stack(prefill(), decode(), record_trace=path) as s:
+        await s.client.generate(token_ids=FIRST, sampling=sampling)
+    (found,) = Trace(path)
+    assert (found.choices, found.output_length) == (sequences, tokens)
+    assert ('"n":' in path.read_text()) == (sequences > 1)
 
 
 def test_the_oldest_is_left_out_when_too_many_blocks_wait(tmp_path: Path) -> None:

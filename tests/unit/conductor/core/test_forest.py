@@ -134,60 +134,83 @@ def test_the_bound_is_checked() -> None:
 
 
 NAMES = ("a", "b", "c")
+COLD = ("b", "c")
+"""Those that tell which of their blocks are on SSD only."""
 PATHS = st.lists(st.sampled_from("xyz"), min_size=1, max_size=5).map(lambda names: chain(*names))
 KEY_SETS = st.lists(PATHS.map(lambda keys: keys[-1]), max_size=8)
 INSTANCES = st.sampled_from(NAMES)
 
 
+def leading(keys: list[bytes], replica: dict[str, set[bytes]]) -> dict[str, int]:
+    """How many leading keys each instance has; those with none are left out."""
+    lengths = {
+        name: next((at for at, key in enumerate(keys) if key not in held), len(keys)) for name, held in replica.items()
+    }
+    return {name: length for name, length in lengths.items() if length}
+
+
 class IndexMachine(RuleBasedStateMachine):
-    """The index against sets of keys, under loss, duplicates, removal, gaps and sweeps of any length."""
+    """The index against sets of keys, under loss, duplicates, removal, cooling, gaps and sweeps of any length."""
 
     @initialize(limit=st.sampled_from([1 << 20, 40]))
     def begin(self, limit: int) -> None:
         self.limit = limit
         self.index = PrefixIndex(limit)
         self.truth: dict[str, set[bytes]] = {}
+        self.warm: dict[str, set[bytes]] = {}
         self.sequence: dict[str, int] = {}
         self.asked: set[bytes] = set()
 
     @rule(instance=INSTANCES)
     def join(self, instance: str) -> None:
-        self.index.add_instance(instance)
-        self.truth[instance], self.sequence[instance] = set(), 0
+        self.index.add_instance(instance, tells_cold=instance in COLD)
+        self.truth[instance], self.warm[instance], self.sequence[instance] = set(), set(), 0
 
     @rule(instance=INSTANCES)
     def leave(self, instance: str) -> None:
         self.index.remove_instance(instance)
         self.truth.pop(instance, None)
 
-    @rule(instance=INSTANCES, parts=st.lists(KEY_SETS, min_size=1, max_size=3), start=st.integers(1, 50))
-    def snapshot(self, instance: str, parts: list[list[bytes]], start: int) -> None:
+    @rule(
+        instance=INSTANCES,
+        parts=st.lists(st.tuples(KEY_SETS, KEY_SETS), min_size=1, max_size=3),
+        start=st.integers(1, 50),
+    )
+    def snapshot(self, instance: str, parts: list[tuple[list[bytes], list[bytes]]], start: int) -> None:
         if instance not in self.truth:
             return
-        for number, part in enumerate(parts):
+        self.truth[instance], self.warm[instance] = set(), set()
+        for number, (part, cooled) in enumerate(parts):
             applied = self.index.apply(
                 instance,
                 start + number,
                 part,
                 [],
+                cooled,
                 snapshot_begin=number == 0,
                 snapshot_end=number == len(parts) - 1,
             )
             assert applied is Applied.DONE
+            self.truth[instance] |= set(part)
+            self.warm[instance] = (self.warm[instance] | set(part)) - set(cooled)
         assert self.index.synced(instance)
-        self.truth[instance] = {key for part in parts for key in part}
         self.sequence[instance] = start + len(parts)
 
-    @rule(instance=INSTANCES, stored=KEY_SETS, removed=KEY_SETS)
-    def change(self, instance: str, stored: list[bytes], removed: list[bytes]) -> None:
+    @rule(instance=INSTANCES, stored=KEY_SETS, removed=KEY_SETS, cooled=KEY_SETS)
+    def change(self, instance: str, stored: list[bytes], removed: list[bytes], cooled: list[bytes]) -> None:
         if self.sequence.get(instance) and instance in self.truth:
-            assert self.index.apply(instance, self.sequence[instance], stored, removed) is Applied.DONE
+            assert self.index.apply(instance, self.sequence[instance], stored, removed, cooled) is Applied.DONE
             self.truth[instance] = (self.truth[instance] | set(stored)) - set(removed)
+            self.warm[instance] = (self.warm[instance] | set(stored)) - set(cooled) - set(removed)
             self.sequence[instance] += 1
 
     @rule(instance=INSTANCES, path=PATHS)
     def store_chain(self, instance: str, path: list[bytes]) -> None:
-        self.change(instance, path, [])
+        self.change(instance, path, [], [])
+
+    @rule(instance=st.sampled_from(COLD), path=PATHS, cooled=st.integers(1, 5))
+    def cool_the_end(self, instance: str, path: list[bytes], cooled: int) -> None:
+        self.change(instance, [], [], path[-cooled:])
 
     @rule(instance=INSTANCES, stored=KEY_SETS, skipped=st.sampled_from([-1, 1, 2, 3]))
     def lose_or_repeat(self, instance: str, stored: list[bytes], skipped: int) -> None:
@@ -196,12 +219,13 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.apply(instance, sequence, stored, []) is Applied.RESYNC
             assert self.index.apply(instance, sequence + 1, stored, []) is Applied.IGNORED
             assert not self.index.synced(instance)
-            self.truth[instance], self.sequence[instance] = set(), 0
+            self.truth[instance], self.warm[instance], self.sequence[instance] = set(), set(), 0
 
     @rule(instance=INSTANCES, keys=KEY_SETS)
     def miss(self, instance: str, keys: list[bytes]) -> None:
         self.index.forget(instance, keys, self.index.version)
         self.truth.get(instance, set()).difference_update(keys)
+        self.warm.get(instance, set()).difference_update(keys)
 
     @rule(nodes=st.integers(1, 50))
     def sweep(self, nodes: int) -> None:
@@ -209,16 +233,21 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(keys=PATHS)
     def match(self, keys: list[bytes]) -> None:
+        memories = {self.index.memory(instance): instance for instance in self.truth if instance in COLD}
         found = self.index.lengths(keys)
-        expected = {}
-        for instance, held in self.truth.items():
-            length = next((i for i, key in enumerate(keys) if key not in held), len(keys))
-            if length:
-                expected[instance] = length
-        if self.limit == 1 << 20:
-            assert found == expected
-        else:  # what is forgotten for want of room is a miss, never a promise
-            assert all(length <= expected[instance] for instance, length in found.items())
+        warm = {
+            name: blocks
+            for blocks, mask in self.index.match(keys)
+            for slot, name in memories.items()
+            if mask >> slot & 1
+        }
+        known = {name: held for name, held in self.warm.items() if name in memories.values()}
+        for told, replica in ((found, self.truth), (warm, known)):
+            expected = leading(keys, replica)
+            if self.limit == 1 << 20:
+                assert told == expected
+            else:  # what is forgotten for want of room is a miss, never a promise
+                assert all(length <= expected[instance] for instance, length in told.items())
 
     @invariant()
     def agrees(self) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from typer.main import get_group
 from typer.testing import CliRunner
 
 from benchmarks.eviction import SHIPPED, trace_file
 from benchmarks.frame import Skipped
 from moonpool.cli.main import app
+from moonpool.cli.simulate import app as experiments
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
 from services.conductor.core.policies import POLICIES
@@ -184,29 +186,61 @@ def test_faults_of_ten_thousand_seeds(first: int) -> None:
 ROOT = Path(__file__).resolve().parents[4]
 
 
-def simulate(*args: str, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "MOONPOOL_TRACE"}
+def without_trace() -> dict[str, str]:
+    """The environment of a process that finds the code here, and no trace."""
+    return {name: value for name, value in os.environ.items() if name != "MOONPOOL_TRACE"} | {"PYTHONPATH": str(ROOT)}
+
+
+def simulate(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "moonpool.cli.main", "simulate", *args],
-        env={**environment, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, cwd=ROOT, check=False,
+        env=without_trace(), capture_output=True, text=True, cwd=ROOT, check=False,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("scale", "--requests", "30", "--prefill", "3", "--decode", "2", "--kvstore", "2", "--rate", "2"),
-        ("faults", "--requests", "10", "--seeds", "2"),
-    ],
+SMALL_CLUSTER = ("--prefill", "2", "--decode", "2", "--kvstore", "1")
+TINY = (
+    ("cache", "--requests", "200", "--capacities", "inf,100"),
+    ("scale", "--requests", "30", "--prefill", "3", "--decode", "2", "--kvstore", "2", "--rate", "2"),
+    ("scheduling", "--requests", "12", *SMALL_CLUSTER),
+    ("ratio", "--requests", "12", "--instances", "4", "--kvstore", "1"),
+    ("overload", "--requests", "20", *SMALL_CLUSTER),
+    ("pipeline", "--requests", "2"),
+    ("roles", "--machines", "4", "--part-s", "60", "--parts", "2", "--reading-per-s", "0.2", "--talking-per-s", "0.5"),
+    ("conductors", "--requests", "12", *SMALL_CLUSTER, "--crash-s", "2"),
+    ("transfer",),
+    ("memory", "--requests", "24", "--pool-blocks", "150", "--max-tokens", "1024"),
+    ("hot", "--requests", "30", *SMALL_CLUSTER),
+    ("faults", "--requests", "10", "--seeds", "2"),
 )
-def test_two_runs_give_the_same_bytes_under_any_hash_seed(args: tuple[str, ...]) -> None:
-    first, second = (simulate(*args, "--json", hash_seed=seed) for seed in ("1", "77"))
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert first.stdout == second.stdout
-    assert json.loads(first.stdout)["rows"]
-    assert "of wall-clock" in first.stderr
-    assert "wall" not in first.stdout
+ALL_OF_THEM = """
+import json, sys
+from moonpool.cli.simulate import app
+for args in json.loads(sys.argv[1]):
+    app([*args, "--json"], standalone_mode=False)
+    print("---")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_two_runs_of_every_experiment_give_the_same_bytes_under_any_hash_seed() -> None:
+    assert {args[0] for args in TINY} == set(get_group(experiments).commands)
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", ALL_OF_THEM, json.dumps(TINY)],
+            env=without_trace() | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )
+        for seed in ("1", "77")
+    ]  # fmt: skip
+    (first, said), (second, other) = (run.communicate() for run in runs)
+    assert [run.returncode for run in runs] == [0, 0], said + other
+    for args, one, two in zip(TINY, first.split("---\n"), second.split("---\n"), strict=False):
+        assert one == two, f"{args} differs"
+        assert json.loads(one)["rows"]
+    assert first == second
+    assert said.count("of wall-clock") == len(TINY)
+    assert "wall" not in first
 
 
 def test_a_table_and_a_picture(tmp_path: Path) -> None:

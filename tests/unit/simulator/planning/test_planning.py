@@ -1,9 +1,13 @@
 """Plans: the least-cost mix by full search, limits that cannot be kept, hardware files, the report."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks.eviction import SHIPPED
@@ -15,10 +19,12 @@ from simulator.planning.hardware import Hardware, bundled_hardware, load_hardwar
 from simulator.planning.limits import check_possible, parse_slo
 from simulator.planning.page import page
 from simulator.planning.search import Mix, NoPlan, Search
+from simulator.report.collector import Summary
 from simulator.traces.mooncake import write_trace
 from tests.unit.simulator.cluster.rig import NO_DELAYS, PROFILE, request
 
 HARDWARE = Hardware("round", {"round": "none"}, {"prefill": 3.0, "decode": 2.0, "kvstore": 1.0}, 10**9, 0)
+DEAR_DECODE = Hardware("dear decode", {"round": "none"}, {"prefill": 1.0, "decode": 10.0, "kvstore": 20.0}, 10**9, 0)
 
 
 def base(slo: Slo) -> ClusterConfig:
@@ -34,17 +40,48 @@ def trace(tmp_path: Path) -> Source:
     return Source(path)
 
 
-def test_the_best_mix_is_that_of_a_full_search(trace: Source) -> None:
+Serve = Callable[[ClusterConfig], Summary]
+
+
+def serving(trace: Source) -> Serve:
+    return lambda config: simulate(config, trace.read())[0]
+
+
+def silent(line: str) -> None:
+    """Takes progress."""
+
+
+def full_search(
+    config: ClusterConfig, hardware: Hardware, serve: Serve, goal: float, bound: int, stores: Iterable[int]
+) -> tuple[float, Mix]:
+    """The least cost, and the first mix that has it, of all with so many kvstores."""
+    found = []
+    for kvstore, prefill, decode in product(stores, range(1, bound + 1), range(1, bound + 1)):
+        wanted = replace(config, prefill=prefill, decode=decode, kvstore=kvstore)
+        if serve(wanted).goodput_share >= goal:
+            found.append((hardware.cost(prefill, decode, kvstore), Mix(prefill, decode, kvstore)))
+    return min(found)
+
+
+def test_the_best_mix_is_that_of_a_full_search() -> None:
+    """Prompts wait for room at decode, so with more prefill instances fewer decode instances will do, for a while."""
+    config, goal, bound = replace(base(Slo(1.5, 0.05)), pool_blocks=20), 0.9, 4
+    trace = [request(0.125 * number, 500, 8, 100 * (number % 20)) for number in range(16)]
+    known: dict[ClusterConfig, Summary] = {}
+
+    def serve(config: ClusterConfig) -> Summary:
+        if config not in known:
+            known[config] = simulate(config, trace)[0]
+        return known[config]
+
+    for hardware in (HARDWARE, DEAR_DECODE):
+        plan = Search(config, hardware, serve, goal, bound, silent).plan()
+        assert (plan.cost_per_hour, plan.best) == full_search(config, hardware, serve, goal, bound, (0, 1))
+
+
+def test_a_plan_says_what_it_is_sensitive_to(trace: Source) -> None:
     config, goal = base(Slo(0.75, 0.03)), 0.9
-    plan = Search(config, HARDWARE, trace, goal, 3, lambda line: None).plan()
-    good = {}
-    for kvstore in (0, 1, 2, 4):
-        for prefill in range(1, 4):
-            for decode in range(1, 4):
-                wanted = replace(config, prefill=prefill, decode=decode, kvstore=kvstore)
-                if simulate(wanted, trace.read())[0].goodput_share >= goal:
-                    good[Mix(prefill, decode, kvstore)] = HARDWARE.cost(prefill, decode, kvstore)
-    assert (plan.cost_per_hour, plan.best) == min((cost, mix) for mix, cost in good.items())
+    plan = Search(config, HARDWARE, serving(trace), goal, 3, silent).plan()
     assert plan.sensitivity["as planned"] >= goal
     assert plan.sensitivity["20 % more requests a second"] <= plan.sensitivity["20 % fewer requests a second"]
     text = page(plan, {"trace": "<small>"}, goal)
@@ -53,8 +90,67 @@ def test_the_best_mix_is_that_of_a_full_search(trace: Source) -> None:
     assert str(plan.best) in text
 
 
+def good_where(need: Callable[[int, int, int], bool], tried: list[Mix]) -> Serve:
+    """A trace that is served well where `need` says so, by numbers of prefill, decode and kvstore instances."""
+
+    def serve(config: ClusterConfig) -> Summary:
+        tried.append(Mix(config.prefill, config.decode, config.kvstore))
+        return Summary(1, {}, 1.0, 1.0, 1.0, 1.0, float(need(config.prefill, config.decode, config.kvstore)), 0.0)
+
+    return serve
+
+
+BOUND = 6
+COSTS = st.sampled_from([0.0, 0.1, 1.0, 1.5, 3.0, 10.0])
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(
+        st.lists(st.integers(1, BOUND + 2), min_size=BOUND, max_size=BOUND), min_size=BOUND + 1, max_size=BOUND + 1
+    ),
+    st.tuples(COSTS, COSTS, COSTS),
+)
+def test_no_mix_costs_less_where_more_instances_are_never_worse(
+    drawn: list[list[int]], costs: tuple[float, float, float]
+) -> None:
+    """Of those with 0, 1, 2 or 4 kvstores, and with one more or one fewer than the best has."""
+    needed = [sorted(decodes, reverse=True) for decodes in drawn]  # by kvstores and prefill instances
+
+    def need(prefill: int, decode: int, kvstore: int) -> bool:
+        return decode >= needed[min(kvstore, BOUND)][min(prefill, BOUND) - 1]
+
+    hardware = Hardware("drawn", {}, dict(zip(("prefill", "decode", "kvstore"), costs, strict=True)), 1, 0)
+    config, serve = base(Slo()), good_where(need, [])
+    try:
+        plan = Search(config, hardware, serve, 1.0, BOUND, silent).plan()
+    except NoPlan:
+        assert not any(need(BOUND, BOUND, kvstore) for kvstore in (0, 1, 2, 4))
+        return
+    near = {plan.best.kvstore - 1, plan.best.kvstore + 1} & set(range(BOUND + 1))
+    stores = {0, 1, 2, 4, plan.best.kvstore} | near
+    assert (plan.cost_per_hour, plan.best) == full_search(config, hardware, serve, 1.0, BOUND, stores)
+
+
+def test_the_walk_goes_as_far_as_it_pays_and_looks_at_few_mixes() -> None:
+    """Forty prefill instances save the last three of ten decode instances that cost ten times as much."""
+    tried: list[Mix] = []
+    serve = good_where(lambda prefill, decode, kvstore: decode >= 10 - 3 * (prefill >= 40) and prefill >= 12, tried)
+    for cost, best in ((20.0, Mix(40, 7, 0)), (1.0, Mix(12, 10, 0))):
+        tried.clear()
+        hardware = Hardware("walk", {}, {"prefill": 1.0, "decode": cost, "kvstore": 100.0}, 1, 0)
+        assert Search(base(Slo()), hardware, serve, 1.0, 64, silent).plan().best == best
+        assert len(tried) < 60
+
+
+def test_kvstores_are_doubled_while_that_pays_and_then_counted_back() -> None:
+    serve = good_where(lambda prefill, decode, kvstore: prefill >= 16 - min(kvstore, 13) and decode >= 2, [])
+    hardware = Hardware("stores", {}, {"prefill": 1.0, "decode": 1.0, "kvstore": 0.5}, 1, 0)
+    assert Search(base(Slo()), hardware, serve, 1.0, 32, silent).plan().best == Mix(3, 2, 13)
+
+
 def test_no_mix_is_good_enough(trace: Source) -> None:
-    search = Search(base(Slo(0.01, 0.03)), HARDWARE, trace, 0.9, 2, lambda line: None)
+    search = Search(base(Slo(0.01, 0.03)), HARDWARE, serving(trace), 0.9, 2, silent)
     with pytest.raises(NoPlan, match=r"no mix of at most 2 instances of a kind reaches a goodput of 90\.0%"):
         search.plan()
 
