@@ -76,7 +76,7 @@ def test_logits_are_close_in_float32(shape: str, checkpoint: Callable[[str], Pat
 def teacher_forced(path: Path, dtype: torch.dtype, *, dropped: int) -> list[tuple[float, float]]:
     """Of a chunk behind a prefix, and of decode steps: (error over transformers' own, the most that a choice lost).
 
-    Errors are distances to the float32 logits, losses are in standard deviations of these. `dropped`: see `Runner.step`.
+    Errors are distances to the float32 logits, losses are in standard deviations of these. `dropped`: of each row.
     """
     tokens = prompts(load_config(path).vocab_size)[2]
     runner, sequence = Runner(path, dtype), Sequence_(tokens)
