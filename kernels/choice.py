@@ -1,21 +1,20 @@
-"""Which implementation runs: chosen per operation, device and element type, and logged once.
+"""Which implementation runs: chosen per operation, device and element type.
 
 Triton on GPUs; on CPUs the native kernels where they can be built, else plain torch; the reference for other element
 types. MOONPOOL_KERNELS=reference|torch|native|triton narrows the choice; "native" and "triton" are refused where they
-do not run.
+do not run. Nothing is logged here: an engine's start says in one line what computes (`moonpool.engine.messages`).
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from typing import Literal, get_args
 
 import torch
 
 from kernels import triton
-from kernels.native import library
+from kernels.native import build, library
 
 Name = Literal["reference", "torch", "native", "triton"]
 VARIABLE = "MOONPOOL_KERNELS"
@@ -24,11 +23,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Operations whose implementation in plain torch is for CPUs only.
 _TORCH_ON_CPU_ONLY = frozenset({"attention"})
 
-log = logging.getLogger(__name__)
-
 
 def choose(operation: str, device: torch.device, dtype: torch.dtype) -> Name:
-    """Return the implementation of `operation` for tensors of `dtype` on `device`; logs each choice once.
+    """Return the implementation of `operation` for tensors of `dtype` on `device`.
 
     Raises:
         ValueError: MOONPOOL_KERNELS has a value it must not have, or asks for native kernels that cannot be had.
@@ -39,12 +36,6 @@ def choose(operation: str, device: torch.device, dtype: torch.dtype) -> Name:
 @functools.cache  # asked for every layer of every step; nothing that it depends on changes
 def choose_by_wish(operation: str, device: torch.device, dtype: torch.dtype, wish: str) -> Name:
     """As `choose`, with the value of MOONPOOL_KERNELS as an argument."""
-    name = _choose(operation, device, dtype, wish)
-    log.info("%s on %s in %s: %s", operation, device.type, str(dtype).removeprefix("torch."), name)
-    return name
-
-
-def _choose(operation: str, device: torch.device, dtype: torch.dtype, wish: str) -> Name:
     if wish and wish not in get_args(Name):
         raise ValueError(f"{VARIABLE}: must be one of {', '.join(get_args(Name))}, not {wish!r}")
     if dtype not in DTYPES or wish == "reference":
@@ -63,6 +54,25 @@ def _choose(operation: str, device: torch.device, dtype: torch.dtype, wish: str)
     return "reference" if operation in _TORCH_ON_CPU_ONLY else "torch"
 
 
-def prepare(device: torch.device, dtype: torch.dtype) -> Name:
-    """Build or load what the operations need, ahead of the first call, and return which implementation it is."""
-    return choose("attention", device, dtype)
+def prepare(device: torch.device, dtype: torch.dtype) -> str:
+    """Build or load what the operations need, ahead of the first call.
+
+    Returns:
+        What computes: the implementation, and of native kernels the processor's instructions ("native avx2").
+    """
+    name = choose("attention", device, dtype)
+    return f"native {build.detect()}" if name == "native" else name
+
+
+def why_not_native(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why native kernels do not run there, in a line; "" where they do."""
+    if choose("linear", device, dtype) == "native":
+        return ""
+    wish = os.environ.get(VARIABLE, "")
+    if wish:
+        return f"{VARIABLE}={wish}"
+    if device.type != "cpu":
+        return f"the device is {device.type}"
+    if dtype not in DTYPES:
+        return f"no native kernels for {str(dtype).removeprefix('torch.')}"
+    return library.failure().partition("\n")[0]

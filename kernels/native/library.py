@@ -270,7 +270,7 @@ class Library:
 
 
 class Loader:
-    """Builds and loads a library at first use, once, and logs what came of it.
+    """Builds and loads a library at first use, once, and logs why where it cannot be had.
 
     Attributes:
         loaded: the library, None until it is asked for and where it cannot be had.
@@ -294,7 +294,6 @@ class Loader:
     def _load(self) -> None:
         try:
             self.loaded = Library(self._build())
-            log.info("native kernels: %s", self.loaded.path.name)
         except (BuildError, OSError, AttributeError) as error:
             self.failure = str(error)
             log.warning("native kernels cannot be had, plain torch runs instead: %s", self.failure)

@@ -88,7 +88,7 @@ class Sampling(ctypes.Structure):
 
 
 class GoOn(ctypes.Structure):
-    """In go_on.cpp."""
+    """In go_on.h."""
 
     _fields_ = (
         ("model", ctypes.POINTER(Model)), ("step", ctypes.POINTER(Step)),

@@ -126,4 +126,5 @@ class DecodeGraphs:
             if self._captures.captured(shape, graph.nbytes):
                 self._graphs[shape] = graph
         if self._captures.stopped:
-            log.info("no more graphs of decode steps: %s", self._captures.stopped)
+            # Engine processes set up no logging: warnings get to standard error, anything less is dropped.
+            log.warning("no more graphs of decode steps: %s", self._captures.stopped)

@@ -234,6 +234,8 @@ class Ready:
     """The most memory that the process held until then, libraries and mapped files included."""
     footprint: Footprint
     """What it holds from now on, at most."""
+    computing: str
+    """What computes its steps, for people: kernels, whether layers run in one native call or why not, and graphs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,12 +235,14 @@ class ProcessEngine:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                for worker in self._workers:
-                    group.create_task(self._ready(worker, on_loading))
+                stages = [group.create_task(self._ready(worker, on_loading)) for worker in self._workers]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        by = " / ".join(dict.fromkeys(stage.result() for stage in stages))  # one line: stages hardly ever differ
+        spec = self._spec
+        log.info("computing", by=by, device=spec.device, weights=spec.dtype, kv=spec.layout.dtype)
 
-    async def _ready(self, worker: Worker, on_loading: OnLoading) -> None:
+    async def _ready(self, worker: Worker, on_loading: OnLoading) -> str:
         try:
             message = await worker.channel.receive()
             while isinstance(message, Loaded):
@@ -257,6 +259,7 @@ class ProcessEngine:
         )  # fmt: skip
         self.footprints[worker.stage] = message.footprint
         log.info("memory", stage=worker.stage, pid=worker.process.pid, **message.footprint.mebibytes())
+        return message.computing
 
     def listen(self) -> None:
         """Starts to read the messages of the stages."""

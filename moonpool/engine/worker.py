@@ -179,6 +179,13 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     return runner, footprint
 
 
+def computing(runner: "StageRunner") -> str:
+    """What computes the stage's steps, as `Ready` tells it."""
+    model, graphs = runner.model, "" if runner.graphs is None else "; decode steps as graphs"
+    layers = f"layers one by one ({model.one_by_one})" if model.one_by_one else "all layers in one call"
+    return f"{model.kernels}, {layers}{graphs}"
+
+
 def turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractContextManager[None]]:
     """What each step runs in: as many cores as are ours while it does (`moonpool.engine.cores`).
 
@@ -228,7 +235,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     runner, footprint = load(spec, pool_fd, gates, channel)
     turn = turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    channel.send(Ready(time.monotonic() - begin, peak_bytes, footprint))
+    channel.send(Ready(time.monotonic() - begin, peak_bytes, footprint, computing(runner)))
 
     def run(step: Step | None) -> bool:
         with turn():

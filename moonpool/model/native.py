@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,15 +9,13 @@ import torch
 from torch import Tensor
 
 from kernels.attention import AttentionPlan
-from kernels.choice import choose
+from kernels.choice import why_not_native
 from kernels.native import library, structures
 from kernels.native.library import MAX_HEAD_DIM, TYPES, Library
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.model.batch import PackedBatch
 from moonpool.model.trim import trim
 from moonpool.model.weights import LayerWeights
-
-log = logging.getLogger(__name__)
 
 
 class Watch(Protocol):
@@ -34,7 +31,7 @@ class Watch(Protocol):
 
 
 class NativeLayers:
-    """The layers of one stage as the native step is given them; `native_layers` makes it."""
+    """The layers of one stage, from layer `index` of the model on, as the native step is given them."""
 
     def __init__(self, native: Library, config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> None:
         self.native = native
@@ -114,14 +111,15 @@ class NativeLayers:
         return out
 
 
-def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> NativeLayers | None:
-    """Return the layers from `index` on for the native step, or None where they run operation by operation."""
+def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> NativeLayers | str:
+    """Return the layers from `index` on for the native step, or why they run operation by operation."""
     first = layers[0].input_norm
-    if choose("linear", first.device, first.dtype) != "native":
-        return None  # so says the log of the products, which weights were arranged for
-    native, missing = library.get(), _missing(config, layers)
-    log.info("layers in one call on %s in %s: %s", first.device, first.dtype, f"no, {missing}" if missing else "yes")
-    return None if missing or native is None else NativeLayers(native, config, index, layers)
+    missing = why_not_native(first.device, first.dtype) or _missing(config, layers)
+    if missing:
+        return missing
+    native = library.get()
+    assert native is not None
+    return NativeLayers(native, config, index, layers)
 
 
 def _missing(config: ModelConfig, layers: Sequence[LayerWeights]) -> str:

@@ -30,6 +30,7 @@ class StageModel:
     """Layers `layer_begin` up to `layer_end` of a model; the first stage embeds, the last one has norm and head.
 
     `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
+    `kernels`: what computes (`kernels.choice.prepare`). `one_by_one`: why layers are not one native call, or "".
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class StageModel:
         self._rope = RopeTable(config, self.dtype, self.device)
         self._scale = config.head_dim**-0.5
         self.deterministic = deterministic
-        choice.prepare(self.device, self.dtype)  # kernels are built now, not in the first step
-        self._native = native_layers(config, layer_begin, self.layers)
+        self.kernels = choice.prepare(self.device, self.dtype)  # built now, not in the first step
+        native = native_layers(config, layer_begin, self.layers)
+        self._native = None if isinstance(native, str) else native
+        self.one_by_one = native if isinstance(native, str) else ""
 
     @property
     def is_first(self) -> bool:

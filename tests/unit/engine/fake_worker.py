@@ -69,7 +69,7 @@ def main() -> None:
     gates = Gates()
     receiver = Receiver(channel, gates, spec.engine.stages, spec.rendezvous)
     receiver.start()
-    channel.send(Ready(0.0, 0, Footprint(4, 3, 2, 1, 0)))
+    channel.send(Ready(0.0, 0, Footprint(4, 3, 2, 1, 0), "nothing"))
     following: Step | None = None
     while not isinstance(order := receiver.next_order(wait=following is None) or following, Shutdown):
         if isinstance(order, Step):

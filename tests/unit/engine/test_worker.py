@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import choice
+from kernels.native import build, library
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.cost import Speeds
 from moonpool.engine.handle import Engine
@@ -173,6 +175,40 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
         if device != "cpu":
             with pytest.raises(Unavailable):
                 await engine.fetch((3,))
+
+
+NATIVE = "torch" if library.get() is None else f"native {build.detect()}"
+
+
+@pytest.mark.parametrize(
+    ("stages", "wish", "by"),
+    [
+        pytest.param(
+            2, "", f"{NATIVE}, all layers in one call",
+            marks=pytest.mark.skipif(library.get() is None, reason="no native kernels"),
+        ),
+        (1, "torch", "torch, layers one by one (MOONPOOL_KERNELS=torch)"),
+    ],
+)  # fmt: skip
+async def test_one_line_of_the_log_says_what_computes(
+    checkpoint: Path,
+    stages: int,
+    wish: str,
+    by: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(choice.VARIABLE, wish)
+    with caplog.at_level("INFO"):
+        async with start_engine(spec(checkpoint, stages=stages), start_timeout_s=90):
+            pass
+    told = [record.msg for record in caplog.records if isinstance(record.msg, dict)]
+    [line] = [fields for fields in told if fields["event"] == "computing"]
+    said = {name: line[name] for name in ("by", "device", "weights", "kv")}
+    assert said == {"by": by, "device": "cpu", "weights": "float32", "kv": "float32"}
+    assert not [record for record in caplog.records if "native" in str(record.msg) and record.msg is not line]
+    assert "native" not in capfd.readouterr().err  # nor do the workers say anything themselves
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

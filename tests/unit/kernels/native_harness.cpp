@@ -152,6 +152,9 @@ static Function<int, int> threads_used;
 static Function<int, P, L, int> read_;
 static Function<int, void*, L, L, int, int> exponentials;
 
+struct Sequence { int rows, context; };
+#include "native_steps.h"
+
 static void open_library(const char* path) {
     void* library = dlopen(path, RTLD_NOW);
     if (!library) printf("%s\n", dlerror()), exit(1);
@@ -161,11 +164,11 @@ static void open_library(const char* path) {
     GET(write_quantized, "write_quantized"), GET(outside, "outside"), GET(copy_blocks, "copy_blocks");
     GET(panels_bytes, "panels_bytes"), GET(arrange, "arrange"), GET(rows_back, "rows"), GET(product_, "product");
     GET(threads_used, "threads_used"), GET(read_, "read"), GET(exponentials, "exp");
+    GET(step_, "step"), GET(go_on, "go_on"), GET(sample, "sample"), GET(uniform, "uniform");
 }
 
 // ---- attention ----
 struct Shape { int D, G, kv_heads, block_tokens; };
-struct Sequence { int rows, context; };
 
 struct Batch {
     int q_type, kv_type;
@@ -530,6 +533,8 @@ int main(int count, char** words) {
         for (int to : {I8, F8}) quantized_writes(type, to);
     }
     attention();
+    for (int type : {F32, BF16, F16})
+        for (int kv_type : {type, (int)I8, (int)F8}) whole_steps(type, kv_type), whole_runs(type, kv_type);
     for (auto& [name, f] : found) printf("%-48s %9ld checks, worst %.3f of what is allowed\n", name.c_str(), f.checks, f.worst);
     printf(failed ? "FAILED\n" : "passed\n");
     return failed;

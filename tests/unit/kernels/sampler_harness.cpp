@@ -14,17 +14,18 @@ static double uniform() {
     return (double)(state >> 11) * 0x1p-53;
 }
 
-enum { ROWS = 4, DRAWS = 8, TOP = 5 };
+enum { ROWS = 4, DRAWS = 8, TOP = 5, BEFORE = 48, BANNED = 8, BIASED = 8 };
 static const int64_t vocabularies[] = {128, 1000, 4096, 20011, 151936};
 static const double sizes[] = {0.3, 1, 4, 9};
 
 struct Case {
     std::vector<float> logits;
     std::vector<char> mask;
+    std::vector<int32_t> data;  // tokens before, banned ones, biased ones, and their biases
     Row rows[ROWS] = {};
     uint64_t seeds[ROWS * DRAWS], positions[ROWS * DRAWS];
 
-    Case(int number, int64_t vocab) : logits(ROWS * vocab), mask(vocab / 8 + 1) {
+    Case(int number, int64_t vocab) : logits(ROWS * vocab), mask(vocab / 8 + 1), data(BEFORE + BANNED + 2 * BIASED) {
         for (float& it : logits) {
             double sum = -3;
             for (int i = 0; i < 6; i++) sum += uniform();
@@ -32,12 +33,22 @@ struct Case {
             if (number % 3 == 0) it = (float)(int)(it * 4) / 4;  // many equal ones
         }
         for (char& it : mask) it = (char)(uniform() * 256);
+        for (int32_t& it : data) it = (int32_t)(uniform() * (double)(number % 2 ? vocab : 20));  // 20: many come again
+        float biases[BIASED];
+        for (float& it : biases) it = (float)(uniform() * 8 - 4);
+        memcpy(&data[BEFORE + BANNED + BIASED], biases, sizeof biases);
         for (int r = 0; r < ROWS; r++) fill(rows[r], r, number);
         for (int i = 0; i < ROWS * DRAWS; i++) seeds[i] = (uint64_t)(uniform() * 1e18), positions[i] = number * 100 + i;
     }
     void fill(Row& row, int r, int number) {
         row.top_p = r == 1 ? 0.95 : r == 2 ? 0.5 : 1, row.top_k = r == 3 ? 40 : 0;
-        row.min_p = number % 2 && r == 0 ? 0.02f : 0, row.repetition = 1;
+        row.min_p = number % 2 && r == 0 ? 0.02f : 0;
+        int changed = (number + r) % 6;  // 0: nothing; 5: all of it
+        row.repetition = changed == 1 || changed == 5 ? 1.3f : 1;
+        row.frequency = changed == 2 || changed == 5 ? 0.4f : 0, row.presence = changed == 3 || changed == 5 ? -0.7f : 0;
+        row.history_count = changed ? BEFORE : 0, row.prompt_tokens = BEFORE / 3;
+        row.banned = 4 * BEFORE, row.banned_count = changed > 3 ? BANNED : 0;
+        row.bias = 4 * (BEFORE + BANNED), row.bias_count = changed > 3 ? BIASED : 0;
         row.scale = number % 7 == 6 && r == 0 ? -1 : LOG2E / (float)(0.5 + uniform());
         row.top = r == 0 ? TOP : -1, row.draw = r * DRAWS, row.draws = DRAWS;
         if (number % 4 == 3) row.mask = mask.data(), row.mask_bytes = (int)mask.size();
@@ -55,7 +66,7 @@ int main() {
         uint32_t ranks[ROWS * DRAWS];
         float logprobs[ROWS * DRAWS], top[ROWS * TOP];
         mp_uniform(its.seeds, its.positions, 0, ROWS * DRAWS, numbers);
-        Sampling s{its.logits.data(), ROWS, vocab, its.rows, nullptr, numbers, tokens, failed, logprobs, ranks, likely, top, TOP};
+        Sampling s{its.logits.data(), ROWS, vocab, its.rows, (const char*)its.data.data(), numbers, tokens, failed, logprobs, ranks, likely, top, TOP};
         if (mp_sample(&s, 1)) return 1;
         for (int32_t it : failed) if (it) return 2;
         for (int32_t it : tokens) note(it);

@@ -37,17 +37,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def unsaid() -> Iterator[None]:
-    """No choice was made; afterwards none either."""
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing loaded, no choice made; afterwards none either."""
+    monkeypatch.setattr(library, "loader", library.Loader())
     choice.choose_by_wish.cache_clear()
     yield
     choice.choose_by_wish.cache_clear()
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, unsaid: None) -> None:
-    """Nothing loaded, nothing said."""
-    monkeypatch.setattr(library, "loader", library.Loader())
 
 
 def test_built_once_per_target_and_sources(fake: Path) -> None:
@@ -86,7 +81,7 @@ def test_a_folder_that_others_may_write_to_is_refused(fake: Path, tmp_path: Path
 
 
 @pytest.mark.usefixtures("fresh")
-def test_without_a_compiler_plain_torch_runs_and_says_so_once(
+def test_without_a_compiler_plain_torch_runs_and_says_why_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -96,9 +91,9 @@ def test_without_a_compiler_plain_torch_runs_and_says_so_once(
     with caplog.at_level(logging.INFO, "kernels"):
         for _ in range(2):
             case.check(case.run())
-    said = [record.getMessage() for record in caplog.records]
-    assert said.count("attention on cpu in float32: torch") == 1
-    assert sum("no C++ compiler found" in line for line in said) == 1
+    assert sum("no C++ compiler found" in record.getMessage() for record in caplog.records) == 1
+    assert choice.prepare(CPU, torch.float32) == "torch"
+    assert choice.why_not_native(CPU, torch.float32).startswith("no C++ compiler found")
     monkeypatch.setenv(choice.VARIABLE, "native")
     with pytest.raises(ValueError, match="MOONPOOL_KERNELS: native kernels cannot be had: no C"):
         case.run()
@@ -121,13 +116,16 @@ def test_the_choice(wish: str, dtype: torch.dtype, name: str, monkeypatch: pytes
     assert choose("attention", CPU, dtype) == name
 
 
-@pytest.mark.usefixtures("unsaid")
-def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(choice.VARIABLE, "torch")
-    with caplog.at_level(logging.INFO, "kernels.choice"):
-        for _ in range(2):
-            choose("rms_norm", CPU, torch.bfloat16)
-    assert [record.getMessage() for record in caplog.records] == ["rms_norm on cpu in bfloat16: torch"]
+@pytest.mark.parametrize(("wish", "device", "dtype", "why"), [
+    ("torch", "cpu", torch.bfloat16, "MOONPOOL_KERNELS=torch"),
+    ("", "meta", torch.bfloat16, "the device is meta"),
+    ("", "cpu", torch.float64, "no native kernels for float64"),
+])  # fmt: skip
+def test_why_native_kernels_do_not_run(
+    wish: str, device: str, dtype: torch.dtype, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(choice.VARIABLE, wish)
+    assert choice.why_not_native(torch.device(device), dtype) == why
 
 
 def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

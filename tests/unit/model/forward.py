@@ -48,8 +48,11 @@ class Runner:
         self.scales = None if stored is None else torch.full(shape[:5], torch.nan)
         self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
 
-    def step(self, work: Sequence[tuple[Sequence_, int]]) -> Tensor:
-        """Compute `count` further tokens of each sequence; returns logits [T, vocab] of every row."""
+    def step(self, work: Sequence[tuple[Sequence_, int]], *, dropped: int = 0) -> Tensor:
+        """Compute `count` further tokens of each sequence; returns logits [T, vocab] of every row.
+
+        `dropped`: keys that each row does not see, its last ones: a fault, to see that it is found.
+        """
         parts = []
         for sequence, count in work:
             while len(sequence.blocks) * BLOCK < sequence.done + count:
@@ -58,6 +61,7 @@ class Runner:
             parts.append((array("i", part).tobytes(), sequence.done, sequence.blocks))
             sequence.done += count
         batch = PackedBatch.build(parts, BLOCK)
+        batch.context_lens -= dropped
         hidden = batch.token_ids
         for stage in self.stages:
             its = slice(stage.layer_begin, stage.layer_end)

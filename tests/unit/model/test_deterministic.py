@@ -6,18 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import quantized
 from moonpool.model.linear import Linear
 from tests.unit.model.forward import Runner, Sequence_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [None, *quantized.DTYPES.values()])
 @pytest.mark.parametrize("mode", ["", "torch"])
 @torch.inference_mode()
 def test_any_mix_of_chunks_and_decode_steps(
-    dtype: torch.dtype, mode: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    stored: torch.dtype | None,
+    mode: str,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)
-    runner = Runner(checkpoint("tiny-qwen3"), dtype)
+    runner = Runner(checkpoint("tiny-qwen3"), dtype, stored=stored)
     for stage in runner.stages:
         stage.deterministic = True
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,7 @@
-"""The rule by which a number becomes a token, against a plain sort, and distributions over 100,000 draws each."""
+"""The rule by which a number becomes a token, against a plain sort, and distributions over 100,000 draws each.
+
+Distributions are tested of the native sampler and of torch's.
+"""
 
 import math
 from array import array
@@ -10,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.choice import VARIABLE
+from kernels.native import library
 from moonpool.model import sample
-from moonpool.model.draw import scale_of
+from moonpool.model.draw import scale_of, uniform
 from moonpool.model.draw import weights_of as all_weights
 from moonpool.sampling import SampleSpec, SamplingParams
+from moonpool.sched.sampling import SequenceSampling
 from tests.unit.model.draws import draw
 
 DRAWS = 100_000
@@ -21,6 +27,11 @@ PER_POSITION = 10_000
 LOGITS = torch.randn(40, generator=torch.Generator().manual_seed(11)) * 1.5
 HISTORY = [3, 5, 5, 5, 8, 13, 21, 21]
 PROMPT = 4
+ENDS = {2, 30}
+BAD_WORDS = ((17,), (21, 21, 7), (13, 21, 21, 33), (21, 13, 9))
+"""All have begun but the last."""
+ALLOWED = {*range(1, 40, 3), 0, 39}
+"""What the mask lets through."""
 
 FEATURES: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6},
@@ -35,7 +46,26 @@ FEATURES: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.8},
     "all penalties": {"presence_penalty": -0.5, "frequency_penalty": 0.9, "repetition_penalty": 0.7},
     "logit_bias": {"logit_bias": {0: 2.0, 17: -3.0, 39: 1.0}},
+    "mask": {},
+    "min_tokens": {"min_tokens": 5},
+    "bad_words": {},
+    "mask, bad_words and the rest": {
+        "min_tokens": 5,
+        "top_k": 9,
+        "top_p": 0.9,
+        "repetition_penalty": 1.4,
+        "logit_bias": {2: 9.0},
+    },
 }
+EXCLUDED = {
+    "mask": {*range(40)} - ALLOWED,
+    "min_tokens": ENDS,
+    "bad_words": {17, 7, 33},
+    "mask, bad_words and the rest": {*range(40)} - ALLOWED | ENDS | {17, 7, 33},
+}
+"""Tokens that must not be chosen."""
+NATIVE = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
+BOTH = pytest.mark.parametrize("mode", [pytest.param("native", marks=NATIVE), "torch"])
 
 
 def weights_of(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -67,6 +97,25 @@ def penalised(logits: Tensor, params: SamplingParams) -> Tensor:
     return torch.tensor(changed)
 
 
+def spec_of(feature: str, params: SamplingParams) -> SampleSpec:
+    """As an instance has it for the token after the history."""
+    bad = BAD_WORDS if "bad_words" in feature else ()
+    return SequenceSampling.of(params, PROMPT, ENDS, bad).at(array("i", HISTORY))
+
+
+def probabilities_of(logits: Tensor, params: SamplingParams) -> list[float]:
+    weights = weights_of(logits, params).double()
+    probabilities: list[float] = (weights / weights.sum()).tolist()
+    return probabilities
+
+
+def follows(counts: Counter[int], probabilities: list[float]) -> bool:
+    """Whether these are likely counts of draws; prints how likely."""
+    value, bound = chi_square(counts, probabilities)
+    print(f"chi-square {value:.1f}, bound {bound:.1f}, {len(counts)} tokens")
+    return counts.total() == DRAWS and all(probabilities[token] for token in counts) and value < bound
+
+
 def chi_square(counts: Counter[int], probabilities: list[float]) -> tuple[float, float]:
     """The statistic, and its bound at four standard deviations (Wilson and Hilferty's approximation)."""
     total = sum(counts.values())
@@ -77,21 +126,36 @@ def chi_square(counts: Counter[int], probabilities: list[float]) -> tuple[float,
     return value, freedom * (1 - scale + 4 * math.sqrt(scale)) ** 3
 
 
+@BOTH
 @pytest.mark.parametrize("feature", FEATURES)
-def test_draws_follow_the_distribution(feature: str) -> None:
+def test_draws_follow_the_distribution(feature: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, mode)
     params = SamplingParams(**FEATURES[feature])
-    history = array("i", HISTORY).tobytes() if params.penalised else None
-    spec = SampleSpec(params, 4711, samples=PER_POSITION, history=history, prompt_tokens=PROMPT)
+    spec = replace(spec_of(feature, params), seed=4711, samples=PER_POSITION)
+    mask = sum(1 << token for token in ALLOWED).to_bytes(5, "little")
     counts: Counter[int] = Counter()
     for position in range(DRAWS // PER_POSITION):
-        [tokens], *_ = sample(LOGITS.clone()[None], [replace(spec, position=position)])
+        at = replace(spec, position=position)
+        [tokens], *_ = sample(LOGITS.clone()[None], [at], {0: mask} if "mask" in feature else {})
         counts.update(tokens)
-    weights = weights_of(penalised(LOGITS, params), params).double()
-    probabilities = (weights / weights.sum()).tolist()
-    assert not [token for token in counts if not probabilities[token]]
-    value, bound = chi_square(counts, probabilities)
-    print(f"{feature}: chi-square {value:.1f}, bound {bound:.1f}, {len(counts)} tokens")
-    assert value < bound
+    logits = penalised(LOGITS, params)
+    logits[list(EXCLUDED.get(feature, ()))] = -torch.inf
+    assert follows(counts, probabilities_of(logits, params))
+
+
+@pytest.mark.parametrize("along", ["seeds", "positions"])
+@NATIVE
+def test_draws_of_many_seeds_or_positions_follow_the_distribution(along: str) -> None:
+    """One draw each: those of any seeds, and those along one answer, are as independent as those of samples."""
+    params = SamplingParams(**FEATURES["all three"])
+    pairs = [(number, 7) if along == "seeds" else (4711, number) for number in range(DRAWS)]
+    [by_torch] = draw(LOGITS[None], [params], [[uniform(*pair) for pair in pairs]])
+    natively: list[int] = []
+    for begin in range(0, DRAWS, PER_POSITION):
+        specs = [SampleSpec(params, seed, position=at) for seed, at in pairs[begin : begin + PER_POSITION]]
+        natively += [token for [token] in sample(LOGITS.repeat(PER_POSITION, 1), specs).tokens]
+    assert natively == by_torch
+    assert follows(Counter(natively), probabilities_of(LOGITS, params))
 
 
 def test_weights_are_exponentials() -> None:
@@ -105,10 +169,10 @@ def test_weights_are_exponentials() -> None:
 
 
 def test_the_chi_square_test_can_fail() -> None:
-    weights = weights_of(LOGITS, SamplingParams())
-    [tokens], *_ = sample(LOGITS.clone()[None], [SampleSpec(SamplingParams(temperature=1.05), 1, samples=PER_POSITION)])
-    value, bound = chi_square(Counter(tokens), (weights / weights.sum()).tolist())
-    assert value > bound
+    [tokens], *_ = sample(LOGITS.clone()[None], [SampleSpec(SamplingParams(temperature=1.05), 1, samples=DRAWS)])
+    assert not follows(Counter(tokens), probabilities_of(LOGITS, SamplingParams()))
+    [tokens], *_ = sample(LOGITS.clone()[None], [SampleSpec(SamplingParams(), 1, samples=DRAWS)])
+    assert follows(Counter(tokens), probabilities_of(LOGITS, SamplingParams()))
 
 
 MIXED = [

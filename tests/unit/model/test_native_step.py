@@ -3,7 +3,7 @@
 import os
 import random
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,22 @@ from moonpool.model.create import create
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
 FAMILIES = ("tiny-llama", "tiny-llama3", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
-BLOCK, BLOCKS = 16, 160
-CHEAP = 3
-"""Seeds that are tried by default."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK = 16
+SPARE = 9
+"""Blocks that no sequence has."""
+MOST = 40
+"""Sequences of the largest batch."""
+BORDERS = (0, 1, 14, 15, 16, 17, 30, 31, 32, 33)
+"""Tokens before a chunk: around the borders of blocks."""
+CHUNKS = [(start, end) for start in BORDERS for end in (1, 15, 16, 17, 31, 32, 33, 47, 48, 49) if start < end]
+"""Every border at which a chunk may begin, with every one at which it may end."""
+CHUNKS_A_TEST = -(-len(CHUNKS) // (MOST // len(DTYPES)))
+"""So many of them in a test: each element type meets them all."""
+ROWS = 24
+"""Of decode steps, that an error is a mean of at least: a single row's varies."""
+FURTHER = 2
+"""Steps that decode steps go on by."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,19 +66,40 @@ class Checked:
         with kernels(mode):
             self.stage = load_stage(path, self.config, dtype, 0, self.config.num_layers)
 
-    def run(self, work: "Work", prefixes: Tensor, **how: Any) -> tuple[int, Tensor, Tensor]:
+    def run(self, batch: PackedBatch, prefixes: Tensor, **how: Any) -> tuple[int, Tensor, Tensor]:
         """(layer that it came to, hidden states, pool) of a run after `prefixes` [layers, blocks, ...]."""
-        pool, batch = prefixes.to(self.dtype).clone(), work.batch
-        return *self.go_on(self.stage.embed(batch.token_ids), work, pool, 0, **how), pool
+        pool = prefixes.to(self.dtype).clone()
+        return *self.go_on(self.stage.embed(batch.token_ids), batch, pool, 0, **how), pool
 
-    def go_on(self, hidden: Tensor, work: "Work", pool: Tensor, first: int, **how: Any) -> tuple[int, Tensor]:
+    def go_on(self, hidden: Tensor, batch: PackedBatch, pool: Tensor, first: int, **how: Any) -> tuple[int, Tensor]:
         """(layer that it came to, hidden states) of a run from layer `first` on."""
         with kernels(self.mode):
-            return self.stage.run(hidden, work.batch, pool, first, self.config.num_layers, **how)
+            return self.stage.run(hidden, batch, pool, first, self.config.num_layers, **how)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of every row, written where NaN was."""
         with kernels(self.mode):
-            return self.stage.logits(hidden)
+            out = torch.full((len(hidden), self.config.vocab_size), torch.nan)
+            return self.stage.logits(hidden, out)
+
+    def further(self, batch: PackedBatch, pool: Tensor, tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Logits of the steps after `batch`, in which its sequences go on by these tokens; written where NaN was."""
+        with kernels(self.mode):
+            if self.mode == "torch":
+                return [self._after(batch := batch.after(its), pool) for its in tokens]
+            chosen = array("i", tokens[0])
+            run = self.stage.going_on(batch, pool, len(tokens), chosen.buffer_info()[0])
+            assert run is not None
+            logits = []
+            for its in tokens:
+                chosen[:] = array("i", its)
+                run.logits.fill_(torch.nan)
+                assert run.go_on().steps == 1
+                logits.append(run.logits.clone())
+            return logits
+
+    def _after(self, batch: PackedBatch, pool: Tensor) -> Tensor:
+        return self.logits(self.stage.forward(batch.token_ids, batch, pool))
 
 
 @dataclass
@@ -80,19 +114,26 @@ class Work:
 
 
 def draw(config: ModelConfig, chosen: random.Random, sequences: int, most: int) -> tuple[Work, Tensor]:
+    """Sequences of up to `most` tokens, as `of_chunks`."""
+    starts = [chosen.choice((*BORDERS, chosen.randrange(40))) for _ in range(sequences)]
+    return of_chunks(config, chosen, [(start, start + chosen.randint(1, most)) for start in starts])
+
+
+def of_chunks(config: ModelConfig, chosen: random.Random, chunks: Sequence[tuple[int, int]]) -> tuple[Work, Tensor]:
     """Sequences with blocks in no order, and the KV of their prefixes; free slots hold NaN."""
-    free = chosen.sample(range(BLOCKS), BLOCKS)
-    shape = (config.num_layers, BLOCKS, config.num_kv_heads, 2, BLOCK, config.head_dim)
+    blocks_of = [-(-(end + FURTHER) // BLOCK) for _, end in chunks]
+    free = list(range(sum(blocks_of) + SPARE))
+    chosen.shuffle(free)
+    shape = (config.num_layers, len(free), config.num_kv_heads, 2, BLOCK, config.head_dim)
     prefixes, parts = torch.full(shape, torch.nan), []
     generator = torch.Generator().manual_seed(chosen.randrange(1 << 30))
-    for _ in range(sequences):
-        # Around the borders of blocks.
-        before, count = chosen.choice((0, 1, 15, 16, 17, chosen.randrange(40))), chosen.randint(1, most)
-        table = [free.pop() for _ in range(-(-(before + count) // BLOCK))]
-        for position in range(before):
-            block, slot = table[position // BLOCK], position % BLOCK
-            prefixes[:, block, :, :, slot] = torch.randn(shape[0], shape[2], 2, shape[5], generator=generator)
-        tokens = array("i", (chosen.randrange(config.vocab_size) for _ in range(count)))
+    for (before, end), count in zip(chunks, blocks_of, strict=True):
+        table = [free.pop() for _ in range(count)]
+        position = torch.arange(before)
+        blocks, slots = torch.tensor(table)[position // BLOCK], position % BLOCK
+        kv = torch.randn(before, shape[0], shape[2], 2, shape[5], generator=generator)
+        prefixes[:, blocks, :, :, slots] = kv
+        tokens = array("i", (chosen.randrange(config.vocab_size) for _ in range(end - before)))
         parts.append((tokens.tobytes(), before, table))
     return Work(parts), prefixes.bfloat16()  # exact in every type that is used
 
@@ -125,28 +166,52 @@ def shape_of(chosen: random.Random) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize(
-    "seed", [seed if seed < CHEAP else pytest.param(seed, marks=pytest.mark.slow) for seed in range(40)]
-)
+def results(
+    checked: Checked, work: Work, prefixes: Tensor, tokens: Sequence[Sequence[int]], threads: int
+) -> list[Tensor]:
+    """Hidden states, logits and pool; where each chunk is one token, also logits of steps that go on by these tokens.
+
+    Torch has one thread: others of its own would wait at full speed.
+    """
+    torch.set_num_threads(threads if checked.mode == "native" else 1)
+    pool, batch = prefixes.to(checked.dtype).clone(), work.batch
+    _, hidden = checked.go_on(checked.stage.embed(batch.token_ids), batch, pool, 0)
+    more = checked.further(batch, pool, tokens) if len(hidden) == len(work.parts) else []
+    return [hidden, checked.logits(hidden), pool, *more]
+
+
+def compare(
+    three: Sequence[Checked], chosen: random.Random, chunks: Sequence[tuple[int, int]], *, batches: int = 1
+) -> None:
+    """Compare such batches natively, in torch, and exactly; errors are means over all of them."""
+    config = three[0].config
+    found: list[list[list[Tensor]]] = [[] for _ in three]
+    for _ in range(batches):
+        work, prefixes = of_chunks(config, chosen, chunks)
+        tokens = [[chosen.randrange(config.vocab_size) for _ in chunks] for _ in range(FURTHER)]
+        threads = chosen.randint(1, 2)
+        poison(three[0])
+        for checked, its in zip(three, found, strict=True):
+            its.append(results(checked, work, prefixes, tokens, threads))
+    for parts in zip(*(zip(*its, strict=True) for its in found), strict=True):
+        mine, theirs, exact = map(torch.cat, parts)
+        close(mine, theirs, exact.double())
+
+
+@pytest.mark.parametrize("sequences", range(1, MOST + 1))
 @torch.inference_mode()
-def test_the_torch_stage_on_fresh_shapes(seed: int, tmp_path: Path) -> None:
-    """Each seed has its own shape, batches of its own, and one of seed + 1 sequences."""
-    chosen = random.Random(seed)
-    name = FAMILIES[seed % len(FAMILIES)]
-    dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
-    path = create(name, tmp_path / "model", seed, "bfloat16", overrides=shape_of(chosen))
-    native, plain = Checked(path, dtype, "native"), Checked(path, dtype, "torch")
-    exact = Checked(path, torch.float32, "torch")
-    for sequences, most in ((seed + 1, 1), (3, 40), (2, 90)):
-        work, prefixes = draw(native.config, chosen, sequences, most)
-        torch.set_num_threads(chosen.randint(1, 2))
-        poison(native)
-        (_, mine, my_pool), (_, theirs, their_pool), (_, want, exact_pool) = (
-            checked.run(work, prefixes) for checked in (native, plain, exact)
-        )
-        close(mine, theirs, want.double())
-        close(my_pool, their_pool, exact_pool.double())
-        close(native.logits(mine), plain.logits(theirs), exact.logits(want).double())
+def test_the_torch_stage_on_fresh_shapes(sequences: int, tmp_path: Path) -> None:
+    """Each batch has its own shape; families and types go round, so that each meets small, middle and large batches."""
+    chosen, family = random.Random(sequences), FAMILIES[sequences % len(FAMILIES)]
+    path = create(family, tmp_path / "model", sequences, "bfloat16", overrides=shape_of(chosen))
+    turn, kind = divmod(sequences, len(DTYPES))
+    dtype = DTYPES[kind]
+    three = [Checked(path, its, mode) for its, mode in ((dtype, "native"), (dtype, "torch"), (torch.float32, "torch"))]
+    decode = [(start, start + 1) for start in (BORDERS[(sequences + i) % len(BORDERS)] for i in range(sequences))]
+    borders = [CHUNKS[(turn * CHUNKS_A_TEST + i) % len(CHUNKS)] for i in range(CHUNKS_A_TEST)]
+    compare(three, chosen, decode, batches=-(-ROWS // sequences))
+    compare(three, chosen, borders)
+    compare(three, chosen, [(5, 6), (0, 90)])
 
 
 def quantised(work: Work, prefixes: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -177,7 +242,7 @@ def test_quantised_kv(dtype: torch.dtype, stored: torch.dtype, tmp_path: Path) -
         before = quantised(work, prefixes, stored)
         pools = [tuple(part.clone() for part in before) for _ in range(3)]
         hiddens = [
-            checked.go_on(checked.stage.embed(work.batch.token_ids), work, pool, 0, scales=scales)[1]
+            checked.go_on(checked.stage.embed(work.batch.token_ids), work.batch, pool, 0, scales=scales)[1]
             for checked, (pool, scales) in zip((native, plain, exact), pools, strict=True)
         ]
         for first, (mine, theirs) in enumerate(zip(*(its[0].view(torch.uint8) for its in pools[:2]), strict=True)):
@@ -197,9 +262,9 @@ def test_rows_that_nobody_wants_are_left_out_of_the_last_layer(mode: str, checkp
     work, prefixes = draw(checked.config, chosen, 6, 20)
     batch = work.batch
     counts = batch.query_start.diff().tolist()
-    _, whole, pool = checked.run(work, prefixes)
+    _, whole, pool = checked.run(work.batch, prefixes)
     for tails in ([0] * 6, [1] * 6, counts, [counts[0], 1, 0, counts[3], 0, 1], [min(2, count) for count in counts]):
-        _, hidden, same_pool = checked.run(work, prefixes, tails=tails)
+        _, hidden, same_pool = checked.run(work.batch, prefixes, tails=tails)
         torch.testing.assert_close(same_pool, pool, rtol=0, atol=0, equal_nan=True)
         ends = batch.query_start.tolist()[1:]
         wanted = [row for end, tail in zip(ends, tails, strict=True) for row in range(end - tail, end)]
@@ -223,18 +288,18 @@ def test_a_step_stops_at_a_shut_gate_and_goes_on_from_there(mode: str, checkpoin
     chosen = random.Random(6)
     checked = Checked(checkpoint("tiny-llama"), torch.float32, mode)
     work, prefixes = draw(checked.config, chosen, 3, 20)
-    _, whole, pool = checked.run(work, prefixes)
+    _, whole, pool = checked.run(work.batch, prefixes)
     watch = Words(0, 1)
-    came, hidden, part = checked.run(work, prefixes, watch=watch)
+    came, hidden, part = checked.run(work.batch, prefixes, watch=watch)
     assert came == 2
     assert torch.equal(torch.isnan(part[2:]), torch.isnan(prefixes[2:]))
     watch.words[1] = 3
-    came, hidden = checked.go_on(hidden, work, part, 2, watch=watch)
+    came, hidden = checked.go_on(hidden, work.batch, part, 2, watch=watch)
     assert came == 4
     assert torch.equal(hidden, whole)
     torch.testing.assert_close(part, pool, rtol=0, atol=0, equal_nan=True)
     watch.words[0] = 1
-    assert checked.go_on(hidden, work, part, 0, watch=watch)[0] == 0
+    assert checked.go_on(hidden, work.batch, part, 0, watch=watch)[0] == 0
 
 
 @torch.inference_mode()
@@ -242,7 +307,7 @@ def test_layer_by_layer_and_by_any_threads_the_same_bits(checkpoint: Callable[[s
     chosen = random.Random(7)
     checked = Checked(checkpoint("tiny-qwen2"), torch.bfloat16, "native")
     work, prefixes = draw(checked.config, chosen, 5, 30)
-    _, whole, pool = checked.run(work, prefixes)
+    _, whole, pool = checked.run(work.batch, prefixes)
     torch.set_num_threads(2)
     again, batch = prefixes.clone(), work.batch
     hidden = checked.stage.embed(batch.token_ids)
@@ -253,11 +318,10 @@ def test_layer_by_layer_and_by_any_threads_the_same_bits(checkpoint: Callable[[s
     torch.testing.assert_close(again, pool, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_the_native_step_does_not_take_runs_in_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_native_step_does_not_take_runs_in_torch(tmp_path: Path) -> None:
     """Heads of 8 elements: told, and computed all the same."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 1}
-    with caplog.at_level("INFO", "moonpool.model.native"):
-        checked = Checked(create("tiny-llama", tmp_path / "model", overrides=sizes), torch.float32, "")
-    assert "no, head_dim 8 is no multiple of 16" in caplog.text
+    checked = Checked(create("tiny-llama", tmp_path / "model", overrides=sizes), torch.float32, "")
+    assert checked.stage.one_by_one == "head_dim 8 is no multiple of 16 up to 256"
     work, prefixes = draw(checked.config, random.Random(8), 2, 3)
-    assert torch.isfinite(checked.run(work, prefixes)[1]).all()
+    assert torch.isfinite(checked.run(work.batch, prefixes)[1]).all()
