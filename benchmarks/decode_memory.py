@@ -15,8 +15,9 @@ from benchmarks.frame import Absent, Progress, Row, bounded, run
 from moonpool.core.kernel import Ended
 from moonpool.cost import decode_step_seconds, prefill_seconds
 from moonpool.engine.emulated.profile import load_profile
+from moonpool.engine.process import RUN_STEPS
 from moonpool.kv.keys import BlockKey
-from services.decode.core.actions import Action, Gone, Load, Promised, Run, Store, SwapIn, SwapOut
+from services.decode.core.actions import Action, Cut, Gone, Load, Promised, Run, Store, SwapIn, SwapOut
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.events import (
     Arrived,
@@ -26,6 +27,7 @@ from services.decode.core.events import (
     Reserve,
     Start,
     StepDone,
+    Stepped,
     StoreEnd,
     StreamOpened,
     SwapEnd,
@@ -68,8 +70,9 @@ class Virtual:
         now: seconds.
         tokens: made so far.
         ended: sequences that ended with their whole answer.
-        slot_steps, token_steps: slots without a token, and tokens computed, added up over sequences and steps.
-        most: sequences in a step at most.
+        slot_steps, token_steps: slots of the sequences' blocks without a token, and tokens, added up over sequences and
+            steps.
+        steps, runs: steps so far, and the runs that they were taken in.
     """
 
     core: DecodeCore
@@ -78,11 +81,13 @@ class Virtual:
     ended: int = 0
     slot_steps: int = 0
     token_steps: int = 0
-    most: int = 0
+    steps: int = 0
+    runs: int = 0
     live: dict[int, Answering] = field(default_factory=dict)
     refused: bool = False
     _next: int = 1
     _run: Run | None = None
+    _left: int = 0  # steps of the run that are not over
     _events: list[tuple[float, int, Event]] = field(default_factory=list)
     _count: int = 0
     _link_free: dict[type[Action], float] = field(default_factory=dict)
@@ -122,17 +127,17 @@ class Virtual:
         self.post(self._done() if isinstance(event, StepDone) else event)
         return True
 
-    def _done(self) -> StepDone:
-        assert self._run is not None
-        run, self._run = self._run, None
-        self.most = max(self.most, len(run.batch))
+    def _done(self) -> StepDone | Stepped:
+        """A step is over, and the run with it if it was the last one or somebody has ended."""
+        run = self._run
+        assert run is not None
         ended, filled = [], []
         sampled = [*run.batch, *(chunk.id for chunk in run.chunks if chunk.sample)]
         for number in sampled:
             it = self.live[number]
             tokens = it.prompt + it.made
             self.token_steps += tokens
-            self.slot_steps += -tokens % BLOCK_TOKENS
+            self.slot_steps += self._slots(number) - tokens
             if tokens % BLOCK_TOKENS == 0 and tokens > it.computed:
                 filled.append((number, _key(number, tokens)))
             it.computed = max(it.computed, tokens)
@@ -141,15 +146,28 @@ class Virtual:
             if it.made == it.answer:
                 ended.append((number, STOPPED))
                 self.ended += 1
+        self.steps, self._left = self.steps + 1, self._left - 1
+        if self._left and not ended:
+            self._at(self._step_s(run, 1), StepDone(run.step, False, 0.0))
+            return Stepped(run.step, 1, 0.0, tuple(filled))
+        self._run = None
         return StepDone(run.step, False, 0.0, tuple(ended), tuple(filled))
+
+    def _slots(self, number: int) -> int:
+        """Of the blocks in a sequence's table, whoever else has them in his."""
+        member = self.core.requests[self.live[number].request].member(number)
+        assert member is not None, "a sequence that was computed is in the batch"
+        return len(member.table) * BLOCK_TOKENS
 
     def _perform(self, action: Action) -> None:
         match action:
             case Promised():
                 self.refused = False
             case Run():
-                self._run = action
+                self._run, self._left, self.runs = action, action.steps, self.runs + 1
                 self._at(self._step_s(action), StepDone(action.step, False, 0.0))
+            case Cut():
+                self._left = 1
             case SwapOut(io, _, blocks) | SwapIn(io, _, _, blocks):
                 seconds = len(blocks) * self.core.config.block_bytes / SWAP_BYTES_PER_S
                 self._at(self._after_others(type(action), seconds), Ended(io, SwapEnd(True, seconds)))
@@ -168,9 +186,10 @@ class Virtual:
         self._link_free[kind] = max(self.now, self._link_free.get(kind, 0.0)) + seconds
         return self._link_free[kind] - self.now
 
-    def _step_s(self, run: Run) -> float:
-        speeds = self.core.config.speeds
-        seconds = decode_step_seconds(speeds, len(run.batch), self.core.planner.batch.context)
+    def _step_s(self, run: Run, over: int = 0) -> float:
+        """Of the next step of a run, when so many are over of which the core has not heard."""
+        speeds, sequences = self.core.config.speeds, len(run.batch)
+        seconds = decode_step_seconds(speeds, sequences, self.core.planner.batch.context + over * sequences)
         return seconds + sum(
             prefill_seconds(speeds, chunk.count, chunk.start, steps=0, begins=False) for chunk in run.chunks
         )
@@ -201,6 +220,8 @@ def virtual(blocks: int, preemption: Preemption = Preemption.AUTO) -> Virtual:
         preemption=preemption,
         watermark_blocks=blocks // 100,
         swap_blocks=blocks * 4,
+        run_steps=RUN_STEPS,
+        ahead_steps=RUN_STEPS,
     )
     return Virtual(DecodeCore(config))
 
@@ -214,20 +235,39 @@ def teach(it: Virtual, answer: int) -> None:
         pass
 
 
-def at_once() -> tuple[float, float, float]:
-    """A pool always offered more: mean sequences in it, unused slots over tokens, mean tokens of a sequence."""
+@dataclass(frozen=True)
+class Filled:
+    """A pool that is always offered more.
+
+    Attributes:
+        sequences: in it, mean.
+        unused: slots of their blocks without a token, over tokens.
+        tokens: of a sequence in a step, mean.
+        run_steps: of a run, mean.
+    """
+
+    sequences: float
+    unused: float
+    tokens: float
+    run_steps: float
+
+
+def at_once(prompt: int, answer: int, ended: int, *, longest_life: bool = False) -> Filled:
+    """Fills a pool until so many have ended; or takes only as many as fit when each has its longest life."""
     it, rng = virtual(POOL_BLOCKS), random.Random(SEED)
-    teach(it, ANSWER)
+    teach(it, answer)
     counts: list[int] = []
-    it.slot_steps = it.token_steps = 0
-    while it.ended < 3_000:
-        while it.admit(PROMPT + rng.randrange(BLOCK_TOKENS), ANSWER):
+    before, it.slot_steps, it.token_steps, it.steps, it.runs = it.tokens, 0, 0, 0, 0
+    most = POOL_BLOCKS // -(-(prompt + BLOCK_TOKENS // 2 + MAX_TOKENS) // BLOCK_TOKENS) if longest_life else POOL_BLOCKS
+    begun = it.ended
+    while it.ended - begun < ended:
+        while len(it.live) < most and it.admit(prompt + rng.randrange(BLOCK_TOKENS), answer):
             pass
         counts.append(len(it.live))
         it.step()
     steady = counts[len(counts) // 3 :]
-    sampled = it.tokens - 20 * ANSWER
-    return sum(steady) / len(steady), it.slot_steps / it.token_steps, it.token_steps / sampled
+    tokens = it.token_steps / (it.tokens - before)
+    return Filled(sum(steady) / len(steady), it.slot_steps / it.token_steps, tokens, it.steps / it.runs)
 
 
 @dataclass(frozen=True)
@@ -281,13 +321,19 @@ def measure(options: argparse.Namespace, progress: Progress) -> Sequence[Row | A
 
 
 def _rows(progress: Progress) -> Iterator[Row]:
-    before = POOL_BLOCKS // -(-(PROMPT + BLOCK_TOKENS // 2 + MAX_TOKENS) // BLOCK_TOKENS)
-    mean, unused, length = at_once()
+    full = at_once(PROMPT, ANSWER, 3_000)
+    life = at_once(PROMPT, ANSWER, 300, longest_life=True)
     progress("sequences at once")
-    name = f"sequences at once, {POOL_BLOCKS} blocks, max_tokens {MAX_TOKENS}, answers of {ANSWER}"
-    yield Row(name, mean, "sequences", None, "longest life promised", before, mean / before, 8.0)
-    allowed = (BLOCK_TOKENS - 1) / 2 / length + 0.01
-    yield bounded("slots without a token over tokens", "share", [unused], "half a block a sequence + 1 %", allowed)
+    name = f"{POOL_BLOCKS} blocks, max_tokens {MAX_TOKENS}, answers of {ANSWER}"
+    ratio = full.sequences / life.sequences
+    yield Row(
+        f"sequences at once, {name}", full.sequences, "sequences", None, "longest life kept free", life.sequences,
+        ratio, 8.0,
+    )  # fmt: skip
+    allowed = (BLOCK_TOKENS - 1) / 2 / full.tokens + 0.01
+    yield bounded(
+        f"slots without a token over tokens, {name}", "share", [full.unused], "half a block a sequence + 1 %", allowed
+    )
     yield from _shared(progress)
     yield from _overcommitted(progress)
 

@@ -135,7 +135,7 @@ class DecodeCore:
         self._end(self.orphans.of(event.conductor), "the conductor's stream ended", out)  # it has placed them anew
         tbt_s = self._admission.predicted_tbt_s(event, self.requests.values(), now)
         request = Request.of(event, now, now + self.config.promise_s)
-        refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
+        refused = self._admission.refuse(event, request, tbt_s, self.requests.values(), now)
         if refused is not None:
             out.append(Refused(event.id, *refused, tbt_s))
             return

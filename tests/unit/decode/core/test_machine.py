@@ -4,12 +4,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from moonpool.cost import Speeds
 from services.decode.core.actions import Adopted, Fenced, Gone, Promised
 from services.decode.core.config import Preemption
 from services.decode.core.events import Beams, Died, Stop, StreamOpened
 from services.decode.core.request import NOBODY, State
+from tests.unit.decode.core.paced import STEEP, PacedWorld
 from tests.unit.decode.core.sequence import BT, prompt
-from tests.unit.decode.core.world import World, config
+from tests.unit.decode.core.world import SPEEDS, World, config
 
 COPYING = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 STARTED = (State.READY, State.RUNNING, State.CATCHING_UP, State.PARKED, *COPYING)
@@ -20,9 +22,16 @@ class DecodeMachine(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(way=st.sampled_from(Preemption), swap=st.sampled_from([0, 3, 50]), every=st.sampled_from([0, 0, 1, 3]))
-    def begin(self, way: Preemption, swap: int, every: int) -> None:
-        self.world = World(
+    @initialize(
+        way=st.sampled_from(Preemption),
+        swap=st.sampled_from([0, 3, 50]),
+        every=st.sampled_from([0, 0, 1, 3]),
+        steps=st.sampled_from([(1, 0), (5, 0), (5, 5), (40, 40)]),
+        speeds=st.sampled_from([SPEEDS, STEEP]),
+    )
+    def begin(self, way: Preemption, swap: int, every: int, steps: tuple[int, int], speeds: Speeds) -> None:
+        run_steps, ahead_steps = steps
+        self.world = PacedWorld(
             config(
                 12,
                 max_batch=3,
@@ -32,6 +41,9 @@ class DecodeMachine(RuleBasedStateMachine):
                 watermark_blocks=1,
                 preempt_every=every,
                 assumed_answer_tokens=8,
+                run_steps=run_steps,
+                ahead_steps=ahead_steps,
+                speeds=speeds,
                 grace_s=2.0,
                 log_ttl_s=30.0,
                 log_bytes=4000,
@@ -57,7 +69,7 @@ class DecodeMachine(RuleBasedStateMachine):
         length=st.integers(1, 3 * BT),
         seed=st.integers(0, 2),
         answer=st.integers(1, 5 * BT),
-        slo=st.sampled_from([0.0, 0.0, 0.0035, 1.0]),
+        slo=st.sampled_from([0.0, 0.0, 0.0022, 0.0035, 1.0]),
         stores=st.sampled_from([0, 0, 2]),
         resumable=st.sampled_from([True, True, False]),
     )
@@ -85,7 +97,7 @@ class DecodeMachine(RuleBasedStateMachine):
         length=st.integers(1, 2 * BT),
         seed=st.integers(0, 2),
         answers=st.lists(st.integers(1, 2 * BT), min_size=2, max_size=3),
-        slo=st.sampled_from([0.0, 0.0, 1.0]),
+        slo=st.sampled_from([0.0, 0.0, 0.0045, 1.0]),
         resumable=st.sampled_from([True, True, False]),
     )
     def reserve_group(self, length: int, seed: int, answers: list[int], slo: float, resumable: bool) -> None:
