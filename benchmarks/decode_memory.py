@@ -48,6 +48,7 @@ OVERCOMMIT = 3
 SAMPLES = 8
 LONG_PROMPT = 4_100
 STOPPED = 1
+WANTED_AT_ONCE, WANTED_OF_UNCROWDED = 8.0, 0.7
 
 
 @dataclass
@@ -207,8 +208,8 @@ def _keys(number: int, begin: int, tokens: int) -> tuple[BlockKey, ...]:
     return tuple(_key(number, end) for end in range(begin + BLOCK_TOKENS, tokens + 1, BLOCK_TOKENS))
 
 
-def virtual(blocks: int, preemption: Preemption = Preemption.AUTO) -> Virtual:
-    """An instance of LLaMA3-70B on 8 x A800 with a pool of so many blocks."""
+def virtual(blocks: int, preemption: Preemption = Preemption.AUTO, run_steps: int = RUN_STEPS) -> Virtual:
+    """An instance of LLaMA3-70B on 8 x A800 with a pool of so many blocks, and with runs as the service has them."""
     profile = load_profile("llama-70b-a800")
     config = CoreConfig(
         num_blocks=blocks,
@@ -220,8 +221,8 @@ def virtual(blocks: int, preemption: Preemption = Preemption.AUTO) -> Virtual:
         preemption=preemption,
         watermark_blocks=blocks // 100,
         swap_blocks=blocks * 4,
-        run_steps=RUN_STEPS,
-        ahead_steps=RUN_STEPS,
+        run_steps=run_steps,
+        ahead_steps=run_steps if run_steps > 1 else 0,
     )
     return Virtual(DecodeCore(config))
 
@@ -306,8 +307,8 @@ def crowd(blocks: int, count: int, answer: int, preemption: Preemption) -> Crowd
 
 
 def most_blocks(prompt: int, answer: int, width: int) -> int:
-    """Blocks that answers of a length to one prompt need at most, in an otherwise empty pool."""
-    it, most = virtual(POOL_BLOCKS), 0
+    """Blocks that answers of a length to one prompt need at most; none are given ahead, as none are to a group."""
+    it, most = virtual(POOL_BLOCKS, run_steps=1), 0
     assert it.admit(prompt, answer, width), "the pool is large enough"
     while it.step():
         most = max(most, it.core.blocks.num_used)
@@ -316,38 +317,39 @@ def most_blocks(prompt: int, answer: int, width: int) -> int:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Sequence[Row | Absent]:
-    """All figures."""
-    return list(_rows(progress))
+    """All figures: virtual time is the same in every run, so there is one."""
+    return [*_full(progress), *_shared(progress), *_overcommitted(progress)]
 
 
-def _rows(progress: Progress) -> Iterator[Row]:
-    full = at_once(PROMPT, ANSWER, 3_000)
-    life = at_once(PROMPT, ANSWER, 300, longest_life=True)
-    progress("sequences at once")
+def _full(progress: Progress) -> Iterator[Row]:
+    """What is in a pool that is always offered more."""
     name = f"{POOL_BLOCKS} blocks, max_tokens {MAX_TOKENS}, answers of {ANSWER}"
+    full, life = at_once(PROMPT, ANSWER, 3_000), at_once(PROMPT, ANSWER, 300, longest_life=True)
+    progress(f"sequences at once; a run has {full.run_steps:.2f} steps")
     ratio = full.sequences / life.sequences
+    reference = "each one's longest life kept free"
     yield Row(
-        f"sequences at once, {name}", full.sequences, "sequences", None, "longest life kept free", life.sequences,
-        ratio, 8.0,
-    )  # fmt: skip
-    allowed = (BLOCK_TOKENS - 1) / 2 / full.tokens + 0.01
-    yield bounded(
-        f"slots without a token over tokens, {name}", "share", [full.unused], "half a block a sequence + 1 %", allowed
+        f"sequences at once, {name}",
+        full.sequences,
+        "sequences",
+        None,
+        reference,
+        life.sequences,
+        ratio,
+        WANTED_AT_ONCE,
     )
-    yield from _shared(progress)
-    yield from _overcommitted(progress)
+    allowed = (BLOCK_TOKENS - 1) / 2 / full.tokens + 0.01
+    limit = "half a block over the mean length + 1 %"
+    yield bounded(f"slots without a token over tokens, {name}", "share", [full.unused], limit, allowed)
 
 
 def _shared(progress: Progress) -> Iterator[Row]:
     """Several answers to one prompt, against one answer and the blocks of the others' tokens."""
     one, several = (most_blocks(LONG_PROMPT, ANSWER, width) for width in (1, SAMPLES))
-    answers = (SAMPLES - 1) * -(-ANSWER // BLOCK_TOKENS)
-    name = f"blocks of {SAMPLES} answers of {ANSWER} to a prompt of {LONG_PROMPT}"
-    progress("shared prompts")
-    ratio = several / (one + answers)
-    yield bounded(
-        f"{name} ({several}), over one's and the others' answers ({one + answers})", "ratio", [ratio], "limit", 1.15
-    )
+    needed = one + (SAMPLES - 1) * -(-ANSWER // BLOCK_TOKENS)
+    progress(f"shared prompts: {several} blocks, one answer and the others' tokens need {needed}")
+    name = f"blocks of {SAMPLES} answers of {ANSWER} to a prompt of {LONG_PROMPT}, over one's and the others' answers"
+    yield bounded(name, "ratio", [several / needed], "limit", 1.15)
 
 
 def _overcommitted(progress: Progress) -> Iterator[Row]:
@@ -359,21 +361,25 @@ def _overcommitted(progress: Progress) -> Iterator[Row]:
     roomy = crowd(OVERCOMMIT * (POOL_BLOCKS + fitting), count, answer, Preemption.AUTO)
     assert not alone.preemptions + roomy.preemptions, "these are to be uncrowded"
     progress("uncrowded")
+    rates = {}
     # The target is that of the way that is taken by itself; the others stand beside it.
     for way in (Preemption.AUTO, Preemption.SWAP, Preemption.STORE, Preemption.CACHE, Preemption.RECOMPUTE):
-        target = 0.7 if way is Preemption.AUTO else None
-        found = crowd(POOL_BLOCKS, count, answer, way)
-        lost = count - found.ended
-        assert lost == 0, f"{lost} sequences were lost"
-        name = (
-            f"overcommitted {OVERCOMMIT} times, {way.value}: {found.preemptions} preemptions, {found.swaps} swaps, "
-            f"{found.loaded} blocks loaded, {found.recomputed} tokens computed again, none of {count} lost"
+        found, name = crowd(POOL_BLOCKS, count, answer, way), f"overcommitted {OVERCOMMIT} times, {way.value}"
+        assert found.ended == count, f"{count - found.ended} sequences were lost"
+        progress(
+            f"{name}: {found.preemptions} preemptions, {found.swaps} swaps, {found.loaded} blocks loaded, "
+            f"{found.recomputed} tokens computed again, none of {count} lost"
         )
-        references = (("uncrowded: as many as fit", alone), ("uncrowded: a pool for all", roomy))
-        for reference, crowd_ in references:
-            ratio = found.tokens_per_s / crowd_.tokens_per_s
-            yield Row(name, found.tokens_per_s, "tokens/s", None, reference, crowd_.tokens_per_s, ratio, target)
-        progress(f"overcommitted, {way.value}")
+        rates[way] = found.tokens_per_s
+        target = WANTED_OF_UNCROWDED if way is Preemption.AUTO else None
+        yield _beside(name, rates[way], "uncrowded: as many as fit", alone.tokens_per_s, target)
+        yield _beside(name, rates[way], "uncrowded: a pool for all", roomy.tokens_per_s, target)
+    swap, recompute = rates[Preemption.SWAP], rates[Preemption.RECOMPUTE]
+    yield _beside(f"overcommitted {OVERCOMMIT} times, swap", swap, "recompute", recompute)
+
+
+def _beside(name: str, rate: float, reference: str, other: float, target: float | None = None) -> Row:
+    return Row(name, rate, "tokens/s", None, reference, other, rate / other, target)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A world that looks at each run: no step of it is longer than a promise that can be kept."""
+"""A world that looks at each run: no step of it is longer than a promise that can be kept. Transfers break in it."""
 
 from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
 from services.decode.core.actions import Action, Run
-from services.decode.core.events import Event
+from services.decode.core.events import Event, Open, Stop
+from tests.unit.decode.core.sequence import BT
 from tests.unit.decode.core.world import World
 
 STEEP = Speeds(
@@ -12,7 +13,7 @@ STEEP = Speeds(
 
 
 class PacedWorld(World):
-    """Looks at each run when it is ordered."""
+    """Looks at each run when it is ordered; transfers may break."""
 
     def post(self, event: Event) -> list[Action]:
         out = super().post(event)
@@ -20,6 +21,14 @@ class PacedWorld(World):
             if isinstance(action, Run):
                 assert_paced(self, action)
         return out
+
+    def tear(self, number: int, leading: int) -> None:
+        """A transfer ends when so many leading blocks have come, and a part of the next one."""
+        self.post(Open(number))
+        it = self.sequences[number]
+        for position in range(min(leading * BT + BT // 2, len(it.tokens))):
+            self._write(it, position)
+        self.post(Stop(number, "the sender gave up", min(leading, len(it.table))))
 
 
 def assert_paced(world: World, run: Run) -> None:
@@ -31,7 +40,7 @@ def assert_paced(world: World, run: Run) -> None:
     members: dict[int, list[int]] = {}
     for number in run.batch:
         members.setdefault(world.sequences[number].request, []).append(number)
-    promises = {request: world.asked[request].tbt_slo_s for request in members}
+    promises = {request: world.core.requests[request].tbt_slo_s for request in members}
     count, start = sum(chunk.count for chunk in run.chunks), max((chunk.start for chunk in run.chunks), default=0)
 
     def step_s(numbers: list[int], step: int) -> float:
