@@ -12,6 +12,7 @@ ALL = (
     "admission",
     "checkpoint",
     "conductor",
+    "decode_memory",
     "engine",
     "eviction",
     "failover",

@@ -15,8 +15,9 @@ from benchmarks.frame import Absent, Progress, Row, bounded, run
 from moonpool.core.kernel import Ended
 from moonpool.cost import decode_step_seconds, prefill_seconds
 from moonpool.engine.emulated.profile import load_profile
+from moonpool.engine.process import RUN_STEPS
 from moonpool.kv.keys import BlockKey
-from services.decode.core.actions import Action, Gone, Load, Promised, Run, Store, SwapIn, SwapOut
+from services.decode.core.actions import Action, Cut, Gone, Load, Promised, Run, Store, SwapIn, SwapOut
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.events import (
     Arrived,
@@ -26,6 +27,7 @@ from services.decode.core.events import (
     Reserve,
     Start,
     StepDone,
+    Stepped,
     StoreEnd,
     StreamOpened,
     SwapEnd,
@@ -46,6 +48,7 @@ OVERCOMMIT = 3
 SAMPLES = 8
 LONG_PROMPT = 4_100
 STOPPED = 1
+WANTED_AT_ONCE, WANTED_OF_UNCROWDED = 8.0, 0.7
 
 
 @dataclass
@@ -68,8 +71,9 @@ class Virtual:
         now: seconds.
         tokens: made so far.
         ended: sequences that ended with their whole answer.
-        slot_steps, token_steps: slots without a token, and tokens computed, added up over sequences and steps.
-        most: sequences in a step at most.
+        slot_steps, token_steps: slots of the sequences' blocks without a token, and tokens, added up over sequences and
+            steps.
+        steps, runs: steps so far, and the runs that they were taken in.
     """
 
     core: DecodeCore
@@ -78,11 +82,13 @@ class Virtual:
     ended: int = 0
     slot_steps: int = 0
     token_steps: int = 0
-    most: int = 0
+    steps: int = 0
+    runs: int = 0
     live: dict[int, Answering] = field(default_factory=dict)
     refused: bool = False
     _next: int = 1
     _run: Run | None = None
+    _left: int = 0  # steps of the run that are not over
     _events: list[tuple[float, int, Event]] = field(default_factory=list)
     _count: int = 0
     _link_free: dict[type[Action], float] = field(default_factory=dict)
@@ -122,17 +128,17 @@ class Virtual:
         self.post(self._done() if isinstance(event, StepDone) else event)
         return True
 
-    def _done(self) -> StepDone:
-        assert self._run is not None
-        run, self._run = self._run, None
-        self.most = max(self.most, len(run.batch))
+    def _done(self) -> StepDone | Stepped:
+        """A step is over, and the run with it if it was the last one or somebody has ended."""
+        run = self._run
+        assert run is not None
         ended, filled = [], []
         sampled = [*run.batch, *(chunk.id for chunk in run.chunks if chunk.sample)]
         for number in sampled:
             it = self.live[number]
             tokens = it.prompt + it.made
             self.token_steps += tokens
-            self.slot_steps += -tokens % BLOCK_TOKENS
+            self.slot_steps += self._slots(number) - tokens
             if tokens % BLOCK_TOKENS == 0 and tokens > it.computed:
                 filled.append((number, _key(number, tokens)))
             it.computed = max(it.computed, tokens)
@@ -141,15 +147,28 @@ class Virtual:
             if it.made == it.answer:
                 ended.append((number, STOPPED))
                 self.ended += 1
+        self.steps, self._left = self.steps + 1, self._left - 1
+        if self._left and not ended:
+            self._at(self._step_s(run, 1), StepDone(run.step, False, 0.0))
+            return Stepped(run.step, 1, 0.0, tuple(filled))
+        self._run = None
         return StepDone(run.step, False, 0.0, tuple(ended), tuple(filled))
+
+    def _slots(self, number: int) -> int:
+        """Of the blocks in a sequence's table, whoever else has them in his."""
+        member = self.core.requests[self.live[number].request].member(number)
+        assert member is not None, "a sequence that was computed is in the batch"
+        return len(member.table) * BLOCK_TOKENS
 
     def _perform(self, action: Action) -> None:
         match action:
             case Promised():
                 self.refused = False
             case Run():
-                self._run = action
+                self._run, self._left, self.runs = action, action.steps, self.runs + 1
                 self._at(self._step_s(action), StepDone(action.step, False, 0.0))
+            case Cut():
+                self._left = 1
             case SwapOut(io, _, blocks) | SwapIn(io, _, _, blocks):
                 seconds = len(blocks) * self.core.config.block_bytes / SWAP_BYTES_PER_S
                 self._at(self._after_others(type(action), seconds), Ended(io, SwapEnd(True, seconds)))
@@ -168,9 +187,10 @@ class Virtual:
         self._link_free[kind] = max(self.now, self._link_free.get(kind, 0.0)) + seconds
         return self._link_free[kind] - self.now
 
-    def _step_s(self, run: Run) -> float:
-        speeds = self.core.config.speeds
-        seconds = decode_step_seconds(speeds, len(run.batch), self.core.planner.batch.context)
+    def _step_s(self, run: Run, over: int = 0) -> float:
+        """Of the next step of a run, when so many are over of which the core has not heard."""
+        speeds, sequences = self.core.config.speeds, len(run.batch)
+        seconds = decode_step_seconds(speeds, sequences, self.core.planner.batch.context + over * sequences)
         return seconds + sum(
             prefill_seconds(speeds, chunk.count, chunk.start, steps=0, begins=False) for chunk in run.chunks
         )
@@ -188,8 +208,8 @@ def _keys(number: int, begin: int, tokens: int) -> tuple[BlockKey, ...]:
     return tuple(_key(number, end) for end in range(begin + BLOCK_TOKENS, tokens + 1, BLOCK_TOKENS))
 
 
-def virtual(blocks: int, preemption: Preemption = Preemption.AUTO) -> Virtual:
-    """An instance of LLaMA3-70B on 8 x A800 with a pool of so many blocks."""
+def virtual(blocks: int, preemption: Preemption = Preemption.AUTO, run_steps: int = RUN_STEPS) -> Virtual:
+    """An instance of LLaMA3-70B on 8 x A800 with a pool of so many blocks, and with runs as the service has them."""
     profile = load_profile("llama-70b-a800")
     config = CoreConfig(
         num_blocks=blocks,
@@ -201,6 +221,8 @@ def virtual(blocks: int, preemption: Preemption = Preemption.AUTO) -> Virtual:
         preemption=preemption,
         watermark_blocks=blocks // 100,
         swap_blocks=blocks * 4,
+        run_steps=run_steps,
+        ahead_steps=run_steps if run_steps > 1 else 0,
     )
     return Virtual(DecodeCore(config))
 
@@ -214,20 +236,39 @@ def teach(it: Virtual, answer: int) -> None:
         pass
 
 
-def at_once() -> tuple[float, float, float]:
-    """A pool always offered more: mean sequences in it, unused slots over tokens, mean tokens of a sequence."""
+@dataclass(frozen=True)
+class Filled:
+    """A pool that is always offered more.
+
+    Attributes:
+        sequences: in it, mean.
+        unused: slots of their blocks without a token, over tokens.
+        tokens: of a sequence in a step, mean.
+        run_steps: of a run, mean.
+    """
+
+    sequences: float
+    unused: float
+    tokens: float
+    run_steps: float
+
+
+def at_once(prompt: int, answer: int, ended: int, *, longest_life: bool = False) -> Filled:
+    """Fills a pool until so many have ended; or takes only as many as fit when each has its longest life."""
     it, rng = virtual(POOL_BLOCKS), random.Random(SEED)
-    teach(it, ANSWER)
+    teach(it, answer)
     counts: list[int] = []
-    it.slot_steps = it.token_steps = 0
-    while it.ended < 3_000:
-        while it.admit(PROMPT + rng.randrange(BLOCK_TOKENS), ANSWER):
+    before, it.slot_steps, it.token_steps, it.steps, it.runs = it.tokens, 0, 0, 0, 0
+    most = POOL_BLOCKS // -(-(prompt + BLOCK_TOKENS // 2 + MAX_TOKENS) // BLOCK_TOKENS) if longest_life else POOL_BLOCKS
+    begun = it.ended
+    while it.ended - begun < ended:
+        while len(it.live) < most and it.admit(prompt + rng.randrange(BLOCK_TOKENS), answer):
             pass
         counts.append(len(it.live))
         it.step()
     steady = counts[len(counts) // 3 :]
-    sampled = it.tokens - 20 * ANSWER
-    return sum(steady) / len(steady), it.slot_steps / it.token_steps, it.token_steps / sampled
+    tokens = it.token_steps / (it.tokens - before)
+    return Filled(sum(steady) / len(steady), it.slot_steps / it.token_steps, tokens, it.steps / it.runs)
 
 
 @dataclass(frozen=True)
@@ -266,8 +307,8 @@ def crowd(blocks: int, count: int, answer: int, preemption: Preemption) -> Crowd
 
 
 def most_blocks(prompt: int, answer: int, width: int) -> int:
-    """Blocks that answers of a length to one prompt need at most, in an otherwise empty pool."""
-    it, most = virtual(POOL_BLOCKS), 0
+    """Blocks that answers of a length to one prompt need at most; none are given ahead, as none are to a group."""
+    it, most = virtual(POOL_BLOCKS, run_steps=1), 0
     assert it.admit(prompt, answer, width), "the pool is large enough"
     while it.step():
         most = max(most, it.core.blocks.num_used)
@@ -276,32 +317,39 @@ def most_blocks(prompt: int, answer: int, width: int) -> int:
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> Sequence[Row | Absent]:
-    """All figures."""
-    return list(_rows(progress))
+    """All figures: virtual time is the same in every run, so there is one."""
+    return [*_full(progress), *_shared(progress), *_overcommitted(progress)]
 
 
-def _rows(progress: Progress) -> Iterator[Row]:
-    before = POOL_BLOCKS // -(-(PROMPT + BLOCK_TOKENS // 2 + MAX_TOKENS) // BLOCK_TOKENS)
-    mean, unused, length = at_once()
-    progress("sequences at once")
-    name = f"sequences at once, {POOL_BLOCKS} blocks, max_tokens {MAX_TOKENS}, answers of {ANSWER}"
-    yield Row(name, mean, "sequences", None, "longest life promised", before, mean / before, 8.0)
-    allowed = (BLOCK_TOKENS - 1) / 2 / length + 0.01
-    yield bounded("slots without a token over tokens", "share", [unused], "half a block a sequence + 1 %", allowed)
-    yield from _shared(progress)
-    yield from _overcommitted(progress)
+def _full(progress: Progress) -> Iterator[Row]:
+    """What is in a pool that is always offered more."""
+    name = f"{POOL_BLOCKS} blocks, max_tokens {MAX_TOKENS}, answers of {ANSWER}"
+    full, life = at_once(PROMPT, ANSWER, 3_000), at_once(PROMPT, ANSWER, 300, longest_life=True)
+    progress(f"sequences at once; a run has {full.run_steps:.2f} steps")
+    ratio = full.sequences / life.sequences
+    reference = "each one's longest life kept free"
+    yield Row(
+        f"sequences at once, {name}",
+        full.sequences,
+        "sequences",
+        None,
+        reference,
+        life.sequences,
+        ratio,
+        WANTED_AT_ONCE,
+    )
+    allowed = (BLOCK_TOKENS - 1) / 2 / full.tokens + 0.01
+    limit = "half a block over the mean length + 1 %"
+    yield bounded(f"slots without a token over tokens, {name}", "share", [full.unused], limit, allowed)
 
 
 def _shared(progress: Progress) -> Iterator[Row]:
     """Several answers to one prompt, against one answer and the blocks of the others' tokens."""
     one, several = (most_blocks(LONG_PROMPT, ANSWER, width) for width in (1, SAMPLES))
-    answers = (SAMPLES - 1) * -(-ANSWER // BLOCK_TOKENS)
-    name = f"blocks of {SAMPLES} answers of {ANSWER} to a prompt of {LONG_PROMPT}"
-    progress("shared prompts")
-    ratio = several / (one + answers)
-    yield bounded(
-        f"{name} ({several}), over one's and the others' answers ({one + answers})", "ratio", [ratio], "limit", 1.15
-    )
+    needed = one + (SAMPLES - 1) * -(-ANSWER // BLOCK_TOKENS)
+    progress(f"shared prompts: {several} blocks, one answer and the others' tokens need {needed}")
+    name = f"blocks of {SAMPLES} answers of {ANSWER} to a prompt of {LONG_PROMPT}, over one's and the others' answers"
+    yield bounded(name, "ratio", [several / needed], "limit", 1.15)
 
 
 def _overcommitted(progress: Progress) -> Iterator[Row]:
@@ -313,21 +361,25 @@ def _overcommitted(progress: Progress) -> Iterator[Row]:
     roomy = crowd(OVERCOMMIT * (POOL_BLOCKS + fitting), count, answer, Preemption.AUTO)
     assert not alone.preemptions + roomy.preemptions, "these are to be uncrowded"
     progress("uncrowded")
+    rates = {}
     # The target is that of the way that is taken by itself; the others stand beside it.
     for way in (Preemption.AUTO, Preemption.SWAP, Preemption.STORE, Preemption.CACHE, Preemption.RECOMPUTE):
-        target = 0.7 if way is Preemption.AUTO else None
-        found = crowd(POOL_BLOCKS, count, answer, way)
-        lost = count - found.ended
-        assert lost == 0, f"{lost} sequences were lost"
-        name = (
-            f"overcommitted {OVERCOMMIT} times, {way.value}: {found.preemptions} preemptions, {found.swaps} swaps, "
-            f"{found.loaded} blocks loaded, {found.recomputed} tokens computed again, none of {count} lost"
+        found, name = crowd(POOL_BLOCKS, count, answer, way), f"overcommitted {OVERCOMMIT} times, {way.value}"
+        assert found.ended == count, f"{count - found.ended} sequences were lost"
+        progress(
+            f"{name}: {found.preemptions} preemptions, {found.swaps} swaps, {found.loaded} blocks loaded, "
+            f"{found.recomputed} tokens computed again, none of {count} lost"
         )
-        references = (("uncrowded: as many as fit", alone), ("uncrowded: a pool for all", roomy))
-        for reference, crowd_ in references:
-            ratio = found.tokens_per_s / crowd_.tokens_per_s
-            yield Row(name, found.tokens_per_s, "tokens/s", None, reference, crowd_.tokens_per_s, ratio, target)
-        progress(f"overcommitted, {way.value}")
+        rates[way] = found.tokens_per_s
+        target = WANTED_OF_UNCROWDED if way is Preemption.AUTO else None
+        yield _beside(name, rates[way], "uncrowded: as many as fit", alone.tokens_per_s, target)
+        yield _beside(name, rates[way], "uncrowded: a pool for all", roomy.tokens_per_s, target)
+    swap, recompute = rates[Preemption.SWAP], rates[Preemption.RECOMPUTE]
+    yield _beside(f"overcommitted {OVERCOMMIT} times, swap", swap, "recompute", recompute)
+
+
+def _beside(name: str, rate: float, reference: str, other: float, target: float | None = None) -> Row:
+    return Row(name, rate, "tokens/s", None, reference, other, rate / other, target)
 
 
 if __name__ == "__main__":

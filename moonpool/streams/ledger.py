@@ -41,6 +41,14 @@ class SliceLedger:
         """Number of (layer, block) slices of which something has not come."""
         return self._missing
 
+    @property
+    def leading(self) -> int:
+        """Leading blocks of which all has come or is held."""
+        whole = self._all
+        for have in self._have.values():
+            whole &= have
+        return (~whole & whole + 1).bit_length() - 1
+
     def accept(self, run: Run) -> None:
         """Records a run; changes nothing when it raises.
 

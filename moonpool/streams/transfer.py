@@ -79,6 +79,11 @@ class InboundTransfer:
         """Number of (layer, block) slices that have not come."""
         return self._ledger.missing()
 
+    @property
+    def leading(self) -> int:
+        """Leading blocks that are whole: all their slices have come and were verified, or they are held."""
+        return self._ledger.leading
+
     def bind(self, blocks: Sequence[int]) -> None:
         """Names the pool blocks; slices may come from now on. Complete at once when everything is held.
 

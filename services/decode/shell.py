@@ -216,7 +216,7 @@ class DecodeShell:
 
     def end(self, live: LiveRequest, why: str) -> None:
         """Ends a request early."""
-        self._post(Stop(live.id, why))
+        self._post(Stop(live.id, why, live.transfer.leading))
 
     # --- conductors ------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from moonpool.cost import SpeedTracker, decode_step_seconds
 from services.decode.core.config import CoreConfig
 from services.decode.core.events import Reserve
 from services.decode.core.lengths import TYPICAL, AnswerLengths
+from services.decode.core.lives import Life, worst_moments
 from services.decode.core.planner import Planner
 from services.decode.core.request import Request, State
 from services.decode.core.room import Room
@@ -82,21 +83,45 @@ class Admission:
         return min(most, self._lengths.expected(made, TYPICAL) - made) <= steps
 
     def refuse(
-        self, event: Reserve, request: Request, tbt_s: float, others: Collection[Request]
+        self, event: Reserve, request: Request, tbt_s: float, others: Collection[Request], now: float
     ) -> tuple[str, str] | None:
         """Promises blocks for the prompt; or returns why not, as a reason and in words."""
-        return self._breaks_tbt(event, tbt_s, others) or self._admit(request, alone=not others)
+        breaks = self._breaks_tbt(event, tbt_s, others, now) if event.tbt_slo_s else None
+        return breaks or self._admit(request, alone=not others)
 
-    def _breaks_tbt(self, event: Reserve, tbt_s: float, others: Collection[Request]) -> tuple[str, str] | None:
+    def _breaks_tbt(
+        self, event: Reserve, tbt_s: float, others: Collection[Request], now: float
+    ) -> tuple[str, str] | None:
         """Why a promised time between tokens could not be kept: the new request's, or an earlier one's."""
         taken, places = self._planner.places_taken + sum(self._planner.seats_kept.values()), self._config.max_batch
-        if event.tbt_slo_s and taken + event.width > places:
+        if taken + event.width > places:
             return "tbt_slo", f"{taken} of the {places} places of a step are taken, {event.width} are needed"
-        promised = min((r.tbt_slo_s for r in others if r.tbt_slo_s), default=event.tbt_slo_s)
-        limit = min(promised, event.tbt_slo_s)
-        if event.tbt_slo_s and tbt_s > limit:
+        limit = min([event.tbt_slo_s, *(request.tbt_slo_s for request in others if request.tbt_slo_s)])
+        if tbt_s <= limit:
+            tbt_s = self._longest_step_s(event, tbt_s, others, now)
+        if tbt_s > limit:
             return "tbt_slo", f"a token every {tbt_s:.4g} s is predicted, {limit:.4g} s is wanted or promised to others"
         return None
+
+    def _longest_step_s(self, event: Reserve, step_s: float, others: Collection[Request], now: float) -> float:
+        """Seconds of the longest step while a request is here, if all grow and end as is expected."""
+        planner = self._planner
+        steps_in = event.starts_in_s / step_s if step_s else 0.0
+        growth = self._growth(event.tokens - event.prompt_tokens, event.total_tokens - event.tokens)
+        asked = Life(steps_in, steps_in + growth, event.width, event.tokens * event.width)
+        lives = [asked]
+        for request in others:
+            tokens, context = max(map(planner.batch.tokens_of, request.members)), planner.batch.context_of(request)
+            waits = 0.0 if request.is_started or not step_s else max(0.0, request.starts_at - now) / step_s
+            growth = self._growth(tokens - request.prompt_tokens, request.total_tokens - tokens)
+            lives.append(Life(waits, waits + growth, request.places, context))
+        worst = max([self._step_s(*size) for size in worst_moments(lives, asked)])
+        return worst + planner.least_chunk_s
+
+    def _growth(self, made: int, most: int) -> int:
+        """Steps that an answer is expected to be here for, of which `most` more tokens are wanted at most."""
+        made = max(0, made)
+        return max(0, min(most, self._lengths.expected(made) - made) - 1)
 
     def _admit(self, request: Request, *, alone: bool) -> tuple[str, str] | None:
         """Promises blocks for the prompt if what is expected to be needed later fits as well; else says why not."""

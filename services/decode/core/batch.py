@@ -119,25 +119,30 @@ class Batch:
                 found[request.id] = request
         return [found[number] for number in sorted(found)]
 
-    def soon(self, steps: int) -> list[tuple[Request, Member]]:
-        """Sequences whose blocks are not enough for so many steps, in the order in which they came."""
-        need, until = self._need, self.ticks + steps
-        return [(request, member) for member, request in self._members.values() if need(member) < until]
+    @property
+    def blocks_ahead(self) -> int:
+        """Blocks of the members that hold none of their tokens yet."""
+        return sum((self._need(member) - 1 - self.ticks) // self._block_tokens for member, _ in self._members.values())
 
     @property
     def is_plain(self) -> bool:
         """Whether nobody in it may have several sequences, or is a beam."""
         return not any(request.is_group for request in self._requests.values())
 
+    def soonest(self, steps: int) -> tuple[Request, Member] | None:
+        """The sequence whose blocks are the first not to be enough, if that is within so many steps."""
+        while self._needs and self._needs[0][0] < self.ticks + steps:
+            tick, number = self._needs[0]
+            member, request = self._members.get(number, (None, None))
+            if member is not None and request is not None and self._need(member) == tick:
+                return request, member
+            heappop(self._needs)
+        return None
+
     def covered(self, most: int) -> int:
         """Steps from now on for which the blocks of all members are enough; `most` at most."""
-        while self._needs:
-            tick, number = self._needs[0]
-            member, _ = self._members.get(number, (None, None))
-            if member is not None and self._need(member) == tick:
-                return min(most, tick - self.ticks)
-            heappop(self._needs)
-        return most
+        short = self.soonest(most)
+        return self._need(short[1]) - self.ticks if short is not None else most
 
     def _need(self, member: Member) -> int:
         """The tick from which on the blocks do not hold all tokens."""

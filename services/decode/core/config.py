@@ -41,8 +41,8 @@ class CoreConfig:
         swap_blocks: blocks that may be swapped out.
         assumed_answer_tokens: length that answers are expected to have until some have ended.
         run_steps: steps that the engine may take in one run at most (see `Run`).
-        ahead_steps: sequences get blocks for so many steps to come while enough are free, so that runs need not end
-            where blocks do.
+        ahead_steps: sequences get blocks for so many steps of a run that nobody is expected to need, so that runs need
+            not end where blocks do.
         grace_s: seconds for which a sequence runs on without a conductor, and a promise is kept for one that has no
             stream.
         log_ttl_s: seconds for which it is kept then, as is what ended ones have said.

@@ -122,6 +122,8 @@ class Stop:
 
     id: int
     why: str
+    leading: int = 0
+    """Leading blocks that are whole, where its KV was still coming."""
 
 
 @frozen

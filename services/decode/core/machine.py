@@ -135,7 +135,7 @@ class DecodeCore:
         self._end(self.orphans.of(event.conductor), "the conductor's stream ended", out)  # it has placed them anew
         tbt_s = self._admission.predicted_tbt_s(event, self.requests.values(), now)
         request = Request.of(event, now, now + self.config.promise_s)
-        refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
+        refused = self._admission.refuse(event, request, tbt_s, self.requests.values(), now)
         if refused is not None:
             out.append(Refused(event.id, *refused, tbt_s))
             return
@@ -170,14 +170,14 @@ class DecodeCore:
             case Compute() if not request.is_started:
                 self._compute(request, event, out)
             case Stop():
+                if request.state is State.RECEIVING:
+                    self.room.keep(request, event.leading)
                 self._end([request], event.why, out)
 
     def _arrived(self, now: float, request: Request, out: list[Action]) -> None:
         request.state = State.WHOLE
         self._leases.set(request.id, now + self.config.lease_s)
-        [member] = request.members
-        for block, key in zip(member.table, member.keys, strict=False):
-            self.blocks.register(block, key, request.owner)
+        self.room.keep(request, len(request.blocks))
         self._join(request, out)
 
     def _start(self, request: Request, event: Start, out: list[Action]) -> None:

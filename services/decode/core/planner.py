@@ -6,17 +6,18 @@ The members of a request do all of this together.
 from bisect import insort
 
 from moonpool.core.digest import digest_of
-from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds, prefill_seconds
+from moonpool.cost import Speeds, SpeedTracker
 from services.decode.core import groups
 from services.decode.core.actions import Action, Chunk, Grew, Run
 from services.decode.core.batch import Batch
 from services.decode.core.config import CoreConfig
 from services.decode.core.groups import Copied
 from services.decode.core.lengths import AnswerLengths
+from services.decode.core.pace import Pace
 from services.decode.core.preemption import Parking, choose_victim
 from services.decode.core.request import Member, Request, State
 from services.decode.core.room import Room
-from services.decode.core.runs import Flight, quiet_steps, short_of_blocks
+from services.decode.core.runs import Flight, quiet_steps, short_ahead
 
 
 class Planner:
@@ -39,6 +40,7 @@ class Planner:
         self._lengths = lengths
         self._tracker = tracker
         self.batch = Batch(config.block_tokens)
+        self.pace = Pace(config, self.batch, tracker)
         self.ready: list[Request] = []
         """They wait for a place or a block; first come first, later by their priority."""
         self.catching: list[Request] = []
@@ -124,14 +126,13 @@ class Planner:
         out.append(run)
 
     def _quiet_steps(self, out: list[Action]) -> int:
-        """Steps of the next run. Who soon needs a block gets it now, if nobody waits and one is left for everybody."""
-        for request, member in short_of_blocks(self.batch, self._config):
-            if self._waiting or self._room.spare <= len(self.batch):
-                break
+        """Steps of the next run."""
+        steps = quiet_steps(self.batch, self._config.run_steps, self.pace)
+        for request, member in () if self._waiting else short_ahead(self.batch, self._room, self._config, steps):
             self._add_block(member, out)
             self.batch.grew(member)
             self.expect(request)
-        return quiet_steps(self.batch, self._config.run_steps, self._tbt_s)
+        return self.batch.covered(steps)
 
     @property
     def _unquiet(self) -> bool:
@@ -191,27 +192,28 @@ class Planner:
 
     # --- time between tokens ---------------------------------------------------------------------------------------
 
-    def _tbt_s(self, sequences: int, context: int) -> float:
-        return decode_step_seconds(self._tracker.speeds, sequences, context)
+    @property
+    def least_chunk_s(self) -> float:
+        """Seconds of a token computed again beside a batch; 0 where nobody is to catch up.
+
+        New promises leave room for it: beside batches that are as slow as they may be, nobody would come back.
+        """
+        return self.pace.chunk_s(self.catching or self._parking.parked)
 
     def _keep_tbt(self, out: list[Action]) -> None:
-        """Lets go those who were promised no time, last come of the lowest priority first, while steps are too long."""
-        limit = self.batch.tbt_slo_s
-        while limit and self._tbt_s(len(self.batch), self.batch.context) > limit:
-            last = max((r for r in self.batch.requests if not r.tbt_slo_s), key=_turn, default=None)
-            if last is None:
-                return
-            self._unready(last, out)
+        """Lets go as many as make the step too long for a promise."""
+        while (request := self.pace.leaves()) is not None:
+            self._unready(request, out)
 
     def _may_join(self, request: Request) -> bool:
-        """Whether a request that was promised nothing leaves the others what they were promised."""
-        if request.tbt_slo_s or not self.places_taken:
+        """Whether a request leaves the others what they were promised."""
+        if not self.places_taken:
             return True  # somebody must run, or nobody for whom places are kept would get room
-        count = len(request.members)
-        if self.places_taken + sum(self.seats_kept.values()) + count > self._config.max_batch:
-            return False
-        limit, context = self.batch.tbt_slo_s, self.batch.context + self.batch.context_of(request)
-        return not limit or self._tbt_s(len(self.batch) + count, context) <= limit
+        if not request.tbt_slo_s:
+            count = len(request.members)
+            if self.places_taken + sum(self.seats_kept.values()) + count > self._config.max_batch:
+                return False
+        return self.pace.may_join(request, self.catching)
 
     # --- the batch -------------------------------------------------------------------------------------------------
 
@@ -221,11 +223,12 @@ class Planner:
         first = parked[0].turn if parked and not self._has_seats(parked[0]) else None
         for request in list(self.ready):
             if not self._has_seats(request) or (first is not None and first < request.turn):
-                return
+                break
             if request.state is State.READY and self._may_join(request) and self._equip(request, out):
                 self.ready.remove(request)
                 self.join(request)
                 self._upset |= bool(self._parking.parked)
+        self._keep_tbt(out)  # one that was promised a time joins for those who leave for it
 
     def join(self, request: Request) -> None:
         """Takes a request into the batch."""
@@ -344,15 +347,8 @@ class Planner:
         return True
 
     def _chunks(self) -> tuple[Chunk, ...]:
-        """What is computed again beside the batch: less of it when the batch's time between tokens was promised."""
-        if not self.catching:
-            return ()
-        tokens, limit = self._config.step_tokens, self.batch.tbt_slo_s
-        step_s = self._tbt_s(len(self.batch), self.batch.context)
-        longest = max(member.computed for request in self.catching for member in request.members)
-        while limit and tokens > 1 and step_s + prefill_seconds(self._tracker.speeds, tokens, longest) > limit:
-            tokens //= 2
-        return groups.chunks(self.catching, tokens)
+        """What is computed again beside the batch."""
+        return groups.chunks(self.catching, self.pace.chunk_tokens(self.catching)) if self.catching else ()
 
     def caught(self, chunk: Chunk, request: Request) -> None:
         """A chunk was computed.

@@ -76,6 +76,12 @@ class Room:
         member.table += self.blocks.allocate(request.promised)
         request.promised = 0
 
+    def keep(self, request: Request, leading: int) -> None:
+        """So many leading blocks of a prompt are there: the full ones can be found by their keys."""
+        [member] = request.members
+        for block, key in zip(member.table[:leading], member.keys, strict=False):
+            self.blocks.register(block, key, request.owner)
+
     def claim(self, request: Request, blocks: int) -> None:
         """Changes what a request is expected to need beyond what it has."""
         self.claims += blocks - request.claim

@@ -1,7 +1,7 @@
 """Runs: steps that the engine takes one after the other without asking."""
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import field
 
 from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
@@ -12,7 +12,9 @@ from services.decode.core.batch import Batch
 from services.decode.core.config import CoreConfig
 from services.decode.core.events import StepDone, Stepped
 from services.decode.core.groups import Copied
+from services.decode.core.pace import Pace
 from services.decode.core.request import Member, Request
+from services.decode.core.room import Room
 
 OVERDUE = 2.0
 """Times what it was expected to take, after which a step that is not over counts for its engine's speed."""
@@ -59,33 +61,38 @@ class Flight:
         return Flight(self.run, self.context, self.began, self.copies, self.left, is_cut=True, is_hurried=hurried)
 
 
-def short_of_blocks(batch: Batch, config: CoreConfig) -> list[tuple[Request, Member]]:
-    """Sequences that need a block within the next `ahead_steps`; nobody where a run has one step only."""
-    if not config.ahead_steps or not batch.is_plain:
-        return []
-    soon = batch.soon(config.ahead_steps)
-    # The last token of an answer is never computed.
-    return [(it, member) for it, member in soon if len(member.table) < config.blocks_for(it.total_tokens - 1)]
+def quiet_steps(batch: Batch, most: int, pace: Pace) -> int:
+    """Steps that the batch can take before there is anything to decide but blocks, unless something happens.
 
-
-def quiet_steps(batch: Batch, most: int, tbt_s: Callable[[int, int], float]) -> int:
-    """Steps that the batch can take before there is anything to decide, unless something happens.
-
-    Until a member needs a block, and until the batch becomes too slow for a promise, when somebody would have to leave
-    it. Groups are asked about after each step.
+    Until the batch becomes too slow for a promise, when somebody has to leave it or the promise can be kept no longer.
+    Groups are asked about after each step.
 
     Args:
         batch: as the first step takes it.
         most: steps at most.
-        tbt_s: seconds of a step over so many sequences with so much context.
+        pace: the promised times.
     """
     if most == 1 or not batch.is_plain:
         return 1
-    most, limit = batch.covered(most), batch.tbt_slo_s
-    if not limit or all(request.tbt_slo_s for request in batch.requests):
+    limit, count, context = pace.limit_s, len(batch), batch.context
+    if not limit:
         return most
-    count, context = len(batch), batch.context
-    return 1 + bisect_left(range(1, most), True, key=lambda n: tbt_s(count, context + n * count) > limit)
+    return 1 + bisect_left(range(1, most), True, key=lambda n: pace.step_s(count, context + n * count) > limit)
+
+
+def short_ahead(batch: Batch, room: Room, config: CoreConfig, steps: int) -> Iterator[tuple[Request, Member]]:
+    """Sequences that get a block now because they need it during the next run, soonest first; their caller gives it.
+
+    As many blocks are ahead of their tokens as nobody is expected to need, so that who comes or grows finds room as if
+    there were none, and a full pool has none.
+    """
+    ahead = batch.blocks_ahead if batch.soonest(steps := min(steps, config.ahead_steps)) else 0
+    while (short := batch.soonest(steps)) is not None and ahead < room.unexpected:
+        request, member = short
+        if len(member.table) == config.blocks_for(request.total_tokens - 1):
+            return  # its answer ends there: the last token is never computed
+        ahead += 1
+        yield short
 
 
 def observe(tracker: SpeedTracker, now: float, flight: Flight, event: Stepped | StepDone) -> None:

@@ -6,6 +6,7 @@ from moonpool.errors import MoonpoolError, StreamBroken, TransferFailed
 from moonpool.streams.transfer_client import TransferSender
 from moonpool.v1 import kv_pb2
 from tests.unit.decode.calls import conducting, reserve, sending, slices, transfer
+from tests.unit.fakes.engine import continuation
 from tests.unit.instances import BLOCK, WAIT_S, decoding, prompt, spec
 from tests.unit.streams.fakes import HELLO, LAYOUT
 
@@ -37,6 +38,28 @@ async def test_aborted_and_short_transfers() -> None:
             await conductor.until(lambda name=name: name in conductor.failed)  # type: ignore[misc]
             assert reason in conductor.failed[name]
             outbound.release()
+
+
+async def test_what_has_come_whole_of_a_torn_transfer_is_not_sent_again() -> None:
+    """Two blocks were whole, of the third only one layer was there; the one behind it does not count."""
+    tokens = prompt(4 * BLOCK)
+    whole = [it for it in slices(tokens) if it.block != 2]
+    async with decoding() as it, conducting(it) as conductor:
+        target = await reserve(it, spec("a", tokens))
+        await conductor.start("a", target, 9)
+        async with sending(it) as sender:
+            outbound = await sender.open(target)
+            await outbound.send(whole + [it for it in slices(tokens, layers=range(1)) if it.block == 2])
+            live = it.service.shell.get(target.transfer_id, target.generation)
+            assert live is not None
+            await it.until(lambda: live.transfer.missing() == LAYOUT.layers - 1)
+        await conductor.until(lambda: "a" in conductor.failed)
+        outbound.release()
+        again = await reserve(it, spec("b", tokens))
+        assert again.held_blocks == 2
+        await transfer(it, again, tokens)
+        await conductor.start("b", again, continuation(tokens, 1)[0])
+        await conductor.until(lambda: "b" in conductor.reasons)
 
 
 async def test_slices_twice_fail_the_transfer() -> None:

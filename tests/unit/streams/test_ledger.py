@@ -30,6 +30,19 @@ def test_whole_runs() -> None:
     ledger.check_invariants()
 
 
+def test_leading_blocks_are_whole_in_every_layer() -> None:
+    ledger = SliceLedger(range(2), 4, range(2), held_blocks=1)
+    assert ledger.leading == 1
+    ledger.accept(run(0, 1, 3))
+    assert ledger.leading == 1
+    ledger.accept(run(1, 1))
+    ledger.accept(run(1, 3))
+    ledger.accept(run(1, 2, 1, (0, 1)))
+    assert ledger.leading == 2
+    ledger.accept(run(1, 2, 1, (1, 2)))
+    assert ledger.leading == 4
+
+
 def test_head_ranges() -> None:
     ledger = SliceLedger(range(1), 2, range(3))
     ledger.accept(run(0, 0, 2, (0, 2)))

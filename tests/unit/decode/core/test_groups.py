@@ -62,23 +62,23 @@ def test_each_grows_at_each_border(length: int) -> None:
 
 
 def test_no_block_is_given_ahead_while_a_group_waits_for_copies_out() -> None:
-    """A group of six needs five more blocks, of which four are free; who stays has one for its next steps."""
+    """A group of six, longer than expected, needs six more blocks, of which five are free; who stays has enough now."""
     swap = Preemption.SWAP
-    world = World(config(12, preemption=swap, swap_blocks=9, assumed_answer_tokens=1, ahead_steps=BT, run_steps=BT))
-    group = world.reserve(prompt(5), (8,) * 6, priority=-2)
+    world = World(config(18, preemption=swap, swap_blocks=9, assumed_answer_tokens=1, ahead_steps=BT, run_steps=BT))
+    group = world.reserve(prompt(5), (14,) * 6, priority=-2, total=5 + 14)
     assert group is not None
     world.arrive(group)
     stays, goes = world.go(prompt(2 * BT - 1, 1), 60), world.go(prompt(3 * BT - 1, 2), 60)
-    world.step()
-    assert world.core.room.spare == 4
     world.start(group)
-    world.step()
+    while not world.ios:
+        world.step()
     assert [it.id for it in world.ios.values()] == [goes]
+    assert (world.core.room.spare, world.core.room.unexpected) == (5, 5)
     begun = len(world.actions)
     world.step()
-    assert world.actions[begun:] == [Run(4, (stays,), steps=14)]
+    assert world.actions[begun:] == [Run(14, (stays,), steps=4)]
     world.work()
-    assert [len(world.answers[group + index]) for index in range(6)] == [8] * 6
+    assert [len(world.answers[group + index]) for index in range(6)] == [14] * 6
     world.assert_at_rest()
 
 

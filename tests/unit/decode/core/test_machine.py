@@ -4,12 +4,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from moonpool.cost import Speeds, decode_step_seconds
 from services.decode.core.actions import Adopted, Fenced, Gone, Promised
 from services.decode.core.config import Preemption
 from services.decode.core.events import Beams, Died, Stop, StreamOpened
 from services.decode.core.request import NOBODY, State
+from tests.unit.decode.core.paced import STEEP, PacedWorld
 from tests.unit.decode.core.sequence import BT, prompt
-from tests.unit.decode.core.world import World, config
+from tests.unit.decode.core.world import SPEEDS, World, config
 
 COPYING = (State.SWAPPING_OUT, State.SWAPPING_IN, State.LOADING)
 STARTED = (State.READY, State.RUNNING, State.CATCHING_UP, State.PARKED, *COPYING)
@@ -18,11 +20,18 @@ STARTED = (State.READY, State.RUNNING, State.CATCHING_UP, State.PARKED, *COPYING
 class DecodeMachine(RuleBasedStateMachine):
     """A small pool that many sequences fight for."""
 
-    world: World
+    world: PacedWorld
 
-    @initialize(way=st.sampled_from(Preemption), swap=st.sampled_from([0, 3, 50]), every=st.sampled_from([0, 0, 1, 3]))
-    def begin(self, way: Preemption, swap: int, every: int) -> None:
-        self.world = World(
+    @initialize(
+        way=st.sampled_from(Preemption),
+        swap=st.sampled_from([0, 3, 50]),
+        every=st.sampled_from([0, 0, 1, 3]),
+        steps=st.sampled_from([(1, 0), (5, 0), (5, 5), (40, 40)]),
+        speeds=st.sampled_from([SPEEDS, STEEP]),
+    )
+    def begin(self, way: Preemption, swap: int, every: int, steps: tuple[int, int], speeds: Speeds) -> None:
+        run_steps, ahead_steps = steps
+        self.world = PacedWorld(
             config(
                 12,
                 max_batch=3,
@@ -32,6 +41,9 @@ class DecodeMachine(RuleBasedStateMachine):
                 watermark_blocks=1,
                 preempt_every=every,
                 assumed_answer_tokens=8,
+                run_steps=run_steps,
+                ahead_steps=ahead_steps,
+                speeds=speeds,
                 grace_s=2.0,
                 log_ttl_s=30.0,
                 log_bytes=4000,
@@ -57,7 +69,7 @@ class DecodeMachine(RuleBasedStateMachine):
         length=st.integers(1, 3 * BT),
         seed=st.integers(0, 2),
         answer=st.integers(1, 5 * BT),
-        slo=st.sampled_from([0.0, 0.0, 0.0035, 1.0]),
+        slo=st.sampled_from([0.0, 0.0, 0.0022, 0.0035, 1.0]),
         stores=st.sampled_from([0, 0, 2]),
         resumable=st.sampled_from([True, True, False]),
     )
@@ -69,23 +81,34 @@ class DecodeMachine(RuleBasedStateMachine):
         length=st.integers(1, 3 * BT),
         seed=st.integers(0, 2),
         answer=st.integers(1, 5 * BT),
+        slo=st.sampled_from([0.0, 0.0, 0.0022, 0.0035]),
         stores=st.integers(0, 1),
         known=st.sampled_from([0, 0, 1, BT, 2 * BT + 1]),
     )
-    def go(self, length: int, seed: int, answer: int, stores: int, known: int) -> None:
+    def go(self, length: int, seed: int, answer: int, slo: float, stores: int, known: int) -> None:
         """A request up to its start, at once: by single rules few get so far. Of some more than one token is known."""
-        number = self.world.reserve(
-            prompt(length, seed), answer, conductor=self.conductor, stores=stores, total=9 * BT, resumable=True
-        )
+        what, who = prompt(length, seed), self.conductor
+        number = self.world.reserve(what, answer, slo=slo, conductor=who, stores=stores, total=9 * BT, resumable=True)
         if number is not None:
             self.world.arrive(number)
             self.world.start(number, self.streams, known)
+
+    @rule(seed=st.integers(0, 1), answers=st.tuples(*[st.integers(20, 60)] * 2), more=st.integers(16, 40))
+    def two_go(self, seed: int, answers: tuple[int, int], more: int) -> None:
+        """Two whose promises are kept until they have so many more tokens together."""
+        slo = decode_step_seconds(self.world.core.tracker.speeds, 2, 2 * 4 + more)
+        for number, answer in enumerate(answers):
+            what, who = prompt(4, 2 * seed + number), self.conductor
+            asked = self.world.reserve(what, answer, slo=slo, conductor=who, total=9 * BT, resumable=True)
+            if asked is not None:
+                self.world.arrive(asked)
+                self.world.start(asked, self.streams)
 
     @rule(
         length=st.integers(1, 2 * BT),
         seed=st.integers(0, 2),
         answers=st.lists(st.integers(1, 2 * BT), min_size=2, max_size=3),
-        slo=st.sampled_from([0.0, 0.0, 1.0]),
+        slo=st.sampled_from([0.0, 0.0, 0.0045, 1.0]),
         resumable=st.sampled_from([True, True, False]),
     )
     def reserve_group(self, length: int, seed: int, answers: list[int], slo: float, resumable: bool) -> None:
@@ -129,6 +152,17 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule()
     def arrive(self) -> None:
         self.world.arrive(self.states(State.PROMISED)[0])
+
+    @precondition(lambda self: self.states(State.PROMISED))
+    @rule(leading=st.integers(0, 3))
+    def tear(self, leading: int) -> None:
+        """Whoever finds the blocks that were whole needs no more of them, and `World` looks at what is in them."""
+        number = self.states(State.PROMISED)[0]
+        request, keys = self.world.core.requests[number], self.world.asked[number].keys
+        whole = 0 if request.owner.transient else min(leading, len(keys))
+        self.world.tear(number, leading)
+        assert number in self.world.failed
+        assert len(self.world.core.blocks.match(keys)) >= whole
 
     @precondition(lambda self: self.states(State.WHOLE))
     @rule()

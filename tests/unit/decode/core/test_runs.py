@@ -1,5 +1,6 @@
 """Runs of several steps: k steps at once lead to the same decisions at the same times as k steps one by one."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from moonpool.core.kernel import Ended
 from moonpool.cost import Speeds
 from moonpool.kv.keys import BlockKey
-from services.decode.core.actions import Action, Cut, Grew, Promised, Refused, Run, SwapIn, SwapOut
+from services.decode.core.actions import Action, Cut, Grew, Promised, Refused, Run, SwapIn, SwapOut, Table
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.events import (
     Arrived,
@@ -98,7 +99,7 @@ class Clock:
         """Tells of the steps that are over."""
         if self._run is not None and (steps := (self.now - self._begun) // 10 - self._told):
             self._take(steps)
-            self.core.handle(self.now, Stepped(self._run.step, steps, 0.0), [])
+            self.core.handle(self.now, Stepped(self._run.step, steps, 0.0, self._filled(self._run.batch)), [])
             self._told += steps
 
     def _take(self, steps: int) -> None:
@@ -119,13 +120,18 @@ class Clock:
                 self.made[chunk.id] += 1
         self._run = None
         ended = tuple((number, 1) for number in sampled if self.made[number] >= self._asked[number - 1].answer)
-        computed = ((number, self._asked[number - 1].prompt + self.made[number] - 1) for number in sampled)
-        filled = tuple(
-            (number, key(number, tokens))
-            for number, tokens in computed
-            if tokens % BT == 0 and len(self.core.requests[number].members[0].keys) < tokens // BT
-        )
-        return StepDone(run.step, False, 0.0, ended, filled, steps)
+        return StepDone(run.step, False, 0.0, ended, self._filled(sampled), steps)
+
+    def _filled(self, numbers: Iterable[int]) -> tuple[tuple[int, BlockKey], ...]:
+        """Blocks that have become full, and that the core has not heard of."""
+        found = []
+        for number in numbers:
+            computed, known = (
+                self._asked[number - 1].prompt + self.made[number] - 1,
+                self.core.requests[number].members[0],
+            )
+            found += [(number, key(number, end)) for end in range((len(known.keys) + 1) * BT, computed + 1, BT)]
+        return tuple(found)
 
     def _post(self, event: Event) -> None:
         out: list[Action] = []
@@ -166,10 +172,11 @@ def keys(number: int, tokens: int) -> tuple[BlockKey, ...]:
     return tuple(key(number, end) for end in range(BT, tokens + 1, BT))
 
 
-def play(asks: list[Ask], blocks: int, batch: int, way: Preemption, run_steps: int) -> Clock:
+def play(asks: list[Ask], blocks: int, batch: int, way: Preemption, run_steps: int, ahead_steps: int = 0) -> Clock:
     config = CoreConfig(
         num_blocks=blocks, block_tokens=BT, block_bytes=1 << 10, max_batch=batch, lease_s=1e9, speeds=SPEEDS,
         preemption=way, step_tokens=8, swap_blocks=40, assumed_answer_tokens=2, run_steps=run_steps,
+        ahead_steps=ahead_steps,
     )  # fmt: skip
     clock = Clock(DecodeCore(config), asks)
     clock.play()
@@ -178,15 +185,19 @@ def play(asks: list[Ask], blocks: int, batch: int, way: Preemption, run_steps: i
     return clock
 
 
-ASKS = st.lists(
-    st.builds(Ask, st.integers(0, 400), st.integers(1, 20), st.integers(2, LONGEST),
-              st.sampled_from([0.0, 0.0, 0.006, 0.009]), st.one_of(st.just(100_000), st.integers(50, 1500))),
-    min_size=1, max_size=10,
+ASK = st.builds(
+    Ask, st.integers(0, 400), st.integers(1, 20), st.integers(2, LONGEST),
+    st.sampled_from([0.0, 0.0, 0.006, 0.009]), st.one_of(st.just(100_000), st.integers(50, 1500)),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("way", Preemption)
-@given(asks=ASKS, blocks=st.integers(20, 40), batch=st.integers(1, 6), most=st.sampled_from([2, 3, 1000]))
+@given(
+    asks=st.lists(ASK, min_size=1, max_size=10),
+    blocks=st.integers(20, 40),
+    batch=st.integers(1, 6),
+    most=st.sampled_from([2, 3, 1000]),
+)
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=40)
 def test_steps_at_once_are_as_steps_one_by_one(
     way: Preemption, asks: list[Ask], blocks: int, batch: int, most: int
@@ -196,6 +207,36 @@ def test_steps_at_once_are_as_steps_one_by_one(
     assert several.story == single.story
     assert several.made == single.made
     assert several.runs <= single.runs
+
+
+@given(
+    asks=st.lists(ASK, min_size=1, max_size=5),
+    batch=st.integers(1, 5),
+    steps=st.sampled_from([(2, 2), (9, 9), (1000, 1000), (1000, 9)]),
+)
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=40)
+def test_blocks_granted_ahead_change_nothing_but_the_runs(asks: list[Ask], batch: int, steps: tuple[int, int]) -> None:
+    """Where there is room for all: the same as steps one by one, also the blocks, but for when and which they are."""
+    single, plain, ahead = (
+        play(asks, 120, batch, Preemption.AUTO, *settings) for settings in ((1, 0), (steps[0], 0), steps)
+    )
+    assert decided(ahead) == decided(single)
+    assert ahead.made == single.made
+    assert ahead.runs <= plain.runs
+    for number in single.made:
+        needed, got = (sum(it == number for it in grown(clock)) for clock in (single, ahead))
+        assert needed <= got <= needed + -(-steps[1] // BT), "and not many that it did not come to"
+
+
+def decided(clock: Clock) -> list[tuple[int, object]]:
+    """What happened, but for when blocks were given, and which."""
+    story = [(at, what) for at, what in clock.story if not isinstance(what, Grew)]
+    return [(at, (what.id, len(what.blocks)) if isinstance(what, Table) else what) for at, what in story]
+
+
+def grown(clock: Clock) -> list[int]:
+    """The sequences that got blocks, each as often as it did."""
+    return [what.id for _, what in clock.story if isinstance(what, Grew)]
 
 
 def test_a_batch_that_gives_way_is_followed_by_who_waits() -> None:

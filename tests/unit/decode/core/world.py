@@ -213,6 +213,7 @@ class World:
         assert self.run is not None
         run = self.run
         ended, filled, candidates = [], [], []
+        context = sum(len(self.sequences[number].tokens) for number in run.batch)
         for source, block in run.copies:
             self.pool[block] = dict(self.pool[source])
         for number, start, count, sample, full_hit in [
@@ -244,7 +245,7 @@ class World:
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
         speeds = self.core.config.speeds
-        seconds = decode_step_seconds(speeds, len(run.batch), 0) if run.batch else 0.0
+        seconds = decode_step_seconds(speeds, len(run.batch), context) if run.batch else 0.0
         seconds += sum(prefill_seconds(speeds, chunk.count, chunk.start, begins=False) for chunk in run.chunks)
         self.left -= 1
         if self.left and not ended:
