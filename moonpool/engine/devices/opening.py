@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moonpool.engine.devices.courier import Courier
 from moonpool.engine.devices.cuda import CudaDevice
 from moonpool.engine.devices.lanes import Device, Immediate, Lane
 from moonpool.engine.devices.memory import KVMemory, OnePool
@@ -22,17 +23,19 @@ class Place:
         torch_device: of weights and batches.
         lane: of its steps.
         memory: its KV.
+        courier: does what follows from its layers, while others are computed.
         device: None on a plain CPU.
     """
 
     torch_device: torch.device
     lane: Lane
     memory: KVMemory
+    courier: Courier
     device: Device | None = None
 
     def close(self) -> None:
         """Waits for what is under way, and ends its threads."""
-        self.memory.close()
+        self.courier.close()
         if self.device is not None:
             self.device.close()
 
@@ -54,11 +57,12 @@ def place_on(device: Device | None, part: PoolPart, on_failure: Callable[[BaseEx
     Args:
         device: None = a plain CPU.
         part: its share of the pool.
-        on_failure: called, from another thread, when KV cannot leave the device any more.
+        on_failure: called, from another thread, when what follows from a layer cannot be done any more.
 
     Raises:
         ConfigError: the device has no room for the KV.
     """
+    courier = Courier(on_failure)
     if device is None:
-        return Place(torch.device("cpu"), Immediate(), OnePool(part))
-    return Place(device.torch_device, device.compute, TwoTiers(part, device, on_failure), device)
+        return Place(torch.device("cpu"), Immediate(), OnePool(part), courier)
+    return Place(device.torch_device, device.compute, TwoTiers(part, device, courier), courier, device)

@@ -85,7 +85,10 @@ def stages(path: Path, count: int) -> Iterator[Stages]:
     half = layout.layers // 2
     ranges = [(0, layout.layers)] if count == 1 else [(0, half), (half, layout.layers)]
     pool = KVPool.create(layout, BLOCKS, ranges)
-    yield Stages(path, pool)
+    it = Stages(path, pool)
+    yield it
+    for runner in it.runners:
+        runner.place.close()
     pool.close()
 
 
