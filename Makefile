@@ -48,12 +48,12 @@ test-containers: $(STAMP)  ## build the images, run them, one request, stop; nee
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMP)  ## the tests that gate every change (minutes)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: $(STAMP)  ## all tests, one after the other: some measure
 	$(BIN)/python -m pytest
 
-test-gpu: $(STAMP)  ## the tests that need a GPU, which are skipped elsewhere
+test-gpu: $(STAMP)  ## the tests that need a GPU alone, which are skipped elsewhere
 	$(BIN)/python -m pytest -rs -m gpu
 
 lint: $(STAMP)  ## format, lint, strict types, layers, counts of the house

@@ -1,6 +1,7 @@
 """Seconds of calls on a GPU, by its events, and the limits of its products and memory. Never run so far."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -22,8 +23,46 @@ def device_seconds(call: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end)) / 1e3 / _TIMES
 
 
+@dataclass(frozen=True, slots=True)
+class On:
+    """Where kernels are measured, and how.
+
+    Attributes:
+        device: of all tensors.
+        runs: measured pairs of each figure.
+        seconds: of one call on the device.
+        copy_bytes: that a copy reads, for its limit.
+        matrix: rows and columns of a product, for its limit.
+    """
+
+    device: torch.device
+    runs: int
+    seconds: Callable[[Callable[[], object]], float] = device_seconds
+    copy_bytes: int = COPY_BYTES
+    matrix: int = MATRIX
+
+    def per_second(self, call: Callable[[], object]) -> float:
+        """Calls per second."""
+        return 1.0 / self.seconds(call)
+
+    def copied(self) -> float:
+        """Bytes per second that a large copy reads and writes."""
+        source = torch.ones(self.copy_bytes // 4, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.seconds(lambda: target.copy_(source))
+
+    def multiplied(self, dtype: torch.dtype) -> float:
+        """Floating point operations per second of a large matrix product."""
+        a, b = (torch.randn(self.matrix, self.matrix, device=self.device).to(dtype) for _ in range(2))
+        return 2 * self.matrix**3 / self.seconds(lambda: a @ b)
+
+    def pairs(self, work: float, call: Callable[[], object], limit: Callable[[], float]) -> list[tuple[float, float]]:
+        """Of each run `work` per second of a call, and the limit; the call was made once before."""
+        call()
+        return [(work * self.per_second(call), limit()) for _ in range(self.runs)]
+
+
 def device_limits(dtype: torch.dtype) -> tuple[float, float]:
     """Floating point operations per second of a large matrix product, and bytes per second read from memory."""
-    a, b = (torch.randn(MATRIX, MATRIX, device="cuda").to(dtype) for _ in range(2))
     memory = torch.ones(COPY_BYTES // 4, device="cuda")
-    return 2 * MATRIX**3 / device_seconds(lambda: a @ b), memory.nbytes / device_seconds(memory.sum)
+    return On(torch.device("cuda"), 1).multiplied(dtype), memory.nbytes / device_seconds(memory.sum)

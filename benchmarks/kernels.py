@@ -3,10 +3,12 @@
 `python -m benchmarks.kernels [--json]`. Ceilings (`benchmarks.ceilings`) are measured right before and after a figure,
 and the higher one counts. Decode's calls go from one part of a large pool to the next, so that its KV comes from memory
 and not from a cache; where memory is too small for that, the figure is left out. Inputs are random, outputs NaN before
-each run. On a machine with a CUDA device the GPU's figures follow; without one nothing here says anything of a GPU.
+each run. On a machine with a CUDA device the figures of `benchmarks.kernels_gpu` follow; without one nothing here says
+anything of a GPU.
 """
 
 import argparse
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks import kernels_gpu
 from benchmarks.ceilings import (
     Shape,
     best_shape,
@@ -23,9 +26,10 @@ from benchmarks.ceilings import (
     product_flops,
     read_bytes_per_s,
     seconds,
+    weights_memory,
     working_set_bytes,
 )
-from benchmarks.frame import Absent, Progress, Row, paired, run
+from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run
 from benchmarks.kernels_errors import error_rows
 from benchmarks.kernels_products import product_rows, step_rows
 from kernels.attention import make_plan, paged_attention, selected
@@ -219,14 +223,13 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
     for case in prefill_cases(options.quick):
         for row in prefill_rows(case, shapes[case.dtype], options.runs):
             add(row)
-    products = (product_rows(dtype, best, options.runs, memory) for dtype, best in shapes.items())
-    for product in itertools.chain(*products, step_rows(options.runs, memory)):
+    weights = weights_memory()
+    products = (product_rows(dtype, best, options.runs, weights) for dtype, best in shapes.items())
+    for product in itertools.chain(*products, step_rows(options.runs, weights)):
         add(product)
     rows += error_rows(progress)
-    if torch.cuda.is_available():
-        from benchmarks.kernels_gpu import gpu_rows
-
-        rows += gpu_rows(options.runs, progress)
+    with contextlib.suppress(Skipped):  # where there is no GPU
+        rows += kernels_gpu.measure(options, progress)
     return rows
 
 

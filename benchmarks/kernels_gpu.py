@@ -1,82 +1,116 @@
-"""The GPU's figures of `benchmarks.kernels`: paged attention beside copies, products and torch's flash attention.
+"""The GPU's figures: its kernels, sampling and whole decode steps, each beside a limit measured in the same run.
 
-Calls are timed by events, after warming up. Only imported where there is a CUDA device.
+`python -m benchmarks.kernels_gpu [--json] [--quick]`; `benchmarks.kernels` has these rows, too, where there is a GPU.
+Without one it says so, and nothing is measured. Calls are timed by the device's events, after warming up. Limits are
+what a large copy reads and writes per second, a large matrix product, and what torch has of its own.
 """
 
+import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
-from benchmarks.device import COPY_BYTES, MATRIX, device_seconds
-from benchmarks.frame import Progress, Row, paired
+from benchmarks.device import On
+from benchmarks.frame import Progress, Row, Skipped, paired, run
 from benchmarks.kernels_errors import error_rows
-from kernels.attention import make_plan, paged_attention, selected
+from benchmarks.kernels_gpu_steps import STEP, sampling_rows, step_rows
+from kernels import ops
+from kernels.attention import copy_blocks, make_plan, paged_attention, selected, write_kv
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 32, 8, 128, 16
 DECODE = ((32, 4096), (32, 32768), (128, 8192), (256, 4096))
 """(batch, context)"""
 PREFILL = ((8192, 8192), (16384, 16384), (4096, 32768))
 """(rows, context)"""
+WRITTEN, COPIED, NORMED = 8192, 256, (8192, 4096)
+"""Tokens whose KV is written; blocks that are copied; rows and width of a norm."""
+SAMPLED = ((64, 32_000), (64, 151_936))
+"""(rows, vocabulary)"""
 DECODE_TARGET, PREFILL_TARGET, FLASH_TARGET = 0.85, 0.4, 0.9
-_DTYPE = torch.bfloat16
+_COPY, _PRODUCT = "copy", "matrix product"
 
 
-def _case(batch: int, rows: int, context: int) -> tuple[Callable[[], object], Tensor, Tensor, Tensor]:
-    """Attention over a paged pool: the call, the pool, its tables, the queries."""
-    blocks = context // BLOCK_TOKENS
-    shape = (batch * blocks, KV_HEADS, 2, BLOCK_TOKENS, HEAD_DIM)
-    kv = torch.randn(shape, device="cuda", dtype=_DTYPE)
-    tables = torch.randperm(batch * blocks, device="cuda").int().view(batch, blocks)
-    starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * rows
-    lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
-    q = torch.randn(batch * rows, HEADS, HEAD_DIM, device="cuda", dtype=_DTYPE)
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A layer's attention and its pool."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_tokens: int = 16
+    layers: int = 8
+    """Of the pool whose blocks are copied."""
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"{kind}, {self.heads}/{self.kv_heads} heads of {self.head_dim}"
+
+    def pool(self, blocks: int, device: torch.device) -> Tensor:
+        """A layer's blocks of random KV."""
+        shape = (blocks, self.kv_heads, 2, self.block_tokens, self.head_dim)
+        return torch.randn(shape, device=device, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Attention over a paged pool: the call, and what it is made of."""
+
+    call: Callable[[], object]
+    kv: Tensor
+    tables: Tensor
+    q: Tensor
+
+
+def _case(on: On, shape: Shape, batch: int, rows: int, context: int) -> _Case:
+    blocks = context // shape.block_tokens
+    kv = shape.pool(batch * blocks, on.device)
+    tables = torch.randperm(batch * blocks, device=on.device).int().view(batch, blocks)
+    starts = torch.arange(batch + 1, device=on.device, dtype=torch.int32) * rows
+    lengths = torch.full((batch,), context, device=on.device, dtype=torch.int32)
+    q = torch.randn(batch * rows, shape.heads, shape.head_dim, device=on.device, dtype=shape.dtype)
     plan, out = make_plan(kv, tables, starts, lengths), torch.full_like(q, torch.nan)
 
     def call() -> object:
-        return paged_attention(q, kv, tables, starts, lengths, HEAD_DIM**-0.5, out, plan=plan)
+        return paged_attention(q, kv, tables, starts, lengths, shape.head_dim**-0.5, out, plan=plan)
 
-    return call, kv, tables, q
-
-
-def decode_row(batch: int, context: int, runs: int) -> Row:
-    """Bytes of KV per second beside a copy's bytes read and written."""
-    call, kv, _, _ = _case(batch, 1, context)
-    source = torch.ones(COPY_BYTES // 2, device="cuda", dtype=_DTYPE)
-    target = torch.empty_like(source)
-    pairs = []
-    for _ in range(runs):
-        own = kv.nbytes / device_seconds(call)
-        pairs.append((own / 1e9, 2 * source.nbytes / device_seconds(lambda: target.copy_(source)) / 1e9))
-    name = f"GPU decode, bfloat16, {HEADS}/{KV_HEADS} heads of {HEAD_DIM}, batch {batch}, context {context}"
-    return paired(name, "GB/s", pairs, "copy", target=DECODE_TARGET)
+    return _Case(call, kv, tables, q)
 
 
-def prefill_rows(rows: int, context: int, runs: int) -> list[Row]:
+def _beside_a_copy(on: On, name: str, nbytes: int, call: Callable[[], object], target: float | None = None) -> Row:
+    """Bytes that a call reads and writes per second beside those of a copy."""
+    pairs = [(own / 1e9, limit / 1e9) for own, limit in on.pairs(nbytes, call, on.copied)]
+    return paired(name, "GB/s", pairs, _COPY, target=target)
+
+
+def decode_row(on: On, shape: Shape, batch: int, context: int) -> Row:
+    """Bytes of KV per second."""
+    case = _case(on, shape, batch, 1, context)
+    name = f"GPU decode, {shape}, batch {batch}, context {context}"
+    return _beside_a_copy(on, name, case.kv.nbytes, case.call, DECODE_TARGET)
+
+
+def prefill_rows(on: On, shape: Shape, rows: int, context: int) -> list[Row]:
     """One sequence's chunk beside a matrix product; a whole prompt also beside flash attention over contiguous keys."""
-    call, kv, tables, q = _case(1, rows, context)
-    before = context - rows
-    flops = 4 * HEAD_DIM * HEADS * (rows * before + rows * (rows + 1) / 2)
-    a, b = (torch.randn(MATRIX, MATRIX, device="cuda", dtype=_DTYPE) for _ in range(2))
-    products, flash = [], []
-    for _ in range(runs):
-        own = flops / device_seconds(call) / 1e12
-        products.append((own, 2 * MATRIX**3 / device_seconds(lambda: a @ b) / 1e12))
-        if not before:
-            flash.append((own, flops / device_seconds(_flash(kv, tables, q)) / 1e12))
-    name = f"GPU prefill, bfloat16, {HEADS}/{KV_HEADS} heads of {HEAD_DIM}, {rows} of {context}"
-    found = [paired(name, "TFLOP/s", products, "matrix product", target=PREFILL_TARGET)]
-    if flash:
-        found.append(paired(name, "TFLOP/s", flash, "torch's flash attention", target=FLASH_TARGET))
+    case, before = _case(on, shape, 1, rows, context), context - rows
+    work = 4 * shape.head_dim * shape.heads * (rows * before + rows * (rows + 1) / 2) / 1e12
+    name = f"GPU prefill, {shape}, {rows} of {context}"
+    products = on.pairs(work, case.call, lambda: on.multiplied(shape.dtype) / 1e12)
+    found = [paired(name, "TFLOP/s", products, _PRODUCT, target=PREFILL_TARGET)]
+    if not before:
+        flash = _flash(shape, case)
+        pairs = on.pairs(work, case.call, lambda: work * on.per_second(flash))
+        found.append(paired(name, "TFLOP/s", pairs, "torch's flash attention", target=FLASH_TARGET))
     return found
 
 
-def _flash(kv: Tensor, tables: Tensor, q: Tensor) -> Callable[[], object]:
-    dense = kv[tables[0].long()].permute(2, 1, 0, 3, 4).reshape(2, 1, KV_HEADS, -1, HEAD_DIM)
-    keys, values = dense.repeat_interleave(HEADS // KV_HEADS, 2).contiguous()
-    queries = q.transpose(0, 1)[None].contiguous()
+def _flash(shape: Shape, case: _Case) -> Callable[[], object]:
+    dense = case.kv[case.tables[0].long()].permute(2, 1, 0, 3, 4).reshape(2, 1, shape.kv_heads, -1, shape.head_dim)
+    keys, values = dense.repeat_interleave(shape.heads // shape.kv_heads, 2).contiguous()
+    queries = case.q.transpose(0, 1)[None].contiguous()
 
     def call() -> object:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -85,12 +119,72 @@ def _flash(kv: Tensor, tables: Tensor, q: Tensor) -> Callable[[], object]:
     return call
 
 
-def gpu_rows(runs: int, progress: Progress) -> list[Row]:
-    """All rows of the device."""
-    progress(f"attention on {torch.cuda.get_device_name()}: {selected('cuda', _DTYPE)}")
-    rows = [decode_row(batch, context, runs) for batch, context in DECODE]
-    for count, context in PREFILL:
-        rows += prefill_rows(count, context, runs)
+def write_row(on: On, shape: Shape, tokens: int) -> Row:
+    """KV of tokens, each in a block of its own or its neighbours', into the pool."""
+    kv = shape.pool(-(-tokens // shape.block_tokens), on.device)
+    k, v = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, device=on.device, dtype=shape.dtype)
+    slots = torch.arange(tokens, device=on.device)
+    where = slots // shape.block_tokens, slots % shape.block_tokens
+    call = lambda: write_kv(k, v, kv, *where)  # noqa: E731
+    return _beside_a_copy(on, f"GPU KV write, {shape}, {tokens} tokens", 2 * (k.nbytes + v.nbytes), call)
+
+
+def copy_row(on: On, shape: Shape, blocks: int) -> Row:
+    """Blocks of every layer of a pool to others."""
+    pool = torch.stack([shape.pool(2 * blocks, on.device) for _ in range(shape.layers)])
+    source, target = torch.randperm(2 * blocks, device=on.device).view(2, blocks)
+    name = f"GPU block copy, {shape}, {blocks} blocks of {shape.layers} layers"
+    return _beside_a_copy(on, name, pool.nbytes, lambda: copy_blocks(pool, source, target))
+
+
+def norm_rows(on: On, dtype: torch.dtype, rows: int, size: int) -> list[Row]:
+    """A norm with what is added before it, and one without beside torch's."""
+    x, residual = (torch.randn(rows, size, device=on.device, dtype=dtype) for _ in range(2))
+    weight, out = torch.ones(size, device=on.device, dtype=dtype), torch.empty_like(x)
+    name = f"GPU norm, {str(dtype).removeprefix('torch.')}, {rows} rows of {size}"
+
+    def theirs() -> float:
+        return on.per_second(lambda: rms_norm(x, (size,), weight, 1e-6)) * 2 * x.nbytes / 1e9
+
+    adding = lambda: ops.rms_norm(x, weight, 1e-6, residual=residual, out=out)  # noqa: E731
+    alone = on.pairs(2 * x.nbytes / 1e9, lambda: ops.rms_norm(x, weight, 1e-6, out=out), theirs)
+    return [
+        _beside_a_copy(on, f"{name}, added to", 4 * x.nbytes, adding),
+        paired(name, "GB/s", alone, "torch's norm"),
+    ]
+
+
+def kernel_rows(on: On, shape: Shape, *, quick: bool) -> list[Row]:
+    """All rows of kernels."""
+    rows = [decode_row(on, shape, *case) for case in (DECODE[:1] if quick else DECODE)]
+    for case in PREFILL[:1] if quick else PREFILL:
+        rows += prefill_rows(on, shape, *case)
+    return [*rows, write_row(on, shape, WRITTEN), copy_row(on, shape, COPIED), *norm_rows(on, shape.dtype, *NORMED)]
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """All rows of the GPU.
+
+    Raises:
+        Skipped: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise Skipped("there is no GPU")
+    on = On(torch.device("cuda"), options.runs)
+    progress(f"attention on {torch.cuda.get_device_name()}: {selected('cuda', torch.bfloat16)}")
+    rows = kernel_rows(on, Shape(), quick=options.quick)
+    for case in SAMPLED:
+        rows += sampling_rows(on, *case)
+    rows += step_rows(on, STEP)
     for row in rows:
-        progress(f"{row.name}: {row.value:.1f} {row.unit}, {row.ratio:.2f} of {row.limit_name}")
+        progress(f"{row.name}: {row.value:.4g} {row.unit}, {row.ratio:.2f} of {row.limit_name}")
     return rows + error_rows(progress, "cuda")
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    parser.add_argument("--quick", action="store_true", help="fewer shapes")
+
+
+if __name__ == "__main__":
+    run("kernels_gpu", measure, flags=flags)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.ceilings import read_bytes_per_s, seconds, working_set_bytes
+from benchmarks.ceilings import read_bytes_per_s, seconds, weights_memory, working_set_bytes
 from benchmarks.frame import Progress, Row, bounded, paired, run
 from kernels.attention import make_plan, paged_attention
 from moonpool.bundled import model_dir
@@ -131,7 +131,7 @@ def beside_plain(name: str, found: list[dict[str, float]]) -> Iterator[Row]:
 
 def step_rows(shape: str, stage: StageModel, runs: int) -> Iterator[Row]:
     """Whole steps, beside bfloat16 and beside their bound."""
-    name, memory = f"decode step, {shape}", torch.ones(working_set_bytes() // 4)
+    name, memory = f"decode step, {shape}", weights_memory()
     found, speeds = [], []
     for times in in_turns({kind: step_call(stage, kind) for kind in TYPES}, runs):
         found.append(times)

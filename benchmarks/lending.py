@@ -5,6 +5,9 @@ come one after the other, each when the one before has its first token. What cou
 the running sequences from then on, as their client sees them. In each run a stack whose engines have half of the cores
 each (`--core-share 0`) and one whose engines lend them are measured one after the other. `--picture FILE.svg` draws all
 gaps of the last run over time, fixed and lent, in a file each. Five runs of 15 s take some five minutes.
+
+Then come engines alone and two at once, without services (`benchmarks.lending_engines`): five runs take some three
+minutes. `--only stacks` or `--only engines` leaves the other part out.
 """
 
 import argparse
@@ -20,6 +23,7 @@ from pathlib import Path
 
 from benchmarks.frame import Progress, Row, Skipped, paired, run
 from benchmarks.kvstore_picture import picture
+from benchmarks.lending_engines import engine_rows
 from benchmarks.serving import checkpoint_of, fresh_prompt, greedy
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
@@ -139,15 +143,26 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """All rows; draws the pictures."""
     if len(os.sched_getaffinity(0)) < 2:
         raise Skipped("one core cannot be shared by two engines")
-    pairs = []
+    found, parts = list[Row](), options.only.split(",")
     with tempfile.TemporaryDirectory() as folder:
         model = checkpoint_of(options.model, Path(folder))
-        for number in range(options.runs):
-            fixed, lent = (measured(way, model, Path(folder), options, number) for way in WAYS)
-            pairs.append((fixed, lent))
-            told = ", ".join(f"{way} {it.percentile_ms(0.99):.1f}" for way, it in zip(WAYS, (fixed, lent), strict=True))
-            median = statistics.median(lent.ttft_s)
-            progress(f"run {number + 1} of {options.runs}: TBT p99, ms: {told}; TTFT beside, lent: {median:.2f} s")
+        if "stacks" in parts:
+            found += stack_rows(model, Path(folder), options, progress)
+        if "engines" in parts:
+            models = dict.fromkeys((model, checkpoint_of("bundled", Path(folder))))
+            found += engine_rows([*models], options.runs, options.engine_seconds, progress)
+    return found
+
+
+def stack_rows(model: Path, folder: Path, options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """Of stacks; draws the pictures."""
+    pairs = []
+    for number in range(options.runs):
+        fixed, lent = (measured(way, model, folder, options, number) for way in WAYS)
+        pairs.append((fixed, lent))
+        told = ", ".join(f"{way} {it.percentile_ms(0.99):.1f}" for way, it in zip(WAYS, (fixed, lent), strict=True))
+        median = statistics.median(lent.ttft_s)
+        progress(f"run {number + 1} of {options.runs}: TBT p99, ms: {told}; TTFT beside, lent: {median:.2f} s")
     path = options.picture or (options.out.with_suffix(".svg") if options.out else None)
     if path is not None:
         draw(path, pairs[-1])
@@ -160,6 +175,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--model", default="small", help="bundled, a shape of `moonpool model create`, or a folder (default small)")
     add("--sequences", type=int, default=8, help="that run (default 8)")
     add("--seconds", type=float, default=15.0, help="in which prompts are sent, in each stack (default 15)")
+    add("--only", default="stacks,engines", help="stacks, engines, or both with a comma (default both)")
+    add("--engine-seconds", type=float, default=2.0, help="in which each engine is counted (default 2)")
     add("--picture", type=Path, help="FILE.svg: draws FILE-fixed.svg and FILE-lent.svg (default: beside --out)")
 
 

@@ -127,6 +127,8 @@ REASONS = (
     ),
 )
 
+SMALL_PAGES = "memory was read on pages of 4 KiB beside them, a quarter slower than the large ones on which weights lie"
+
 RETIRED = (
     Retired(
         "engine",
@@ -134,6 +136,7 @@ RETIRED = (
         "^[^,]*, decode, .* tokens beside reading",
         "they counted the time to the first tokens too; the rows *behind the first tokens* take their place",
     ),
+    Retired("engine", "2026-11-24", "^[^,]*, decode, .* beside reading", SMALL_PAGES),
     Retired(
         "failover",
         "2026-11-23",
@@ -146,6 +149,7 @@ RETIRED = (
         "^(decode|prefill)",
         "they stood beside what was no ceiling: KV came from the cache, and the product did not have its best shape",
     ),
+    Retired("kernels", "2026-11-24", "^(product|decode step).* beside read from memory", SMALL_PAGES),
     Retired(
         "kv_stream",
         "2026-11-22",

@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from benchmarks.ceilings import best_shape, beyond_caches, product_flops, read_bytes_per_s, working_set_bytes
+from benchmarks.ceilings import best_shape, beyond_caches, product_flops, read_bytes_per_s, weights_memory
 from benchmarks.device import device_limits
 from benchmarks.frame import Row
 from moonpool.checkpoint import load_config
@@ -81,8 +79,8 @@ def measured_limits(model: Path, dtype: str = "bfloat16", device: str = "cpu") -
 
 
 def memory_now() -> float:
-    """Bytes per second that this machine reads from memory. On a shared one it is another after a minute."""
-    return read_bytes_per_s(torch.ones(working_set_bytes() // 4))
+    """Bytes per second that this machine reads of weights. On a shared one it is another after a minute."""
+    return read_bytes_per_s(weights_memory())
 
 
 def with_limit(row: Row, limit: float, *, less_is_better: bool = False) -> Row:

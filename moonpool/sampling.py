@@ -313,10 +313,3 @@ class SampleSpec:
     """Tokens that must not be chosen: end tokens while min_tokens is not reached, and those that end a bad word."""
     answer: bytes = b""
     """The answer's tokens so far, little-endian int32; only with a response format."""
-
-    def after(self, token: int) -> SampleSpec:
-        """For the token after `token`, which was sampled by this; the same tokens are banned."""
-        its = token.to_bytes(4, "little")
-        history = self.history + its if self.history is not None else None
-        answer = self.answer + its if self.params.response_format else b""
-        return replace(self, position=self.position + 1, history=history, answer=answer)

@@ -100,19 +100,22 @@ void Work::adjust() {
     const int32_t* banned = tokens(row.banned);
     for (int i = 0; i < row.banned_count; i++) if (known(banned[i])) logits[banned[i]] = -INFINITY;
     if (!row.history_count) return;
-    // A token has been seen where its mark is set; marks lie where weights will, and are taken away again.
+    // How often a token has been seen; these numbers lie where weights will, and are 0 again behind each use.
     const int32_t* history = tokens(row.history);
-    int32_t* marks = (int32_t*)desk.weights;
+    int32_t* times = (int32_t*)desk.weights;
     auto each_once = [&](int from, auto&& f) {
-        for (int i = from; i < row.history_count; i++) if (known(history[i])) marks[history[i]] = 0;
+        for (int i = from; i < row.history_count; i++) if (known(history[i])) times[history[i]] = 0;
+        for (int i = from; i < row.history_count; i++) if (known(history[i])) times[history[i]]++;
         for (int i = from; i < row.history_count; i++)
-            if (known(history[i]) && !marks[history[i]]++) f(logits[history[i]]);
+            if (known(history[i]) && times[history[i]]) f(logits[history[i]], times[history[i]]), times[history[i]] = 0;
     };
     if (row.repetition != 1.0f)
-        each_once(0, [&](float& it) { it = it > 0 ? it / row.repetition : it * row.repetition; });
-    if (row.frequency != 0)
-        for (int i = row.prompt_tokens; i < row.history_count; i++) if (known(history[i])) logits[history[i]] -= row.frequency;
-    if (row.presence != 0) each_once(row.prompt_tokens, [&](float& it) { it -= row.presence; });
+        each_once(0, [&](float& it, int) { it = it > 0 ? it / row.repetition : it * row.repetition; });
+    if (row.frequency != 0 || row.presence != 0)
+        each_once(row.prompt_tokens, [&](float& it, int seen) {
+            it -= unfused(splat((float)seen * row.frequency))[0];
+            it -= row.presence;
+        });
 }
 
 // Logits of tokens whose bit is set, the lowest for the first, and minus infinity for the others.

@@ -43,9 +43,9 @@ def prefill_seconds(
     return _seconds(speeds, begins, steps, new_tokens, attention_pairs(new_tokens, prefix_tokens), prefix_tokens)
 
 
-def work_seconds(speeds: Speeds, work: PrefillWork, *, begins: bool = True) -> float:
-    """Predict the seconds of this work; for callers that ask for the same work at several speeds."""
-    return _seconds(speeds, begins, *work)
+def work_seconds(speeds: Speeds, work: PrefillWork) -> float:
+    """Predict the seconds of a prompt's work; for callers that ask for the same work at several speeds."""
+    return _seconds(speeds, True, *work)
 
 
 def _seconds(speeds: Speeds, begins: bool, steps: int, new_tokens: int, pairs: int, prefix_tokens: int) -> float:

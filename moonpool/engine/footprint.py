@@ -4,6 +4,9 @@ Weights are held once and the pool is mapped whole, so only the work space depen
 out from the largest step (`EngineSpec.step_tokens`): what the kernels and the sampling of such a step allocate, each at
 its largest. The allocator keeps what it once had (`moonpool.engine.launch`), so this is also what stays.
 
+A device with memory of its own holds the weights, a pool as large as the host's, a work space, which is worked out too,
+and graphs of decode steps. The pool is refused where the others would have no room beside it.
+
 Answers of a given format (`moonpool.engine.masks`) bring in the tokenizer, and grammars and parsers, whose size the
 library that has them does not tell: when the whole process comes near its bound, they are given up and made anew.
 """
@@ -12,17 +15,26 @@ import ctypes
 from pathlib import Path
 
 from moonpool.checkpoint import ModelConfig
-from moonpool.engine.messages import EngineSpec
+from moonpool.engine.captures import MOST_BYTES
+from moonpool.engine.messages import EngineSpec, OnDevice
 from moonpool.engine.warmup import LONG_TOKENS
 
 LOGIT_ROWS = 64
 """Rows of logits that are held at once: a row of 152k tokens has 0.6 MB."""
-_LOGIT_COPIES = 10
-"""Of these rows, in float32: what sampling makes of them (weights, their order and their sums)."""
+_LOGIT_COPIES, _TORCH_COPIES = 10, 16
+"""Of these rows, in float32: what sampling makes of them natively and in torch (weights, their order, their sums)."""
 _ARRANGED_BYTES = 48 << 20
 """Keys and values that native prefill attention arranges at a time (`kernels/native/prefill.cpp`)."""
 _SPLIT_TOKENS = 512
 """Of a context, whose result native decode attention holds apart (`kernels/native/decode.cpp`)."""
+_PROCESSORS = 256
+"""Multiprocessors that a GPU has at most."""
+_TILE_ROWS = 128
+"""Query rows that a program of the GPU's attention has at most (`kernels/triton/tiles.py`)."""
+_SPLIT_PROGRAMS, _EXACT_TOKENS = 9, 1024
+"""Programs for each multiprocessor whose results are held apart; tokens of a part in deterministic mode."""
+_DEVICE_SLACK_BYTES = 256 << 20
+"""Code of kernels, work space of libraries, the static batch of graphs."""
 _SLACK_BYTES = 48 << 20
 """Code and tables that are touched later, thread stacks, messages."""
 _FRAGMENTS = 4
@@ -44,10 +56,30 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
         rows * _row_elements(model) * element * (1 if native else 3),
         rows * model.head_dim * 3 * 4 * 2,  # rotations
         _attention_bytes(model, engine, longest) if native else _gathered_bytes(model, engine, longest),
-        min(rows, LOGIT_ROWS) * model.vocab_size * 4 * _LOGIT_COPIES,
+        min(rows, LOGIT_ROWS) * model.vocab_size * 4 * (_LOGIT_COPIES if native else _TORCH_COPIES),
         threads << 20,
     ]
     return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _SLACK_BYTES
+
+
+def on_device(model: ModelConfig, engine: EngineSpec, *, weights: int, pool: int, ring: int) -> OnDevice:
+    """What one stage holds in the memory of its device. `weights`, `pool`, `ring`: bytes, as they are held."""
+    graphs = MOST_BYTES if engine.graphs else 0
+    return OnDevice(weights, pool, device_work_bytes(model, engine), graphs, ring)
+
+
+def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:
+    """The work space of the largest step on a device."""
+    rows, element = most_rows(engine), 4 if engine.dtype == "float32" else 2
+    longest = longest_tokens(model, engine)
+    splits = 2 * (longest // _EXACT_TOKENS + 1) if engine.deterministic else _SPLIT_PROGRAMS
+    parts = [
+        rows * _row_elements(model) * element * 3,
+        rows * model.head_dim * 3 * 4 * 2,  # rotations
+        splits * _PROCESSORS * _TILE_ROWS * (model.head_dim + 2) * 4,
+        min(rows, LOGIT_ROWS) * model.vocab_size * 4 * _TORCH_COPIES,
+    ]
+    return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _DEVICE_SLACK_BYTES
 
 
 def longest_tokens(model: ModelConfig, engine: EngineSpec) -> int:

@@ -163,6 +163,35 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class OnDevice:
+    """Bytes of one stage in the memory of its device.
+
+    Attributes:
+        weights: of its layers.
+        pool: of KV, as large as its part of the host's.
+        work: everything that steps need.
+        graphs: of decode steps; 0 where there are none.
+        ring: of buffers of the host, pinned on a GPU, through which KV comes and leaves. Not the device's memory: it is
+            in `Footprint.pool`.
+    """
+
+    weights: int
+    pool: int
+    work: int
+    graphs: int
+    ring: int
+
+    @property
+    def bound(self) -> int:
+        """What is never exceeded once the engine is ready, beside what the device's driver takes for itself."""
+        return self.weights + self.pool + self.work + self.graphs
+
+    def mebibytes(self) -> dict[str, int]:
+        """For a line of the log."""
+        return {f"device_{name}_mib": size >> 20 for name, size in (asdict(self) | {"bound": self.bound}).items()}
+
+
+@dataclass(frozen=True, slots=True)
 class Footprint:
     """Bytes of one engine process.
 
@@ -170,9 +199,10 @@ class Footprint:
         libraries: the program itself, before it has read anything of the checkpoint.
         weights: of its layers, once.
         pool: its part of the KV pool, which it shares with the I/O process, and the device's own where that is memory
-            of the host.
+            of the host, and the buffers through which KV comes and leaves.
         work: everything that steps need, but for what is in `formats`.
         formats: the tokenizer, grammars and parsers of answers of a given format; 0 but on the last stage.
+        device: what is held in the memory of a device; None on a plain CPU. `weights` and `work` count here, too.
     """
 
     libraries: int
@@ -180,6 +210,7 @@ class Footprint:
     pool: int
     work: int
     formats: int
+    device: OnDevice | None = None
 
     @property
     def bound(self) -> int:
@@ -188,7 +219,9 @@ class Footprint:
 
     def mebibytes(self) -> dict[str, int]:
         """For a line of the log."""
-        return {f"{name}_mib": size >> 20 for name, size in (asdict(self) | {"bound": self.bound}).items()}
+        names = ("libraries", "weights", "pool", "work", "formats", "bound")
+        sizes = {f"{name}_mib": getattr(self, name) >> 20 for name in names}
+        return sizes if self.device is None else sizes | self.device.mebibytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,8 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     from moonpool.checkpoint.formats import load_config
     from moonpool.engine.captures import Captures
     from moonpool.engine.devices.opening import open_device, place_on
-    from moonpool.engine.footprint import format_bytes, longest_tokens, near, resident_bytes, work_bytes
+    from moonpool.engine.devices.tiers import ring_bytes
+    from moonpool.engine.footprint import format_bytes, longest_tokens, near, on_device, resident_bytes, work_bytes
     from moonpool.engine.graphs import DecodeGraphs
     from moonpool.engine.masks import Masks
     from moonpool.engine.pipeline import Links, NoLinks, StageLinks, wire_of
@@ -143,7 +144,8 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         deterministic=engine.deterministic,
         on_layer=lambda done, of: channel.send(Loaded(done, of)),
     )
-    place = place_on(device, part, lambda error: _end(channel, error))
+    sizes = on_device(config, engine, weights=model.weight_bytes, pool=part.nbytes, ring=ring_bytes(part))
+    place = place_on(device, part, lambda error: _end(channel, error), sizes.work + sizes.graphs)
     links: Links = NoLinks()
     if engine.stages > 1:
         links = StageLinks(
@@ -158,7 +160,8 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     native = library.get() if model.native else None
     work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
     formats = format_bytes(config) if model.is_last else 0
-    footprint = Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work, formats)
+    held = None if device is None else sizes
+    footprint = Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work, formats, held)
     masks = None
     if model.is_last:
         aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext

@@ -1,98 +1,132 @@
 """Changes logits before a token is chosen: bias, bans, penalties, masks; for all rows at once, where they apply.
 
-Names and meaning as in vLLM: repetition looks at prompt and output, presence and frequency at the output only.
+Names and meaning as in vLLM: repetition looks at prompt and output, presence and frequency at the output only. The
+frequency penalty times the number of a token is rounded to float32, as the native sampler does it.
+
+What it depends on lies on the logits' device from the first step on. How often a row had which token is counted there:
+a further step sends one token of each row, not the row's history.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moonpool.model.sending import send
 from moonpool.sampling import SampleSpec
 
 Mask = bytes | memoryview
 """Bit i, from the lowest of the first byte on, says whether token i may be chosen."""
+_IN_PROMPT, _IN_OUTPUT = 1, 2
+"""What an occurrence adds to a token's count; of those in the prompt only one counts."""
 
 
-def adjust(logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, Mask]) -> None:
-    """Apply bias, bans, penalties and masks, in this order, to `logits` [R, vocab], contiguous, in place.
+class Adjusting:
+    """Bias, bans, penalties and masks of some rows, step after step.
 
-    `masks`: by row.
+    Args:
+        specs: of each row, for the first step.
+        vocab: tokens of the model; others are passed over.
+        device: of the logits.
     """
-    flat, vocab = logits.view(-1), logits.shape[1]
-    _bias(flat, vocab, specs)
-    banned = _places([(row, _tokens(spec.banned)) for row, spec in enumerate(specs) if spec.banned], vocab)
-    if banned is not None:
-        flat[banned.to(flat.device)] = -torch.inf
-    _penalise(flat, vocab, [(row, spec) for row, spec in enumerate(specs) if spec.history and spec.params.penalised])
-    for row, mask in masks.items():
-        _mask(logits[row], mask)
+
+    def __init__(self, specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> None:
+        self._vocab, self._device = vocab, device
+        biases = [(row, *it) for row, spec in enumerate(specs) for it in spec.params.logit_bias.items()]
+        biases = [it for it in biases if it[1] < vocab]
+        self._biased = self._places([it[:2] for it in biases])
+        self._biases = send(torch.tensor([it[2] for it in biases], dtype=torch.float32), device)
+        banned = [(row, token) for row, spec in enumerate(specs) for token in spec.banned if token < vocab]
+        self._banned = self._places(banned)
+        self._never = torch.full((), -torch.inf, device=device)
+        self._bits = torch.arange(8, dtype=torch.uint8, device=device)
+        counted = [row for row, spec in enumerate(specs) if spec.history and spec.params.penalised]
+        self._penalties = _Penalties(counted, [specs[row] for row in counted], vocab, device) if counted else None
+
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """The next step: each row's token was the one of `tokens`."""
+        if self._penalties is not None:
+            self._penalties.go_on(tokens)
+
+    def __call__(self, logits: Tensor, masks: Mapping[int, Mask]) -> None:
+        """Change `logits` [R, vocab] in place: bias, bans, penalties and masks, in this order. `masks`: by row."""
+        if self._biased is not None:
+            logits.index_put_(self._biased, logits[self._biased] + self._biases)
+        if self._banned is not None:
+            logits.index_put_(self._banned, self._never)
+        if self._penalties is not None:
+            self._penalties(logits)
+        if masks:
+            self._mask(logits, masks)
+
+    def _places(self, found: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor] | None:
+        """Rows and tokens on the device; None when there are none."""
+        if not found:
+            return None
+        rows, tokens = send(torch.tensor(found, dtype=torch.int64).t(), self._device)
+        return rows, tokens
+
+    def _mask(self, logits: Tensor, masks: Mapping[int, Mask]) -> None:
+        """Masks go to the device as they are; tokens behind the end of one may not be chosen."""
+        packed = np.zeros((len(masks), -(-self._vocab // 8)), np.uint8)
+        for at, mask in enumerate(masks.values()):
+            part = np.frombuffer(mask, np.uint8)[: packed.shape[1]]
+            packed[at, : len(part)] = part
+        rows = send(torch.tensor(list(masks)), self._device)
+        bits = send(torch.from_numpy(packed), self._device)[:, :, None] >> self._bits & 1
+        masked = logits[rows].masked_fill_(bits.flatten(1)[:, : self._vocab] == 0, -torch.inf)
+        logits.index_copy_(0, rows, masked)
 
 
-def _mask(row: Tensor, mask: Mask) -> None:
-    allowed = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(row), bitorder="little")
-    row.masked_fill_(torch.from_numpy(allowed == 0).to(row.device), -torch.inf)
+class _Penalties:
+    """Of the rows that have some; with how often each had which token.
 
-
-def _tokens(tokens: Sequence[int]) -> Tensor:
-    return torch.tensor(tokens, dtype=torch.int64)
-
-
-def _places(found: Sequence[tuple[int, Tensor]], vocab: int) -> Tensor | None:
-    """Indices in the flat logits of some rows' tokens; None when there are none."""
-    return torch.cat([tokens + row * vocab for row, tokens in found]) if found else None
-
-
-def _bias(flat: Tensor, vocab: int, specs: Sequence[SampleSpec]) -> None:
-    biased = [(row, spec.params.logit_bias) for row, spec in enumerate(specs) if spec.params.logit_bias]
-    places = _places([(row, _tokens(list(bias))) for row, bias in biased], vocab)
-    if places is not None:
-        values = torch.tensor([value for _, bias in biased for value in bias.values()], dtype=torch.float32)
-        flat[places.to(flat.device)] += values.to(flat.device)
-
-
-def _penalise(flat: Tensor, vocab: int, rows: Sequence[tuple[int, SampleSpec]]) -> None:
-    """Each token's logit is read once and written as often as the token occurs, with the same value.
-
-    The frequency penalty is subtracted as often as the token occurs: always the same number, so the order is without
-    effect.
+    Args:
+        rows: of the logits.
+        specs: of each of them.
+        vocab: tokens of the model.
+        device: of the logits.
     """
-    histories = [(row, spec, _history(spec)) for row, spec in rows]
-    outputs = [(row, spec, tokens[spec.prompt_tokens :]) for row, spec, tokens in histories]
-    repeated = _values(flat, histories, vocab, lambda spec: spec.params.repetition_penalty, without=1.0)
-    if repeated is not None:
-        places, factors = repeated
-        values = flat[places]
-        flat[places] = torch.where(values > 0, values / factors, values * factors)
-    frequent = _values(flat, outputs, vocab, lambda spec: spec.params.frequency_penalty)
-    if frequent is not None:
-        places, penalties = frequent
-        flat.index_put_((places,), -penalties, accumulate=True)
-    present = _values(flat, outputs, vocab, lambda spec: spec.params.presence_penalty)
-    if present is not None:
-        places, penalties = present
-        flat[places] = flat[places] - penalties
+
+    def __init__(self, rows: Sequence[int], specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> None:
+        self._rows, self._vocab, self._device = rows, vocab, device
+        self._at = send(torch.tensor(rows), device)
+        names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        values = torch.tensor([[[getattr(spec.params, name)] for spec in specs] for name in names])
+        self._repetition, self._frequency, self._presence = send(values, device)  # each [P, 1]
+        # One more column, for what is no token of the model.
+        self._counts = torch.zeros((len(rows), vocab + 1), dtype=torch.int32, device=device)
+        prompts, outputs = (send(torch.from_numpy(places), device) for places in _occurrences(specs, vocab))
+        self._counts.view(-1).index_fill_(0, prompts, _IN_PROMPT)
+        self._counts.view(-1).scatter_add_(0, outputs, torch.full_like(outputs, _IN_OUTPUT, dtype=torch.int32))
+        self._last: list[int] | None = None
+
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """See `Adjusting.go_on`."""
+        self._last = [min(tokens[row], self._vocab) for row in self._rows]
+
+    def __call__(self, logits: Tensor) -> None:
+        if self._last is not None:
+            last = send(torch.tensor(self._last)[:, None], self._device)
+            self._counts.scatter_add_(1, last, torch.full_like(last, _IN_OUTPUT, dtype=torch.int32))
+            self._last = None
+        counts, values = self._counts[:, : self._vocab], logits[self._at]
+        repeated = torch.where(values > 0, values / self._repetition, values * self._repetition)
+        values = torch.where(counts > 0, repeated, values)
+        values -= (counts // _IN_OUTPUT) * self._frequency
+        values -= torch.where(counts >= _IN_OUTPUT, self._presence, 0.0)
+        logits.index_copy_(0, self._at, values)
 
 
-def _history(spec: SampleSpec) -> Tensor:
-    return torch.frombuffer(bytearray(spec.history or b""), dtype=torch.int32).long()
-
-
-def _values(
-    flat: Tensor,
-    found: Sequence[tuple[int, SampleSpec, Tensor]],
-    vocab: int,
-    of: Callable[[SampleSpec], float],
-    without: float = 0.0,
-) -> tuple[Tensor, Tensor] | None:
-    """Places in `flat` of all occurrences of tokens, each with its row's penalty; None when no row has one."""
-    used = [(row, of(spec), tokens) for row, spec, tokens in found if of(spec) != without]
-    places = _places([(row, tokens) for row, _, tokens in used], vocab)
-    if places is None:
-        return None
-    lengths = torch.tensor([len(tokens) for _, _, tokens in used])
-    values = torch.tensor([value for _, value, _ in used]).repeat_interleave(lengths)
-    return places.to(flat.device), values.to(flat.device)
+def _occurrences(specs: Sequence[SampleSpec], vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places in flat counts [P, vocab + 1] of all tokens of the rows' prompts, and of their outputs."""
+    tokens = np.frombuffer(b"".join(spec.history or b"" for spec in specs), np.int32)
+    lengths = np.array([len(spec.history or b"") // 4 for spec in specs])
+    rows = np.repeat(np.arange(len(specs)), lengths)
+    behind = np.arange(len(tokens)) - (np.cumsum(lengths) - lengths)[rows]
+    places = rows * (vocab + 1) + np.minimum(tokens, vocab)
+    prompt = behind < np.array([spec.prompt_tokens for spec in specs])[rows]
+    return places[prompt], places[~prompt]

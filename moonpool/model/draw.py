@@ -4,27 +4,28 @@ The rule, for one row. The weight of a token is exp(logit / temperature - the gr
 keeps the k of highest weight, top-p of those the first, in the order of falling weight, before which less than p of
 their sum lies, and min-p those whose weight is at least p of the highest. Equal weights count in order of the token.
 Then the kept weights are summed up **in order of the token**, and the one is chosen at which the sum passes u times the
-whole sum; u in [0, 1) belongs to the seed and the output position (`moonpool.model.sampler.uniform`).
+whole sum; u in [0, 1) belongs to the seed and the output position (`uniform`).
 
 Weights are float32, sums float64. This is the reference of the native sampler (`kernels/native/sample.cpp`), which
 gives the same weights and sums to the bit: an exponential is a few products and sums, each rounded, and a sum has one
-order. It also runs where there is no native code.
+order. It also runs where there is no native code. Nothing here looks at what a tensor holds, and no shape depends on
+it: a GPU is told everything before it has computed anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from moonpool.model.likely import RUN, in_runs, runs_of
+from moonpool.model.border import keep_number, keep_share, running
+from moonpool.model.likely import RUN, runs_of
+from moonpool.model.sending import send
 from moonpool.sampling import SamplingParams
 
-_SHIFT = 16
-_BUCKETS = (0x3F800000 >> _SHIFT) + 1
-"""Weights lie in [0, 1], and the bits of such floats have their order: a bucket is a range of upper bits."""
 _LOG2_E = 1.4426950408889634
 _LEAST_POWER = -126.0
 """Of two: what is less is 0."""
@@ -38,27 +39,63 @@ _LANES = 16
 """A run's weights are summed up in so many sums, one for each token modulo this, which are then halved down to one."""
 
 
-def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[Sequence[float]]) -> list[list[int]]:
-    """Choose tokens of each row of `logits` [R, vocab] float32: one for each of the row's `numbers` in [0, 1).
+def uniform(seed: int, position: int) -> float:
+    """Return the number in [0, 1) that belongs to one output position of a seed.
 
-    Every row has a finite highest logit.
+    A hash of the two and 0 (BLAKE2b, 53 bits of it): counter-based, so it needs no state and has no order. The native
+    sampler hashes them itself (`kernels/native/draws.cpp`).
     """
-    vocab, device = logits.shape[1], logits.device
-    weights = weights_of(logits, torch.tensor([scale_of(it) for it in params], device=device))
-    top_k = {row: it.top_k for row, it in enumerate(params) if 0 < it.top_k < vocab}
-    top_p = {row: it.top_p for row, it in enumerate(params) if it.top_p < 1}
-    if top_k:
-        counts = torch.tensor(list(top_k.values()), device=device)
-        _on_rows(weights, list(top_k), partial(_keep_top_k, counts=counts))
-    if top_p:
-        shares = torch.tensor(list(top_p.values()), dtype=torch.float64, device=device)
-        _on_rows(weights, list(top_p), partial(_keep_top_p, shares=shares))
-    if any(it.min_p for it in params):
-        weights.masked_fill_(weights < torch.tensor([it.min_p for it in params], device=device)[:, None], 0)
-    sizes = [len(its) for its in numbers]
-    rows = torch.arange(len(params)).repeat_interleave(torch.tensor(sizes)).to(device)
-    flat = torch.tensor([number for its in numbers for number in its], dtype=torch.float64, device=device)
-    return [tokens.tolist() for tokens in torch.split_with_sizes(_pick(weights, rows, flat).cpu(), sizes)]
+    counter = struct.pack("<QQQ", seed & (2**64 - 1), 0, position)
+    number = int.from_bytes(hashlib.blake2b(counter, digest_size=8, person=b"moonpool sample").digest(), "little")
+    return (number >> 11) * 2.0**-53
+
+
+class Drawing:
+    """How some rows are drawn; lies on the logits' device from the first step on.
+
+    Args:
+        params: of each row.
+        sizes: how many tokens each row draws.
+        vocab: tokens of the model.
+        device: of the logits.
+    """
+
+    def __init__(
+        self, params: Sequence[SamplingParams], sizes: Sequence[int], vocab: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._scales = send(torch.tensor([scale_of(it) for it in params]), device)
+        self._rows = send(torch.arange(len(params)).repeat_interleave(torch.tensor(sizes)), device)
+        whole = len(params)
+        self._top_k = self._some({row: it.top_k for row, it in enumerate(params) if 0 < it.top_k < vocab}, whole)
+        self._top_p = self._some({row: it.top_p for row, it in enumerate(params) if it.top_p < 1}, whole)
+        least = torch.tensor([it.min_p for it in params])[:, None]
+        self._least = send(least, device) if any(it.min_p for it in params) else None
+
+    def __call__(self, logits: Tensor, numbers: Sequence[float]) -> Tensor:
+        """Choose tokens of each row of `logits` [R, vocab] float32, which has a finite highest one.
+
+        `numbers`: one in [0, 1) of each draw, row after row. Returns each draw's token, int64 [D].
+        """
+        weights = weights_of(logits, self._scales)
+        for some, keep in ((self._top_k, keep_number), (self._top_p, keep_share)):
+            if some is None:
+                continue
+            rows, goals = some
+            part = weights if rows is None else weights[rows]
+            keep(part, goals)
+            if rows is not None:
+                weights.index_copy_(0, rows, part)
+        if self._least is not None:
+            weights.masked_fill_(weights < self._least, 0)
+        return _pick(weights, self._rows, send(torch.tensor(numbers, dtype=torch.float64), self._device))
+
+    def _some(self, goals: Mapping[int, float], whole: int) -> tuple[Tensor | None, Tensor] | None:
+        """Rows that have a goal, None where these are all, and the goals; None without any."""
+        if not goals:
+            return None
+        rows = None if len(goals) == whole else send(torch.tensor(list(goals)), self._device)
+        return rows, send(torch.tensor(list(goals.values()), dtype=torch.float64), self._device)
 
 
 def scale_of(params: SamplingParams) -> float:
@@ -105,61 +142,15 @@ def _sums_of_runs(runs: Tensor) -> Tensor:
     return sums[..., 0]
 
 
-def _on_rows(weights: Tensor, rows: list[int], keep: Callable[[Tensor], None]) -> None:
-    """Let `keep` change some rows in place; without a copy when these are all."""
-    part = weights if len(rows) == weights.shape[0] else weights[rows]
-    keep(part)
-    if part is not weights:
-        weights[rows] = part
-
-
-def _keep_top_k(weights: Tensor, counts: Tensor) -> None:
-    """Set all but the highest `counts` [R] weights of each row to 0."""
-    highest = in_runs(weights, int(counts.max())).topk(int(counts.max())).values
-    least = highest.gather(1, counts[:, None] - 1)
-    lower = weights < least
-    kept = weights.shape[1] - lower.sum(-1)
-    weights.masked_fill_(lower, 0)
-    for row in ((kept > counts) & (least[:, 0] > 0)).nonzero().flatten().tolist():  # the last ones are equal
-        equal = (weights[row] == least[row]).nonzero().flatten()
-        weights[row, equal[len(equal) - int(kept[row] - counts[row]) :]] = 0
-
-
-def _keep_top_p(weights: Tensor, shares: Tensor) -> None:
-    """Set all but the highest weights of each row, up to its share of their sum, to 0."""
-    rows = weights.shape[0]
-    buckets = weights.view(torch.int32) >> _SHIFT
-    places = (buckets + (torch.arange(rows, dtype=torch.int32, device=weights.device) * _BUCKETS)[:, None]).view(-1)
-    masses = torch.bincount(places, weights.view(-1).double(), minlength=rows * _BUCKETS).view(rows, _BUCKETS)
-    down_to = masses.flip(1).cumsum(1).flip(1)  # the sum of a bucket and those above it
-    wanted = shares * down_to[:, 0]
-    border = (down_to >= wanted[:, None]).sum(1) - 1  # int64, to look things up with
-    level = border.to(torch.int32)[:, None]  # the buckets' type: comparing different ones copies
-    above = down_to.gather(1, border[:, None])[:, 0] - masses.gather(1, border[:, None])[:, 0]
-    weights.masked_fill_(buckets < level, 0)
-    for row in range(rows):
-        _keep_within(weights[row], (buckets[row] == level[row]).nonzero().flatten(), above[row], wanted[row])
-
-
-def _keep_within(weights: Tensor, bucket: Tensor, above: Tensor, wanted: Tensor) -> None:
-    """Of one row's tokens in `bucket`, set those to 0 before which, and `above` the bucket, lies what is wanted."""
-    ordered = weights[bucket].sort(descending=True, stable=True)
-    values = ordered.values.double()
-    before = values.cumsum(0) - values + above
-    beyond = before >= wanted
-    beyond[0] = False  # the first one passes the border; the difference `above` is rounded
-    weights[bucket[ordered.indices[beyond]]] = 0
-
-
 def _pick(weights: Tensor, rows: Tensor, numbers: Tensor) -> Tensor:
     """Return the token of each of `rows` [D] that belongs to its number [D], float64: [D]."""
     runs = weights.view(weights.shape[0], -1, RUN)
-    sums = _sums_of_runs(runs).cumsum(-1)[rows]  # [D, runs]
+    sums = running(_sums_of_runs(runs))[rows]  # [D, runs]
     whole = sums[:, -1]
     goals = torch.minimum(numbers * whole, torch.nextafter(whole, torch.zeros_like(whole)))[:, None]
     run = torch.searchsorted(sums, goals, right=True)
     before = torch.where(run > 0, sums.gather(1, (run - 1).clamp_min(0)), 0.0)
     inside = runs[rows, run[:, 0]].double()
-    at = torch.searchsorted(inside.cumsum(-1) + before, goals, right=True)
+    at = torch.searchsorted(running(inside) + before, goals, right=True)
     last = RUN - 1 - (inside.flip(-1) > 0).int().argmax(-1, keepdim=True)  # rounding may lead past it
     return (run * RUN + torch.minimum(at, last))[:, 0]

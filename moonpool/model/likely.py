@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from moonpool.logprobs import Logprobs
+from moonpool.model.sending import send
 from moonpool.sampling import SampleSpec
 
 RUN = 128
@@ -22,15 +24,6 @@ RUN = 128
 def runs_of(count: int) -> int:
     """Runs that so many values begin."""
     return -(-count // RUN)
-
-
-def in_runs(values: Tensor, count: int) -> Tensor:
-    """Return of each row of `values` [R, whole runs] some that contain the `count` greatest: [R, n], in any order."""
-    runs = values.view(values.shape[0], -1, RUN)
-    if 2 * count >= runs.shape[1]:
-        return values
-    chosen = runs.amax(-1).topk(count, sorted=False).indices
-    return runs.gather(1, chosen[:, :, None].expand(-1, -1, RUN)).flatten(1)
 
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -64,24 +57,46 @@ def most_likely(logits: Tensor, spec: SampleSpec) -> tuple[list[int], list[float
     return tokens[:count].tolist(), values[:count].tolist()
 
 
+class Told(NamedTuple):
+    """Log probabilities on their device."""
+
+    of_tokens: Tensor
+    """[D] float32."""
+    ranks: Tensor
+    """[D], 1 for the most likely token."""
+    top: Tensor
+    """[R, count] float32, of the most likely ones."""
+    top_tokens: Tensor
+    """[R, count]."""
+
+    def read(self, sizes: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
+        """Wait for them. `sizes`: tokens of each row; `counts`: of the most likely ones, how many each row wants."""
+        own, ranks, top, top_tokens = (it.tolist() for it in self)
+        found, begin = [], 0
+        for size, count, its, ids in zip(sizes, counts, top, top_tokens, strict=True):
+            part = slice(begin, begin + size)
+            likely, chosen = array("f", its[:count] * size), array("i", ids[:count] * size)
+            found.append(Logprobs(array("f", own[part]), array("I", ranks[part]), chosen, likely))
+            begin += size
+        return found
+
+
+def tell(logits: Tensor, rows: Tensor, tokens: Tensor, count: int) -> Told:
+    """Find the log probabilities of `tokens` [D], each of one of the `rows` [D] of `logits` [R, vocab].
+
+    `count`: of each row's most likely tokens, how many are wanted.
+    """
+    normalisers, values = logits.logsumexp(-1), logits[rows, tokens]
+    several = len(rows) > len(logits)
+    ranks = ((logits[rows] if several else logits) > values[:, None]).sum(-1) + 1
+    likely, ids = top(logits, min(count, logits.shape[1]))
+    return Told(values - normalisers[rows], ranks, likely - normalisers[:, None], ids)
+
+
 @torch.inference_mode()
 def logprobs(logits: Tensor, tokens: Sequence[Sequence[int]], count: int) -> list[Logprobs]:
     """Return the log probabilities of each row's `tokens` by `logits` [R, vocab], and of its `count` most likely."""
     sizes = [len(its) for its in tokens]
-    several = max(sizes, default=1) > 1
-    rows = torch.arange(len(tokens)).repeat_interleave(torch.tensor(sizes)).to(logits.device)
-    chosen = torch.tensor([token for its in tokens for token in its], device=logits.device)
-    normalisers, values = logits.logsumexp(-1), logits[rows, chosen]
-    ranks = ((logits[rows] if several else logits) > values[:, None]).sum(-1) + 1
-    found = torch.split_with_sizes(values - normalisers[rows], sizes), torch.split_with_sizes(ranks, sizes)
-    likely, ids = top(logits, min(count, logits.shape[1]))
-    likely = likely - normalisers[:, None]
-    return [
-        Logprobs(
-            array("f", its.tolist()),
-            array("I", their.tolist()),
-            array("i", ids[row].tolist() * size),
-            array("f", likely[row].tolist() * size),
-        )
-        for row, (its, their, size) in enumerate(zip(*found, sizes, strict=True))
-    ]
+    rows = send(torch.arange(len(tokens)).repeat_interleave(torch.tensor(sizes)), logits.device)
+    chosen = send(torch.tensor([token for its in tokens for token in its]), logits.device)
+    return tell(logits, rows, chosen, count).read(sizes, [count] * len(sizes))

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from moonpool.checkpoint.gguf_file import is_gguf
 from moonpool.logprobs import TokenLogprobs
-from moonpool.model.sampler import sample, uniform
+from moonpool.model.draw import uniform
+from moonpool.model.sampler import sample
 from moonpool.sampling import SamplingParams
 from moonpool.sched.sampling import SequenceSampling
 

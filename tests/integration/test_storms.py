@@ -43,13 +43,26 @@ def test_a_storm_keeps_every_promise_and_really_happens(
     assert report.shortfalls() == [], report.summary()
 
 
-@pytest.mark.slow
+SHORT = StormPlan(
+    seed=5,
+    seconds=5.0,
+    kinds=("kill-engine", "stop-engine", "reset"),
+    targets=("prefill", "decode"),
+    clients=3,
+    gap_s=1.5,
+    least_per_s=0.2,
+)
+"""An engine of decode is killed, one of prefill is stopped, connections are reset."""
+
+
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("plan", "prefill"), [(SHORT, 1), pytest.param(StormPlan(seed=9, seconds=60.0), 2, marks=pytest.mark.slow)]
+)
 def test_a_storm_over_engines_in_a_hostile_order(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: StormPlan, prefill: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = StormPlan(seed=9, seconds=60.0)
-    base = base_plan(checkpoint, tmp_path, "real", device="staged:3")
+    base = replace(base_plan(checkpoint, tmp_path, "real", device="staged:3"), prefill=prefill)
     report = run_storm(plan, base, judge_of(checkpoint, "real"), monkeypatch.setenv)
     assert report.failures == [], report.summary()
     assert report.shortfalls() == [], report.summary()

@@ -52,6 +52,17 @@ def test_ci_runs_make_test() -> None:
     assert "\nmake test\nmake lint\n" in read(".ci/run")
 
 
+def test_make_test_shows_the_tests_that_need_a_gpu() -> None:
+    """It selects them, and each file that has some says why they are skipped."""
+    assert '-m "not slow"\n' in read("Makefile")
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
+    assert len(marked) > 3
+    for path in marked:
+        assert path == Path(__file__) or re.search(
+            r"pytest\.mark\.gpu.{0,9}pytest\.mark\.skipif\(", path.read_text(), re.S
+        )
+
+
 def test_readme_names_the_two_commands() -> None:
     """A stranger finds them."""
     readme = read("README.md")

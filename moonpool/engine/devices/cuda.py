@@ -9,8 +9,16 @@ from torch import Tensor
 from moonpool.engine.devices.lanes import Graph, Mark
 from moonpool.errors import ConfigError
 
-RESERVE_BYTES = 1 << 30
-"""Left free beside KV, for a step's intermediate results."""
+
+def check_room(needed: int, beside: int, free: int) -> None:
+    """Checks that a pool fits the free memory of a GPU, with what steps need beside it; all in bytes.
+
+    Raises:
+        ConfigError: it does not; names the field `kv_bytes`.
+    """
+    if needed + beside > free:
+        room = f"{free} are free, of which steps need up to {beside}"
+        raise ConfigError("kv_bytes", f"{needed} bytes of KV do not fit the GPU: {room}")
 
 
 class _Event:
@@ -99,11 +107,10 @@ class CudaDevice:
         """See `Device.torch_device`."""
         return self._device
 
-    def memory(self, shape: tuple[int, ...]) -> Tensor:
+    def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
         """See `Device.memory`."""
-        needed, (free, _) = torch.Size(shape).numel(), torch.cuda.mem_get_info(self._device)
-        if needed + RESERVE_BYTES > free:
-            raise ConfigError("kv_bytes", f"{needed} bytes of KV do not fit the GPU: {free} are free")
+        free, _ = torch.cuda.mem_get_info(self._device)
+        check_room(torch.Size(shape).numel(), beside, free)
         found = torch.empty(shape, dtype=torch.uint8, device=self._device)
         torch.cuda.synchronize(self._device)
         return found

@@ -62,8 +62,8 @@ class Device(Protocol):
     def torch_device(self) -> torch.device:
         """Where its tensors lie."""
 
-    def memory(self, shape: tuple[int, ...]) -> Tensor:
-        """Memory of the device, uint8 of this shape, whatever it holds.
+    def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
+        """Memory of the device, uint8 of this shape, whatever it holds; so many bytes are left free `beside` it.
 
         Raises:
             ConfigError: there is not so much.

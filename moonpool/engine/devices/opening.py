@@ -51,13 +51,16 @@ def open_device(name: DeviceName) -> Device | None:
     return StagedDevice(name.number) if name.kind == "staged" else CudaDevice(name.number)
 
 
-def place_on(device: Device | None, part: PoolPart, on_failure: Callable[[BaseException], None]) -> Place:
+def place_on(
+    device: Device | None, part: PoolPart, on_failure: Callable[[BaseException], None], beside: int = 0
+) -> Place:
     """The place of a stage on its device.
 
     Args:
         device: None = a plain CPU.
         part: its share of the pool.
         on_failure: called, from another thread, when what follows from a layer cannot be done any more.
+        beside: bytes that are left free on the device, for steps.
 
     Raises:
         ConfigError: the device has no room for the KV.
@@ -65,4 +68,5 @@ def place_on(device: Device | None, part: PoolPart, on_failure: Callable[[BaseEx
     courier = Courier(on_failure)
     if device is None:
         return Place(torch.device("cpu"), Immediate(), OnePool(part), courier)
-    return Place(device.torch_device, device.compute, TwoTiers(part, device, courier), courier, device)
+    memory = TwoTiers(part, device, courier, beside=beside)
+    return Place(device.torch_device, device.compute, memory, courier, device)

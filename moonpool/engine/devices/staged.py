@@ -111,7 +111,7 @@ class StagedDevice:
         """See `Device.torch_device`."""
         return torch.device("cpu")
 
-    def memory(self, shape: tuple[int, ...]) -> Tensor:
+    def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
         """See `Device.memory`."""
         return torch.full(shape, _POISON, dtype=torch.uint8)
 

@@ -24,6 +24,11 @@ BUFFERS = 64
 """Slices under way in each direction."""
 
 
+def ring_bytes(part: PoolPart, buffers: int = BUFFERS) -> int:
+    """Memory of the host that the buffers of slices under way take."""
+    return 2 * buffers * part.slice_bytes
+
+
 class TwoTiers:
     """See `KVMemory`.
 
@@ -32,6 +37,7 @@ class TwoTiers:
         device: has the other one.
         courier: carries slices that leave; closed by others.
         buffers: slices under way in each direction.
+        beside: bytes that are left free on the device, for steps.
     """
 
     def __init__(
@@ -40,9 +46,10 @@ class TwoTiers:
         device: Device,
         courier: Courier,
         buffers: int = BUFFERS,
+        beside: int = 0,
     ) -> None:
         self._there = slices_of(part)
-        self._here = device.memory(tuple(self._there.shape))  # [layers, blocks, slice_bytes]
+        self._here = device.memory(tuple(self._there.shape), beside)  # [layers, blocks, slice_bytes]
         self.kv, self.scales = kv_of(self._here, part.layout)
         self._part, self._device, self._size = part, device, part.layout.block_tokens
         self._written = torch.frombuffer(part.written, dtype=torch.int64).view(self._there.shape[:2])
@@ -51,7 +58,7 @@ class TwoTiers:
         self._coming = Ring(device.buffers(buffers, part.slice_bytes))
         self._leaving = Ring(device.buffers(buffers, part.slice_bytes))
         own = self._here.nbytes if self._here.device.type == "cpu" else 0
-        self.host_bytes = part.nbytes + own + 2 * buffers * part.slice_bytes
+        self.host_bytes = part.nbytes + own + ring_bytes(part, buffers)
         self._courier = courier
         self._blocks = torch.empty(0, dtype=torch.int64)
         self._finished: list[tuple[int, int]] = []

@@ -110,6 +110,12 @@ class PrefillCost(NamedTuple):
         return self.load_s + self.prefill_s
 
 
+_Rest = tuple[Source, int, PrefillWork]
+"""A prefix that may be loaded, its blocks, and the work behind it."""
+_Load = tuple[Source, int, PrefillWork, float, float]
+"""The same at some speeds: also the work's seconds, and bytes per second of reading."""
+
+
 class PrefillModel:
     """Predicts one request's prompt on any instance.
 
@@ -128,44 +134,51 @@ class PrefillModel:
         self._threshold = threshold
         self._works: dict[tuple[int, int], PrefillWork] = {}
         self._asked: tuple[Speeds | None, int] = None, 0
-        self._rests: dict[int, tuple[PrefillWork, float]] = {}
+        self._loads: list[_Load] = []
+        self._rests: dict[int, list[_Rest]] = {}
 
     def cost(self, speeds: Speeds, stages: int, step_tokens: int, local_blocks: int) -> PrefillCost:
         """The prediction for an instance of these speeds that holds `local_blocks` leading blocks itself."""
+        if self._asked[0] is not speeds or self._asked[1] != step_tokens:  # those of a class are asked about in a row
+            self._asked, self._loads = (speeds, step_tokens), self._loads_at(speeds, step_tokens)
         local = self._works.get((local_blocks, step_tokens)) or self._work(local_blocks, step_tokens)
-        compute_s = work_seconds(speeds, local)
-        best, least_s = None, compute_s
-        for source in self._sources:
-            if source.blocks > local_blocks and source.blocks > self._threshold * local_blocks:
-                rest, rest_s = self._rest(speeds, step_tokens, source.blocks)
-                cold_bytes = source.cold_blocks(local_blocks) * self._block_bytes
-                nbytes = (local.new_tokens - rest.new_tokens) * self._shape.token_bytes
-                read_s = source.read_s(speeds, nbytes, cold_bytes)
-                both_s = overlapped_seconds(source.wait_s + read_s, rest_s, self._shape.layers)
-                if read_s and both_s < least_s:
-                    best, least_s = (source, read_s, rest, rest_s), both_s
+        compute_s = least_s = work_seconds(speeds, local)
+        best, least_blocks, shape = None, max(local_blocks, self._threshold * local_blocks), self._shape
+        for load in self._loads:
+            source, blocks, rest, rest_s, rate = load
+            if blocks > least_blocks:
+                nbytes = (rest.prefix_tokens - local.prefix_tokens) * shape.token_bytes
+                load_s = source.read_s(rate, nbytes, source.cold_blocks(local_blocks) * self._block_bytes)
+                both_s = overlapped_seconds(source.wait_s + load_s, rest_s, shape.layers)
+                if both_s < least_s and load_s:
+                    best, least_s, read_s = load, both_s, load_s
         if best is None:
             own_s = compute_s if stages == 1 else pipelined_seconds(compute_s, steps=local.steps, stages=stages)
             fixed_s = fixed_seconds(speeds, local, compute_s, own_s)
-            return PrefillCost(0.0, own_s, compute_s / stages, local_blocks, "", fixed_s=fixed_s)
-        source, read_s, rest, compute_s = best
+            return PrefillCost(0.0, own_s, compute_s / stages, local_blocks, "", 0.0, fixed_s)
+        source, blocks, rest, compute_s, _ = best
         own_s, busy_s = compute_s, max(compute_s / stages, read_s)
         if stages > 1:
             own_s = pipelined_seconds(own_s, steps=rest.steps, stages=stages)
-            least_s = overlapped_seconds(source.wait_s + read_s, own_s, self._shape.layers)
+            least_s = overlapped_seconds(source.wait_s + read_s, own_s, shape.layers)
         fixed_s, cold = fixed_seconds(speeds, rest, compute_s, own_s), source.cold_blocks(local_blocks)
-        return PrefillCost(least_s - own_s, own_s, busy_s, source.blocks, source.id, read_s, fixed_s, cold)
+        return PrefillCost(least_s - own_s, own_s, busy_s, blocks, source.id, read_s, fixed_s, cold)
 
-    def _rest(self, speeds: Speeds, step_tokens: int, blocks: int) -> tuple[PrefillWork, float]:
-        """What is to be computed behind a loaded prefix, and its seconds."""
-        if self._asked[0] is not speeds or self._asked[1] != step_tokens:  # instances of a class are asked in a row
-            self._asked = speeds, step_tokens
-            self._rests.clear()
-        found = self._rests.get(blocks)
-        if found is None:
-            work = self._work(blocks, step_tokens)
-            found = self._rests[blocks] = work, work_seconds(speeds, work)
-        return found
+    def alone_s(self, speeds: Speeds, stages: int, step_tokens: int, blocks: int) -> float:
+        """Seconds until the first token on an idle instance that holds so many leading blocks and loads nothing."""
+        work = self._works.get((blocks, step_tokens)) or self._work(blocks, step_tokens)
+        compute_s = work_seconds(speeds, work)
+        return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
+
+    def _loads_at(self, speeds: Speeds, step_tokens: int) -> list[_Load]:
+        """What an instance of these speeds could load."""
+        rests = self._rests.get(step_tokens)
+        if rests is None:
+            rests = [(it, it.blocks, self._work(it.blocks, step_tokens)) for it in self._sources]
+            self._rests[step_tokens] = rests
+        return [
+            (source, blocks, rest, work_seconds(speeds, rest), source.rate(speeds)) for source, blocks, rest in rests
+        ]
 
     def _work(self, blocks: int, step_tokens: int) -> PrefillWork:
         """What is to be computed behind so many leading blocks."""

@@ -32,20 +32,23 @@ def nearest(crowd: int, known: list[bool]) -> int | None:
 class Overheads:
     """Seconds that requests take beside what is foreseen of them by their sizes: medians of the last ones."""
 
-    __slots__ = ("_latest",)
+    __slots__ = ("_latest", "_medians")
 
     def __init__(self) -> None:
         self._latest: list[tuple[float, ...]] = [()] * CROWDS
+        self._medians = [0.0] * CROWDS
 
     def seconds(self, others: int) -> float:
         """The median of the last ones; where there are none, of those of the nearest crowd."""
-        near = nearest(crowd_of(others), [bool(latest) for latest in self._latest])
-        return sorted(self._latest[near])[len(self._latest[near]) // 2] if near is not None else 0.0
+        return self._medians[crowd_of(others)]
 
     def observe(self, others: int, seconds: float) -> None:
         """Learns what a request took beside."""
         crowd = crowd_of(others)
         self._latest[crowd] = (*self._latest[crowd][-OVERHEADS + 1 :], max(seconds, 0.0))
+        known = [bool(latest) for latest in self._latest]
+        near = [self._latest[it] for crowd in range(CROWDS) if (it := nearest(crowd, known)) is not None]
+        self._medians = [sorted(latest)[len(latest) // 2] for latest in near]
 
     @property
     def state(self) -> tuple[tuple[float, ...], ...]:

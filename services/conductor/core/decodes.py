@@ -258,21 +258,19 @@ class Decodes(Pool[Decode]):
 
         Otherwise the luckiest measurement at start would draw all light load to one instance.
         """
-        choices = []
+        rated = []
         for slot, blocks in found:
             one = self.by_slot[slot]
             sequences = one.sequences
             need = model.blocks(one.load.answer_tokens)
             choice = model.choice(one.facts.id, one.speeds, sequences, one.context_tokens, blocks, need)
-            choices.append((sequences, choice.finish_s * self.belief(one), one.turn, choice))
-        best_s = min([finish_s for _, finish_s, _, _ in choices], default=0.0)
-
-        def order(one: tuple[int, float, int, DecodeChoice]) -> tuple[int, float, int, str]:
-            sequences, finish_s, turn, choice = one
-            near = finish_s <= SPEED_NOISE * best_s
-            return sequences if near else sys.maxsize, finish_s, turn, choice.id
-
-        return [choice for _, _, _, choice in sorted(choices, key=order)]
+            rated.append((sequences, choice.finish_s * self.belief(one), one.turn, choice))
+        near_s = SPEED_NOISE * min([finish_s for _, finish_s, _, _ in rated], default=0.0)
+        order = [
+            (sequences if finish_s <= near_s else sys.maxsize, finish_s, turn, choice.id, choice)
+            for sequences, finish_s, turn, choice in rated
+        ]
+        return [choice for *_, choice in sorted(order)]
 
 
 def _cost(model: DecodeModel, found: RankClass, blocks: int) -> float:

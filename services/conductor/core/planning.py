@@ -12,7 +12,7 @@ from services.conductor.core.facts import Demand, Shape
 from services.conductor.core.index import PrefixIndex
 from services.conductor.core.plan import Plan, Wish
 from services.conductor.core.pool import blocks_at
-from services.conductor.core.prefills import Prefills
+from services.conductor.core.prefills import Prefill, Prefills
 from services.conductor.core.reads import Source
 from services.conductor.core.rests import Rests
 from services.conductor.core.sources import Sources, planned
@@ -122,23 +122,25 @@ class Planning:
     ) -> Wish | None:
         """The instance whose first token would have come before that of the chosen one if it had the longest prefix."""
         source = max(sources, key=lambda it: it.blocks)
-        found: list[tuple[float, str, float]] = []
+        found: list[tuple[float, str, PrefillChoice, Prefill]] = []
         for choice in choices:
             if not choice.excluded and choice.local_blocks < source.blocks:
                 instance = self._prefills.by_slot[self._index.slot(choice.id)]
                 facts, learnt = instance.facts, instance.learnt
-                speeds, slowed = learnt.speeds, choice.factors.growing / learnt.factors.growing
-                alone_s = model.cost(speeds, facts.stages, facts.step_tokens, source.blocks).alone_s * slowed
-                block_bytes = wanted.shape.block_tokens * wanted.shape.token_bytes
-                missing, cold = source.blocks - choice.local_blocks, source.cold_blocks(choice.local_blocks)
-                read_s = source.read_s(speeds, missing * block_bytes, cold * block_bytes)
+                slowed = choice.factors.growing / learnt.factors.growing
+                alone_s = model.alone_s(learnt.speeds, facts.stages, facts.step_tokens, source.blocks) * slowed
                 ttft_s = choice.queue_s + choice.later_s + choice.overhead_s + alone_s
-                found.append((ttft_s, choice.id, read_s))
+                found.append((ttft_s, choice.id, choice, instance))
         if not found:
             return None
-        ttft_s, target, read_s = min(found)
+        ttft_s, target, choice, instance = min(found)
         gain_s = choices[0].ttft_s - ttft_s
-        return Wish(source.blocks, target, source.id, gain_s, read_s) if gain_s > 0 else None
+        if gain_s <= 0:
+            return None
+        block_bytes = wanted.shape.block_tokens * wanted.shape.token_bytes
+        missing, cold = source.blocks - choice.local_blocks, source.cold_blocks(choice.local_blocks)
+        read_s = source.read_s(source.rate(instance.learnt.speeds), missing * block_bytes, cold * block_bytes)
+        return Wish(source.blocks, target, source.id, gain_s, read_s)
 
     def _decode(self, wanted: Wanted, prefixes: Prefixes) -> list[DecodeChoice]:
         demand, pool = wanted.demand, self._decodes

@@ -36,13 +36,13 @@ class Source(NamedTuple):
         """Blocks on its SSD only, of those that an instance with so many leading blocks would read."""
         return 0 if self.warm is None else max(0, self.blocks - max(self.warm, local_blocks))
 
-    def read_s(self, speeds: Speeds, nbytes: int, cold_bytes: int = 0) -> float:
-        """Predicted seconds of reading so much, by an instance of these speeds: the slower end decides.
-
-        `cold_bytes` of it are on SSD only.
-        """
+    def rate(self, speeds: Speeds) -> float:
+        """Bytes per second at which an instance of these speeds reads what is in memory: the slower end decides."""
         rate = (speeds.peer_bytes_per_s if self.peer else 0.0) or speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S
-        rate = min(rate, self.bytes_per_s) if self.bytes_per_s else rate
+        return min(rate, self.bytes_per_s) if self.bytes_per_s else rate
+
+    def read_s(self, rate: float, nbytes: int, cold_bytes: int = 0) -> float:
+        """Predicted seconds of reading so much at this rate; `cold_bytes` of it are on SSD only."""
         if not (cold_bytes and self.cold_bytes_per_s):
             return nbytes / rate
         cold_bytes = min(cold_bytes, nbytes)

@@ -42,7 +42,7 @@ class Sources:
 
     def _kvstores(self, views: Sequence[StoreView], now: float) -> list[Source]:
         """The best ones that hold something."""
-        best = [view for view in by_reading(views)[: 1 + MAX_OTHERS] if view.blocks]
+        best = by_reading([view for view in views if view.blocks])[: 1 + MAX_OTHERS]
         links = [(view, store.link) for view in best if self._stores and (store := self._stores.get(view.id))]
         return [
             Source(

@@ -8,6 +8,7 @@ chains share, goes to the stores that rendezvous hashing picks by its first own 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from typing import NamedTuple
 
 from moonpool.core.digest import digest_of
@@ -60,7 +61,7 @@ def choose_write_back(stores: Sequence[StoreView], copies: int, *, shared: bool 
         kept = 0 if shared or store.blocks < half else store.blocks
         return -kept, -store.score, store.id
 
-    return sorted(stores, key=order)[:copies]
+    return nsmallest(copies, stores, key=order)
 
 
 def weights(capacities: Mapping[str, int]) -> dict[str, float]:

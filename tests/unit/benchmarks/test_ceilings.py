@@ -1,11 +1,14 @@
 """Ceilings are measured beyond the caches."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import ceilings
+from kernels.memory import LARGE_PAGE
+from kernels.native import library
 
 
 @pytest.mark.parametrize(
@@ -23,6 +26,29 @@ def test_a_working_set_is_larger_than_the_caches_or_is_not_taken_for_memory() ->
     assert ceilings.LEAST_BYTES <= nbytes <= ceilings.MOST_BYTES
     assert nbytes > ceilings.cache_bytes() or not ceilings.beyond_caches(nbytes)
     assert not ceilings.beyond_caches(ceilings.cache_bytes())
+
+
+def test_the_best_pass_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each way to read: another process, or pages that are touched for the first time, slow one pass down."""
+    passes = iter([4.0] * ceilings.PASSES + [8.0, 2.0, 4.0, 8.0, 4.0])
+    monkeypatch.setattr(ceilings, "seconds", lambda call, at_least: next(passes, 4.0))
+    assert ceilings.read_bytes_per_s(torch.ones(64)) == (128.0 if library.get() is not None else 64.0)
+
+
+def test_what_stands_for_weights_lies_on_large_pages_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "working_set_bytes", lambda: 4 << 20)
+    memory = ceilings.weights_memory()
+    assert (memory.nbytes, memory.data_ptr() % LARGE_PAGE, float(memory.sum())) == (4 << 20, 0, 1 << 20)
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this system has no large pages")
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= memory.data_ptr() < int(found[2], 16)
+        if inside and line.startswith("VmFlags:"):
+            assert "hg" in line.split(), "they were not asked for"
+            return
+    pytest.fail("it is not mapped")
 
 
 @pytest.mark.parametrize("quicker", [torch.bfloat16, torch.float32])

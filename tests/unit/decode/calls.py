@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -18,7 +18,14 @@ from tests.unit.instances import WAIT_S, Decode
 from tests.unit.streams.fakes import HELLO, LAYOUT
 
 
-async def reserve(it: Decode, sequence: kv_pb2.SequenceSpec, **fields: Any) -> kv_pb2.TransferTarget:
+class Served(Protocol):
+    """A decode instance that can be called."""
+
+    @property
+    def stub(self) -> Any: ...
+
+
+async def reserve(it: Served, sequence: kv_pb2.SequenceSpec, **fields: Any) -> kv_pb2.TransferTarget:
     try:
         answer: decode_pb2.ReserveResponse = await it.stub.Reserve(
             decode_pb2.ReserveRequest(sequence=sequence, **fields), timeout=WAIT_S
@@ -57,7 +64,7 @@ async def transfer(it: Decode, target: kv_pb2.TransferTarget, tokens: list[int])
 class Conductor:
     """One Steps stream and what came on it."""
 
-    def __init__(self, it: Decode) -> None:
+    def __init__(self, it: Served) -> None:
         self.call = it.stub.Steps()
         self.tokens: dict[str, list[int]] = {}  # by request, "request/choice" for further answers
         self.reasons: dict[str, int] = {}
@@ -138,7 +145,7 @@ class Conductor:
 
 
 @asynccontextmanager
-async def conducting(it: Decode, name: str = "conductor") -> AsyncIterator[Conductor]:
+async def conducting(it: Served, name: str = "conductor") -> AsyncIterator[Conductor]:
     conductor = Conductor(it)
     hello = decode_pb2.StepsHello(conductor=kv_pb2.Instance(id=name))
     await conductor.call.write(decode_pb2.StepsRequest(hello=hello))

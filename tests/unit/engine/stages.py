@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moonpool.checkpoint import kv_layout, load_config
+from moonpool.engine.devices.lanes import Device
 from moonpool.engine.devices.opening import place_on
 from moonpool.engine.gates import Gates
 from moonpool.engine.messages import Fetched, StepDone
@@ -43,9 +44,9 @@ class ListLinks:
 
 
 class Stages:
-    """All stages of a model in this process."""
+    """All stages of a model in this process; on a device, of one stage only, events come when it is closed."""
 
-    def __init__(self, path: Path, pool: KVPool) -> None:
+    def __init__(self, path: Path, pool: KVPool, device: Device | None) -> None:
         config = load_config(path)
         self.events: list[LayerDone | StepDone | Fetched] = []
         self.failures: list[BaseException] = []
@@ -56,7 +57,7 @@ class Stages:
         for stage, part in enumerate(pool.parts):
             model = load_stage(path, config, torch.float32, part.layer_begin, part.layer_end)
             links = NoLinks() if len(pool.parts) == 1 else _End(self.links, last=model.is_last)
-            place = place_on(None, part, self.failures.append)
+            place = place_on(device, part, self.failures.append)
             self.runners.append(StageRunner(stage, model, place, links, self.gates[stage], self.events.append, 0.05))
 
     def run(self, step: Step) -> list[StepDone]:
@@ -80,12 +81,12 @@ class _End:
 
 
 @contextmanager
-def stages(path: Path, count: int) -> Iterator[Stages]:
+def stages(path: Path, count: int, device: Device | None = None) -> Iterator[Stages]:
     layout = kv_layout(load_config(path), "float32", 16)
     half = layout.layers // 2
     ranges = [(0, layout.layers)] if count == 1 else [(0, half), (half, layout.layers)]
     pool = KVPool.create(layout, BLOCKS, ranges)
-    it = Stages(path, pool)
+    it = Stages(path, pool, device)
     yield it
     for runner in it.runners:
         runner.place.close()

@@ -21,10 +21,33 @@ MOST = len(os.sched_getaffinity(0))
 SAME = number_of([*os.sched_getaffinity(0)])
 PARENT = life_of(os.getppid())
 OTHERS = number_of([*os.sched_getaffinity(0), 10_000])
+BUSY_NS = 100_000_000
+"""So long after its last region began a process counts as computing: what docs/adr/0015-cores.md states."""
+COMPUTES = """
+import sys
+from pathlib import Path
+import torch
+from kernels.native import library
+from moonpool.engine.cores import SLOTS, Cores
+native = library.get()
+cores = Cores.claim(Path(sys.argv[1]), 1)
+native.lend(cores.address, SLOTS, cores.own)
+numbers = -torch.rand(int(sys.argv[2]), 4096)
+print(native.threads_used(len(numbers)), flush=True)
+while True:
+    native.exponentials(numbers, 20_000)
+"""
+"""Has one region after the other, of some 50 ms, on as many threads as it is told; says how many come to one."""
 
 
 def put(page: mmap.mmap, slot: int, owner: int, share: int, cores: int, beat_ns: int = 0) -> None:
     SLOT.pack_into(page, slot * SLOT.size, owner, share, cores, beat_ns)
+
+
+def beat_of(ours: Cores, slot: int) -> int:
+    """When a process last began a region."""
+    beat_ns: int = SLOT.unpack_from(ours.page, slot * SLOT.size)[3]
+    return beat_ns
 
 
 def ended() -> int:
@@ -124,6 +147,31 @@ def test_who_else_computes(tmp_path: Path, slot: int, cores: int, later_s: float
         put(ours.page, slot, PARENT, 1, cores, time.monotonic_ns() + int(later_s * 1e9))
         assert native.others_compute() == computes
     assert not native.others_compute()  # nothing is lent any more
+
+
+@pytest.mark.skipif(MOST < 2, reason="one core cannot be lent")
+def test_who_is_killed_in_a_region_with_all_cores_frees_them_in_time(tmp_path: Path) -> None:
+    """Until then its share is kept from others, exactly; afterwards its slot is another's."""
+    with lending(tmp_path) as (ours, native):
+        command = [sys.executable, "-c", COMPUTES, str(tmp_path / "page"), str(MOST)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == f"{MOST}\n", "all cores are lent to it"
+            deadline, first = time.monotonic() + 60, beat_of(ours, 1)
+            while beat_of(ours, 1) == first:
+                assert time.monotonic() < deadline, "it does not compute"
+            other.kill()  # a region has just begun
+            free = False
+            while not free:
+                free_ns, before = beat_of(ours, 1) + BUSY_NS, time.monotonic_ns()
+                computes = native.others_compute()
+                with ours.computing():
+                    threads = native.threads_used(MOST)
+                if time.monotonic_ns() < free_ns:
+                    assert (computes, threads) == (True, MOST // 2)
+                free = before >= free_ns
+            assert (computes, threads) == (False, MOST)
+        assert Cores.claim(tmp_path / "page", 1).own == 1
 
 
 def wanted() -> bool:

@@ -365,7 +365,7 @@ class AtOnce:
         self.torch_device = torch.device("cpu")
         self.compute, self.up, self.down = Immediate(), Interrupted(happens), Immediate()
 
-    def memory(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def memory(self, shape: tuple[int, ...], beside: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.uint8)
 
     def buffers(self, count: int, nbytes: int) -> torch.Tensor:

@@ -1,15 +1,31 @@
 """The bound of an engine's memory: told when it is ready, kept by the largest steps."""
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from moonpool.checkpoint import kv_layout, load_config
-from moonpool.engine.footprint import GRAMMAR_BYTES, format_bytes, near, resident_bytes, work_bytes
-from moonpool.engine.messages import EngineSpec
+from moonpool.engine.devices.cuda import check_room
+from moonpool.engine.devices.opening import place_on
+from moonpool.engine.devices.staged import StagedDevice
+from moonpool.engine.devices.tiers import ring_bytes
+from moonpool.engine.footprint import (
+    GRAMMAR_BYTES,
+    device_work_bytes,
+    format_bytes,
+    near,
+    on_device,
+    resident_bytes,
+    work_bytes,
+)
+from moonpool.engine.messages import EngineSpec, Footprint
 from moonpool.engine.process import ProcessEngine
 from moonpool.engine.start import start_engine
+from moonpool.errors import ConfigError
+from moonpool.kv.pool import KVPool
 from moonpool.sampling import SampleSpec, SamplingParams
 from moonpool.sched.steps import Scored, SequenceStep, Step
 
@@ -73,6 +89,61 @@ def test_work_grows_with_what_it_is_for(checkpoint: Path) -> None:
     assert work(measure=True, step_tokens=16) > work(step_tokens=16)
     wide = replace(config, vocab_size=config.vocab_size + 100_000)
     assert work_bytes(wide, plain, native=True, threads=2) - least >= 64 * 100_000 * 4
+
+
+class FakeDevice(StagedDevice):
+    """With so much memory; says what it was asked for."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__(1)
+        self._free, self.asked = free, (0, 0)
+
+    def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
+        self.asked = prod(shape), beside
+        check_room(*self.asked, self._free)
+        return super().memory(shape, beside)
+
+
+def test_a_device_keeps_room_for_steps_beside_its_pool(checkpoint: Path) -> None:
+    config, engine = load_config(checkpoint), spec(checkpoint)
+    pool = KVPool.create(engine.layout, engine.blocks, [(0, config.num_layers)])
+    [part] = pool.parts
+    errors: list[BaseException] = []
+    held = on_device(config, engine, weights=5 << 20, pool=part.nbytes, ring=ring_bytes(part))
+    assert held.pool == 40 * engine.layout.block_bytes
+    assert held.ring == 2 * 64 * part.slice_bytes
+    assert held.bound == (5 << 20) + held.pool + held.work + held.graphs
+    for missing in (0, 1):
+        device = FakeDevice(held.pool + held.work + held.graphs - missing)
+        if missing:
+            with pytest.raises(ConfigError, match="do not fit the GPU"):
+                place_on(device, part, errors.append, held.work + held.graphs)
+            device.close()
+        else:
+            place_on(device, part, errors.append, held.work + held.graphs).close()
+        assert device.asked == (held.pool, held.work + held.graphs)
+    assert not errors
+    pool.close()
+
+
+def test_work_on_a_device_grows_with_what_it_is_for(checkpoint: Path) -> None:
+    config = load_config(checkpoint)
+    least = device_work_bytes(config, spec(checkpoint))
+    assert device_work_bytes(config, spec(checkpoint, step_tokens=2048)) > least
+    assert device_work_bytes(config, spec(checkpoint, deterministic=True, blocks=4000, max_tokens=1 << 17)) > least
+    wide = replace(config, vocab_size=config.vocab_size + 100_000)
+    assert device_work_bytes(wide, spec(checkpoint)) - least >= 64 * 100_000 * 4 * 16
+    assert on_device(config, spec(checkpoint, graphs=False), weights=0, pool=0, ring=0).graphs == 0
+
+
+def test_a_devices_memory_is_told_beside_the_hosts(checkpoint: Path) -> None:
+    config, engine = load_config(checkpoint), spec(checkpoint)
+    held = on_device(config, engine, weights=5 << 20, pool=3 << 20, ring=1 << 20)
+    told = Footprint(200 << 20, 5 << 20, 4 << 20, 50 << 20, 0, held).mebibytes()
+    assert (told["bound_mib"], told["device_weights_mib"], told["device_pool_mib"]) == (259, 5, 3)
+    assert (told["device_ring_mib"], told["device_graphs_mib"]) == (1, 512)
+    assert told["device_bound_mib"] == held.bound >> 20
+    assert "device_bound_mib" not in Footprint(1, 1, 1, 1, 1).mebibytes()
 
 
 def test_a_process_is_near_its_bound_before_it_has_reached_it() -> None:

@@ -15,6 +15,7 @@ from moonpool.cost import Speeds
 from moonpool.errors import Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
+from moonpool.sampling import SampleSpec
 from moonpool.sched.stages import stage_ranges
 from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult, finished_blocks
 from tests.unit.streams.fakes import LAYOUT
@@ -93,6 +94,14 @@ def _has(sequence: SequenceStep, grammar: str) -> bool:
     return sequence.sample is not None and sequence.sample.params.grammar == grammar
 
 
+def further(spec: SampleSpec, token: int) -> SampleSpec:
+    """For the token after `token`, which was sampled by this; the same tokens are banned."""
+    its = token.to_bytes(4, "little")
+    history = spec.history + its if spec.history is not None else None
+    answer = spec.answer + its if spec.params.response_format else b""
+    return replace(spec, position=spec.position + 1, history=history, answer=answer)
+
+
 def after(step: Step, sampled: Sequence[int | None]) -> Step | None:
     """A run's next step; None when it is over with this one, which has sampled these tokens."""
     if step.steps == 1:
@@ -102,7 +111,7 @@ def after(step: Step, sampled: Sequence[int | None]) -> Step | None:
         if share.sample is None or token is None or token in share.end_token_ids:
             return None
         start = share.start + len(share.token_ids) // 4
-        its = replace(share, token_ids=token.to_bytes(4, "little"), start=start, sample=share.sample.after(token))
+        its = replace(share, token_ids=token.to_bytes(4, "little"), start=start, sample=further(share.sample, token))
         shares.append(its)
     return replace(step, sequences=tuple(shares), copies=(), steps=step.steps - 1)
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from moonpool.model import sample
-from moonpool.model.draw import draw, scale_of
+from moonpool.model.draw import scale_of
 from moonpool.model.draw import weights_of as all_weights
 from moonpool.sampling import SampleSpec, SamplingParams
+from tests.unit.model.draws import draw
 
 DRAWS = 100_000
 PER_POSITION = 10_000

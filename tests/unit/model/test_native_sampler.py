@@ -16,11 +16,13 @@ from kernels.choice import VARIABLE
 from kernels.native import build, library
 from kernels.native.library import Library
 from moonpool.model import sample
-from moonpool.model.draw import draw, scale_of, weights_of
+from moonpool.model.draw import scale_of, uniform, weights_of
 from moonpool.model.native_sampler import NativeRows
-from moonpool.model.sampler import Sampled, Sampler, uniform
+from moonpool.model.sampler import Sampled, Sampler
 from moonpool.sampling import SampleSpec, SamplingParams
 from moonpool.sched.sampling import SequenceSampling
+from tests.unit.model.batches import some_logits, some_mask, some_specs
+from tests.unit.model.draws import draw
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
@@ -73,68 +75,13 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Both:
     return Both(monkeypatch)
 
 
-def some_params(chosen: random.Random, vocabulary: int) -> SamplingParams:
-    """Each option by itself or with others, neutral as often as not."""
-
-    def one_of(*values: Any) -> Any:
-        return chosen.choice(values)
-
-    return SamplingParams(
-        temperature=one_of(0.0, 0.05, 0.8, 1.0, 1.7, 1e300),
-        top_k=one_of(0, 0, 1, 2, 40, 300, 10**9),
-        top_p=one_of(1.0, 1.0, 1e-6, 0.3, 0.95, 0.9999, 1 - 1e-16),
-        min_p=one_of(0.0, 0.0, 0.02, 0.3, 1.0),
-        presence_penalty=one_of(0.0, 0.7, -1.1),
-        frequency_penalty=one_of(0.0, 0.3, -0.2),
-        repetition_penalty=one_of(1.0, 1.3, 0.7),
-        logit_bias=one_of({}, {token: chosen.uniform(-5, 5) for token in chosen.sample(range(vocabulary), 3)}),
-        logprobs=one_of(None, None, 0, 1, 20),
-    )
-
-
-def some_logits(chosen: random.Random, rows: int, vocabulary: int) -> Tensor:
-    """Flat ones, peaked ones, some with many equal values."""
-    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(chosen.randrange(1 << 30)))
-    logits *= torch.tensor([chosen.choice((0.0, 0.4, 2.0, 9.0)) for _ in range(rows)])[:, None]
-    for row in range(rows):
-        if chosen.random() < 0.4:
-            logits[row] = logits[row].bfloat16().float().round(decimals=1)
-    return logits
-
-
-def some_mask(chosen: random.Random, vocabulary: int) -> bytes:
-    """A few tokens, about half of them, or all."""
-    size = max(1, -(-vocabulary // 8) + chosen.choice((3, 0, -1)))  # a tokenizer may have more tokens, or fewer
-    kind = chosen.randrange(3)
-    if kind == 0:
-        mask = bytearray(size)
-        for token in chosen.sample(range(min(vocabulary, 8 * size)), 2):
-            mask[token // 8] |= 1 << token % 8
-        return bytes(mask)
-    return chosen.randbytes(size) if kind == 1 else b"\xff" * size
-
-
 @pytest.mark.parametrize("vocabulary", [3, 127, 128, 129, 1000, 4096, 20_011])
 def test_anything_that_a_request_may_ask_for(vocabulary: int, both: Both) -> None:
     chosen = random.Random(vocabulary)
     for _ in range(3 if vocabulary < 1000 else 1):
         rows = 12
         logits = some_logits(chosen, rows, vocabulary)
-        specs = []
-        for _ in range(rows):
-            history = array("i", (chosen.randrange(vocabulary) for _ in range(chosen.randrange(30))))
-            params = some_params(chosen, vocabulary)
-            specs.append(
-                SampleSpec(
-                    params,
-                    seed=chosen.getrandbits(64),
-                    samples=chosen.choice((1, 1, 5)),
-                    position=chosen.randrange(1000),
-                    history=history.tobytes() if params.penalised else None,
-                    prompt_tokens=chosen.randrange(len(history) + 1),
-                    banned=tuple(chosen.sample(range(vocabulary), 2)) if chosen.random() < 0.3 else (),
-                )
-            )
+        specs = some_specs(chosen, rows, vocabulary)
         masks = {row: some_mask(chosen, vocabulary) for row in range(rows) if chosen.random() < 0.4}
         both(logits, specs, masks)
 
@@ -215,6 +162,17 @@ def test_a_share_that_rounding_puts_behind_all_that_it_keeps() -> None:
     rows_ = NativeRows(Library(build.build()), vocab, specs, [scale_of(params)] * len(specs))
     found = rows_.choose(logits.repeat_interleave(13, 0), {}, [number] * len(specs))
     assert [vocab - 1] not in found.tokens, "of the small ones, the first at most"
+
+
+def test_the_frequency_penalty_is_a_rounded_product(both: Both) -> None:
+    """A token that loses it is equal, to the last bit, to one that has what is left: the lower of both is chosen."""
+    logits = torch.rand(400, generator=torch.Generator().manual_seed(6)) * 5 + 1
+    times, penalty = 3, torch.tensor(0.3)
+    left = logits - torch.tensor(float(times)) * penalty
+    for lower, pair in enumerate(((logits, left), (left, logits))):
+        history = array("i", [lower] * times).tobytes()
+        spec = SampleSpec(SamplingParams(temperature=0.0, frequency_penalty=0.3), history=history)
+        assert both(torch.stack(pair, 1), [spec] * 400).tokens == [[0]] * 400
 
 
 def test_native_numbers_are_those_of_the_rule() -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from moonpool.model import sample
+from moonpool.model.draw import uniform
 from moonpool.model.likely import logprobs, most_likely
-from moonpool.model.sampler import NOT_FINITE, NOTHING_LEFT, uniform
+from moonpool.model.sampler import NOT_FINITE, NOTHING_LEFT
 from moonpool.sampling import SampleSpec, SamplingParams
 
 

@@ -1,0 +1,155 @@
+"""Rows of `benchmarks.kernels_gpu`: sampling, and whole decode steps of a stage, layer by layer and as a graph."""
+
+import tempfile
+from array import array
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.device import On
+from benchmarks.frame import Row, paired
+from moonpool.checkpoint import kv_layout, load_config
+from moonpool.engine.captures import Captures
+from moonpool.engine.devices.cuda import CudaDevice
+from moonpool.engine.devices.lanes import Device
+from moonpool.engine.devices.opening import Place, place_on
+from moonpool.engine.graphs import DecodeGraphs
+from moonpool.kv.pool import KVPool
+from moonpool.model.batch import PackedBatch
+from moonpool.model.create import create
+from moonpool.model.load import load_stage
+from moonpool.model.sampler import Sampler
+from moonpool.model.stage import StageModel
+from moonpool.sampling import SampleSpec, SamplingParams
+from moonpool.sched.steps import SequenceStep, Step
+
+BLOCK = 16
+WAYS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=0.8),
+    "top-k 50": SamplingParams(temperature=0.8, top_k=50),
+    "top-p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
+    "top-p 0.95, penalties": SamplingParams(temperature=0.8, top_p=0.95, frequency_penalty=0.2, repetition_penalty=1.1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepCase:
+    """Decode steps of a model with random weights."""
+
+    shape: str = "qwen2.5-0.5b"
+    overrides: dict[str, int] = field(default_factory=dict)
+    batches: tuple[int, ...] = (1, 8, 32, 128)
+    context: int = 1024
+    dtype: str = "bfloat16"
+    device: Callable[[], Device] = lambda: CudaDevice(0)
+
+
+STEP = StepCase()
+
+
+def sampling_rows(on: On, rows: int, vocab: int) -> list[Row]:
+    """From logits to tokens on the host, beside reading the logits once; top-p also beside torch's sort and draw."""
+    logits = torch.randn(rows, vocab, device=on.device) * 2
+    found = []
+    for way, params in WAYS.items():
+        call = _sampling(logits, params)
+        pairs = on.pairs(1.0, call, lambda: on.copied() / logits.nbytes)
+        name = f"GPU sampling, {way}, {rows} rows of {vocab}"
+        found.append(_in_ms(name, pairs, "the logits once at a copy's rate"))
+        if way == "top-p 0.95":
+            theirs = partial(on.per_second, partial(_by_sort, logits, params))
+            found.append(_in_ms(name, on.pairs(1.0, call, theirs), "torch's sort and multinomial"))
+    return found
+
+
+def _in_ms(name: str, rates: list[tuple[float, float]], limit_name: str) -> Row:
+    return paired(name, "ms", [(1e3 / own, 1e3 / limit) for own, limit in rates], limit_name, less_is_better=True)
+
+
+def _sampling(logits: Tensor, params: SamplingParams) -> Callable[[], object]:
+    """A further step of a run; its logits are written anew each time, as a step's are."""
+    history = array("i", range(0, 1000, 2)).tobytes() if params.penalised else None
+    specs = [SampleSpec(params, seed, history=history, prompt_tokens=100) for seed in range(len(logits))]
+    sampler, room = Sampler(specs, logits.shape[1], logits.device, 1 << 16), torch.empty_like(logits)
+
+    def call() -> object:
+        tokens = sampler.sample(room.copy_(logits)).tokens
+        sampler.go_on([its[0] for its in tokens])
+        return tokens
+
+    return call
+
+
+def _by_sort(logits: Tensor, params: SamplingParams) -> Tensor:
+    ordered = torch.softmax(logits / params.temperature, -1).sort(-1, descending=True)
+    kept = torch.where(ordered.values.cumsum(-1) - ordered.values < params.top_p, ordered.values, 0.0)
+    return ordered.indices.gather(1, kept.multinomial(1)).cpu()
+
+
+@torch.inference_mode()
+def step_rows(on: On, case: StepCase) -> list[Row]:
+    """Weights and KV that decode steps read per second, logits and greedy tokens included, beside a copy."""
+    with tempfile.TemporaryDirectory(prefix="moonpool-step-") as folder:
+        path = create(case.shape, Path(folder) / "model", overrides=case.overrides)
+        device, config = case.device(), load_config(path)
+        dtype = getattr(torch, case.dtype)
+        model = load_stage(path, config, dtype, 0, config.num_layers, device.torch_device)
+    blocks = max(case.batches) * (case.context // BLOCK)
+    layout = kv_layout(config, case.dtype, BLOCK)
+    with closing(KVPool.create(layout, blocks, [(0, config.num_layers)])) as pool:
+        errors: list[BaseException] = []
+        with closing(place_on(device, pool.parts[0], errors.append)) as place:
+            return [row for batch in case.batches for row in _rows_of(on, case, model, place, batch)]
+
+
+def _rows_of(on: On, case: StepCase, model: StageModel, place: Place, batch: int) -> list[Row]:
+    blocks, read = case.context // BLOCK, model.weight_bytes + batch * case.context * _kv_bytes(place.memory.kv)
+    tables = [tuple(range(row * blocks, (row + 1) * blocks)) for row in range(batch)]
+    found = []
+    for name, forward in _forwards(case, model, place, tables).items():
+        sampler = Sampler([SampleSpec()] * batch, model.config.vocab_size, place.torch_device)
+
+        def call(forward: Callable[[], Tensor] = forward, sampler: Sampler = sampler) -> object:
+            return sampler.sample(model.logits(forward()))
+
+        pairs = [(own / 1e9, limit / 1e9) for own, limit in on.pairs(read, call, on.copied)]
+        title = f"GPU decode step, {case.shape}, {case.dtype}, batch {batch}, context {case.context}, {name}"
+        found.append(paired(title, "GB/s", pairs, "copy"))
+    return found
+
+
+def _kv_bytes(kv: Tensor) -> int:
+    """Of a token in all layers."""
+    return kv[:, 0].nbytes // kv.shape[4]
+
+
+def _forwards(
+    case: StepCase, model: StageModel, place: Place, tables: list[tuple[int, ...]]
+) -> dict[str, Callable[[], Tensor]]:
+    """The layers of a step: eagerly, and as a graph, which was captured."""
+    token, start = array("i", [5]).tobytes(), case.context - 1
+    parts = [(token, start, table) for table in tables]
+    assert place.device is not None
+    graphs = DecodeGraphs(place.device, model, place.memory, Captures(case.context), case.context)
+    nothing = torch.empty(0)
+
+    def eagerly() -> Tensor:
+        batch = PackedBatch.build(parts, BLOCK, place.torch_device)
+        hidden = model.embed(batch.token_ids)
+        return model.run(hidden, batch, place.memory.kv, 0, model.config.num_layers)[1]
+
+    def replayed() -> Tensor:
+        batch = PackedBatch.build(parts, BLOCK)
+        shape = graphs.shape(Step(1, tuple(SequenceStep(*part) for part in parts)), batch)
+        assert shape is not None
+        return graphs.run(shape, batch, nothing)
+
+    for _ in range(2):  # a shape's second step is captured
+        replayed()
+    return {"layer by layer": eagerly, "as a graph": replayed}

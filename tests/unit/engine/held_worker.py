@@ -1,0 +1,38 @@
+"""The real worker on a staged device one of whose copying lanes, `HELD_LANE` (up or down), stops in its first copy.
+
+It says so with a byte to the FIFO `HELD_TOLD`, and goes no further.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from moonpool.engine import worker
+from moonpool.engine.devices import opening
+from moonpool.engine.devices.names import DeviceName
+from moonpool.engine.devices.staged import StagedDevice, StagedLane
+
+
+class Held(StagedDevice):
+    """See above."""
+
+    def give(self, lane: StagedLane, work: Callable[[], None] | Any) -> None:
+        held = self.up if os.environ["HELD_LANE"] == "up" else self.down
+        super().give(lane, hold if lane is held and callable(work) else work)
+
+
+def hold() -> None:
+    Path(os.environ["HELD_TOLD"]).write_bytes(b"h")
+    threading.Event().wait()
+
+
+def held_device(name: DeviceName) -> Held:
+    return Held(name.number)
+
+
+if __name__ == "__main__":
+    with mock.patch.object(opening, "open_device", held_device):
+        worker.main()

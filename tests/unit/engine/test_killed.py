@@ -1,0 +1,141 @@
+"""An engine process that is killed in the middle of a copy, under a real decode instance: everything comes back."""
+
+import asyncio
+import io
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.engine.handle import Engine
+from moonpool.engine.instance import InstanceContext, run_instance
+from moonpool.engine.launch import start_processes
+from moonpool.engine.messages import MAX_FETCHES, EngineSpec
+from moonpool.engine.process import OnLoading, ProcessEngine
+from moonpool.errors import Unavailable
+from moonpool.kv.keys import chain_root
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.process import ProcessContext
+from moonpool.rpc.server import Service, serving
+from moonpool.telemetry.gauges import restless
+from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import conductor_pb2, kv_pb2
+from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from services.decode.config import DecodeConfig
+from services.decode.core.request import State
+from services.decode.instance import DecodeInstance
+from services.decode.service import contract
+from tests.unit.decode.calls import conducting, reserve
+from tests.unit.fakes.conductor import FakeConductor
+from tests.unit.instances import WAIT_S, prompt, spec
+
+HELD = (sys.executable, "-m", "tests.unit.engine.held_worker")
+
+
+class Life:
+    """A decode instance on a real engine process."""
+
+    def __init__(self, channels: Channels, config: DecodeConfig) -> None:
+        self.channels, self.config = channels, config
+        self.service: DecodeInstance | None = None
+        self.engine: Engine | None = None
+        context = ProcessContext("decode-0", Recorder("decode-0", None), io.StringIO())
+        decode = kv_pb2.INSTANCE_KIND_DECODE
+        self.task = asyncio.ensure_future(run_instance(context, config, decode, self._build, start=self._start))
+
+    def _start(
+        self, spec: EngineSpec, *, start_timeout_s: float, on_loading: OnLoading
+    ) -> AbstractAsyncContextManager[Engine]:
+        spec = replace(spec, measure=False)  # its steps would be held
+        return start_processes(spec, start_timeout_s=start_timeout_s, on_loading=on_loading, command=HELD)
+
+    def _build(self, shared: InstanceContext) -> tuple[DecodeInstance, Service]:
+        self.service, self.engine = DecodeInstance(shared, self.config), shared.engine
+        return self.service, contract(self.service)
+
+    @property
+    def stub(self) -> Any:
+        assert self.service is not None
+        return DecodeServiceStub(self.channels.get(self.service.identity.address))
+
+
+@asynccontextmanager
+async def living(checkpoint: Path, **settings: Any) -> AsyncIterator[Life]:
+    """An instance that has joined its conductor."""
+    fake, descriptor = FakeConductor(), conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
+    async with serving("127.0.0.1:0", [(descriptor, fake)], grace_s=0.1) as server, Channels() as channels:
+        common: dict[str, Any] = {"id": "decode-0", "dtype": "float32", "block_tokens": 16, "blocks": 32, "threads": 1}
+        life = Life(channels, DecodeConfig(conductor=server.address, model=str(checkpoint), **common, **settings))
+        try:
+            joined = asyncio.ensure_future(fake.has_load.wait())
+            await asyncio.wait((joined, life.task), timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            assert joined.done(), life.task
+            yield life
+        finally:
+            life.task.cancel()
+            await asyncio.gather(life.task, return_exceptions=True)
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Path:
+    """A FIFO."""
+    path = tmp_path / "told"
+    os.mkfifo(path)
+    return path
+
+
+@asynccontextmanager
+async def hearing(path: Path) -> AsyncIterator[asyncio.Event]:
+    """Set when something comes through a FIFO."""
+    heard, loop = asyncio.Event(), asyncio.get_running_loop()
+    fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    loop.add_reader(fd, heard.set)
+    try:
+        yield heard
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+@pytest.mark.parametrize("seed", [2, 10], ids=["lazy", "eager"])
+@pytest.mark.parametrize("lane", ["down", "up"])
+async def test_killed_in_a_copy(
+    checkpoint: Path, told: Path, monkeypatch: pytest.MonkeyPatch, lane: str, seed: int
+) -> None:
+    """Out of the device in a swap, or into it in the step after one; an eager lane holds the computing thread, too."""
+    monkeypatch.setenv("HELD_LANE", lane)
+    monkeypatch.setenv("HELD_TOLD", str(told))
+    swapping = {"preemption": "swap", "preempt_every": 1, "device": f"staged:{seed}"}
+    async with hearing(told) as held, living(checkpoint, **swapping) as life, conducting(life) as conductor:
+        service, engine = life.service, life.engine
+        assert service is not None
+        assert isinstance(engine, ProcessEngine)
+        asked = spec("a", prompt(5), max_tokens=40)
+        asked.chain_root = chain_root(service.setup.namespace, "")
+        await conductor.compute("a", await reserve(life, asked))
+        async with asyncio.timeout(WAIT_S):
+            await held.wait()
+        core = service.core
+        assert core.count(State.SWAPPING_OUT) == (lane == "down")
+        assert service.shell.step_in_flight == (lane == "up")
+        assert core.blocks.num_used == 1, "what is being copied is nobody else's"
+        copies = [asyncio.ensure_future(engine.fetch((block,))) for block in range(MAX_FETCHES + 2)]
+        await asyncio.sleep(0)
+
+        os.kill(engine.pids[0], signal.SIGKILL)
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(Unavailable, match="was killed by signal 9"):
+                await life.task
+            ends = await asyncio.gather(*copies, return_exceptions=True)
+        assert [type(end) for end in ends] == [Unavailable] * len(copies)
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine.pids[0], 0)
+        core.check_invariants()
+        assert (core.blocks.num_used, core.parking.saved, core.parking.coming) == (0, 0, 0)
+        assert restless(service.gauges().read()) == {}
