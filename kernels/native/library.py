@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.build import BuildError, build
-from kernels.native.structures import Attention, GoOn, Model, Panels, Sampling, Step
+from kernels.native.structures import Attention, GoOn, Model, Panels, Progress, Sampling, Step
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_product": (_pointer(Panels), _P, _L, _L, _P, _I, _I),
     "mp_sample": (_pointer(Sampling), _I),
     "mp_uniform": (_P, _P, _L, _L, _P),
+    "mp_follow": (_pointer(Progress), _L),
+    "mp_over": (_pointer(Progress),),
     "mp_lend": (_P, _I, _I),
     "mp_aside": (_I,),
     "mp_others_compute": (),
@@ -204,6 +206,14 @@ class Library:
         came = int(self._c.mp_step(model, step))
         self._done(came < 0)
         return came
+
+    def follow(self, progress: Progress, layer: int) -> bool:
+        """Wait for a layer, counted in the whole model, and return whether it was computed; see progress.cpp."""
+        return bool(self._c.mp_follow(progress, layer))
+
+    def over(self, progress: Progress) -> None:
+        """Let who follows know that no further layer is computed."""
+        self._c.mp_over(progress)
 
     def go_on(self, further: GoOn) -> int:
         """Compute further steps of a run, see go_on.cpp; return how many are done."""

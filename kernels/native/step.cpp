@@ -1,7 +1,10 @@
 // The layers of a stage over one packed batch: one call for all of them.
 //
-// Between two layers the step's watch is looked at: a gate that is shut, or a step that was given up, ends the call.
+// Between two layers the step's watch is looked at: a gate that is shut, or a step that was given up, ends the call. Who
+// follows the step is told of each layer.
 #include "step.h"
+
+#include <time.h>
 
 #include "quantized.h"
 
@@ -140,13 +143,21 @@ static bool stopped(const Step& s, int64_t layer) {
            __atomic_load_n(&s.watch->open, __ATOMIC_ACQUIRE) < s.index + layer;
 }
 
+static void begins(const Step& s, int64_t layer) {
+    if (!s.progress) return;
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    s.progress->began_ns[layer] = t.tv_sec * 1000000000ll + t.tv_nsec;
+}
 template <class T> static int64_t run(const Model& m, const Step& s) {
     static thread_local Memory memory;
     Run<T> run{m, s, {}, s.rows, (T*)s.hidden, m.head_dim, m.heads * m.head_dim};
     if (!run.room.take(memory, m, s.rows, s.wanted ? s.wanted_rows : 0)) return -1;
     for (int64_t layer = s.first; layer < s.last; layer++) {
         if (stopped(s, layer)) return layer;
+        begins(s, layer);
         if (run.layer(layer, s.wanted && layer + 1 == s.last)) return -1;
+        if (s.progress) came_to(s.progress, s.index + layer + 1);
     }
     return s.last;
 }

@@ -15,6 +15,8 @@ struct Model {
 // What another thread may change meanwhile: whether the step was given up, the model's highest layer that may run, and
 // whether something waits for the step's end.
 struct Watch { int64_t aborted, open, awaited; };
+// What another thread follows (progress.cpp): the model's layers that are done, from the first on, and whether it is over.
+struct Progress { uint32_t word; int64_t* began_ns; };  // of each layer of the stage, when it began (CLOCK_MONOTONIC)
 // Sequences to attend with, as in pool.h: those with one row, and those with several.
 struct Items { const int32_t* single; int64_t singles; const int32_t* several; int64_t many; };
 struct Step {
@@ -30,7 +32,9 @@ struct Step {
     const int64_t* wanted; int64_t wanted_rows;  // rows that the last layer is computed for, rising; null: all
     Items some;                                  // with rows counted in `wanted`
     const Watch* watch;                          // null: nobody watches
+    Progress* progress;                          // null: nobody follows
     int32_t threads;
 };
 
 extern "C" int64_t mp_step(const Model* m, const Step* s);
+void came_to(Progress* p, int64_t layer);  // all of the model's layers below this one are done

@@ -55,6 +55,12 @@ class Items(ctypes.Structure):
     _fields_ = (("single", _P), ("singles", _L), ("several", _P), ("many", _L))
 
 
+class Progress(ctypes.Structure):
+    """In step.h."""
+
+    _fields_ = (("word", ctypes.c_uint32), ("began_ns", _P))
+
+
 class Step(ctypes.Structure):
     """In step.h."""
 
@@ -70,7 +76,7 @@ class Step(ctypes.Structure):
         ("all", Items),
         ("wanted", _P), ("wanted_rows", _L),
         ("some", Items),
-        ("watch", _P),
+        ("watch", _P), ("progress", _P),
         ("threads", _I),
     )  # fmt: skip
 

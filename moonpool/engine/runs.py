@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moonpool.engine.captures import GraphShape
 from moonpool.engine.choosing import Choosing, Found
+from moonpool.engine.devices.lanes import Mark
 from moonpool.engine.masks import Making
 from moonpool.engine.messages import StepDone
 from moonpool.model.batch import PackedBatch
@@ -44,6 +45,8 @@ class Run:
     native: NativeRun | None = None
     """Its steps from now on, where native calls take them."""
     found: Found = field(default_factory=Found)
+    followed: Mark | None = None
+    """Where all is told that follows from its layers, if another thread does that."""
     _untold: list[StepDone] = field(default_factory=list)
     ends: frozenset[int] = field(init=False)
     """Tokens that it may be over with."""

@@ -1,7 +1,8 @@
 """One stage's share of one step: layer by layer, behind gates, with events, and at the end what its tokens are.
 
 Work is given to the device's computing lane, which does it at once on a plain CPU and later elsewhere. So nothing here
-looks at a tensor before the lane has come to it, and what follows from a layer is told by the stage's KV memory.
+looks at a tensor before the lane has come to it, and what follows from a layer is told by the stage's KV memory. Where
+all layers are one native call, a courier follows them meanwhile.
 """
 
 import time
@@ -20,6 +21,7 @@ from moonpool.engine.pipeline import Links
 from moonpool.engine.runs import Run
 from moonpool.model.batch import PackedBatch
 from moonpool.model.inference import inference
+from moonpool.model.native import Progress
 from moonpool.model.native_run import Done, NativeRun
 from moonpool.model.stage import StageModel
 from moonpool.sched.steps import LayerDone, SequenceStep, Step
@@ -114,7 +116,10 @@ class StageRunner:
         following = self._begin_following(run, done=done)
         # Sent whatever has happened, so that the next stage knows.
         self.links.send(run.step.step_id, run.hidden if done else None)
-        return self._over(run, clocks, self._share(run, clocks), following, done=done)
+        share = self._share(run, clocks)
+        if run.followed is not None:
+            run.followed.wait()
+        return self._over(run, clocks, share, following, done=done)
 
     def _natively(self, run: Run, native: NativeRun, clocks: _Clocks) -> bool:
         """Steps of a run in one call, on a plain CPU: nothing else that is done for a step is left."""
@@ -190,13 +195,24 @@ class StageRunner:
     def _layers(self, run: Run) -> bool:
         """Gives all layers of this stage to the lane; False when the step was aborted before the last.
 
-        On a plain CPU, where work is done when it is given, they go together as far as gates are open, unless each is
-        told.
+        On a plain CPU, where work is done when it is given, they go together as far as gates are open. Where each is
+        told, that takes a courier who follows them.
         """
+        step, cpu = run.step, self.place.device is None
+        progress = self.model.progress() if cpu and step.layer_events else None
+        together = cpu and (progress is not None or not step.layer_events)
+        watch = self.gates.watch(step.step_id, gated=step.gated) if together else None
+        if progress is None:
+            return self._given(run, watch, None)
+        run.followed = self.place.courier.send(partial(self._follow, step.step_id, progress))
+        try:
+            return self._given(run, watch, progress)
+        finally:
+            progress.end()
+
+    def _given(self, run: Run, watch: Watch | None, progress: Progress | None) -> bool:
+        """As `_layers`: together where there is a watch."""
         step, place, layer, end = run.step, self.place, self.model.layer_begin, self.model.layer_end
-        watch = None
-        if place.device is None and not step.layer_events:
-            watch = self.gates.watch(step.step_id, gated=step.gated)
         while layer < end:
             if step.gated and not self.gates.wait(step.step_id, layer, self.gate_timeout_s):
                 return False
@@ -206,9 +222,9 @@ class StageRunner:
             last = layer + 1 if watch is None else end
             for its in range(layer, last):
                 place.memory.need(its)
-            place.lane.run(partial(self._run_layers, layer, last, run, watch))
+            place.lane.run(partial(self._run_layers, layer, last, run, watch, progress))
             came = last if watch is None else run.layer
-            for its in range(layer, came):
+            for its in range(layer, came) if progress is None else ():
                 told = partial(self._layer_done, step.step_id, its, start_ns) if step.layer_events else None
                 place.memory.leave(its, told)
             layer = came
@@ -271,11 +287,12 @@ class StageRunner:
     def _embed(self, run: Run) -> None:
         run.hidden = self.model.embed(run.batch.token_ids)
 
-    def _run_layers(self, first: int, last: int, run: Run, watch: Watch | None) -> None:
+    def _run_layers(self, first: int, last: int, run: Run, watch: Watch | None, progress: Progress | None) -> None:
         tails, memory = run.tails if last == self.model.layer_end else None, self.place.memory
         run.layer, run.hidden = self.model.run(
-            run.hidden, run.batch, memory.kv, first, last, scales=memory.scales, tails=tails, watch=watch
-        )
+            run.hidden, run.batch, memory.kv, first, last,
+            scales=memory.scales, tails=tails, watch=watch, progress=progress,
+        )  # fmt: skip
 
     def _replay(self, run: Run) -> None:
         assert self.graphs is not None
@@ -286,6 +303,15 @@ class StageRunner:
         if run.choosing is None:
             run.choosing = Choosing(self.model, run.step, self.gates.dropped(run.step.step_id))
         run.found = run.choosing.choose(run.hidden, run.batch, run.masks)
+
+    # --- in the courier --------------------------------------------------------------------------------------------
+
+    def _follow(self, step_id: int, progress: Progress) -> None:
+        """Does what follows from each layer, when it is computed; from none that is not."""
+        for layer in range(self.model.layer_begin, self.model.layer_end):
+            if not progress.wait(layer):
+                return
+            self.place.memory.leave(layer, partial(self._layer_done, step_id, layer, progress.began_ns(layer)))
 
     # --- when it is done -------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -30,6 +32,34 @@ class Watch(Protocol):
         ...
 
 
+class Progress:
+    """How far the layers of a step have come, for one thread that follows them while another one computes.
+
+    Args:
+        native: The library that they run by.
+        first: The stage's first layer, counted in the whole model, as in what follows.
+        count: Its layers.
+    """
+
+    def __init__(self, native: Library, first: int, count: int) -> None:
+        self._native, self._first = native, first
+        self._began_ns = array("q", bytes(8 * count))
+        self._words = structures.Progress(first, self._began_ns.buffer_info()[0])
+        self.address = ctypes.addressof(self._words)
+
+    def wait(self, layer: int) -> bool:
+        """Wait until a layer is computed; return False if it is over before. Other threads of Python run meanwhile."""
+        return self._native.follow(self._words, layer)
+
+    def began_ns(self, layer: int) -> int:
+        """Return when a layer began that was waited for, time.monotonic_ns."""
+        return self._began_ns[layer - self._first]
+
+    def end(self) -> None:
+        """No further layer is computed. By the thread that computes."""
+        self._native.over(self._words)
+
+
 class NativeLayers:
     """The layers of one stage, from layer `index` of the model on, as the native step is given them."""
 
@@ -45,6 +75,10 @@ class NativeLayers:
             TYPES[first.dtype], config.num_heads, config.num_kv_heads, config.head_dim,
             config.rms_norm_eps, config.head_dim**-0.5,
         )  # fmt: skip
+
+    def progress(self) -> Progress:
+        """Return a step's progress, of which nothing is done."""
+        return Progress(self.native, self._index, len(self._layers))
 
     def run(self, step: structures.Step) -> int:
         """Run a step's layers and return the one that it came to, counted in the whole model."""
@@ -63,6 +97,7 @@ class NativeLayers:
         *,
         tails: Sequence[int] | None,
         watch: Watch | None,
+        progress: Progress | None = None,
     ) -> structures.Step:
         """Return layers `first` up to `last`, counted in the whole model, over a batch, as native code is given them.
 
@@ -78,6 +113,7 @@ class NativeLayers:
             tails: Of each sequence so many last rows are wanted of layer `last` - 1, the others are left undefined;
                 None: all are wanted.
             watch: What the layers look at; None: nothing.
+            progress: What is told of each layer; None: nothing.
         """
         tables = batch.block_tables
         chosen = trim(batch, tails)
@@ -99,9 +135,11 @@ class NativeLayers:
             0 if chosen is None else chosen.rows.numel(),
             some,
             None if watch is None else watch.address,
+            None if progress is None else progress.address,
             torch.get_num_threads(),
         )  # fmt: skip
-        step.kept = hidden, batch, angles, plan, kv, scales, chosen, watch  # alive, as long as it has their addresses
+        # Alive, as long as it has their addresses.
+        step.kept = hidden, batch, angles, plan, kv, scales, chosen, watch, progress
         return step
 
     def normed(self, rows: Tensor, weight: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from moonpool.checkpoint.config import ModelConfig
 from moonpool.model.batch import PackedBatch
 from moonpool.model.inference import inference
 from moonpool.model.linear import Linear
-from moonpool.model.native import Watch, native_layers
+from moonpool.model.native import Progress, Watch, native_layers
 from moonpool.model.native_run import NativeRun, Parts, native_run
 from moonpool.model.rope import RopeTable
 from moonpool.model.weights import LayerWeights
@@ -85,6 +85,10 @@ class StageModel:
             parts += [getattr(layer, name) for name in LayerWeights.__slots__]
         return sum(part.nbytes for part in parts if part is not None)
 
+    def progress(self) -> Progress | None:
+        """Return what another thread follows one step's `run` by; None where layers run one by one."""
+        return None if self._native is None else self._native.progress()
+
     @inference
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return hidden states [T, hidden] of `token_ids` [T] (int64); first stage only."""
@@ -106,6 +110,7 @@ class StageModel:
         scales: Tensor | None = None,
         tails: Sequence[int] | None = None,
         watch: Watch | None = None,
+        progress: Progress | None = None,
     ) -> tuple[int, Tensor]:
         """Run layers `first` up to `last` (counted in the whole model) on hidden states [T, hidden].
 
@@ -114,7 +119,8 @@ class StageModel:
         `scales` are [layers, blocks, kv_heads, 2, block_tokens] float32, to what the stored values stand for, also of
         the batch's own tokens. So it makes no difference which of them were there before. `hidden` may be
         overwritten. Of layer `last` - 1, rows that `tails` leaves out (it has, for each sequence, how many of its last
-        rows are wanted) are undefined; their keys and values are written all the same.
+        rows are wanted) are undefined; their keys and values are written all the same. Another thread may follow
+        the layers by `progress`, which `self.progress` gave; several calls may be one step's.
 
         Returns:
             The layer that it came to, `last` unless `watch` stopped it before, and the hidden states there.
@@ -125,9 +131,10 @@ class StageModel:
             assert hidden.is_contiguous()
             step = self._native.step(
                 hidden, batch, self._angles(batch), self._plan(batch, kv[0]), kv, scales, first, last,
-                tails=tails, watch=watch,
+                tails=tails, watch=watch, progress=progress,
             )  # fmt: skip
             return self._native.run(step), hidden
+        assert progress is None
         for index in range(first, last):
             if watch is not None and watch.stopped(index):
                 return index, hidden

@@ -1,4 +1,4 @@
-"""A thread that waits for a device's marks and then does what depends on them, in order."""
+"""A thread that waits for a device's marks, or a CPU's layers, and then does what depends on them, in order."""
 
 import queue
 import threading

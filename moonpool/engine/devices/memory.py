@@ -18,8 +18,9 @@ Then = Callable[[], None]
 class KVMemory(Protocol):
     """KV that is computed with. One thread calls it, for one step after the other.
 
-    What a step needs of the pool is there for its work in the computing lane; what it makes ready to leave gets into
-    the pool, with its hash.
+    Of a plain CPU's layers that are computed together, the place's courier calls `leave` meanwhile. What a step needs
+    of the pool is there for its work in the computing lane; what it makes ready to leave gets into the pool, with its
+    hash.
     """
 
     kv: Tensor
@@ -49,9 +50,6 @@ class KVMemory(Protocol):
 
     def fetch(self, blocks: Sequence[int], then: Then) -> None:
         """`then` when the pool has all that is known of some blocks, part-filled ones too. Between two steps."""
-
-    def close(self) -> None:
-        """Waits for what is under way, and ends its threads."""
 
 
 def slices_of(part: PoolPart) -> Tensor:
@@ -106,6 +104,3 @@ class OnePool:
     def fetch(self, blocks: Sequence[int], then: Then) -> None:
         """It is there."""
         then()
-
-    def close(self) -> None:
-        """Nothing is under way."""

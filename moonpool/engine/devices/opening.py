@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from moonpool.engine.devices.courier import Courier
 from moonpool.engine.devices.cuda import CudaDevice
 from moonpool.engine.devices.lanes import Device, Immediate, Lane
 from moonpool.engine.devices.memory import KVMemory, OnePool
@@ -22,17 +23,19 @@ class Place:
         torch_device: of weights and batches.
         lane: of its steps.
         memory: its KV.
+        courier: does what follows from its layers, while others are computed.
         device: None on a plain CPU.
     """
 
     torch_device: torch.device
     lane: Lane
     memory: KVMemory
+    courier: Courier
     device: Device | None = None
 
     def close(self) -> None:
         """Waits for what is under way, and ends its threads."""
-        self.memory.close()
+        self.courier.close()
         if self.device is not None:
             self.device.close()
 
@@ -56,12 +59,14 @@ def place_on(
     Args:
         device: None = a plain CPU.
         part: its share of the pool.
-        on_failure: called, from another thread, when KV cannot leave the device any more.
+        on_failure: called, from another thread, when what follows from a layer cannot be done any more.
         beside: bytes that are left free on the device, for steps.
 
     Raises:
         ConfigError: the device has no room for the KV.
     """
+    courier = Courier(on_failure)
     if device is None:
-        return Place(torch.device("cpu"), Immediate(), OnePool(part))
-    return Place(device.torch_device, device.compute, TwoTiers(part, device, on_failure, beside=beside), device)
+        return Place(torch.device("cpu"), Immediate(), OnePool(part), courier)
+    memory = TwoTiers(part, device, courier, beside=beside)
+    return Place(device.torch_device, device.compute, memory, courier, device)

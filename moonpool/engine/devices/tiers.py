@@ -6,7 +6,7 @@ go through bounded rings of buffers. The computing thread fills the buffers of s
 of slices that leave.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -35,7 +35,7 @@ class TwoTiers:
     Args:
         part: the host's pool.
         device: has the other one.
-        on_failure: called, from another thread, when slices cannot leave any more.
+        courier: carries slices that leave; closed by others.
         buffers: slices under way in each direction.
         beside: bytes that are left free on the device, for steps.
     """
@@ -44,7 +44,7 @@ class TwoTiers:
         self,
         part: PoolPart,
         device: Device,
-        on_failure: Callable[[BaseException], None],
+        courier: Courier,
         buffers: int = BUFFERS,
         beside: int = 0,
     ) -> None:
@@ -59,7 +59,7 @@ class TwoTiers:
         self._leaving = Ring(device.buffers(buffers, part.slice_bytes))
         own = self._here.nbytes if self._here.device.type == "cpu" else 0
         self.host_bytes = part.nbytes + own + ring_bytes(part, buffers)
-        self._courier = Courier(on_failure)
+        self._courier = courier
         self._blocks = torch.empty(0, dtype=torch.int64)
         self._finished: list[tuple[int, int]] = []
 
@@ -108,10 +108,6 @@ class TwoTiers:
             self._carry_out(self._part.layer_begin + row, seen)
         self._only_here.difference_update(blocks)
         self._courier.send(then)
-
-    def close(self) -> None:
-        """See `KVMemory.close`."""
-        self._courier.close()
 
     def _written_by(self, sequence: SequenceStep, end: int) -> Sequence[int]:
         """Blocks that a sequence writes to."""

@@ -86,7 +86,10 @@ def stages(path: Path, count: int, device: Device | None = None) -> Iterator[Sta
     half = layout.layers // 2
     ranges = [(0, layout.layers)] if count == 1 else [(0, half), (half, layout.layers)]
     pool = KVPool.create(layout, BLOCKS, ranges)
-    yield Stages(path, pool, device)
+    it = Stages(path, pool, device)
+    yield it
+    for runner in it.runners:
+        runner.place.close()
     pool.close()
 
 

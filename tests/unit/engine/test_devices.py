@@ -18,6 +18,7 @@ import torch
 
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.captures import Captures
+from moonpool.engine.devices.courier import Courier
 from moonpool.engine.devices.cuda import CudaDevice
 from moonpool.engine.devices.lanes import Device, Graph, Immediate
 from moonpool.engine.devices.memory import OnePool
@@ -150,10 +151,11 @@ def rig(
     layout = kv_layout(model.config, "float32", SIZE, kv_dtype)
     pool = KVPool.create(layout, BLOCKS, [(0, layout.layers)])
     [part] = pool.parts
-    place = Place(torch.device("cpu"), Immediate(), OnePool(part))
+    courier = Courier(nothing_fails)
+    place = Place(torch.device("cpu"), Immediate(), OnePool(part), courier)
     if device is not None:
-        memory = TwoTiers(part, device, nothing_fails, buffers)
-        place = Place(device.torch_device, device.compute, memory, device)
+        memory = TwoTiers(part, device, courier, buffers)
+        place = Place(device.torch_device, device.compute, memory, courier, device)
     it = Rig(model, pool, place)
     if graphs and device is not None:
         it.runner.graphs = DecodeGraphs(device, model, place.memory, Captures(BLOCKS * SIZE), BLOCKS * SIZE)
@@ -328,7 +330,8 @@ def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> 
     layout, first = kv_layout(config, "float32", SIZE), config.num_layers // 2
     pool = KVPool.create(layout, BLOCKS, [(0, first), (first, layout.layers)])
     later, device = load_stage(checkpoint, config, torch.float32, first, layout.layers), StagedDevice(1)
-    memory = TwoTiers(pool.parts[1], device, nothing_fails)
+    courier = Courier(nothing_fails)
+    memory = TwoTiers(pool.parts[1], device, courier)
     graphs = DecodeGraphs(device, later, memory, Captures(SIZE), SIZE)
     shares = [part((5,), 0, (1,)), part((6,), 0, (2,)), part((7,), 0, (3,))]
     batch = PackedBatch.build([(it.token_ids, it.start, it.block_table) for it in shares], SIZE)
@@ -339,7 +342,7 @@ def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> 
         eager, captured, replayed = [graphs.run(shape, batch, hidden.clone()) for _ in range(3)]
     assert torch.equal(captured, eager)
     assert torch.equal(replayed, eager)
-    memory.close()
+    courier.close()
     device.close()
     pool.close()
 

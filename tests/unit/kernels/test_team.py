@@ -1,7 +1,6 @@
 """The team of threads: from several callers, awake and asleep, and in a forked process, the same bits."""
 
 import os
-import shutil
 import subprocess
 import threading
 import time
@@ -64,29 +63,37 @@ def test_a_forked_process_has_a_team_of_its_own(product: Callable[[], Tensor]) -
     assert os.waitpid(child, 0)[1] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_more_threads_than_processors_under_the_sanitizer(tmp_path: Path) -> None:
+def run_under_the_sanitizer(folder: Path, program: str, *parts: Path) -> None:
+    """A program of this folder with some sources, which says what is wrong."""
     try:
         compiler = build.compiler()
     except build.BuildError as error:
         pytest.skip(str(error))
-    sources, limit = tmp_path / "native", "    if (threads > team_most()) threads = team_most();\n"
-    shutil.copytree(build.SOURCES, sources, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    text = (sources / "team.cpp").read_text()
-    assert limit in text
-    (sources / "team.cpp").write_text(text.replace(limit, ""))
-    program = tmp_path / "stress"
-    parts = [Path(__file__).with_name("team_stress.cpp"), sources / "team.cpp", sources / "lending.cpp"]
-    options = ("-O1", "-g", "-std=c++17", "-pthread", "-fsanitize=thread", "-I", str(sources))
+    binary, sources = folder / "stress", (Path(__file__).with_name(program), *parts)
+    options = ("-O1", "-g", "-std=c++17", "-pthread", "-fsanitize=thread", "-I", str(build.SOURCES))
     built = subprocess.run(
-        [compiler, *options, *parts, "-o", program], capture_output=True, text=True, check=False, timeout=120
+        [compiler, *options, *sources, "-o", binary], capture_output=True, text=True, check=False, timeout=120
     )
     if built.returncode and "tsan" in built.stderr:
         pytest.skip("no thread sanitizer here")
     assert built.returncode == 0, built.stderr
-    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=150)
+    done = subprocess.run([binary], capture_output=True, text=True, check=False, timeout=150)
     assert (done.returncode, done.stdout) == (0, "0 wrong\n"), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_more_threads_than_processors_under_the_sanitizer(tmp_path: Path) -> None:
+    limit, team = "    if (threads > team_most()) threads = team_most();\n", tmp_path / "team.cpp"
+    text = (build.SOURCES / "team.cpp").read_text()
+    assert limit in text
+    team.write_text(text.replace(limit, ""))
+    run_under_the_sanitizer(tmp_path, "team_stress.cpp", team, build.SOURCES / "lending.cpp")
+
+
+@pytest.mark.timeout(300)
+def test_a_thread_that_follows_another_one_under_the_sanitizer(tmp_path: Path) -> None:
+    run_under_the_sanitizer(tmp_path, "progress_stress.cpp", build.SOURCES / "progress.cpp")
 
 
 def test_the_team_leaves_a_core_to_a_thread_that_computes_something_else() -> None:
