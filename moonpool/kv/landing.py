@@ -84,7 +84,8 @@ IN_TWO_PASSES = Landers(land_in_two_passes, later_in_two_passes)
 
 
 def _misfit(targets: list[memoryview], data: Bytes | None, hashes: Sequence[int]) -> ValueError:
-    return ValueError(f"{data.nbytes if data is not None else 'no'} bytes, {len(hashes)} hashes, targets of {[one.nbytes for one in targets]} bytes")
+    have, sizes = "no" if data is None else data.nbytes, [one.nbytes for one in targets]
+    return ValueError(f"{have} bytes, {len(hashes)} hashes, targets of {sizes} bytes")
 
 
 class _Functions(ctypes.Structure):

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from moonpool.kv.landing import land, verified
 from moonpool.kv.scattered import Bytes
-
-LEAST_BYTES = 256 << 10
-"""From so many bytes on it costs the loop less to hand a payload over to a thread than to let it land (ADR 28)."""
-
-
-class Beside(NamedTuple):
-    """Threads in which payloads land beside the event loop, which has steps to dispatch meanwhile.
-
-    Attributes:
-        executor: does it.
-        least_bytes: smaller payloads land on the loop.
-    """
-
-    executor: Executor
-    least_bytes: int = LEAST_BYTES
+from moonpool.streams.beside import Beside
 
 
 def _nowhere(writing: bool) -> None:
