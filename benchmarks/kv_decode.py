@@ -20,7 +20,7 @@ from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext, run_main
 from moonpool.rpc.server import serving
 from moonpool.sched.steps import LayerDone, Step, StepResult
-from moonpool.streams.beside import Beside
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.link import Link
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig

@@ -16,12 +16,14 @@ from moonpool.engine.handle import Engine
 from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.engine.start import start_engine
 from moonpool.errors import Unavailable
+from moonpool.kv import chains
+from moonpool.kv.landing import land
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import EXIT_ROLE, ProcessContext
 from moonpool.rpc.security import Security
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.sched.block_manager import BlockManager
-from moonpool.streams.beside import Beside
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.lanes.regions import Shared
@@ -139,6 +141,8 @@ async def run_instance(
     """
     decode = kind == kv_pb2.INSTANCE_KIND_DECODE
     setup = await asyncio.to_thread(engine_setup, config, stages=stages, decode=decode)
+    await asyncio.to_thread(land.prepare)
+    await asyncio.to_thread(chains.prepare)
     log.info("starting engine", model=setup.model.name, dtype=setup.spec.dtype, blocks=setup.spec.blocks, stages=stages)
     if setup.spec.emulated is not None:
         context.spans.instant("engine.emulated", **setup.spec.emulated.describe())

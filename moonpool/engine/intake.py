@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from moonpool.engine.incoming import TOKEN_BYTES, IncomingRequest
-from moonpool.errors import Unavailable
-from moonpool.streams.beside import Beside
+from moonpool.errors import Overloaded, Unavailable
+from moonpool.streams.lanes.beside import Beside
 from moonpool.v1 import kv_pb2
+
+MAX_READING = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -37,10 +39,13 @@ class Intake:
 
         Raises:
             InvalidRequest: naming the field at fault.
+            Overloaded: too many are being read.
             Unavailable: it was cancelled meanwhile.
         """
         if len(spec.token_ids) < TOKEN_BYTES * self._beside.least_tokens:
             return self._read(spec)
+        if len(self._reading) >= MAX_READING:
+            raise Overloaded(f"{MAX_READING} requests are being read", reason="queue_full", retry_after_s=1.0)
         reading = _Reading(spec.request_id, who)
         self._reading.add(reading)
         try:

@@ -11,7 +11,6 @@ import ctypes
 import importlib
 import itertools
 import logging
-import platform
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -19,13 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels.native.build import ARCHITECTURES, BuildError, build
+from kernels.native.build import BuildError
 from moonpool.kv.hashes import slice_hash
+from moonpool.kv.library import library
 from moonpool.kv.scattered import Bytes, Scattered, parts_of
 
 log = logging.getLogger(__name__)
-
-SOURCES = Path(__file__).parent / "native"
 
 Land = Callable[[list[memoryview], Bytes, Sequence[int]], int]
 """Cuts bytes into pieces as long as the targets, and copies each to its target; how many leading ones have their hash
@@ -233,14 +231,6 @@ class Lander:
             return IN_TWO_PASSES
         log.info("slices are copied and hashed in one native pass")
         return native
-
-
-def library() -> Path:
-    """Blocking. Native code for slices, built if need be; raises BuildError where it cannot be had."""
-    architecture = ARCHITECTURES.get(platform.machine())
-    if architecture is None:
-        raise BuildError(f"none for this processor ({platform.machine()})")
-    return build(architecture.targets[-1], SOURCES)  # the plainest: the C library and xxhash look at the processor
 
 
 land = Lander(library)

@@ -14,7 +14,7 @@ from moonpool.errors import InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, Metadata, payload_stream
-from moonpool.streams.beside import Beside
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream, StreamClient
 from moonpool.streams.prefix_read import Answer, Into, OnSlice, PrefixLost, PrefixRead

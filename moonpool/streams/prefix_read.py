@@ -12,7 +12,7 @@ from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError,
 from moonpool.kv.hashes import bind, key_bindings, layer_binding
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.shapes import FrameShape, bound, frame_shape, shape_of
-from moonpool.streams.beside import Beside
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.lanes.inbound import Came
 from moonpool.streams.lanes.landing import Landed, Landing
 from moonpool.streams.ledger import SliceLedger

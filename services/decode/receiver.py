@@ -7,7 +7,7 @@ from moonpool.kv.frames import DamagedSliceError, Run, split_run, whole_runs
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.streams.beside import Beside
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.lanes.landing import Landing
 from moonpool.streams.outbox import Outbox
 from moonpool.streams.receiving import FrameReceiver

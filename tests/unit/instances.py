@@ -19,7 +19,7 @@ from moonpool.errors import Internal, Unavailable
 from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import RunningServer, serving
-from moonpool.streams.beside import Beside
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.link import Link
 from moonpool.telemetry.gauges import restless
 from moonpool.telemetry.spans import Recorder

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from moonpool.kv.landing import land, verified
 from moonpool.kv.scattered import Bytes
-from moonpool.streams.beside import Beside
+from moonpool.streams.lanes.beside import Beside
 
 
 def _nowhere(writing: bool) -> None:

@@ -15,8 +15,8 @@ from moonpool.kv.frames import pack_frames
 from moonpool.kv.hashes import slice_hash
 from moonpool.kv.shapes import bound, frame_shape
 from moonpool.rpc.channels import Channels
-from moonpool.streams.beside import Beside
 from moonpool.streams.block_reader import BlockReader, PrefixLost
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.prefix_read import PrefixRead
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.slices import slice_to_send

@@ -8,7 +8,7 @@ import pytest
 
 from moonpool.errors import StreamBroken
 from moonpool.kv.hashes import slice_hash
-from moonpool.streams.beside import Beside
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.lanes.inbound import Came
 from moonpool.streams.lanes.landing import Landed, Landing
 from tests.unit.fakes.beside import Held
