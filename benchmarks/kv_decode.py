@@ -8,10 +8,11 @@ Joins no conductor and computes nothing; for measuring what receiving KV costs.
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.kv_shape import SHAPES, VOCAB_SIZE, Shape
 from moonpool.cost import Speeds
-from moonpool.engine.instance import EngineSetup, InstanceContext, lanes_of
+from moonpool.engine.instance import BESIDE_THREADS, EngineSetup, InstanceContext, lanes_of
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import Unavailable
 from moonpool.kv.pool import KVPool
@@ -19,6 +20,7 @@ from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext, run_main
 from moonpool.rpc.server import serving
 from moonpool.sched.steps import LayerDone, Step, StepResult
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.link import Link
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig
@@ -80,7 +82,8 @@ async def serve(context: ProcessContext, config: DecodeConfig) -> None:
     instance = context.instance(kv_pb2.INSTANCE_KIND_DECODE, config.id, "")
     async with Channels() as channels:
         dialer, lanes = lanes_of(config, engine, instance)
-        shared = InstanceContext(setup, engine, channels, Link(), instance, context.spans, quiet, dialer, lanes)
+        kv = Link(), instance, context.spans, quiet, dialer, lanes
+        shared = InstanceContext(setup, engine, channels, *kv, Beside(ThreadPoolExecutor(BESIDE_THREADS)))
         decode = DecodeInstance(shared, config)
         async with lanes.running(config), serving(config.listen, [contract(decode)]) as server:
             instance.address = config.advertised(server.port)

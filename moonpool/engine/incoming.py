@@ -12,7 +12,8 @@ from typing import Self
 from moonpool.contracts import sampling_from_proto
 from moonpool.core.fair import check_priority
 from moonpool.errors import InvalidRequest
-from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_from_bytes
+from moonpool.kv.chains import all_below, chain_keys
+from moonpool.kv.keys import BlockKey, chain_root, pack_keys, tokens_from_bytes
 from moonpool.logprobs import bytes_per_token
 from moonpool.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, check_beams, check_end_tokens
 from moonpool.sched.sampling import SequenceSampling
@@ -77,14 +78,14 @@ class IncomingRequest:
         check_end_tokens(ends, params.min_tokens, vocab_size, "sequence.end_token_ids")
         check_beams(params, ends, vocab_size, "sequence.sampling")
         tokens = tokens_from_bytes(spec.token_ids, "sequence.token_ids")
-        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        if not all_below(spec.token_ids, vocab_size):
             raise InvalidRequest("sequence.token_ids", f"must be in [0, {vocab_size})")
         if not 1 <= spec.prompt_tokens <= len(tokens):
             raise InvalidRequest("sequence.prompt_tokens", f"must be in [1, {len(tokens)}], is {spec.prompt_tokens}")
         root = chain_root(namespace, spec.tenant)
         if spec.chain_root != root:
             raise InvalidRequest("sequence.chain_root", "is not that of this namespace and tenant")
-        keys = block_keys(root, tokens, block_tokens)
+        keys = chain_keys(root, spec.token_ids, block_tokens)
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
         bad_tokens = _bad_tokens(spec, len(ends), vocab_size)

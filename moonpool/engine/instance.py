@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -15,11 +16,14 @@ from moonpool.engine.handle import Engine
 from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.engine.start import start_engine
 from moonpool.errors import Unavailable
+from moonpool.kv import chains
+from moonpool.kv.landing import land
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import EXIT_ROLE, ProcessContext
 from moonpool.rpc.security import Security
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.sched.block_manager import BlockManager
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.lanes.listening import LaneServer
 from moonpool.streams.lanes.regions import Shared
@@ -33,6 +37,8 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 
 WRITE_BACK_GRACE_S = 3.0
 """Seconds that a draining instance waits for what is being written back."""
+BESIDE_THREADS = 2
+"""So that a long prompt that is read does not keep KV from landing."""
 DRAIN_SHARE = 0.8
 """Share of `drain_s` in which running requests may finish."""
 
@@ -54,6 +60,7 @@ class InstanceContext:
         notify: call it when keys or load have changed, so that the conductor is told soon.
         dialer: opens lanes to other instances.
         lanes: offers lanes to them.
+        beside: threads for what would keep the event loop from dispatching steps.
     """
 
     setup: EngineSetup
@@ -65,6 +72,7 @@ class InstanceContext:
     notify: Notify
     dialer: LaneDialer
     lanes: LaneServer
+    beside: Beside
 
     def hello(self) -> kv_pb2.StreamHello:
         """First message of the KV streams that this instance opens."""
@@ -133,6 +141,8 @@ async def run_instance(
     """
     decode = kind == kv_pb2.INSTANCE_KIND_DECODE
     setup = await asyncio.to_thread(engine_setup, config, stages=stages, decode=decode)
+    await asyncio.to_thread(land.prepare)
+    await asyncio.to_thread(chains.prepare)
     log.info("starting engine", model=setup.model.name, dtype=setup.spec.dtype, blocks=setup.spec.blocks, stages=stages)
     if setup.spec.emulated is not None:
         context.spans.instant("engine.emulated", **setup.spec.emulated.describe())
@@ -145,7 +155,9 @@ async def run_instance(
         instance = context.instance(kind, config.id, "")
         link = Link(setup.link_rate)
         dialer, lanes = lanes_of(config, engine, instance)
-        shared = InstanceContext(setup, engine, channels, link, instance, context.spans, bell.ring, dialer, lanes)
+        beside = Beside(stack.enter_context(ThreadPoolExecutor(BESIDE_THREADS, "beside")))
+        kv = link, instance, context.spans, bell.ring, dialer, lanes
+        shared = InstanceContext(setup, engine, channels, *kv, beside)
         service, contract = build(shared)
         metrics = Metrics(config.service())
         metrics.watch(service.gauges())

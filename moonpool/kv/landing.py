@@ -1,7 +1,8 @@
 """Slices that arrive are copied to where they belong and verified there, in one pass over the bytes.
 
-Native code does it (native/landing.cpp), built once like the kernels; it calls the xxhash package's own functions.
-Where it cannot be had, memoryviews and xxhash do the same in two passes. The log says once which it is.
+Native code does it (native/landing.cpp), built once like the kernels; it calls the xxhash package's own functions. In a
+thread it does so without the interpreter's lock. Where it cannot be had, memoryviews and xxhash do the same in two
+passes, with the lock. The log says once which it is.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ import ctypes
 import importlib
 import itertools
 import logging
-import platform
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from kernels.native.build import ARCHITECTURES, BuildError, build
+from kernels.native.build import BuildError
 from moonpool.kv.hashes import slice_hash
+from moonpool.kv.library import library
 from moonpool.kv.scattered import Bytes, Scattered, parts_of
 
 log = logging.getLogger(__name__)
-
-SOURCES = Path(__file__).parent / "native"
 
 Land = Callable[[list[memoryview], Bytes, Sequence[int]], int]
 """Cuts bytes into pieces as long as the targets, and copies each to its target; how many leading ones have their hash
@@ -35,6 +36,9 @@ Raises:
     ValueError: targets, bytes and hashes do not fit each other.
     BufferError: a target cannot be written, or a view is not contiguous.
 """
+Later = Callable[[list[memoryview], Bytes | None, Sequence[int]], Callable[[], int]]
+"""As `Land`, and raises as it does, but copies and verifies when what it returns is called: once, in any thread. All
+memory is held until then. Without bytes these lie in the targets already, and are only verified."""
 
 
 def land_in_two_passes(targets: list[memoryview], data: Bytes, hashes: Sequence[int]) -> int:
@@ -54,8 +58,32 @@ def land_in_two_passes(targets: list[memoryview], data: Bytes, hashes: Sequence[
     return len(hashes)
 
 
-def _misfit(targets: list[memoryview], data: Bytes, hashes: Sequence[int]) -> ValueError:
-    return ValueError(f"{data.nbytes} bytes, {len(hashes)} hashes, targets of {[one.nbytes for one in targets]} bytes")
+def verified(targets: list[memoryview], hashes: Sequence[int]) -> int:
+    """How many leading targets have their hash."""
+    for number, (target, value) in enumerate(zip(targets, hashes, strict=True)):
+        if slice_hash(target) != value:
+            return number
+    return len(targets)
+
+
+def later_in_two_passes(targets: list[memoryview], data: Bytes | None, hashes: Sequence[int]) -> Callable[[], int]:
+    """See `Later`."""
+    return partial(verified, targets, hashes) if data is None else partial(land_in_two_passes, targets, data, hashes)
+
+
+class Landers(NamedTuple):
+    """One way to do it, at once and later."""
+
+    land: Land
+    later: Later
+
+
+IN_TWO_PASSES = Landers(land_in_two_passes, later_in_two_passes)
+
+
+def _misfit(targets: list[memoryview], data: Bytes | None, hashes: Sequence[int]) -> ValueError:
+    have, sizes = "no" if data is None else data.nbytes, [one.nbytes for one in targets]
+    return ValueError(f"{have} bytes, {len(hashes)} hashes, targets of {sizes} bytes")
 
 
 class _Functions(ctypes.Structure):
@@ -72,13 +100,13 @@ class _Functions(ctypes.Structure):
             "reset",
             "update",
             "digest",
-            "state",
+            "create",
         )
     )
 
 
-def load_native(path: Path) -> Land:
-    """The function of a built library.
+def load_native(path: Path) -> Landers:
+    """The functions of a built library.
 
     Raises:
         OSError: the library cannot be loaded.
@@ -86,8 +114,6 @@ def load_native(path: Path) -> Land:
         BuildError: what it does is wrong.
     """
     library, hashes = ctypes.PyDLL(str(path)), _hashes()
-    create = hashes.XXH3_createState
-    create.restype = ctypes.c_void_p
     given = _Functions(
         _address(ctypes.pythonapi.PyObject_GetBuffer),
         _address(ctypes.pythonapi.PyBuffer_Release),
@@ -97,12 +123,16 @@ def load_native(path: Path) -> Land:
         _address(hashes.XXH3_64bits_reset),
         _address(_best(hashes, "XXH3_64bits_update")),
         _address(hashes.XXH3_64bits_digest),
-        create(),
+        _address(hashes.XXH3_createState),
     )
     library.mp_init.argtypes, library.mp_init.restype = (ctypes.POINTER(_Functions),), None
     library.mp_init(given)
-    native = library.mp_land
+    native, begin, end = library.mp_land, library.mp_begin, library.mp_end
     native.argtypes, native.restype = (ctypes.py_object,) * 3, ctypes.c_int64
+    begin.argtypes, begin.restype = native.argtypes, ctypes.c_void_p
+    end.argtypes, end.restype = (ctypes.c_void_p,), None
+    run = ctypes.CDLL(str(path)).mp_run  # without the interpreter's lock
+    run.argtypes, run.restype = (ctypes.c_void_p,), ctypes.c_int64
 
     def land(targets: list[memoryview], data: Bytes, hashes: Sequence[int]) -> int:
         found: int = native(targets, parts_of(data), array("Q", hashes))
@@ -110,9 +140,22 @@ def load_native(path: Path) -> Land:
             raise _misfit(targets, data, hashes)
         return found
 
-    if not _is_right(land):
+    def later(targets: list[memoryview], data: Bytes | None, hashes: Sequence[int]) -> Callable[[], int]:
+        parts = ctypes.py_object() if data is None else parts_of(data)
+        job: int | None = begin(targets, parts, array("Q", hashes))
+        if job is None:
+            raise _misfit(targets, data, hashes)
+        return partial(_run, run, end, job)
+
+    if not (_is_right(land) and _is_right(lambda *given: later(*given)())):
         raise BuildError("it copies or hashes wrongly")
-    return land
+    return Landers(land, later)
+
+
+def _run(run: Callable[[int], int], end: Callable[[int], None], job: int) -> int:
+    found = run(job)
+    end(job)
+    return found
 
 
 def _hashes() -> ctypes.CDLL:
@@ -163,35 +206,31 @@ class Lander:
     def __init__(self, library: Callable[[], Path]) -> None:
         self._library = library
         self._lock = threading.Lock()
-        self._land: Land | None = None
+        self._ways: Landers | None = None
 
     def __call__(self, targets: list[memoryview], data: Bytes, hashes: Sequence[int]) -> int:
         """See `Land`."""
-        return (self._land or self.prepare())(targets, data, hashes)
+        return (self._ways or self.prepare()).land(targets, data, hashes)
 
-    def prepare(self) -> Land:
+    def later(self, targets: list[memoryview], data: Bytes | None, hashes: Sequence[int]) -> Callable[[], int]:
+        """See `Later`."""
+        return (self._ways or self.prepare()).later(targets, data, hashes)
+
+    def prepare(self) -> Landers:
         """Blocking: builds the library if need be, and loads it."""
         with self._lock:
-            if self._land is None:
-                self._land = self._choose()
-            return self._land
+            if self._ways is None:
+                self._ways = self._choose()
+            return self._ways
 
-    def _choose(self) -> Land:
+    def _choose(self) -> Landers:
         try:
             native = load_native(self._library())
         except (BuildError, OSError, AttributeError, ImportError) as error:
             log.warning("slices are copied and hashed in two passes, native code cannot be had: %s", error)
-            return land_in_two_passes
+            return IN_TWO_PASSES
         log.info("slices are copied and hashed in one native pass")
         return native
-
-
-def library() -> Path:
-    """Blocking. Native code for slices, built if need be; raises BuildError where it cannot be had."""
-    architecture = ARCHITECTURES.get(platform.machine())
-    if architecture is None:
-        raise BuildError(f"none for this processor ({platform.machine()})")
-    return build(architecture.targets[-1], SOURCES)  # the plainest: the C library and xxhash look at the processor
 
 
 land = Lander(library)

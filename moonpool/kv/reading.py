@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from kernels.native.build import BuildError
 from moonpool.kv.hashes import slice_hash
-from moonpool.kv.landing import hash_address, library
+from moonpool.kv.landing import hash_address
+from moonpool.kv.library import library
 
 SCRATCH_BYTES = 1 << 20
 """Memory of a thread for direct reads to where no direct read can go."""

@@ -14,6 +14,7 @@ from moonpool.errors import InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels, Metadata, payload_stream
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.lanes.dialing import LaneDialer
 from moonpool.streams.mux import CONNECT_TIMEOUT_S, MuxSession, MuxStream, StreamClient
 from moonpool.streams.prefix_read import Answer, Into, OnSlice, PrefixLost, PrefixRead
@@ -69,6 +70,7 @@ class BlockReader(StreamClient[Asked, Answer]):
         lanes: LaneDialer | None = None,
         metadata: Metadata = (),
         forgotten: Callable[[Sequence[bytes], str], Sequence[str]] = lambda keys, tenant: (),
+        beside: Beside | None = None,
     ) -> None:
         """Connects when the first read begins.
 
@@ -84,9 +86,11 @@ class BlockReader(StreamClient[Asked, Answer]):
             metadata: Of the call, such as an API key.
             forgotten: `(keys, tenant)` -> the deletions that concern such blocks and were carried out on this side:
                 nothing is taken from who has not carried out all of them.
+            beside: Where slices land that land `into` memory; None: on the loop.
         """
         self._layout = layout
         self._forgotten = forgotten
+        self._beside = beside
         self._asked = method.asked
         self._ids = count(1)
         stream: MuxStream[Asked, Answer] = MuxStream(
@@ -151,7 +155,7 @@ class BlockReader(StreamClient[Asked, Answer]):
             return 0
         self._check_heads(heads)
         forgotten = self._forgotten(keys, tenant)
-        read = PrefixRead(self._layout, keys, layers, heads, on_slice, on_layer, forgotten, into)
+        read = PrefixRead(self._layout, keys, layers, heads, on_slice, on_layer, forgotten, into, self._beside)
         number = next(self._ids)
         began = asyncio.get_running_loop().time()
         try:
@@ -193,6 +197,7 @@ class BlockReader(StreamClient[Asked, Answer]):
             session.close()
             if not finished:
                 self._tell_closed(session, number, read.damaged_key)
+            await read.quiet()
 
     def _tell_closed(self, session: MuxSession[Asked, Answer], number: int, damaged_key: bytes) -> None:
         close = kv_pb2.ReadClose(session=number, damaged_key=damaged_key)

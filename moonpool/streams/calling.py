@@ -88,12 +88,12 @@ class ClientStream(Generic[Req, Res]):
     def on_message(self, message: Res, payload: Any) -> None:
         """Handles a message; what it raises breaks the stream. The first must be the welcome, where there is one.
 
-        Its payload is a memoryview, or on a lane `Landed` where `place` has said so.
+        Its payload is a memoryview, or `Landed` where `place` has said so.
         """
         raise NotImplementedError
 
     def place(self, message: Res, nbytes: int) -> Landing | None:
-        """Where a payload of so many bytes that comes on a lane is to land; None: it comes with its message."""
+        """Where a payload of so many bytes is to land; None: it comes with its message."""
         return None
 
     def on_broken(self, error: Exception) -> None:
@@ -209,7 +209,9 @@ class ClientStream(Generic[Req, Res]):
                 raise StreamBroken("a message could not be decoded")
             if isinstance(received, PayloadMessage):
                 assert isinstance(received.payload, memoryview), "received payloads are views"
-                self.on_message(cast("Res", received.message), received.payload)
+                message = cast("Res", received.message)
+                landing = self.place(message, received.payload.nbytes)
+                self.on_message(message, await landing.taken(received.payload) if landing else received.payload)
             else:
                 self.on_message(cast("Res", received), _NO_PAYLOAD)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,9 +10,9 @@ from typing import NamedTuple
 from moonpool.errors import FrameError, TransferFailed
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, DamagedSliceError, FrameOpener, Run, split_run, whole_runs
 from moonpool.kv.hashes import bind, key_bindings, layer_binding
-from moonpool.kv.landing import land
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.shapes import FrameShape, bound, frame_shape, shape_of
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.lanes.inbound import Came
 from moonpool.streams.lanes.landing import Landed, Landing
 from moonpool.streams.ledger import SliceLedger
@@ -57,6 +58,7 @@ class PrefixRead:
         on_layer: Callable[[int], None],
         forgotten: Sequence[str] = (),
         into: Into | None = None,
+        beside: Beside | None = None,
     ) -> None:
         self.finished = Once()
         self.blocks = len(keys)
@@ -69,6 +71,9 @@ class PrefixRead:
         self._on_layer = on_layer
         self.forgotten = forgotten
         self._into = into if len(heads) == layout.kv_heads else None
+        self._beside = beside
+        self._quiet = asyncio.Event()  # no thread writes to the reader's memory
+        self._quiet.set()
         self._left = False
         self._began = False  # `place` has taken the opening that `on_message` will get
         self._expected_all: _All | None = None
@@ -123,7 +128,8 @@ class PrefixRead:
         _, targets, bindings = expected
         hashes = bound(opened.frame.slice_hashes, bindings)
 
-        def landed(intact: int) -> None:
+        def landed(intact: int, error: Exception | None) -> None:
+            _check(error)
             if intact < len(targets):
                 self._damaged(*shape.cells[intact])
             for (layer, index), target, value in zip(shape.cells, targets, hashes, strict=True):
@@ -133,17 +139,27 @@ class PrefixRead:
                 self._on_layer(layer)
             self.finished.done()
 
-        return Landing(targets, hashes, lambda: not self._left, landed)
+        return Landing(targets, hashes, lambda: not self._left, landed, self._beside, self._writing)
 
     def leave(self) -> None:
-        """The reader has gone: nothing is written to its memory any more."""
+        """The reader has gone: nothing is written to its memory any more, once it is `quiet`."""
         self._left = True
 
+    async def quiet(self) -> None:
+        """Waits until no thread writes to the reader's memory; not even being cancelled ends that before."""
+        cancelled = None
+        while not self._quiet.is_set():
+            try:
+                await self._quiet.wait()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    def _writing(self, writing: bool) -> None:
+        (self._quiet.clear if writing else self._quiet.set)()
+
     def on_message(self, message: Answer, payload: Came) -> None:
-        if isinstance(payload, memoryview) and payload.nbytes:
-            landing = self.place(message, payload.nbytes)
-            if landing is not None:
-                payload = Landed(landing, land(landing.targets, payload, landing.hashes))
         match message.WhichOneof("message"):
             case "opened" if isinstance(payload, Landed):
                 self._began = False
@@ -213,7 +229,8 @@ class PrefixRead:
                 targets.append(target)
                 hashes.append(value ^ of_layer ^ self._of_keys[index])
 
-        def landed(intact: int) -> None:
+        def landed(intact: int, error: Exception | None) -> None:
+            _check(error)
             slices = iter(zip(targets, hashes, strict=True))
             for run, _ in runs:
                 if intact < run.block_count:
@@ -224,7 +241,7 @@ class PrefixRead:
                     self._on_slice(run.layer, index, *next(slices))
             self._advance(ledger)
 
-        return Landing(targets, hashes, lambda: not self._left, landed)
+        return Landing(targets, hashes, lambda: not self._left, landed, self._beside, self._writing)
 
     def _damaged(self, layer: int, block: int) -> None:
         self.damaged_key = self._keys[block]
@@ -272,3 +289,8 @@ class PrefixRead:
 
     def _missing_slices(self) -> int:
         return self._ledger.missing() if self._ledger is not None else self.blocks * len(self._layers)
+
+
+def _check(error: Exception | None) -> None:
+    if error is not None:
+        raise TransferFailed(f"a payload could not be taken: {error!r}") from error

@@ -126,7 +126,7 @@ class ServerStream(Generic[Req]):
         return ()
 
     def place(self, message: Req, nbytes: int) -> Landing | None:
-        """Where a payload of so many bytes that comes on a lane is to land; None: it comes with its message."""
+        """Where a payload of so many bytes is to land; None: it comes with its message."""
         return None
 
     async def is_there(self) -> bool:
@@ -230,14 +230,21 @@ class ServerStream(Generic[Req]):
         if self._silence_s is None:
             async for item in requests:
                 await self.room()
-                self.on_message(*_parts(item))
+                await self._handle(*_parts(item))
                 del item  # else its memory stays while the next message is copied into other, colder memory
             return
         loop = asyncio.get_running_loop()
         while (item := await self._next(requests, self._silence_s, "nothing was heard")) is not None:
             self._heard_at = loop.time()
             await self.room()
-            self.on_message(*_parts(item))
+            await self._handle(*_parts(item))
+
+    async def _handle(self, message: Req, payload: memoryview) -> None:
+        landing = self.place(message, payload.nbytes) if payload.nbytes else None
+        if landing is None:
+            self.on_message(message, payload)
+        else:
+            (await landing.taken(payload)).tell()
 
     async def _next(self, requests: AsyncIterator[Any], timeout_s: float, what: str) -> Any:
         """The next message, None when there are no more."""

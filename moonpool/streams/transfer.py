@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from moonpool.errors import FrameError, TransferFailed
@@ -28,7 +28,8 @@ class InboundTransfer:
     """One transfer at its receiver: PROMISED -> RECEIVING -> COMPLETE, or FAILED from either of the first two.
 
     `blocks[i]` is the pool block that takes block i of the sequence, leading held ones included. A transfer's blocks
-    may be written only between a successful `accept` and the next wait of the writing task. `damaged_block`: index of
+    may be written only between a successful `accept` and the next wait of the writing task, or by a thread between two
+    calls of `writing`; they stay the transfer's until it is quiet. `damaged_block`: index of
     the block of which a slice did not match its hash, for the verdict.
     """
 
@@ -64,6 +65,8 @@ class InboundTransfer:
         self.reason = ""
         self.damaged_block: int | None = None
         self.blocks: list[int] | None = None
+        self._written = False
+        self._when_quiet: Callable[[], None] | None = None
         self._ledger = SliceLedger(range(layout.layers), num_blocks, range(layout.kv_heads), held_blocks)
 
     @property
@@ -123,6 +126,21 @@ class InboundTransfer:
         valid_tokens = self.last_valid_tokens if last else self.layout.block_tokens
         if run.valid_tokens != valid_tokens:
             raise FrameError(f"{run}: the last block of the run must have {valid_tokens} valid tokens")
+
+    def writing(self, writing: bool) -> None:
+        """A thread begins to write into the blocks, or has finished; one at a time, whatever the state is by then."""
+        assert writing is not self._written, "two would write"
+        self._written, told = writing, self._when_quiet
+        if not writing and told is not None:
+            self._when_quiet = None
+            told()
+
+    def once_quiet(self, tell: Callable[[], None]) -> None:
+        """The transfer ends: calls `tell`, now or later, when nothing writes into its blocks any more."""
+        if self._written:
+            self._when_quiet = tell
+        else:
+            tell()
 
     def fail(self, reason: str) -> None:
         """Gives the transfer up. A final state stays as it is: a complete transfer does not fail afterwards."""

@@ -8,9 +8,9 @@ from moonpool.engine.handle import Engine
 from moonpool.streams.block_reader import BlockReader
 from moonpool.streams.writeback import WriteBack
 from moonpool.telemetry.logs import get_logger
-from services.decode.core.actions import Store, SwapDrop, SwapIn, SwapOut
-from services.decode.core.events import IoEnd, StoreEnd, SwapEnd
-from services.decode.live import LiveSequence
+from services.decode.core.actions import Load, StopReceiving, Store, SwapDrop, SwapIn, SwapOut
+from services.decode.core.events import IoEnd, ReceiveEnd, StoreEnd, SwapEnd
+from services.decode.live import LiveRequest, LiveSequence
 from services.decode.loads import Loads
 from services.decode.swap import SwapSpace
 
@@ -50,8 +50,14 @@ class Copies:
         self.closed = False
         """Nothing is written back any more."""
 
-    def store(self, action: Store, sequence: LiveSequence) -> None:
-        """Writes a block to one of a request's kvstores, if the write-back has room for it."""
+    def begin(self, action: Store | Load, sequence: LiveSequence) -> None:
+        """Reads blocks from a kvstore, or writes one to one, if the write-back has room for it."""
+        if isinstance(action, Load):
+            self.loads.start(action, sequence)
+        else:
+            self._store(action, sequence)
+
+    def _store(self, action: Store, sequence: LiveSequence) -> None:
         store = sequence.request.stores[action.store]
         if self.closed or not self._write_back.room(store, 1):
             self._post(Ended(action.io, StoreEnd(False)))
@@ -62,6 +68,10 @@ class Copies:
             self._post(Ended(action.io, StoreEnd(stored)))
 
         self._write_back.submit(store, [key], [parent], sequence.request.incoming.tenant, [action.block], over)
+
+    def stop(self, action: StopReceiving, live: LiveRequest) -> None:
+        """Lets what is being written into a request's blocks end."""
+        live.transfer.once_quiet(lambda: self._post(Ended(action.io, ReceiveEnd())))
 
     def swap(self, action: SwapOut | SwapIn | SwapDrop) -> None:
         """Copies a sequence's blocks to DRAM or back, or forgets them."""

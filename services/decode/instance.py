@@ -6,6 +6,7 @@ import time
 from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.forgetting import CarriedOut, Forgetting
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
+from moonpool.engine.intake import Intake
 from moonpool.engine.reading import pool_reads, read_gauges
 from moonpool.errors import Unavailable
 from moonpool.streams.block_reader import BlockReader
@@ -39,6 +40,8 @@ class DecodeInstance:
         forgetting: deletes KV.
         carried_out: what it has deleted.
         reads: what other instances read here.
+        intake: reads requests.
+        beside: where what would keep the loop from dispatching steps is done.
         subscribers: conductors on a Steps stream.
         receivers: prefill processes on a ReceiveKV stream.
         closing: set when long-lived streams are to end.
@@ -48,6 +51,7 @@ class DecodeInstance:
     def __init__(self, context: InstanceContext, config: DecodeConfig) -> None:
         layout, engine = context.setup.layout, context.engine
         self.setup, self.identity, self.layout, self.pool = context.setup, context.instance, layout, engine.pool
+        self.beside, self.intake = context.beside, Intake(context.setup.incoming, context.beside)
         self.core = DecodeCore(core_config(context, config))
         self.manager = self.core.blocks
         self.carried_out = carried_out = CarriedOut(context.setup.namespace, time.monotonic)
@@ -72,6 +76,7 @@ class DecodeInstance:
                 layout,
                 lanes=context.dialer,
                 forgotten=carried_out.demanded,
+                beside=context.beside,
             ),
             context.spans,
             context.notify,

@@ -7,6 +7,7 @@ from moonpool.kv.frames import DamagedSliceError, Run, split_run, whole_runs
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.lanes.landing import Landing
 from moonpool.streams.outbox import Outbox
 from moonpool.streams.receiving import FrameReceiver
@@ -27,6 +28,8 @@ class Receiver:
         instance: this instance.
         shell: has the requests.
         pool: KV is written there.
+        forgotten: `(keys, tenant)` -> the deletions of such blocks that were carried out here.
+        beside: where frames land that would keep the loop from dispatching steps.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Receiver:
         shell: DecodeShell,
         pool: KVPool,
         forgotten: Callable[[Sequence[BlockKey], str], Sequence[str]],
+        beside: Beside,
     ) -> None:
         self.outbox = Outbox()
         self.received_bytes = 0
@@ -45,6 +49,7 @@ class Receiver:
         self._shell = shell
         self._pool = pool
         self._forgotten = forgotten
+        self._beside = beside
         self._layout: KVLayout = pool.layout
         self._credits = FrameReceiver()
         self._receiving: dict[int, LiveRequest] = {}  # by transfer id: opened on this stream, without a verdict
@@ -141,7 +146,9 @@ class Receiver:
             targets,
             [value for _, hashes in runs for value in hashes],
             lambda: self._receives(request, header),
-            lambda intact: self._landed(request, header, runs, nbytes, intact),
+            lambda intact, error: self._landed(request, header, runs, nbytes, intact, error),
+            self._beside,
+            request.transfer.writing,
         )
 
     def _wanted(self, header: kv_pb2.FrameHeader) -> LiveRequest | None:
@@ -159,10 +166,11 @@ class Receiver:
         runs: list[tuple[Run, list[int]]],
         nbytes: int,
         intact: int,
+        error: Exception | None,
     ) -> None:
         """A payload lies in the pool, as far as its transfer has not ended meanwhile."""
         there = request if self._receives(request, header) else None
-        self._dealt_with(there, nbytes, lambda: self._accept(request, runs, intact))
+        self._dealt_with(there, nbytes, lambda: self._accept(request, runs, intact, error))
 
     def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview) -> None:
         request = self._wanted(header)
@@ -203,8 +211,12 @@ class Receiver:
             for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
                 self._pool.write(run.layer, request.table[index], piece, value)
 
-    def _accept(self, request: LiveRequest, runs: list[tuple[Run, list[int]]], intact: int) -> None:
+    def _accept(
+        self, request: LiveRequest, runs: list[tuple[Run, list[int]]], intact: int, error: Exception | None
+    ) -> None:
         """Slices lie in the pool, so many of them intact. Runs before a damaged one count as having come."""
+        if error is not None:
+            raise TransferFailed(f"a defect: a frame could not be written: {error!r}") from error
         for run, hashes in runs:
             if intact < run.block_count:
                 raise DamagedSliceError(run.layer, run.first_block + intact)

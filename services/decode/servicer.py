@@ -21,7 +21,7 @@ from services.decode.instance import DecodeInstance
 from services.decode.live import LiveRequest
 from services.decode.receiver import Receiver
 from services.decode.said import known_tokens
-from services.decode.subscriber import Subscriber
+from services.decode.subscriber import Subscriber, identity
 
 log = get_logger(__name__)
 
@@ -44,17 +44,18 @@ class DecodeServicer:
         """Promises room, or refuses."""
         instance = self._instance
         instance.check_open()
-        left_s = context.time_remaining()
-        if left_s is not None and left_s <= 0:
-            raise DeadlineExceeded("nobody waits for this promise any more")
         stores = _stores(request)
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
         if not 0 <= request.starts_in_s < math.inf:
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
-        incoming = instance.setup.incoming(request.sequence)
         _check_secret(request)
         conductor = request.conductor if request.HasField("conductor") else None
+        incoming = await instance.intake.read(request.sequence, "" if conductor is None else identity(conductor))
+        instance.check_open()  # it may have taken a while
+        left_s = context.time_remaining()
+        if left_s is not None and left_s <= 0:
+            raise DeadlineExceeded("nobody waits for this promise any more")
         promised, predicted = instance.shell.reserve(
             incoming,
             stores,
@@ -141,7 +142,12 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
         instance = self._instance
         check_hello(message.hello, namespace=instance.setup.namespace, layout=instance.layout)
         self._receiver = Receiver(
-            message.hello.sender, instance.identity, instance.shell, instance.pool, instance.carried_out.demanded
+            message.hello.sender,
+            instance.identity,
+            instance.shell,
+            instance.pool,
+            instance.carried_out.demanded,
+            instance.beside,
         )
         self.outbox = self._receiver.outbox
         instance.receivers.add(self._receiver)
@@ -195,10 +201,17 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
             case "cancel" if message.cancel.HasField("choice"):
                 self._instance.shell.stop(message.cancel)
             case "cancel":
-                outcome = self._instance.shell.cancel(self._subscriber, message.cancel)
+                outcome = self._cancel(message.cancel)
                 self._subscriber.cancelled(message.cancel.request_id, outcome)
             case "resume":
                 self._instance.shell.resume(self._subscriber, message.resume)
+
+    def _cancel(self, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
+        outcome = self._instance.shell.cancel(self._subscriber, message)
+        if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN or message.transfer_id:
+            return outcome
+        read = self._instance.intake.cancel(message.request_id, identity(self._subscriber.conductor))
+        return kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else outcome
 
     async def room(self) -> None:
         """Waits while too many answers were not read."""

@@ -39,6 +39,7 @@ from services.decode.core.actions import (
     Refused,
     Run,
     Select,
+    StopReceiving,
     Store,
     SwapDrop,
     SwapIn,
@@ -168,8 +169,7 @@ class DecodeShell:
         asked = keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s
         kept = incoming.priority, incoming.tenant, incoming.transient, incoming.logprob_bytes
         self._order(Reserve(number, *asked, beams, bool(secret), fence, *kept))
-        answer = self._answers.pop(number, None)
-        if answer is None:
+        if (answer := self._answers.pop(number, None)) is None:
             raise Unavailable("the instance stops")
         if isinstance(answer, Refused):
             raise Overloaded(
@@ -227,8 +227,7 @@ class DecodeShell:
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """A conductor's stream has ended; may be called again."""
-        number = self._streams.pop(subscriber, None)
-        if number is not None:
+        if (number := self._streams.pop(subscriber, None)) is not None:
             for live in self._live.requests.values():
                 if live.subscriber is subscriber:
                     live.subscriber = None
@@ -345,17 +344,17 @@ class DecodeShell:
                 self._live.sequences[number].bound(blocks)
             case Promised(number) | Refused(number):
                 self._answers[number] = action
-            case Store(_, number):
-                self.copies.store(action, self._live.sequences[number])
+            case Store(_, number) | Load(_, number):
+                self.copies.begin(action, self._live.sequences[number])
             case Finish() | Select() | Ranked() | Ending() | Gone():
                 self._tell(action)
-            case Load(_, number):
-                self.copies.loads.start(action, self._live.sequences[number])
             case Adopted() | Fenced() | Parked() | Forget():
                 self.log.perform(action)
                 self._recount()
             case SwapOut() | SwapIn() | SwapDrop():
                 self.copies.swap(action)
+            case StopReceiving(_, number):
+                self.copies.stop(action, self._live.requests[number])
             case Forgot() | Lent():
                 self.pool.answered(action)
 

@@ -8,6 +8,7 @@ from moonpool.cluster.speeds import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.forgetting import CarriedOut, Forgetting
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error
+from moonpool.engine.intake import Intake
 from moonpool.engine.reading import pool_reads, read_gauges
 from moonpool.sched.block_manager import BlockManager
 from moonpool.streams.block_reader import BlockReader, ReadMethod
@@ -38,6 +39,7 @@ class PrefillInstance:
         loading: streams from kvstores and other instances.
         write_back: stores new full blocks.
         forgetting: deletes KV.
+        intake: reads requests.
         reads: what other instances read here.
         closing: set when long-lived streams are to end.
     """
@@ -47,6 +49,7 @@ class PrefillInstance:
         self.identity, self.layout = context.instance, context.setup.layout
         self._context = context
         self._numbers = itertools.count(1)
+        self.intake = Intake(context.setup.incoming, context.beside)
         self.core = PrefillCore(_settings(context, config), engine.speeds)
         self.sending = Sending(engine, self._open_sender, context.spans)
         emulated_load_s = engine.load_s if isinstance(engine, EmulatedEngine) else None
@@ -78,14 +81,14 @@ class PrefillInstance:
         """The pool's blocks; its keys and events are reported to the conductor."""
         return self.core.state.manager
 
-    def submit(self, request: prefill_pb2.PrefillRequest) -> Request:
+    async def submit(self, request: prefill_pb2.PrefillRequest) -> Request:
         """Takes a request; its first event says whether it is accepted.
 
         Raises:
-            Unavailable: the instance does not run.
+            Unavailable: the instance does not run, or the request was cancelled meanwhile.
             InvalidRequest: the request is wrong.
         """
-        incoming = self._context.setup.incoming(request.sequence)
+        incoming = await self.intake.read(request.sequence)
         taken = Request.from_proto(request, incoming, next(self._numbers))
         taken.forgotten = self._carried_out.concerning(incoming.keys, incoming.tenant)
         self.shell.submit(taken)
@@ -209,6 +212,7 @@ class PrefillInstance:
             connect_timeout_s=CONNECT_TIMEOUT_S,
             lanes=it.dialer,
             forgotten=self._carried_out.demanded,
+            beside=it.beside,
         )
 
     def _open_writer(self, address: str) -> StoreWriter:

@@ -23,7 +23,7 @@ class PrefillServicer:
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """Computes one prompt; leaving the call cancels it."""
-        taken = self._instance.submit(request)
+        taken = await self._instance.submit(request)
         try:
             while (event := await taken.next()) is not None:
                 yield event
@@ -41,7 +41,8 @@ class PrefillServicer:
     ) -> prefill_pb2.CancelResponse:
         """Cancels a prefill by request id."""
         found = self._instance.shell.find(request.request_id)
-        outcome = kv_pb2.CANCEL_OUTCOME_UNKNOWN
+        read = self._instance.intake.cancel(request.request_id)
+        outcome = kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else kv_pb2.CANCEL_OUTCOME_UNKNOWN
         if found:
             started = any(self._instance.core.started(one.number) for one in found)
             outcome = kv_pb2.CANCEL_OUTCOME_IN_FLIGHT if started else kv_pb2.CANCEL_OUTCOME_BEFORE_START

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from moonpool.core.kernel import Ended
 from moonpool.kv.keys import BlockKey
-from services.decode.core.events import IoEnd, LoadEnd, StoreEnd, SwapEnd
+from services.decode.core.events import IoEnd, LoadEnd, ReceiveEnd, StoreEnd, SwapEnd
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.store import Store
 from simulator.kernel.clock import PS, World, ps
@@ -84,3 +84,8 @@ class Copies:
         if give_back is not None:
             give_back()
             self._tell(Ended(io, result))
+
+
+def nothing_written(io: int) -> Ended[IoEnd]:
+    """Answers `StopReceiving`: what comes is in the pool at once."""
+    return Ended(io, ReceiveEnd())

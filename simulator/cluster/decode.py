@@ -31,7 +31,7 @@ from services.decode.core.events import (
 from services.decode.core.machine import DecodeCore
 from simulator.cluster.company import Company
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.copies import Copies
+from simulator.cluster.copies import Copies, nothing_written
 from simulator.cluster.engine import STOPPED, Engine
 from simulator.cluster.host import Host
 from simulator.cluster.reading import PoolReads
@@ -276,9 +276,7 @@ class DecodeInstance:
     def check_at_rest(self) -> None:
         """Asserts that nothing is held."""
         self.core.check_invariants()
-        assert not self._sequences
-        assert not self._logged
-        assert not self.core.requests
+        assert not [*self._sequences, *self._logged, *self.core.requests]
         assert self._engine.idle
         assert self.core.blocks.num_used == 0
 
@@ -338,6 +336,8 @@ class DecodeInstance:
                 self._change_hands(action)
             case actions.SwapOut() | actions.SwapIn() | actions.Store() | actions.Load():
                 self._io(action)
+            case actions.StopReceiving(io):
+                self.host.post(nothing_written(io))
 
     def _answer(self, action: actions.Promised | actions.Refused) -> None:
         if isinstance(action, actions.Promised):

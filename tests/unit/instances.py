@@ -7,6 +7,7 @@ import contextlib
 import json
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from moonpool.errors import Internal, Unavailable
 from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import RunningServer, serving
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.link import Link
 from moonpool.telemetry.gauges import restless
 from moonpool.telemetry.spans import Recorder
@@ -149,6 +151,7 @@ def _parts(
     spans: Recorder,
     max_tokens: int = 512,
     config: EngineConfig,
+    beside: Beside,
 ) -> InstanceContext:
     layout = engine.layout
     plan = EngineSetup(
@@ -158,7 +161,14 @@ def _parts(
         max_tokens,
     )
     dialer, lanes = lanes_of(config, engine, instance)
-    return InstanceContext(plan, engine, channels, Link(rate), instance, spans, notify, dialer, lanes)
+    return InstanceContext(plan, engine, channels, Link(rate), instance, spans, notify, dialer, lanes, beside)
+
+
+@asynccontextmanager
+async def _beside(executor: Executor | None) -> AsyncIterator[Beside]:
+    """Everything that may be done beside the loop is."""
+    with executor or ThreadPoolExecutor(2) as threads:
+        yield Beside(threads, least_bytes=1, least_tokens=1)
 
 
 @asynccontextmanager
@@ -192,16 +202,26 @@ async def decoding(
     spans: Path | None = None,
     max_tokens: int = 512,
     run_steps: int = 1,
+    executor: Executor | None = None,
     **settings: Any,
 ) -> AsyncIterator[Decode]:
     """A running decode instance; afterwards everything must be at rest."""
     config = DecodeConfig(conductor="127.0.0.1:1", model="fake", id="decode-0", **{"kv_lanes": "grpc", **settings})
     instance = kv_pb2.Instance(id="decode-0", incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_DECODE)
-    async with Channels() as channels:
+    async with Channels() as channels, _beside(executor) as beside:
         engine, recorder = FakeEngine(blocks, run_steps=run_steps), Recorder("decode-0", spans)
         it = Decode(None, engine, instance, channels)
         it.service = DecodeInstance(
-            _parts(engine, channels, instance, it.notify, spans=recorder, max_tokens=max_tokens, config=config),
+            _parts(
+                engine,
+                channels,
+                instance,
+                it.notify,
+                spans=recorder,
+                max_tokens=max_tokens,
+                config=config,
+                beside=beside,
+            ),
             config,
         )
         async with it.service.lanes.running(config), _running(it, decode_contract(it.service), it.changed.set):
@@ -220,16 +240,17 @@ async def prefilling(
     stages: int = 1,
     spans: Path | None = None,
     rate: float | None = None,
+    executor: Executor | None = None,
     **settings: Any,
 ) -> AsyncIterator[Prefill]:
     """A running prefill instance; afterwards everything must be at rest."""
     settings = {"step_tokens": 2 * BLOCK, "kv_lanes": "grpc", **settings}
     config = PrefillConfig(conductor="127.0.0.1:1", model="fake", id="prefill-0", **settings)
     instance = kv_pb2.Instance(id="prefill-0", incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_PREFILL)
-    async with Channels() as channels:
+    async with Channels() as channels, _beside(executor) as beside:
         engine, recorder = FakeEngine(blocks, stages=stages), Recorder("prefill-0", spans)
         it = Prefill(None, engine, instance, channels)
-        parts = _parts(engine, channels, instance, it.notify, rate=rate, spans=recorder, config=config)
+        parts = _parts(engine, channels, instance, it.notify, rate=rate, spans=recorder, config=config, beside=beside)
         it.service = PrefillInstance(parts, config)
         async with parts.lanes.running(config), _running(it, prefill_contract(it.service), it.changed.set):
             yield it

@@ -1,9 +1,13 @@
 // Slices that arrive are copied to where they belong and hashed there, piece by piece, so that the second pass finds
-// its bytes in the processor's cache. Called with Python's lock held (ctypes.PyDLL). Nothing is linked: the hash is
-// that of the xxhash package, the buffers are got from the interpreter, all by pointers which `mp_init` is given.
+// its bytes in the processor's cache. Buffers are taken and given back with Python's lock held (ctypes.PyDLL); what is
+// between, `mp_run`, needs no lock. Neither is linked: the hash is that of the xxhash package, the buffers are got from
+// the interpreter, all by pointers which `mp_init` is given.
 
 #include <cstdint>
 #include <cstring>
+#include <deque>
+#include <memory>
+#include <vector>
 
 namespace {
 
@@ -31,7 +35,7 @@ struct Functions {
     int (*reset)(void* state);
     int (*update)(void* state, const void* data, size_t nbytes);
     uint64_t (*digest)(const void* state);
-    void* state;  // of a hash that is made in pieces
+    void* (*create)();  // the state of a hash that is made in pieces
 };
 
 constexpr int kWritable = 1;  // PyBUF_WRITABLE
@@ -57,95 +61,95 @@ private:
     bool got_;
 };
 
-// Bytes that lie in parts (a list of views), read one after the other.
-class Source {
+// Slices on their way, with all their memory held.
+class Job {
 public:
-    explicit Source(void* parts) : parts_(parts), count_(functions.list_size(parts)) {}
-    ~Source() { release(); }
-    Source(const Source&) = delete;
-    Source& operator=(const Source&) = delete;
-
-    // Copies the next bytes; false when there are not so many, or with Python's error set.
-    bool copy(char* target, size_t nbytes) {
-        while (nbytes > 0) {
-            if (!next()) return false;
-            const size_t left = static_cast<size_t>(part_.nbytes) - at_;
-            const size_t size = left < nbytes ? left : nbytes;
-            memcpy(target, static_cast<const char*>(part_.data) + at_, size);
-            at_ += size;
-            target += size;
-            nbytes -= size;
-        }
-        return true;
+    // False when numbers or sizes do not fit, or with Python's error set. Without parts the bytes lie there already.
+    bool take(void* targets, void* parts, void* hashes) {
+        const View wanted(hashes, 0);
+        if (!wanted.got() || functions.list_size(targets) != static_cast<intptr_t>(wanted.nbytes() / sizeof(uint64_t)))
+            return false;
+        hashes_.resize(wanted.nbytes() / sizeof(uint64_t));
+        if (!hashes_.empty()) memcpy(hashes_.data(), wanted.data(), hashes_.size() * sizeof(uint64_t));
+        size_t room = 0, bytes = 0;
+        if (!hold(targets, kWritable, &targets_, &room)) return false;
+        copies_ = parts != nullptr;
+        return !copies_ || (hold(parts, 0, &parts_, &bytes) && bytes == room);
     }
 
-    // Whether all bytes have been read.
-    bool done() {
-        return !next() && !failed_;
+    // How many leading slices have their hash.
+    int64_t run() {
+        for (size_t number = 0; number < targets_.size(); number++) {
+            if (land(targets_[number].data(), targets_[number].nbytes()) != hashes_[number]) return number;
+        }
+        return targets_.size();
     }
 
 private:
-    // Goes to the part with the next byte.
-    bool next() {
-        while (!got_ || at_ == static_cast<size_t>(part_.nbytes)) {
-            release();
-            if (failed_ || index_ >= count_) return false;
-            failed_ = functions.get_buffer(functions.list_item(parts_, index_++), &part_, 0) != 0;
-            got_ = !failed_;
-            at_ = 0;
+    static bool hold(void* list, int flags, std::deque<View>* views, size_t* nbytes) {
+        const intptr_t count = functions.list_size(list);
+        for (intptr_t index = 0; index < count; index++) {
+            views->emplace_back(functions.list_item(list, index), flags);
+            if (!views->back().got()) return false;
+            *nbytes += views->back().nbytes();
         }
         return true;
     }
-    void release() {
-        if (got_) functions.release_buffer(&part_);
-        got_ = false;
+
+    // Fills a target and makes its hash.
+    uint64_t land(char* target, size_t nbytes) {
+        if (nbytes <= kPiece) {
+            copy(target, nbytes);
+            return functions.hash(target, nbytes);
+        }
+        thread_local void* const state = functions.create();
+        functions.reset(state);
+        for (size_t at = 0; at < nbytes; at += kPiece) {
+            const size_t size = nbytes - at < kPiece ? nbytes - at : kPiece;
+            copy(target + at, size);
+            functions.update(state, target + at, size);
+        }
+        return functions.digest(state);
     }
 
-    void* parts_;
-    intptr_t count_;
-    intptr_t index_ = 0;
-    Buffer part_{};
-    size_t at_ = 0;
-    bool got_ = false;
-    bool failed_ = false;
+    // Copies the next bytes of the parts, which have as many as the targets.
+    void copy(char* target, size_t nbytes) {
+        while (copies_ && nbytes > 0) {
+            const View& part = parts_[part_];
+            const size_t left = part.nbytes() - at_, size = left < nbytes ? left : nbytes;
+            memcpy(target, part.data() + at_, size);
+            target += size;
+            nbytes -= size;
+            at_ += size;
+            if (size == left) part_++, at_ = 0;
+        }
+    }
+
+    std::deque<View> targets_, parts_;
+    std::vector<uint64_t> hashes_;
+    bool copies_ = false;
+    size_t part_ = 0, at_ = 0;
 };
-
-// Fills a target and makes its hash; false as `Source::copy`.
-bool copy_and_hash(char* target, Source& source, size_t nbytes, uint64_t* value) {
-    if (nbytes <= kPiece) {
-        if (!source.copy(target, nbytes)) return false;
-        *value = functions.hash(target, nbytes);
-        return true;
-    }
-    functions.reset(functions.state);
-    for (size_t at = 0; at < nbytes; at += kPiece) {
-        const size_t size = nbytes - at < kPiece ? nbytes - at : kPiece;
-        if (!source.copy(target + at, size)) return false;
-        functions.update(functions.state, target + at, size);
-    }
-    *value = functions.digest(functions.state);
-    return true;
-}
 
 }  // namespace
 
 extern "C" void mp_init(const Functions* given) { functions = *given; }
 
-// Cuts `parts`, bytes one behind the other, into pieces as long as the targets, and copies each to its target as long as
-// it has its hash there (`hashes`, 64 bits each). Returns how many leading pieces have; -1 when the numbers or sizes do
-// not fit, or with Python's error set.
+// Cuts `parts` (a list; null: the bytes lie in the targets already), bytes one behind the other, into pieces as long as
+// the targets, to be copied there as long as each has its hash there (`hashes`, 64 bits each). Holds all memory until
+// `mp_end`. Null when the numbers or sizes do not fit, or with Python's error set.
+extern "C" void* mp_begin(void* targets, void* parts, void* hashes) {
+    auto job = std::make_unique<Job>();
+    return job->take(targets, parts, hashes) ? job.release() : nullptr;
+}
+
+// Copies and verifies, once: how many leading pieces have their hash. Needs no lock.
+extern "C" int64_t mp_run(void* job) { return static_cast<Job*>(job)->run(); }
+
+extern "C" void mp_end(void* job) { delete static_cast<Job*>(job); }
+
+// All three in one; -1 where there is no job.
 extern "C" int64_t mp_land(void* targets, void* parts, void* hashes) {
-    const View wanted(hashes, 0);
-    if (!wanted.got()) return -1;
-    const intptr_t count = wanted.nbytes() / sizeof(uint64_t);
-    if (functions.list_size(targets) != count) return -1;
-    Source source(parts);
-    for (intptr_t number = 0; number < count; number++) {
-        const View to(functions.list_item(targets, number), kWritable);
-        uint64_t value, expected;
-        if (!to.got() || !copy_and_hash(to.data(), source, to.nbytes(), &value)) return -1;
-        memcpy(&expected, wanted.data() + number * sizeof(expected), sizeof(expected));
-        if (value != expected) return number;
-    }
-    return source.done() ? count : -1;
+    Job job;
+    return job.take(targets, parts, hashes) ? job.run() : -1;
 }

@@ -35,7 +35,7 @@ class DirectReader:
         self.lane = lane
         self._layout = layout
         self._shapes: dict[int, FrameShape] = {}
-        self._copy = land.prepare()
+        self._copy = land.prepare().land
         self.most = min(MAX_FRAME_SLICES // layout.layers, BRIEF_BYTES // layout.block_bytes)
 
     def read(self, keys: Sequence[bytes], *, into: Into, on_slice: OnSlice, timeout_s: float) -> int | None:

@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError, Message
 
 from moonpool.errors import FrameError, InvalidRequest, MoonpoolError
 from moonpool.kv.frames import MAX_FRAME_SLICES
-from moonpool.kv.landing import land
 from moonpool.kv.scattered import Bytes, Scattered, new_bytes
 from moonpool.rpc.codec import plain_deserializer
 from moonpool.rpc.limits import MESSAGE_BYTES, check_message
@@ -104,6 +103,7 @@ class Inbound(Generic[M]):
         self._over: asyncio.Future[Exception] | None = None
         self._paused = False
         self._continues = False  # with the next turn of the event loop
+        self._lands = False  # a payload does, beside the loop
         self._incoming: _Incoming | None = None
 
     async def run(self, taker: Taker) -> Exception:
@@ -144,7 +144,11 @@ class Inbound(Generic[M]):
     @property
     def _goes_on(self) -> bool:
         """Somebody takes what comes."""
-        return not self._paused and self._taker is not None and self._over is not None and not self._over.done()
+        return not self._paused and not self._lands and self._is_read
+
+    @property
+    def _is_read(self) -> bool:
+        return self._taker is not None and self._over is not None and not self._over.done()
 
     def _go_on(self) -> None:
         if self._goes_on:
@@ -288,7 +292,10 @@ class Inbound(Generic[M]):
 
         def landed(whole: bool) -> None:
             assert landing is not None
-            self._hand(message, Landed(landing, landing.intact() if whole else 0))
+            if whole:
+                self._land(message, landing, None)
+            else:
+                self._hand(message, Landed(landing, 0))
 
         self._await(landing.targets, landed, landing.live)
 
@@ -300,15 +307,31 @@ class Inbound(Generic[M]):
         self._work += nbytes
         landing = self._place(message, nbytes)
         if landing is not None:
-            payload: Came = Landed(landing, land(landing.targets, Scattered(parts), landing.hashes))
+            self._land(message, landing, Scattered(parts), lambda: self._was_pulled(awaited))
         elif self._taker is not None and self._taker.lend:
             data = parts[0] if len(parts) == 1 else Scattered(parts)
             self._hand(message, Lent(data, lambda: self._was_pulled(awaited)))
-            return
         else:
             payload = memoryview(b"".join(parts))
-        self._was_pulled(awaited)
-        self._hand(message, payload)
+            self._was_pulled(awaited)
+            self._hand(message, payload)
+
+    def _land(
+        self, message: M, landing: Landing, data: Bytes | None, pulled: Callable[[], None] = lambda: None
+    ) -> None:
+        """Lets a payload land, perhaps beside the loop: then nothing more is taken until it has, so order stays."""
+
+        def over(landed: Landed) -> None:
+            pulled()
+            was, self._lands = self._lands, False
+            if self._is_read:
+                self._hand(message, landed)
+            if was:
+                self._go_on()
+
+        if not landing.take(data, over):
+            self._lands = True
+            self._sock.unwatch()
 
     def _was_pulled(self, awaited: bool) -> None:
         self._pulls += 1

@@ -216,6 +216,14 @@ class Load:
     """Seconds after which it must have ended."""
 
 
+@frozen
+class StopReceiving:
+    """Write nothing more of what comes into the request's blocks, which stay its own until this has `Ended`."""
+
+    io: int
+    id: int
+
+
 Action = (
     Promised
     | Refused
@@ -237,6 +245,7 @@ Action = (
     | SwapDrop
     | Store
     | Load
+    | StopReceiving
     | Forgot
     | Lent
 )

@@ -225,13 +225,18 @@ class LoadEnd:
 
 
 @frozen
+class ReceiveEnd:
+    """Result of `StopReceiving`. Nothing is written into the blocks any more."""
+
+
+@frozen
 class Died:
     """The engine computes no more; its step is over."""
 
     why: str
 
 
-IoEnd = SwapEnd | StoreEnd | LoadEnd
+IoEnd = SwapEnd | StoreEnd | LoadEnd | ReceiveEnd
 
 Event = (
     Reserve

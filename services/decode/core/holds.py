@@ -1,7 +1,9 @@
 """What I/O under way holds: blocks that must stay as they are, or are being written, until it has ended."""
 
+from moonpool.core.kernel import Outstanding
 from moonpool.frozen import frozen
-from services.decode.core.request import Member, Request
+from services.decode.core.actions import Action, StopReceiving
+from services.decode.core.request import Member, Request, State
 
 
 @frozen
@@ -39,4 +41,19 @@ class Loading:
     """Blocks that were being loaded when it began, its own among them."""
 
 
-Holds = Copy | Writing | Loading
+@frozen
+class Receiving:
+    """What came of a request that has ended may still be being written into its blocks."""
+
+    request: Request
+
+
+Holds = Copy | Writing | Loading | Receiving
+
+
+def stop_receiving(request: Request, ios: Outstanding[Holds], out: list[Action]) -> bool:
+    """Whether KV of a request that ends is coming; has that stopped."""
+    if request.state is not State.RECEIVING:
+        return False
+    out.append(StopReceiving(ios.begin(Receiving(request)), request.id))
+    return True

@@ -31,7 +31,7 @@ from services.decode.core.events import (
     SwapEnd,
 )
 from services.decode.core.forgetting import forget_kv
-from services.decode.core.holds import Copy, Holds, Loading, Writing
+from services.decode.core.holds import Copy, Holds, Loading, Receiving, Writing, stop_receiving
 from services.decode.core.lengths import AnswerLengths
 from services.decode.core.orphans import Orphans
 from services.decode.core.planner import Planner
@@ -264,7 +264,7 @@ class DecodeCore:
         """Lets a request go as soon as nothing uses its blocks."""
         self._leases.clear(request.id)
         self.room.claim(request, 0)
-        copying = request.state in _IN_USE
+        copying = request.state in _IN_USE or stop_receiving(request, self._ios, out)
         quiet = not copying and self.planner.take_out(request)
         self.planner.seats_kept.pop(request.id, None)
         request.state = State.LEAVING
@@ -356,7 +356,7 @@ class DecodeCore:
                 self.shelf.loaded(holds, result)
             case Copy(), SwapEnd() as result:
                 self.parking.copied(result, holds)
-            case _:
+            case _ if not isinstance(holds, Receiving):
                 raise TypeError(f"{event.result} does not answer I/O {event.io}")
         if holds.request.state is State.LEAVING:
             self._gone(holds.request, out)

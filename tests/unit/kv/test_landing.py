@@ -2,33 +2,43 @@
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kernels.native.build import BuildError, compiler
 from moonpool.kv.hashes import slice_hash
-from moonpool.kv.landing import Land, Lander, land, land_in_two_passes
+from moonpool.kv.landing import IN_TWO_PASSES, Land, Lander, Landers, land
 from moonpool.kv.scattered import Scattered
 
 SIZES = (1, 7, 4096, 40_000, 100_001)
 
 
-def native() -> Land:
+def native() -> Landers:
     """This machine's; skips where there is no compiler."""
     try:
         compiler()
     except BuildError as error:
         pytest.skip(str(error))
     found = land.prepare()
-    assert found is not land_in_two_passes
+    assert found is not IN_TWO_PASSES
     return found
 
 
 @pytest.fixture(params=["native", "two passes"])
-def landing(request: pytest.FixtureRequest) -> Land:
-    return native() if request.param == "native" else land_in_two_passes
+def ways(request: pytest.FixtureRequest) -> Landers:
+    return native() if request.param == "native" else IN_TWO_PASSES
+
+
+@pytest.fixture(params=["at once", "in a thread"])
+def landing(ways: Landers, request: pytest.FixtureRequest) -> Iterator[Land]:
+    if request.param == "at once":
+        yield ways.land
+    else:
+        with ThreadPoolExecutor(1) as thread:
+            yield lambda *given: thread.submit(ways.later(*given)).result()
 
 
 def source(nbytes: int) -> memoryview:
@@ -81,6 +91,27 @@ def test_memory_that_cannot_be_written_is_refused(landing: Land) -> None:
         landing([memoryview(bytes(4))], source(4), [slice_hash(source(4))])
 
 
+def test_what_lies_there_already_is_verified_only(ways: Landers) -> None:
+    data = memoryview(bytearray(source(sum(SIZES))))
+    hashes = [slice_hash(piece) for piece in pieces(data)]
+    assert ways.later(pieces(data), None, hashes)() == len(SIZES)
+    data[sum(SIZES[:4]) - 1] ^= 1
+    assert ways.later(pieces(data), None, hashes)() == 3
+    with pytest.raises(ValueError, match="no bytes"):
+        native().later(pieces(data), None, hashes[1:])
+
+
+def test_memory_is_held_until_it_has_been_written() -> None:
+    memory, data = bytearray(8), bytearray(source(8))
+    work = native().later([memoryview(memory)], memoryview(data), [slice_hash(data)])
+    for held in (memory, data):
+        with pytest.raises(BufferError):
+            held.clear()
+    assert work() == 1
+    assert memory == data
+    memory.clear()
+
+
 def library(error: Exception) -> Callable[[], Path]:
     def build_it() -> Path:
         raise error
@@ -105,7 +136,7 @@ def test_without_native_code_it_goes_in_two_passes_and_says_so_once(
         assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
             "slices are copied and hashed in two passes, native code cannot be had"
         ]
-        assert lander.prepare() is land_in_two_passes
+        assert lander.prepare() is IN_TWO_PASSES
 
 
 def test_bytes_that_lie_apart_come_together(landing: Land) -> None:

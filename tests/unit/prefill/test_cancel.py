@@ -2,10 +2,12 @@
 
 import asyncio
 
+import grpc.aio
 import pytest
 
 from moonpool.errors import Unavailable
 from moonpool.v1 import kv_pb2, prefill_pb2
+from tests.unit.fakes.beside import Held
 from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin, promised, source, storing
 from tests.unit.streams.fakes import LAYOUT
@@ -96,3 +98,22 @@ async def test_cancel_by_id() -> None:
             await story.read()
         go.set()
         await it.rest()
+
+
+async def test_steps_go_on_while_a_long_prompt_is_read_and_it_may_be_cancelled_by_its_name() -> None:
+    threads = Held()
+    async with prefilling(executor=threads) as it:
+        long = it.stub.Prefill(prefill_pb2.PrefillRequest(sequence=spec("long", prompt(6 * BLOCK))))
+        await it.until(lambda: bool(threads.waiting))
+        short = it.stub.Prefill(prefill_pb2.PrefillRequest(sequence=spec("short", prompt(20), max_tokens=1)))
+        await it.until(lambda: len(threads.waiting) == 2)
+        threads.waiting.rotate()
+        threads.release(1)
+        assert [event.WhichOneof("event") async for event in short][-1] == "finished"
+        assert len(it.engine.steps) == 1
+        answer = await it.stub.Cancel(prefill_pb2.CancelRequest(request_id="long"))
+        assert answer.outcome == kv_pb2.CANCEL_OUTCOME_BEFORE_START
+        threads.release()
+        with pytest.raises(grpc.aio.AioRpcError, match="cancelled while it was read"):
+            await long.read()
+        assert len(it.engine.steps) == 1

@@ -16,9 +16,11 @@ from moonpool.kv.hashes import slice_hash
 from moonpool.kv.shapes import bound, frame_shape
 from moonpool.rpc.channels import Channels
 from moonpool.streams.block_reader import BlockReader, PrefixLost
+from moonpool.streams.lanes.beside import Beside
 from moonpool.streams.prefix_read import PrefixRead
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.slices import slice_to_send
+from tests.unit.fakes.beside import Held
 from tests.unit.streams.fakes import HELLO, LAYOUT, STORE, FakeStore, content, served
 from tests.unit.streams.stored import KEYS, SLICE, WAIT_S, fill
 
@@ -355,3 +357,32 @@ async def test_nothing_is_taken_from_who_does_not_say_that_it_has_deleted_what_w
         assert taken.slices == {}
         assert await reader.read(KEYS[:5], tenant="theirs", **told) == 5  # type: ignore[arg-type]
         taken.check(5)
+
+
+async def test_a_read_that_is_cancelled_ends_when_nothing_is_written_to_its_memory_any_more() -> None:
+    """However often it is cancelled."""
+    store, threads, memory = FakeStore(frame_bytes=SLICE), Held(), bytearray(SLICE)
+    fill(store, 1)
+    async with reading(store, beside=Beside(threads, least_bytes=1)) as reader:
+        taken = Taken()
+        read = asyncio.ensure_future(
+            reader.read(
+                KEYS[:1],
+                layers=range(3),
+                on_slice=taken.on_slice,
+                on_layer=taken.on_layer,
+                timeout_s=WAIT_S,
+                into=lambda layer, index: memoryview(memory),
+            )
+        )
+        await threads.came.wait()
+        for _ in range(3):
+            read.cancel()
+            await asyncio.sleep(0)
+            assert not read.done()
+        threads.release()
+        with pytest.raises(asyncio.CancelledError):
+            await read
+        assert (bytes(memory), taken.slices) == (bytes(content(0, 0)), {})
+        threads.on = False
+        assert await taken.read(reader, 1) == 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.decode.core.events import Heard, Open, Start, Stop, StreamClosed, StreamOpened
+from services.decode.core.events import Died, Heard, Open, Start, Stop, StreamClosed, StreamOpened
 from services.decode.core.request import State
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import SPEEDS, World, config
@@ -167,3 +167,21 @@ def test_a_sequence_that_ends_with_its_first_token_never_runs(answer: int) -> No
     assert (world.run is None) == (answer == 1)
     world.work()
     world.assert_at_rest()
+
+
+@pytest.mark.parametrize("why", ["stopped", "lease", "engine"])
+def test_blocks_into_which_kv_comes_are_nobody_else_s_until_that_has_stopped(why: str) -> None:
+    world = World(config(8))
+    number = world.reserve(prompt(BT + 1))
+    assert number is not None
+    world.post(Open(number))
+    if why == "lease":
+        world.tick(11.0)
+    else:
+        world.post(Stop(number, "cancelled") if why == "stopped" else Died("killed"))
+    world.post(Stop(number, "again"))
+    assert (world.core.room.spare, list(world.failed), len(world.ios)) == (6, [number], 1)
+    world.work()
+    assert world.core.room.spare == 8
+    world.assert_at_rest()
+    world.assert_reruns()

@@ -190,6 +190,7 @@ class TestRefused:
             world.post(Open(number))
         world.compute(number)
         assert world.failed == {number: "its KV has begun to come: the prompt is not computed here"}
+        world.work()
         world.assert_at_rest()
 
 

@@ -11,12 +11,24 @@ from hypothesis import strategies as st
 from moonpool.core.kernel import Ended
 from moonpool.cost import Speeds
 from moonpool.kv.keys import BlockKey
-from services.decode.core.actions import Action, Cut, Grew, Promised, Refused, Run, SwapIn, SwapOut, Table
+from services.decode.core.actions import (
+    Action,
+    Cut,
+    Grew,
+    Promised,
+    Refused,
+    Run,
+    StopReceiving,
+    SwapIn,
+    SwapOut,
+    Table,
+)
 from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.events import (
     Arrived,
     Event,
     Open,
+    ReceiveEnd,
     Reserve,
     Start,
     StepDone,
@@ -162,6 +174,8 @@ class Clock:
                     self._at(self.now + 17, replace(ask, tbt_slo_s=0.0))
             case SwapOut(io) | SwapIn(io):
                 self._at(self.now + 25, Ended(io, SwapEnd(True, 0.0)))
+            case StopReceiving(io):
+                self._at(self.now, Ended(io, ReceiveEnd()))
 
 
 def key(number: int, tokens: int) -> BlockKey:

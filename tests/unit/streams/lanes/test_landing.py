@@ -18,7 +18,7 @@ from tests.unit.streams.lanes.pairs import LAYOUT, REQUEST, RESPONSE, pair, pool
 SIZE = LAYOUT.slice_bytes
 
 
-def nothing(intact: int) -> None:
+def nothing(intact: int, error: Exception | None) -> None:
     """Nobody waits for it."""
 
 
