@@ -28,7 +28,8 @@ class PacedWorld(World):
         it = self.sequences[number]
         for position in range(min(leading * BT + BT // 2, len(it.tokens))):
             self._write(it, position)
-        self.post(Stop(number, "the sender gave up", min(leading, len(it.table))))
+        self.whole[number] = min(leading, len(it.table))
+        self.post(Stop(number, "the sender gave up", self.whole[number]))
 
 
 def assert_paced(world: World, run: Run) -> None:

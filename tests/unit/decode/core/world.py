@@ -64,8 +64,8 @@ SPEEDS = Speeds(prefill_per_token_s=1e-4, decode_base_s=1e-3, decode_per_sequenc
 
 
 def config(blocks: int, **settings: object) -> CoreConfig:
-    defaults: dict[str, object] = {"max_batch": 8, "lease_s": 10.0, "speeds": SPEEDS}
-    return CoreConfig(num_blocks=blocks, block_tokens=BT, block_bytes=1 << 10, **{**defaults, **settings})  # type: ignore[arg-type]
+    usual: dict[str, object] = {"block_tokens": BT, "block_bytes": 1 << 10, "max_batch": 8, "lease_s": 10.0}
+    return CoreConfig(num_blocks=blocks, **{**usual, "speeds": SPEEDS, **settings})  # type: ignore[arg-type]
 
 
 class World:
@@ -73,18 +73,18 @@ class World:
 
     def __init__(self, config: CoreConfig, check: Callable[[DecodeCore], None] = DecodeCore.check_invariants) -> None:
         self.core = DecodeCore(config)
-        self.now = 0.0
+        self.now, self.begun = 0.0, pickle.dumps(self.core)
         self.pool: list[dict[int, bytes]] = [{} for _ in range(config.num_blocks)]
         self.sequences: dict[int, Sequence] = {}
         self.answers: dict[int, list[int]] = {}
         self.actions: list[Action] = []
         self.events: list[tuple[float, Event, bytes]] = []
-        self.begun = pickle.dumps(self.core)
         self.run: Run | None = None
         self.left = 0  # steps of the run that are not over
         self.ios: dict[int, SwapOut | SwapIn | Store | Load | StopReceiving] = {}
         self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}  # what each kvstore has
         self.asked: dict[int, Reserve] = {}
+        self.whole: dict[int, int] = {}  # leading blocks of torn transfers: nothing comes there any more
         self.hypotheses: dict[int, dict[int, array[int]]] = {}
         self.searched: dict[int, list[tuple[list[int], float]]] = {}
         """Answers and scores of the searches that are over."""
@@ -244,8 +244,8 @@ class World:
                 self.heard[number].append(it.tokens[-1])
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
-        speeds, batch = self.core.config.speeds, len(run.batch)
-        seconds = decode_step_seconds(speeds, batch, context) if batch else 0.0
+        speeds = self.core.config.speeds
+        seconds = decode_step_seconds(speeds, len(run.batch), context) if run.batch else 0.0
         seconds += sum(prefill_seconds(speeds, chunk.count, chunk.start, begins=False) for chunk in run.chunks)
         self.left -= 1
         if self.left and not ended:
@@ -271,7 +271,7 @@ class World:
             case Load():
                 self.post(Ended(io, LoadEnd(self._load(action) if ok else 0, 1e-6, failed=not ok)))
             case StopReceiving():
-                for block in self.core.requests[action.id].blocks:
+                for block in self.core.requests[action.id].blocks[self.whole.pop(action.id, 0) :]:
                     self.pool[block] = {}  # what came late
                 self.post(Ended(io, ReceiveEnd()))
             case _:
@@ -317,8 +317,7 @@ class World:
         assert core.digest() == self.core.digest()
 
     def _adopted(self, number: int, stream: int, positions: tuple[int, ...]) -> None:
-        kept = self.logged.get(number)
-        if kept is not None:
+        if (kept := self.logged.get(number)) is not None:
             self.sequences |= kept
             del self.logged[number]
         assert positions == self.positions(number)
@@ -384,8 +383,8 @@ class World:
                     self.logged[number] = None
             case Parked(number):
                 kept = self.logged[number] = {other: self.sequences.pop(other) for other, _ in self.group(number)}
-                assert not any(it.saved for it in kept.values()), "swapped out and forgotten"
                 for it in kept.values():
+                    assert not it.saved, "swapped out and forgotten"
                     it.table = []
             case Forget(number):
                 if self.logged.pop(number) is not None:
