@@ -13,8 +13,8 @@ WITHOUT_CORE = ("kvstore", "gateway")
 
 
 SPARSE = 20
-"""A core's invariants are looked at after so many events, and after the last one: that takes a third of the rerun's
-time. After each event it takes up to ten times as long as the rerun."""
+"""A core's invariants are looked at after so many events, and after the last one. After each event that takes 4 to 28
+times as long as the rerun."""
 
 
 def check_journals(folder: Path, *, invariants: str = "") -> int:

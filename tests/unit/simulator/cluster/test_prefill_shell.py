@@ -254,7 +254,7 @@ def test_tenants_and_blocks_of_others_as_in_the_simulator(tmp_path: Path) -> Non
     """Tenants take turns; prefixes are read from another instance, others are copied as ordered, and some read here.
 
     The orders are the test's, as the conductor's core gives none to a cluster of two. By this seed nothing ends at one
-    time, and no two tenants have had the same: that has no order.
+    time, which has no order; by most others something does (docs/adr/0011-the-simulator-drives-the-cores.md).
     """
     config = ClusterConfig(
         profile=replace(PROFILE, speeds=SPEEDS), prefill=2, decode=2, kvstore=1, block_tokens=BT, step_tokens=2 * BT,
