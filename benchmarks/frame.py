@@ -20,6 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kernels.native.build import BuildError, detect
+
 PACKAGES = (
     *("moonpool", "torch", "grpcio", "protobuf", "transformers", "uvloop"),
     *("redis", "hiredis", "mooncake-transfer-engine-non-cuda"),
@@ -129,10 +131,19 @@ def machine() -> dict[str, str | int | None]:
         model = names[0] if names else model
     return {
         "processor": model,
+        "instructions": _instructions(),
         "cores": os.cpu_count(),
         "system": platform.system(),
         "python": platform.python_version(),
     }
+
+
+def _instructions() -> str:
+    """Those that native kernels would use: processors of one name differ in them."""
+    try:
+        return detect()
+    except BuildError:
+        return "none"
 
 
 def versions() -> Iterator[tuple[str, str]]:

@@ -47,7 +47,13 @@ def test_a_report_has_machine_versions_and_rows() -> None:
         }
     ]
     assert {"benchmark", "date", "machine", "versions", "skipped"} <= set(data)
-    assert set(report("x", [], date="2026-11-20")["machine"]) == {"processor", "cores", "system", "python"}  # type: ignore[call-overload]
+    assert set(report("x", [], date="2026-11-20")["machine"]) == {
+        "processor",
+        "instructions",
+        "cores",
+        "system",
+        "python",
+    }  # type: ignore[call-overload]
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import ALL, BY_NAME
-from benchmarks.page import PAGE, RESULTS, load, page, trend, write
+from benchmarks.page import PAGE, RESULTS, load, machine_class, page, trend, write
 
 
 def keep(folder: Path, date: str, ratio: float, *, cores: int = 2, skipped: str = "") -> None:
@@ -52,6 +52,15 @@ def test_the_page_shows_the_latest_and_the_way_there(tmp_path: Path) -> None:
     assert text.count("## kv_stream") == 2
     assert "P, 2 cores; last measured 2026-11-20." in text
     assert page(load(tmp_path)) == text
+
+
+def test_processors_of_one_name_are_apart_by_their_instructions() -> None:
+    machines = [
+        {"processor": "P", "cores": 2} | more
+        for more in ({}, {"instructions": "avx512-bf16"}, {"instructions": "avx2"})
+    ]
+    named = [machine_class({"machine": machine}) for machine in machines]
+    assert named == ["P, 2 cores", "P, 2 cores", "P with avx2, 2 cores"]
 
 
 def missing(name: str, beside: str, ratio: float, spread: float | None = 0.01) -> dict[str, object]:
