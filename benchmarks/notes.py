@@ -105,7 +105,7 @@ REASONS = (
     ),
     Reason(
         "predictions",
-        "^real: TPOT",
+        "^(real: )?TPOT",
         "Noise is a part of it (rows *noise*). The rest: what a step shares its cores with is foreseen on average only "
         "([ADR 14](../../docs/adr/0014-costs.md)).",
     ),
@@ -169,7 +169,6 @@ RETIRED = (
         "^SSD, sustained Put until durable beside",
         "the tier was twice as large as what was put, so nothing was reclaimed",
     ),
-    Retired("predictions", "2026-11-24", "^(TTFT|TPOT), ", "rows that name the engine take their place"),
     Retired("sampling", "2026-11-23", "^step with masks, vocabulary", "rows by model take their place"),
     Retired(
         "serving",

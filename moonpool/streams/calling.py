@@ -208,12 +208,15 @@ class ClientStream(Generic[Req, Res]):
             if received is None:  # gRPC logs what a deserialiser raises, and goes on with None
                 raise StreamBroken("a message could not be decoded")
             if isinstance(received, PayloadMessage):
-                assert isinstance(received.payload, memoryview), "received payloads are views"
-                message = cast("Res", received.message)
-                landing = self.place(message, received.payload.nbytes)
-                self.on_message(message, await landing.taken(received.payload) if landing else received.payload)
+                await self._take(cast("Res", received.message), received.payload)
             else:
                 self.on_message(cast("Res", received), _NO_PAYLOAD)
+
+    async def _take(self, message: Res, payload: Any) -> None:
+        """A call of its own: what it holds of the reader's memory must not stay until the next message."""
+        assert isinstance(payload, memoryview), "received payloads are views"
+        landing = self.place(message, payload.nbytes)
+        self.on_message(message, await landing.taken(payload) if landing else payload)
 
     async def _write(self, message: Any) -> None:
         lane = self.lane

@@ -5,8 +5,10 @@ prefix for the next one, after the queue of which it is a part, until its blocks
 token. Only some lengths are looked at, so a common beginning may count as up to a fifth shorter than it is.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from moonpool.core.digest import digest_of
 
@@ -37,9 +39,13 @@ class Coming:
         """A prompt is placed."""
         marked = _marked(keys)
         self._claims[claim] = instance, marked
+        at = self._at
         for key in marked:
-            there = self._at.setdefault(key, {})
-            there[instance] = there.get(instance, 0) + 1
+            there = at.get(key)
+            if there is None:
+                at[key] = {instance: 1}
+            else:
+                there[instance] = there.get(instance, 0) + 1
 
     def over(self, claim: int) -> None:
         """It is not there any more; claims that are unknown, or computed, are fine."""
@@ -88,12 +94,10 @@ class Coming:
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Instances where the beginning of a chain is being computed, and how many blocks of it."""
-        levels: list[tuple[int, dict[str, int]]] = []
-        for blocks in MARKS if self._at else ():
-            there = self._at.get(keys[blocks - 1]) if blocks <= len(keys) else None
-            if there is None:
-                break
-            levels.append((blocks, there))
+        if not self._at:
+            return {}
+        at = map(self._at.get, _marked(keys))
+        levels = [(blocks, there) for blocks, there in zip(MARKS, takewhile(bool, at), strict=False) if there]
         found: dict[str, int] = {}
         for blocks, there in reversed(levels):  # who computes more is in all that follow
             if len(there) > len(found):
@@ -126,12 +130,8 @@ class Coming:
 
 
 def _marked(keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    found = []
-    for blocks in MARKS:
-        if blocks > len(keys):
-            break
-        found.append(keys[blocks - 1])
-    return tuple(found)
+    """The keys at the marks."""
+    return tuple([keys[blocks - 1] for blocks in MARKS[: bisect_right(MARKS, len(keys))]])
 
 
 def with_coming(prefixes: Sequence[tuple[int, int]], coming: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:

@@ -127,9 +127,12 @@ class Pool(Generic[I]):
         Only use corrects what was measured at its start. So the more requests go elsewhere, the less is it believed
         that the instance is slow, until one goes there. Likewise one that has its trial gets a request soon.
         """
-        if self._tried >> instance.slot & 1:
+        if self._tried and self._tried >> instance.slot & 1:
             return TRIED
-        elsewhere = (self._turn - self._unproven.get(instance.facts.id, self._turn)) / len(self) - TURNS
+        since = self._unproven.get(instance.facts.id)
+        if since is None:
+            return 1.0
+        elsewhere = (self._turn - since) / len(self._by_id) - TURNS
         return 1.0 / (1.0 + DOUBT * elsewhere) if elsewhere > 0.0 else 1.0
 
     def overlooked(self, allowed: int) -> int | None:

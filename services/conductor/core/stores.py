@@ -162,20 +162,26 @@ class Stores:
 
     def views(self, keys: Sequence[bytes], prompt_key: bytes, prefixes: Sequence[tuple[int, int]]) -> list[StoreView]:
         """The stores as a request sees them; `prefixes` are what `Forest.match` gives for its keys."""
-        stores = {self._by_id[name].slot: self._by_id[name] for name in self._weights}
+        stores = [self._by_id[name] for name in self._weights]
         held: dict[int, int] = {}
-        everyone = sum([1 << slot for slot in stores])
-        everyone |= sum([1 << store.memory for store in stores.values() if store.memory != NO_SLOT])
+        everyone = 0
+        for store in stores:
+            everyone |= 1 << store.slot
+            if store.memory != NO_SLOT:
+                everyone |= 1 << store.memory
         for blocks, mask in prefixes:
             if here := mask & everyone:
                 held.update(dict.fromkeys(members(here), blocks))
         views = [
             StoreView(
-                store.facts.id, held.get(slot, 0), max(store.load.running, len(store.link.reads)),
-                warm=None if store.memory == NO_SLOT else held.get(store.memory, 0),
+                store.facts.id,
+                held.get(store.slot, 0),
+                max(store.load.running, len(store.link.reads)),
+                0.0,
+                None if store.memory == NO_SLOT else held.get(store.memory, 0),
             )
-            for slot, store in stores.items()
-        ]  # fmt: skip
+            for store in stores
+        ]
         # Scores decide among equals. Where one store alone holds something, it is read from and keeps the chain.
         alone = sum([view.blocks > 0 for view in views]) == 1 == self._replicas
         return views if alone else self._scored(keys, prompt_key, views)

@@ -42,10 +42,8 @@ class Admission:
         Where it is told when the request starts: with those that are expected to be here then; or the longest, while
         this one is expected to be here, when others start that were promised room before and come later.
         """
-        batch, running = (
-            self._planner.batch,
-            State.RUNNING,
-        )  # a local name: there are many, and few are not in the batch
+        batch = self._planner.batch
+        running = State.RUNNING  # a local name: there are many, and few are not in the batch
         apart = [request for request in others if request.state is not running and request not in batch]
         context = batch.context + event.tokens * event.width + sum(map(batch.context_of, apart))
         sequences = len(batch) + event.width + sum(request.places for request in apart)
