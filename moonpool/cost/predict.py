@@ -40,15 +40,14 @@ def prefill_seconds(
     """
     if new_tokens <= 0:
         return 0.0
-    return _seconds(speeds, begins, steps, new_tokens, attention_pairs(new_tokens, prefix_tokens), prefix_tokens)
+    pairs = attention_pairs(new_tokens, prefix_tokens)
+    return work_seconds(speeds, steps, new_tokens, pairs, prefix_tokens, begins=begins)
 
 
-def work_seconds(speeds: Speeds, work: PrefillWork) -> float:
-    """Predict the seconds of a prompt's work; for callers that ask for the same work at several speeds."""
-    return _seconds(speeds, True, *work)
-
-
-def _seconds(speeds: Speeds, begins: bool, steps: int, new_tokens: int, pairs: int, prefix_tokens: int) -> float:
+def work_seconds(
+    speeds: Speeds, steps: int, new_tokens: int, pairs: int, prefix_tokens: int, *, begins: bool = True
+) -> float:
+    """Predict the seconds of a `PrefillWork`; for callers that ask for the same work at several speeds."""
     once = speeds.prefill_per_prompt_s + speeds.prefill_per_cached_token_s * prefix_tokens if begins else 0.0
     return once + (
         steps * speeds.prefill_base_s + speeds.prefill_per_token_s * new_tokens + speeds.prefill_per_pair_s * pairs

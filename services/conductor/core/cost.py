@@ -142,7 +142,7 @@ class PrefillModel:
         if self._asked[0] is not speeds or self._asked[1] != step_tokens:  # those of a class are asked about in a row
             self._asked, self._loads = (speeds, step_tokens), self._loads_at(speeds, step_tokens)
         local = self._works.get((local_blocks, step_tokens)) or self._work(local_blocks, step_tokens)
-        compute_s = least_s = work_seconds(speeds, local)
+        compute_s = least_s = work_seconds(speeds, *local)
         best, least_blocks, shape = None, max(local_blocks, self._threshold * local_blocks), self._shape
         for load in self._loads:
             source, blocks, rest, rest_s, rate = load
@@ -167,7 +167,7 @@ class PrefillModel:
     def alone_s(self, speeds: Speeds, stages: int, step_tokens: int, blocks: int) -> float:
         """Seconds until the first token on an idle instance that holds so many leading blocks and loads nothing."""
         work = self._works.get((blocks, step_tokens)) or self._work(blocks, step_tokens)
-        compute_s = work_seconds(speeds, work)
+        compute_s = work_seconds(speeds, *work)
         return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
 
     def _loads_at(self, speeds: Speeds, step_tokens: int) -> list[_Load]:
@@ -177,7 +177,7 @@ class PrefillModel:
             rests = [(it, it.blocks, self._work(it.blocks, step_tokens)) for it in self._sources]
             self._rests[step_tokens] = rests
         return [
-            (source, blocks, rest, work_seconds(speeds, rest), source.rate(speeds)) for source, blocks, rest in rests
+            (source, blocks, rest, work_seconds(speeds, *rest), source.rate(speeds)) for source, blocks, rest in rests
         ]
 
     def _work(self, blocks: int, step_tokens: int) -> PrefillWork:

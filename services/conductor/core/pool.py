@@ -173,7 +173,7 @@ class Pool(Generic[I]):
 
     def mask_of(self, ids: Iterable[str]) -> int:
         """Mask of those of these instances that are here."""
-        return sum(1 << self._by_id[one].slot for one in ids if one in self._by_id)
+        return sum([1 << self._by_id[one].slot for one in ids if one in self._by_id])
 
     def digest(self) -> bytes:
         """Hash of the state."""
@@ -198,4 +198,7 @@ class Pool(Generic[I]):
 
 def blocks_at(prefixes: Sequence[tuple[int, int]], slot: int) -> int:
     """Leading blocks that a slot holds, by what `Forest.match` gives."""
-    return max((blocks for blocks, mask in prefixes if mask >> slot & 1), default=0)
+    for blocks, mask in reversed(prefixes):  # the longest first
+        if mask >> slot & 1:
+            return blocks
+    return 0
