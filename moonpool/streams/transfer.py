@@ -66,6 +66,7 @@ class InboundTransfer:
         self.damaged_block: int | None = None
         self.blocks: list[int] | None = None
         self._written = False
+        self._trusted = True
         self._when_quiet: Callable[[], None] | None = None
         self._ledger = SliceLedger(range(layout.layers), num_blocks, range(layout.kv_heads), held_blocks)
 
@@ -85,7 +86,11 @@ class InboundTransfer:
     @property
     def leading(self) -> int:
         """Leading blocks that are whole: all their slices have come and were verified, or they are held."""
-        return self._ledger.leading
+        return self._ledger.leading if self._trusted else 0
+
+    def distrust(self) -> None:
+        """A run that was accepted could not be written: what was recorded as having come may not be there."""
+        self._trusted = False
 
     def bind(self, blocks: Sequence[int]) -> None:
         """Names the pool blocks; slices may come from now on. Complete at once when everything is held.

@@ -208,8 +208,12 @@ class Receiver:
         assert request is not None, "frames of others are not taken"
         for run, data, hashes in request.transfer.opener.open(header, payload):
             request.transfer.accept(run)
-            for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
-                self._pool.write(run.layer, request.table[index], piece, value)
+            try:
+                for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
+                    self._pool.write(run.layer, request.table[index], piece, value)
+            except Exception:
+                request.transfer.distrust()
+                raise
 
     def _accept(
         self, request: LiveRequest, runs: list[tuple[Run, list[int]]], intact: int, error: Exception | None

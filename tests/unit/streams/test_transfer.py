@@ -93,6 +93,15 @@ def test_failed_is_final() -> None:
     promised.check_invariants()
 
 
+def test_of_what_could_not_be_written_nothing_is_whole() -> None:
+    one = transfer(blocks=[4, 5, 6])
+    for layer in range(one.layout.layers):
+        one.accept(run(layer, 1))
+    assert one.leading == 2
+    one.distrust()
+    assert one.leading == 0
+
+
 def test_impossible_transfers() -> None:
     with pytest.raises(ValueError, match="impossible"):
         InboundTransfer(1, 1, LAYOUT, 0, 0, 1)
