@@ -138,25 +138,13 @@ template <class C> INLINE void start(const Attention& a, const Part& part, const
     memset(all.o, 0, sizeof(float) * rows * all.width);
 }
 
-// A tile's rows in float, where products are in float and the pool is not.
-struct Converted {
-    Rows rows;
-    template <class C> void take(Tile<C>& t, const Attention& a, float* buffer) {
-        int D = a.head_dim;
-        for (int k = 0; k < TILE + W; k++) rows.k[k] = (char*)(buffer + k * D), rows.v[k] = (char*)(buffer + (TILE + k) * D);
-        for (int k = 0; k < t.n; k++) convert(a.kv_type, t.key(k), buffer + k * D, D), convert(a.kv_type, t.value(k), buffer + (TILE + k) * D, D);
-        (Place&)t = {&rows, 0};
-    }
-};
-
 // Computes one part, and meanwhile fetches the first tile of what the same thread does after it, unless that is null.
 template <class C>
-static void walk(const Attention& a, const Part& part, const Part* then, const Running& all, C* queries, C* buffer) {
+static void walk(const Attention& a, const Part& part, const Part* then, const Running& all, C* queries) {
     int begin = part.begin, end = part.end, G = a.heads / a.kv_heads;
     start(a, part, all, queries);
     Rows found[2];  // of the tile that is worked on, and of the next
     Scales scales;
-    Converted converted;
     Tile<C> t;
     t.row_bytes = a.head_dim * type_bytes[a.kv_type];
     t.scales = a.scales ? &scales : nullptr;
@@ -186,7 +174,6 @@ static void walk(const Attention& a, const Part& part, const Part* then, const R
             weigh(t);
         }
         Place next = t.next;
-        if constexpr (sizeof(C) == 4) if (a.kv_type != F32) converted.take(t, a, buffer);
         for (int r = step % heads * G, last = r + G; r < last;) {
             int block = last - r < HB_MAX<C> ? last - r : HB_MAX<C>;
             block_of<HB_MAX<C>>(block, queries + r * query_width(queries, a.head_dim), t, a, all.from(r));
@@ -258,10 +245,10 @@ template <class C> static int decode(const Attention& a, int threads) {
         int64_t split = task / shares, i = owner[split];
         int head0 = now.head0, head1 = now.head1;
         static thread_local Memory mine;
-        C* buffer = (C*)mine.get(((int64_t)(head1 - head0) * G * query_width((C*)nullptr, a.head_dim) + 2 * TILE * a.head_dim) * sizeof(C));
-        if (!buffer) { failed = 1; return; }
+        C* queries = (C*)mine.get((int64_t)(head1 - head0) * G * query_width((C*)nullptr, a.head_dim) * sizeof(C));
+        if (!queries) { failed = 1; return; }
         Running all = Running::in(parts + split * part, H, width).from(head0 * G);
-        walk<C>(a, now, more ? &then : nullptr, all, buffer + 2 * TILE * a.head_dim, buffer);
+        walk<C>(a, now, more ? &then : nullptr, all, queries);
         if (first[i + 1] - first[i] > 1) return;
         for (int r = 0; r < (head1 - head0) * G; r++)
             finish<C>(a, now.item, head0 * G + r, sum(load(all.sums + r * W)), all.o + r * width);
@@ -286,5 +273,11 @@ extern "C" int mp_decode(const Attention* a, int threads) {
         default: return decode<bf16_f8>(*a, threads);
     }
 #endif
-    return decode<float>(*a, threads);
+    switch (a->kv_type) {
+        case F32: return decode<float_over<float>>(*a, threads);
+        case BF16: return decode<float_over<bf16>>(*a, threads);
+        case F16: return decode<float_over<f16>>(*a, threads);
+        case I8: return decode<float_over<int8_t>>(*a, threads);
+        default: return decode<float_over<f8>>(*a, threads);
+    }
 }

@@ -4,22 +4,22 @@
 #include "pairs.h"
 #include "tile.h"
 
-// ---- scores: s[h][ROW] = q[h] . k[t] for HB heads, KB keys at a time; HB * KB = W ----
-template <int HB> INLINE void scores(const float* q, const Tile<float>& t, int D, float* s) {
+// ---- scores: s[h][ROW] = q[h] . k[t] for HB heads, KB keys of type S at a time; HB * KB = W ----
+template <int HB, class S> INLINE void scores(const float_over<S>* q, const Tile<float_over<S>>& t, int D, float* s) {
     constexpr int KB = W / HB;  // lane h * KB + k of the sums; the last lanes may stay idle
     for (int at = 0; at < t.n; at += KB) {
         vf acc[W] = {};
-        const float* rows[KB];
-        for (int k = 0; k < KB; k++) rows[k] = (const float*)t.key(at + k);
+        const S* rows[KB];
+        for (int k = 0; k < KB; k++) rows[k] = (const S*)t.key(at + k);
         for (int k = 0; k < KB; k++) t.fetch(t.next.key(at + k));
-        const char* near[KB];
-        for (int k = 0; k < KB; k++) near[k] = t.near_key(at + k);
+        const S* near[KB];
+        for (int k = 0; k < KB; k++) near[k] = (const S*)t.near_key(at + k);
         for (int d = 0; d < D; d += W) {
             vf key[KB];
-            for (int k = 0; k < KB; k++) t.approach(near[k], d);
-            for (int k = 0; k < KB; k++) key[k] = load(rows[k] + d);
+            for (int k = 0; k < KB; k++) approach(near[k], d);
+            for (int k = 0; k < KB; k++) key[k] = widen(rows[k] + d);
             for (int h = 0; h < HB; h++) {
-                vf query = load(q + h * D + d);
+                vf query = load(&q[h * D + d].x);
                 for (int k = 0; k < KB; k++) acc[h * KB + k] += query * key[k];
             }
         }
@@ -29,24 +29,25 @@ template <int HB> INLINE void scores(const float* q, const Tile<float>& t, int D
     }
 }
 // ---- o[h] = o[h] * fade[h] + p[h] v: HB heads, NC vectors of the row at a time ----
-template <int HB, int NC>
-INLINE void values(const float* p, const Tile<float>& t, int d, const float* fade, float* o, int stride) {
+template <int HB, int NC, class S>
+INLINE void values(const float_over<S>* p, const Tile<float_over<S>>& t, int d, const float* fade, float* o, int stride) {
     vf acc[HB][NC];
     for (int h = 0; h < HB; h++) for (int c = 0; c < NC; c++) acc[h][c] = load(o + h * stride + d + c * W) * fade[h];
     for (int k = 0; k < t.n; k++) {
         t.fetch(t.next.value(k));
-        const char* near = t.near_value(k);
-        for (int c = 0; c < NC; c++) t.approach(near, d + c * W);
+        const S* near = (const S*)t.near_value(k);
+        for (int c = 0; c < NC; c++) approach(near, d + c * W);
         vf value[NC];
-        for (int c = 0; c < NC; c++) value[c] = load((const float*)t.value(k) + d + c * W);
+        for (int c = 0; c < NC; c++) value[c] = widen((const S*)t.value(k) + d + c * W);
         for (int h = 0; h < HB; h++) {
-            vf weight = splat(p[h * TILE + k]);
+            vf weight = splat(p[h * TILE + k].x);
             for (int c = 0; c < NC; c++) acc[h][c] += weight * value[c];
         }
     }
     for (int h = 0; h < HB; h++) for (int c = 0; c < NC; c++) store(o + h * stride + d + c * W, acc[h][c]);
 }
-template <int HB> INLINE void values_row(const float* p, const Tile<float>& t, int D, const float* fade, float* o, int stride) {
+template <int HB, class S>
+INLINE void values_row(const float_over<S>* p, const Tile<float_over<S>>& t, int D, const float* fade, float* o, int stride) {
     constexpr int NC = HB > 4 ? 2 : NC_MAX;
     int d = NC * W <= D ? NC * W : W;
     if (NC * W <= D) values<HB, NC>(p, t, 0, fade, o, stride);
@@ -54,8 +55,8 @@ template <int HB> INLINE void values_row(const float* p, const Tile<float>& t, i
     for (; d + NC * W <= D; d += NC * W) values<HB, NC>(p, t, d, fade, o, stride);
     for (; d < D; d += W) values<HB, 1>(p, t, d, fade, o, stride);
 }
-INLINE int padded(const float*, int D) { return D; }
-INLINE void unpad(const float*, const float* o, int d, float* to) { memcpy(to, o + d, 64); }
+template <class S> INLINE int padded(const float_over<S>*, int D) { return D; }
+template <class S> INLINE void unpad(const float_over<S>*, const float* o, int d, float* to) { memcpy(to, o + d, 64); }
 
 #if defined(MP_BF16)
 template <class C> constexpr int ELEMENT = sizeof(C);  // bytes of a stored number

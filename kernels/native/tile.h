@@ -34,14 +34,17 @@ template <class C> struct Tile : Place {
     __attribute__((always_inline)) void fetch(const char* far) const {
         for (int b = 0; b < row_bytes; b += 64) __builtin_prefetch(far + b, 0, 1);
     }
-    // The line with float d of a row, into the first cache.
-    __attribute__((always_inline)) void approach(const char* row, int d) const {
-        if (W >= 16 || d % 16 == 0) __builtin_prefetch(row + 4 * d, 0, 3);
-    }
     // The rows that come NEAR rows after row i of the keys, and of the values.
     const char* near_key(int i) const { return i + NEAR < TILE ? key(i + NEAR) : value(i + NEAR - TILE); }
     const char* near_value(int i) const { return i + NEAR < TILE ? value(i + NEAR) : next.key(i + NEAR - TILE); }
 };
+// A float that is multiplied with what is stored as S, and widened as it is loaded.
+template <class S> struct float_over { float x; };
+template <class S> INLINE void narrow(float_over<S>* p, vf v) { store(&p->x, v); }
+// The line with element d of a row, into the first cache.
+template <class S> INLINE void approach(const S* row, int d) {
+    if (W * sizeof(S) >= 64 || d * sizeof(S) % 64 == 0) __builtin_prefetch(row + d, 0, 3);
+}
 // The same line by line, for products whose steps are no rows, and into the first cache: their tiles fit into it beside
 // what is worked on, and rows that lie ready there cost a tenth less than rows in the second.
 struct Lines {

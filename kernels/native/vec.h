@@ -112,7 +112,6 @@ INLINE vi integers(const int8_t* p) {
     return __builtin_convertvector(load_as<vb>(p), vi);
 #endif
 }
-INLINE vu integers(const f8* p) { return (vu)integers((const int8_t*)p) & 0xff; }
 INLINE void store_bytes(void* p, vi x) {
 #if defined(MP_AVX512)
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x));
@@ -123,9 +122,7 @@ INLINE void store_bytes(void* p, vi x) {
 }
 INLINE vf widen(const int8_t* p) { return __builtin_convertvector(integers(p), vf); }
 INLINE vf widen(const f8* p) {  // e4m3fn without its NaN, which is never stored; subnormals come right by the product
-    vu b = integers(p);
-    vf magnitude = (vf)((b & 0x7f) << 20) * 0x1p120f;
-    return (vf)((vu)magnitude | ((b & 0x80) << 24));
+    return (vf)((vu)(integers((const int8_t*)p) << 20) & 0x87f00000) * 0x1p120f;
 }
 
 INLINE vi nearest(vf x) {  // to nearest even, |x| < 2^22: the sum's last bits are the number
