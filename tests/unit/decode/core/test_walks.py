@@ -4,10 +4,12 @@ import random
 
 import pytest
 
+from moonpool.cost import decode_step_seconds
 from services.decode.core.actions import Adopted, Fenced, Parked
 from services.decode.core.config import Preemption
 from services.decode.core.events import Beams, StreamOpened
 from services.decode.core.request import State
+from tests.unit.decode.core.paced import STEEP, PacedWorld
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import World, config
 
@@ -120,3 +122,28 @@ def _go(world: World, tokens: list[int], answer: int, stream: int) -> bool:
         world.arrive(number)
         world.start(number, stream)
     return number is not None
+
+
+@pytest.mark.parametrize("runs", [0, 2 * BT])
+@pytest.mark.parametrize("seed", range(6))
+def test_promised_times_hold(seed: int, runs: int) -> None:
+    """Requests with promises and without, and prompts that are computed beside them; `PacedWorld` looks at each run."""
+    rng = random.Random(f"promises {seed} {runs}")
+    ahead = {"run_steps": runs, "ahead_steps": runs} if runs else {}
+    world = PacedWorld(config(120, speeds=STEEP, step_tokens=20, assumed_answer_tokens=2 * BT, **ahead))
+    asked = 0
+    while asked < 60 or world.core.requests:
+        if asked < 60 and rng.random() < 0.1:
+            asked += 1
+            sequences, tokens = rng.randint(1, 3), rng.randint(2 * BT, 12 * BT)
+            slo = rng.choice((0.0, decode_step_seconds(STEEP, sequences, tokens)))
+            number = world.reserve(prompt(rng.randint(1, 3 * BT), asked), rng.randint(1, 12 * BT), slo=slo)
+            if number is not None and rng.random() < 0.3:
+                world.compute(number)
+        advance(world, rng)
+        assert world.core.planner.steps < 10_000
+    world.assert_at_rest()
+    world.assert_reruns()
+    assert set(world.failed.values()) <= {"the prompt cannot be computed here now"}
+    assert len(world.answers) == asked - len(world.refused)
+    print(f"seed {seed}: {world.core.planner.steps} steps, {len(world.refused)} refused, {len(world.failed)} failed")
