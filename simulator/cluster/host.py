@@ -2,17 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable
-from math import ceil
 from typing import Generic, TypeVar
 
 from moonpool.core.kernel import Core, Tick
-from simulator.kernel.clock import PS, World
+from simulator.kernel.clock import World, not_before
 
 E = TypeVar("E")
 A = TypeVar("A")
-
-_LATE = 1000
-"""Ticks come so many picoseconds after they are due: seconds are rounded."""
 
 
 class Host(Generic[E, A]):
@@ -73,7 +69,7 @@ class Host(Generic[E, A]):
         due = None if self.closed else self.core.due()
         if due is None:
             return
-        at = max(self._world.now, ceil(due * PS)) + _LATE
+        at = max(self._world.now, not_before(due))
         if self._armed is None or at < self._armed:
             self._armed = at
             self._world.at(at, self._tick, at)

@@ -1,7 +1,8 @@
 """The engine of a simulated prefill instance: computes steps layer by layer, in the stages of a pipeline.
 
-A step's layers take equal shares of its time. Each stage has consecutive layers and computes one step at a time; so as
-many steps are under way as there are stages. Steps end in their order, also those that are given up.
+A step's layers take equal shares of its time, and come first among what happens at one time. Each stage has consecutive
+layers and computes one step at a time; so as many steps are under way as there are stages. Steps end in their order,
+also those that are given up.
 """
 
 from bisect import bisect_right
@@ -108,7 +109,7 @@ class Pipeline:
         pace = self._member.pace
         took = alone if pace == 1.0 else round(pace * alone)
         step.late += took - alone
-        self._world.after(took, self._computed, step)
+        self._world.at(self._world.now + took, self._computed, step, first=True)
 
     def _computed(self, step: Step) -> None:
         if step not in self._steps:

@@ -19,6 +19,12 @@ def ps(seconds: float) -> int:
     return round(seconds * PS)
 
 
+def not_before(seconds: float) -> int:
+    """The first picosecond that is not before a time in seconds, as `World.seconds` tells times."""
+    at = ps(seconds)
+    return at if at / PS >= seconds else at + 1
+
+
 class World:
     """The time and what is going to happen.
 

@@ -1,6 +1,7 @@
 """Decode's service on an event loop in virtual time: its own shell, driver and journal, told a script by the simulator.
 
-Steps take as long as an emulated engine's; copies to DRAM, loads and writes as long as they took in the simulator.
+Steps take as long as an emulated engine's; copies to DRAM, loads and writes as long as they took in the simulator, and
+what of them ends at one time ends in the same order.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+from moonpool.core.kernel import Ended
 from moonpool.cost import Speeds
 from moonpool.drive.journal import JournalWriter
 from moonpool.engine.emulated.profile import step_seconds
@@ -21,6 +23,7 @@ from moonpool.engine.incoming import IncomingRequest
 from moonpool.errors import Overloaded
 from moonpool.kv.keys import BlockKey, block_keys, tokens_digest
 from moonpool.sampling import SamplingParams
+from moonpool.sched.lending import LendBlocks, TakeBack
 from moonpool.sched.sampling import SequenceSampling
 from moonpool.sched.steps import LayerDone, Step, StepResult
 from moonpool.streams.credits import Traffic
@@ -35,6 +38,7 @@ from services.decode.core.events import (
     Open,
     Reserve,
     Start,
+    StepDone,
     Stepped,
     Stop,
     StreamClosed,
@@ -46,20 +50,28 @@ from services.decode.shell import DecodeShell
 from services.decode.subscriber import Subscriber
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.settings import Runs, core_config
+from simulator.kernel.clock import ps
 from tests.unit.fakes.engine import FakeEngine, after
-from tests.unit.simulator.cluster.scripts import BT, Noted, assert_same, decided, ends, journalled
-from tests.unit.simulator.cluster.virtual_loop import VirtualLoop, run_virtually
+from tests.unit.simulator.cluster.scripts import BT, Noted, assert_same, decided, journalled
+from tests.unit.simulator.cluster.virtual_loop import run_virtually, virtual_loop
 from tests.unit.streams.fakes import ROOT
 
 CAPACITY = 1 << 20
+ANSWER_BITS = 20
+"""Of a token; those below say whose answer it is, those above which one."""
+UNKNOWN = 1 << ANSWER_BITS - 1
+"""More than any request's number."""
 SECRET = bytes(16)
 """Of all who may resume."""
-Outer = Reserve | Open | Heard | Arrived | Start | Compute | Stop | Adopt | StreamOpened | StreamClosed
+Outer = (
+    Reserve | Open | Heard | Arrived | Start | Compute | Stop | Adopt | StreamOpened | StreamClosed
+    | LendBlocks | TakeBack
+)  # fmt: skip
 """What others tell an instance."""
 
 
 class TimedEngine(FakeEngine):
-    """Steps take the time that an emulated engine's do, also those of runs; tokens are zeros."""
+    """Steps take the time that an emulated engine's do, also those of runs; what follows a token is the same again."""
 
     def __init__(self, blocks: int, speeds: Speeds) -> None:
         super().__init__(blocks)
@@ -69,11 +81,11 @@ class TimedEngine(FakeEngine):
         self, step: Step, *, on_layer: Any = None, on_step: Callable[[StepResult], None] | None = None
     ) -> StepResult:
         assert on_layer is None or on_layer is LayerDone
-        loop = asyncio.get_running_loop()
+        loop = virtual_loop()
         while True:
             begun = loop.time()
-            await asyncio.sleep(step_seconds(self._speeds, step, decode=True))
-            tokens = tuple(None if sequence.sample is None else 0 for sequence in step.sequences)
+            await loop.until(loop.now + ps(step_seconds(self._speeds, step, decode=True)))
+            tokens = tuple(None if it.sample is None else array("i", it.token_ids)[-1] for it in step.sequences)
             result = StepResult(tokens, False, round(begun * 1e9), round(loop.time() * 1e9))
             following = None if step.step_id in self.cuts else after(step, tokens)
             if following is None:
@@ -89,19 +101,23 @@ class Outside:
     sessions, traffic = 0, Traffic()
 
     def __init__(self, script: list[Noted]) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        self._loop, over = loop, ends(script)
-        self._stores: deque[tuple[float, Any]] = deque()
-        self._loads: deque[tuple[float, Any]] = deque()
+        self._loop = virtual_loop()
+        self._over: dict[int, asyncio.Future[Any]] = {}
+        self._stores: deque[asyncio.Future[Any]] = deque()
+        self._loads: deque[asyncio.Future[Any]] = deque()
         for action in (action for noted in script for action in noted.actions):
             match action:
                 case actions.SwapOut(io) | actions.SwapIn(io):
-                    loop.jobs.append(over[io][0])
+                    self._begins(io, self._loop.jobs)
                 case actions.Store(io):
-                    self._stores.append(over[io])
+                    self._begins(io, self._stores)
                 case actions.Load(io):
-                    self._loads.append(over[io])
+                    self._begins(io, self._loads)
+
+    def tell(self, ended: Ended[Any]) -> None:
+        """I/O is over; receiving ends by itself."""
+        if ended.io in self._over:
+            self._over[ended.io].set_result(ended.result)
 
     def room(self, store: kv_pb2.Instance, blocks: int) -> int:
         return blocks
@@ -111,52 +127,60 @@ class Outside:
         blocks: Listed[int], over: Callable[[bool], None],
     ) -> None:  # fmt: skip
         assert len(keys) == len(parents) == len(blocks) == 1
-        when, result = self._stores.popleft()
-        self._loop.call_at(when, over, result.ok)
+        self._stores.popleft().add_done_callback(lambda ended: over(ended.result().ok))
 
     async def read(self, keys: Listed[BlockKey], **how: Any) -> int:
-        when, result = self._loads.popleft()
-        await asyncio.sleep(when - self._loop.time())
+        result = await self._loads.popleft()
         assert not result.failed
         return int(result.blocks)
 
     async def aclose(self) -> None:
         assert not self._loads
 
+    def _begins(self, io: int, line: deque[asyncio.Future[Any]]) -> None:
+        self._over[io] = self._loop.create_future()
+        line.append(self._over[io])
+
 
 class Service:
     """The shell of a decode instance, told by a script."""
 
     def __init__(self, config: ClusterConfig, runs: Runs, script: list[Noted], journal: Path) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._script = script
+        self._loop = virtual_loop()
+        self._script, self._numbers = script, request_numbers(script)
         self.engine = TimedEngine(config.blocks, config.profile.speeds)
-        outside: Any = Outside(script)
+        self._outside = Outside(script)
+        outside: Any = self._outside
         self.shell = DecodeShell(
             DecodeCore(core_config(config, runs)), self.engine, CAPACITY, outside, lambda _: outside,
             Recorder("decode-0", None), lambda *, soon=False: None,
             JournalWriter(journal, "decode-0", 1 << 30), self._loop.time,
         )  # fmt: skip
+        self._key_of: dict[BlockKey, BlockKey] = {}
         self._streams: dict[int, Subscriber] = {}
         self._lives: dict[int, LiveRequest] = {}
 
     async def play(self) -> None:
-        """Tells the shell what comes from outside; the rest happens by itself."""
+        """Tells the shell what comes from outside, what comes at one time in its order; the rest happens by itself."""
         work = asyncio.create_task(self.shell.run())
         for noted in self._script:
-            if isinstance(noted.event, Outer):
-                await asyncio.sleep(noted.now - self._loop.time())
+            if isinstance(noted.event, Outer | Ended):
+                await self._loop.until(ps(noted.now))
+                await self._loop.settled()
                 self._tell(noted.event)
+                await self._loop.settled()
         await self.shell.empty.wait()
-        await asyncio.sleep(self._script[-1].now + 1.0 - self._loop.time())
+        await self._loop.until(ps(self._script[-1].now + 1.0))
         self.shell.close()
         work.cancel()
         with suppress(asyncio.CancelledError):
             await work
         self.engine.pool.close()
 
-    def _tell(self, event: Outer) -> None:
+    def _tell(self, event: Outer | Ended[Any]) -> None:
         match event:
+            case Ended():
+                self._outside.tell(event)
             case StreamOpened(stream, conductor):
                 self._streams[stream] = Subscriber(instance(conductor))
                 self.shell.subscribe(self._streams[stream])
@@ -174,6 +198,10 @@ class Service:
                 self.shell.start(self._streams[event.stream], self._start(event))
             case Stop(number, why):
                 self.shell.end(self._lives[number], why)
+            case LendBlocks(number, keys):
+                self.shell.pool.lend(LendBlocks(number, tuple(self._key_of[key] for key in keys)))
+            case TakeBack():
+                self.shell.pool.take_back(event)
             case Adopt():
                 self.shell.resume(self._streams[event.stream], self._resume(event))
 
@@ -184,10 +212,12 @@ class Service:
             compute_prompt=isinstance(event, Compute),
         )  # fmt: skip
         if isinstance(event, Start):
-            message.further_token_ids.extend(range(1, 1 + len(event.others)))  # no two have a block in common
-            for count in event.known[1:]:
-                message.further_known.add(token_ids=[0] * count)
-            message.known_token_ids.extend([0] * (event.known[0] if event.known else 0))
+            words = [answer << ANSWER_BITS | self._word(event.id) for answer in range(1 + len(event.others))]
+            message.first_token_id, *further = words
+            message.further_token_ids.extend(further)
+            message.known_token_ids.extend(words[:1] * (event.known[0] if event.known else 0))
+            for word, count in zip(further, event.known[1:], strict=False):
+                message.further_known.add(token_ids=[word] * count)
         return message
 
     def _resume(self, event: Adopt) -> decode_pb2.ResumeSequence:
@@ -204,11 +234,16 @@ class Service:
             message.further.add(from_position=position, digest=digest)
         return message
 
+    def _word(self, number: int) -> int:
+        """The token that the first answer of a sequence consists of: no two requests have the same."""
+        return self._numbers.get(number, UNKNOWN + number)
+
     def _reserve(self, event: Reserve) -> None:
         params = SamplingParams(max_tokens=event.total_tokens - event.prompt_tokens, n=event.width)
         sampling = SequenceSampling.of(params, event.prompt_tokens, ())
-        tokens = tokens_of(event)
+        tokens = tokens_of(event, self._word(event.id))
         keys = block_keys(BlockKey(ROOT), tokens, self.engine.layout.block_tokens)
+        self._key_of.update(zip(event.keys, keys, strict=True))
         incoming = IncomingRequest(f"r{event.id}", tokens, keys, BlockKey(ROOT), event.tenant, sampling)
         stores = [kv_pb2.Instance(id=f"s{number}", address=f"s{number}:1") for number in range(event.stores)]
         with suppress(Overloaded):  # the core's answer is in the journal
@@ -219,15 +254,27 @@ class Service:
             self._lives[event.id] = promised
 
 
-def tokens_of(event: Reserve) -> "array[int]":
+def tokens_of(event: Reserve, word: int) -> "array[int]":
     """Tokens of a prompt, whose keys are equal where those of the simulator are, and of its answer so far.
 
-    What follows the last full block is as that block, so that no two answers have a block in common.
+    The answer, and what of the prompt follows its last full block, are one word again and again.
     """
-    words = [crc32(key) >> 1 for key in event.keys[: event.prompt_tokens // BT]] or [event.id]
-    blocks = [*words, *[words[-1]] * (event.prompt_tokens // BT + 1 - len(words))]
-    prompt = [word for word in blocks for _ in range(BT)][: event.prompt_tokens]
-    return array("i", [*prompt, *[0] * (event.tokens - event.prompt_tokens)])
+    words = [crc32(key) >> 1 for key in event.keys[: event.prompt_tokens // BT]]
+    prompt = [it for it in words for _ in range(BT)]
+    return array("i", [*prompt, *[word] * (event.tokens - len(prompt))])
+
+
+def request_numbers(script: list[Noted]) -> dict[int, int]:
+    """Of the sequences that have full blocks with tokens of an answer: the simulator's keys of these tell."""
+    found = {}
+    for event in (noted.event for noted in script):
+        full: Listed[tuple[int, BlockKey]] = ()
+        if isinstance(event, Reserve):
+            full = [(event.id, key) for key in event.keys]
+        elif isinstance(event, Stepped | StepDone):
+            full = event.filled
+        found.update({it: int.from_bytes(key[16:], "little") >> 32 for it, key in full if key.startswith(b"answer")})
+    return found
 
 
 def instance(conductor: str) -> kv_pb2.Instance:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.core.kernel import Ended, Tick
+from moonpool.core.kernel import Tick
 from moonpool.drive.rerun import journal_files, rerun
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
@@ -20,6 +20,11 @@ SEED = 20261122
 BT = LAYOUT.block_tokens
 ONE_BY_ONE = Runs(1)
 """Each step of decode is ordered by itself."""
+
+
+def some_seeds(often: int, most: int = 60) -> list[Any]:
+    """So many seeds from 1 on, and more of them where slow tests run."""
+    return [seed if seed <= often else pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, most + 1)]
 
 
 @dataclass
@@ -78,11 +83,6 @@ def decided(noted: list[Noted], *others: type) -> list[Noted]:
     return [one for one in noted if not isinstance(one.event, (Tick, *others)) or one.actions]
 
 
-def ends(noted: list[Noted]) -> dict[int, tuple[float, Any]]:
-    """When the I/O of each number ended, and how."""
-    return {one.event.io: (one.now, one.event.result) for one in noted if isinstance(one.event, Ended)}
-
-
 def plain(value: Any) -> Any:
     """A value to compare: what the shell measures in nanoseconds is about what the simulator has."""
     if isinstance(value, float):
@@ -95,10 +95,10 @@ def plain(value: Any) -> Any:
 
 
 def assert_same(found: list[Noted], expected: list[Noted]) -> None:
-    """The same kinds of events at the same microseconds, and the same actions."""
+    """The same kinds of events at the same picoseconds, and the same actions."""
     for number, (one, other) in enumerate(zip(found, expected, strict=False)):
         where = f"event {number} at {other.now}: {other.event}"
         assert type(one.event) is type(other.event), where
-        assert one.now == pytest.approx(other.now, abs=1e-6), where
+        assert one.now == other.now, where
         assert [plain(action) for action in one.actions] == [plain(action) for action in other.actions], where
     assert len(found) == len(expected)

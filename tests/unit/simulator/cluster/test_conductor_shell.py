@@ -60,7 +60,7 @@ from tests.unit.simulator.cluster.asked import Asked, Coming, asked
 from tests.unit.simulator.cluster.instances import Heard, InProcess, Instances
 from tests.unit.simulator.cluster.rig import PROFILE
 from tests.unit.simulator.cluster.scripts import BT, SEED, Noted, assert_same, decided, journalled, requests
-from tests.unit.simulator.cluster.virtual_loop import VirtualLoop, run_virtually
+from tests.unit.simulator.cluster.virtual_loop import run_virtually, virtual_loop
 
 TINY = Path(moonpool.bundled.__file__).parent / "tiny"
 LAYOUT = KVLayout(layers=4, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
@@ -172,19 +172,20 @@ def settings_of(config: ClusterConfig, journal: Path) -> ConductorConfig:
 
 async def play(config: ClusterConfig, script: Script, journal: Path) -> None:
     """Tells the shell what comes from outside; the rest happens by itself."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, VirtualLoop)
+    loop = virtual_loop()
     settings, channels = settings_of(config, journal), InProcess(script.noted)
     parts = settings, CHECKPOINT, channels, Recorder("conductor-0", None), Metrics(settings.service())
     clients: dict[int, Client] = {}
+    at_once = loop.create_future()
+    at_once.set_result(None)
     async with assembled(*parts, loop.time) as servicer:
         instances = Instances(servicer, script.noted, channels, script.comings, MODEL)
         timed = [*((noted.now, noted.event) for noted in script.noted), *script.again]
         for now, event in sorted(timed, key=lambda it: it[0]):
-            await asyncio.sleep(now - loop.time())
+            await loop.until(ps(now))
             if isinstance(event, Arrived):
                 ask = event.ask
-                loop.jobs.extend([now] * (1 if ask.resumed is None else 2))  # hashing; spelling what there is
+                loop.jobs.extend([at_once] * (1 if ask.resumed is None else 2))  # hashing; spelling what there is
                 clients[ask.number] = Client(servicer, script.comings[ask.number], now)
             elif isinstance(event, Coming):
                 clients[event.ask.number] = Client(servicer, event, now, clients[event.ask.number])

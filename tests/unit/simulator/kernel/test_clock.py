@@ -1,9 +1,11 @@
 """Virtual time: events happen in the order of their times, equal times in the order of making."""
 
+from math import inf, nextafter
+
 import pytest
 
 from simulator.kernel.calls import CallDelays, Calls
-from simulator.kernel.clock import PS, World, ps
+from simulator.kernel.clock import PS, World, not_before, ps
 from simulator.kernel.disks import Disk
 
 
@@ -78,3 +80,11 @@ def test_calls_are_dropped_and_late() -> None:
 
 def test_picoseconds() -> None:
     assert ps(1.5) == 3 * PS // 2
+
+
+def test_seconds_that_no_picosecond_is_equal_to_are_over_with_the_next_one() -> None:
+    for number in range(1, 2000):
+        at = number * 7919 * 10**6 + number
+        assert not_before(at / PS) == at
+        assert not_before(nextafter(at / PS, 0.0)) == at
+        assert not_before(nextafter(at / PS, inf)) == at + 1
