@@ -5,6 +5,7 @@ Times are whole picoseconds, so that sums of many steps are exact: k steps at on
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 from typing import Any
 
 PS = 10**12
@@ -54,8 +55,8 @@ class World:
 
     def run(self, until: int | None = None) -> None:
         """Lets events happen until there are none, or none before or at `until`."""
-        heap = self._heap
-        while heap and (until is None or heap[0][0] <= until):
+        heap, last = self._heap, inf if until is None else until
+        while heap and heap[0][0] <= last:
             self.now, _, _, target, event = heappop(heap)
             self.events += 1
             target(event)

@@ -94,34 +94,43 @@ class Network:
     ) -> Flow:
         """Starts a flow; `done` is called when its last byte has arrived. No bytes arrive at once, as an event."""
         self._made += 1
-        flow = Flow(self._made, tuple(path), nbytes, priority, done, float(nbytes), self._world.now)
+        now = self._world.now
+        flow = Flow(self._made, tuple(path), nbytes, priority, done, float(nbytes), now)
         self.flows[flow.number] = flow
         if nbytes:
-            if self._deals:
-                self._set_rate(flow, min([link.unused for link in flow.path]))
-            for link in flow.path:
-                link.flows[flow.number] = flow
-            self._share(flow.path)
+            self._enter(flow)
         else:
-            flow.end = flow.looked_at = self._world.now
-            self._world.at(self._world.now, self._look, flow)
+            flow.end = now
+            self._look_at(flow, now)
         return flow
 
     def cancel(self, flow: Flow) -> None:
         """Ends a flow early; `done` is not called. One that has ended is left as it is."""
-        if self._forget(flow):
+        if flow.number in self.flows:
+            self._leave(flow)
             self._share(flow.path)
 
     @property
     def _deals(self) -> bool:
         return len(self.flows) > self._many
 
-    def _forget(self, flow: Flow) -> bool:
-        if self.flows.pop(flow.number, None) is None:
-            return False
+    def _enter(self, flow: Flow) -> None:
+        deals = self._deals
+        if deals:
+            self._set_rate(flow, min([link.unused for link in flow.path]))
+        alone = not (deals or self._changed)
+        for link in flow.path:
+            alone = alone and not link.flows
+            link.flows[flow.number] = flow
+        if alone:  # most are
+            self._set_rate(flow, min([link.bytes_per_s for link in flow.path]))
+        else:
+            self._share(flow.path)
+
+    def _leave(self, flow: Flow) -> None:
+        del self.flows[flow.number]
         for link in flow.path:
             link.flows.pop(flow.number, None)
-        return True
 
     def _look(self, flow: Flow) -> None:
         """Ends a flow whose last byte has arrived; its rate may have changed since this was planned."""
@@ -134,7 +143,7 @@ class Network:
         if flow.end > now:
             self._look_at(flow, flow.end)
             return
-        self._forget(flow)
+        self._leave(flow)
         for link in flow.path:
             link.carried += flow.nbytes
         if flow.nbytes:
@@ -144,7 +153,10 @@ class Network:
     def _share(self, path: Sequence[Link]) -> None:
         """Something has changed on these links."""
         if not self._deals and not self._changed:
-            self._deal(path)
+            for link in path:
+                if link.flows:
+                    self._deal(path)
+                    return
             return
         if not self._changed:
             self._world.after(_DEAL, self._deal_changed)
@@ -164,12 +176,12 @@ class Network:
 
     def _set_rate(self, flow: Flow, rate: float) -> None:
         now = self._world.now
-        flow.left = max(0.0, flow.left - flow.rate * (now - flow.since) / PS)
+        if now != flow.since:
+            flow.left = max(0.0, flow.left - flow.rate * (now - flow.since) / PS)
         flow.since, flow.rate = now, rate
-        flow.end = now + ceil(flow.left / rate * PS) if rate > 0 else None
-        soon = _DEAL if self._deals else 0
-        if flow.end is not None and (flow.looked_at is None or flow.end + soon < flow.looked_at):
-            self._look_at(flow, flow.end)
+        flow.end = end = now + ceil(flow.left / rate * PS) if rate > 0 else None
+        if end is not None and (flow.looked_at is None or end + (_DEAL if self._deals else 0) < flow.looked_at):
+            self._look_at(flow, end)
 
     def _look_at(self, flow: Flow, when: int) -> None:
         flow.looked_at = when
@@ -178,8 +190,6 @@ class Network:
 
 def _connected(path: Sequence[Link]) -> list[Flow]:
     """All flows that share links with these links, directly or through others, in the order of their beginnings."""
-    if (alone := _alone(path)) is not None:
-        return alone
     links, found = dict.fromkeys(path), dict[int, Flow]()
     waiting = list(links)
     while waiting:
@@ -191,18 +201,6 @@ def _connected(path: Sequence[Link]) -> list[Flow]:
                         links[link] = None
                         waiting.append(link)
     return [found[number] for number in sorted(found)]
-
-
-def _alone(path: Sequence[Link]) -> list[Flow] | None:
-    """The flows on these links in the order of their beginnings, where all of them cross just these; else None."""
-    flows = path[0].flows
-    for link in path:
-        if len(link.flows) != len(flows):
-            return None
-    for flow in flows.values():
-        if flow.path != path:
-            return None
-    return list(flows.values())
 
 
 def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
