@@ -4,7 +4,6 @@ A step's layers take equal shares of its time. Each stage has consecutive layers
 many steps are under way as there are stages. Steps end in their order, also those that are given up.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,7 +49,7 @@ class Pipeline:
         company: Company,
     ) -> None:
         self._world, self._layers = world, layers
-        self._ends = [end for _, end in stage_ranges(layers, stages)]
+        self._ends = [end for begin, end in stage_ranges(layers, stages) for _ in range(begin, end)]  # by layer
         self._layer_done, self._over = layer_done, over
         self._steps: list[Step] = []
         self._member = company.joins(lambda: None)  # its pace is looked at with each layer
@@ -98,9 +97,9 @@ class Pipeline:
         return not step.computing and (step.aborted or step.done == self._layers)
 
     def _may_compute(self, step: Step, left: int) -> bool:
-        if step.computing or step.aborted or not step.done <= min(step.gate, self._layers - 1):
+        if step.computing or step.aborted or step.done > step.gate or step.done == self._layers:
             return False
-        return left >= self._ends[bisect_right(self._ends, step.done)]
+        return left >= self._ends[step.done]
 
     def _compute(self, step: Step) -> None:
         step.computing = True

@@ -226,8 +226,10 @@ class PrefillInstance:
 
     def _perform(self, action: actions.Action) -> None:
         match action:
-            case actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
-                self._transfer(action)  # first, as most are these
+            case actions.SendSlices():  # first, as most are these
+                self._send(action)
+            case actions.OpenTransfer() | actions.AwaitVerdict():
+                self._transfer(action)
             case actions.RunStep():
                 self._begin(action)
             case actions.OpenGate(step, layer):
@@ -305,17 +307,13 @@ class PrefillInstance:
 
     # Transfers
 
-    def _transfer(self, action: actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict) -> None:
-        prompt, io, moving = self._prompts[action.job], action.io, self._moving
-        assert prompt.target is not None
-        moving[io] = None
-        match action:
-            case actions.SendSlices():
-                self._send(action, prompt, prompt.target)
-            case actions.OpenTransfer():
-                self._calls.send(lambda: self._open(action, prompt, moving), reliable=True)
-            case actions.AwaitVerdict():
-                self._whole(action, prompt.target, moving)
+    def _transfer(self, action: actions.OpenTransfer | actions.AwaitVerdict) -> None:
+        prompt, moving = self._prompts[action.job], self._moving
+        moving[action.io] = None
+        if isinstance(action, actions.OpenTransfer):
+            self._calls.send(lambda: self._open(action, prompt, moving), reliable=True)
+        else:
+            self._whole(action, prompt.target, moving)
 
     def _whole(self, order: actions.AwaitVerdict, target: Target | None, moving: dict[int, Flow | None]) -> None:
         """Decode has all of a transfer, unless that was given up before, or the instance was lost."""
@@ -343,16 +341,18 @@ class PrefillInstance:
             self._opened[order.job] = prompt.target
         self._moved(moving, order.io, events.Failed() if prompt.to is None else events.Done())
 
-    def _send(self, action: actions.SendSlices, prompt: Prompt, target: Target) -> None:
-        nbytes, begun = sum([self._bytes(piece, prompt) for piece in action.pieces]), self._world.now
-        assert prompt.to is not None
-        moving = self._moving
+    def _send(self, action: actions.SendSlices) -> None:
+        prompt, io, begun, moving = self._prompts[action.job], action.io, self._world.now, self._moving
+        link, target = prompt.to, prompt.target
+        assert link is not None
+        assert target is not None
+        nbytes = sum([self._bytes(piece, prompt) for piece in action.pieces])
 
         def sent() -> None:
             self._peers.heard(target)
-            self._moved(moving, action.io, events.SlicesSent(nbytes, (self._world.now - begun) / PS))
+            self._moved(moving, io, events.SlicesSent(nbytes, (self._world.now - begun) / PS))
 
-        moving[action.io] = self._network.send([self.sends, prompt.to], nbytes, sent)
+        moving[io] = self._network.send((self.sends, link), nbytes, sent)
 
     def _bytes(self, piece: actions.Piece, prompt: Prompt) -> int:
         """Of the tokens in the blocks; the last block of a prompt may be part-filled."""

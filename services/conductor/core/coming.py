@@ -64,9 +64,10 @@ class Coming:
 
     def reported(self, instance: str) -> None:
         """An instance has reported its load."""
-        for one in self._computed.get(instance, ()):
-            one.reports += 1
-        self._keep(instance, lambda one: one.reports < REPORTS)
+        if instance in self._computed:
+            for one in self._computed[instance]:
+                one.reports += 1
+            self._keep(instance, lambda one: one.reports < REPORTS)
 
     def lost(self, instance: str) -> None:
         """Nothing is known of what an instance holds any more."""

@@ -7,7 +7,7 @@ from itertools import islice
 from moonpool.core.digest import digest_of
 from moonpool.core.draws import draw_below
 from moonpool.core.fair import Place
-from moonpool.cost import Speeds, prefill_seconds
+from moonpool.cost import Speeds, prefill_seconds, work_of, work_seconds
 from moonpool.frozen import frozen
 from services.conductor.core.candidates import Candidates, Limit, Policy
 from services.conductor.core.coming import Coming, with_coming
@@ -25,6 +25,9 @@ from services.conductor.core.vigil import Vigil
 CLASS_WIDTH = 1.1
 TYPICAL_TOKENS = 2048
 """Of the prompt by which an instance's quickness is judged."""
+TYPICAL = work_of(TYPICAL_TOKENS, 0)
+LONG_END = work_of(512, 16384)
+"""The end of a long prompt."""
 LOAD_BYTES = 1 << 28
 """Loads are compared by the seconds that so much KV takes."""
 
@@ -108,7 +111,7 @@ class Prefill:
             return
         self.load, self.told_at = load, now
         if load.speeds is not None:
-            seconds, idle = prefill_seconds(load.speeds, TYPICAL_TOKENS, 0), not load.running + load.waiting
+            seconds, idle = work_seconds(load.speeds, *TYPICAL), not load.running + load.waiting
             self.learnt.told(self.vigil.hear(load.speeds, seconds, now, slow_factor, idle=idle))
         if load.drain_s is None:
             return
@@ -348,4 +351,4 @@ class TypicalSeconds:
 
     def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
         load_s = LOAD_BYTES / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0
-        return prefill_seconds(speeds, TYPICAL_TOKENS, 0), prefill_seconds(speeds, 512, 16384), load_s
+        return work_seconds(speeds, *TYPICAL), work_seconds(speeds, *LONG_END), load_s
