@@ -229,7 +229,10 @@ def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, floa
     crowds: dict[Link, list[Flow]] = {}
     for flow in flows:
         for link in flow.path:
-            crowds.setdefault(link, []).append(flow)
+            if (crowd := crowds.get(link)) is None:
+                crowds[link] = [flow]
+            else:
+                crowd.append(flow)
     counts = {link: len(crowd) for link, crowd in crowds.items()}
     heap = [(spare[link] / count, place, link) for place, (link, count) in enumerate(counts.items())]
     heapify(heap)
