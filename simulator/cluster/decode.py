@@ -165,8 +165,8 @@ class DecodeInstance:
 
     def heard(self, transfer: int) -> None:
         """Some of the prompt's KV has come."""
-        member, now = self._wanted(transfer), self._world.now
-        if member is not None and now - member.heard_at >= self._heard_gap:
+        member, now = self._sequences.get(transfer), self._world.now
+        if member is not None and now - member.heard_at >= self._heard_gap and not member.why:
             member.heard_at = now
             self._tell(Heard(transfer))
 

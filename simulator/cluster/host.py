@@ -52,7 +52,7 @@ class Host(Generic[E, A]):
             return
         self._draining = True
         while events:
-            event, now = events.popleft(), self._world.seconds
+            event, now = events.popleft(), self._world.now / PS
             actions: list[A] = []
             self.core.handle(now, event, actions)
             if self.heard is not None:

@@ -82,8 +82,8 @@ class Pipeline:
         self._member.computes(False)
 
     def _go_on(self) -> None:
-        while self._steps and self._has_ended(self._steps[0]):
-            step = self._steps.pop(0)
+        while self._steps and not (step := self._steps[0]).computing and (step.aborted or step.done == self._layers):
+            del self._steps[0]
             self._over(step.io, step.done < self._layers, (step.duration + step.late) / PS)
         left = self._layers  # layers that all steps ahead have left behind
         for step in self._steps:
@@ -92,9 +92,6 @@ class Pipeline:
             left = min(left, step.done if step.computing or not step.aborted else self._layers)
         if not self._steps:
             self._member.computes(False)
-
-    def _has_ended(self, step: Step) -> bool:
-        return not step.computing and (step.aborted or step.done == self._layers)
 
     def _may_compute(self, step: Step, left: int) -> bool:
         if step.computing or step.aborted or step.done > step.gate or step.done == self._layers:

@@ -346,7 +346,7 @@ class PrefillInstance:
         link, target = prompt.to, prompt.target
         assert link is not None
         assert target is not None
-        nbytes = sum([self._bytes(piece, prompt) for piece in action.pieces])
+        nbytes = self._bytes(action.pieces, prompt.sequence.tokens)
 
         def sent() -> None:
             self._peers.heard(target)
@@ -354,11 +354,13 @@ class PrefillInstance:
 
         moving[io] = self._network.send((self.sends, link), nbytes, sent)
 
-    def _bytes(self, piece: actions.Piece, prompt: Prompt) -> int:
+    def _bytes(self, pieces: Iterable[actions.Piece], tokens: int) -> int:
         """Of the tokens in the blocks; the last block of a prompt may be part-filled."""
-        size = self._config.block_tokens
-        tokens = min(prompt.sequence.tokens, (piece.first + len(piece.blocks)) * size) - piece.first * size
-        return tokens * self._settings.slice_bytes // size
+        size, slice_bytes, nbytes = self._config.block_tokens, self._settings.slice_bytes, 0
+        for piece in pieces:
+            begin, end = piece.first * size, (piece.first + len(piece.blocks)) * size
+            nbytes += (min(tokens, end) - begin) * slice_bytes // size
+        return nbytes
 
 
 def _refusal(refused: actions.Refuse) -> Failure:

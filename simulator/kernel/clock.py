@@ -51,7 +51,9 @@ class World:
 
     def after(self, delay: int, target: Target, event: Any = None) -> None:
         """Hands `event` to `target` after a number of picoseconds."""
-        self.at(self.now + delay, target, event)
+        assert delay >= 0, "an event lies in the past"
+        self._made += 1
+        heappush(self._heap, (self.now + delay, True, self._made, target, event))
 
     def run(self, until: int | None = None) -> None:
         """Lets events happen until there are none, or none before or at `until`."""

@@ -111,11 +111,12 @@ class Network:
             self._share(flow.path)
 
     @property
-    def _deals(self) -> bool:
-        return len(self.flows) > self._many
+    def _soon(self) -> int:
+        """A flow that ends earlier by so little is not looked at anew."""
+        return _DEAL if len(self.flows) > self._many else 0
 
     def _enter(self, flow: Flow) -> None:
-        deals = self._deals
+        deals = len(self.flows) > self._many
         if deals:
             self._set_rate(flow, min([link.unused for link in flow.path]))
         alone = not (deals or self._changed)
@@ -152,7 +153,7 @@ class Network:
 
     def _share(self, path: Sequence[Link]) -> None:
         """Something has changed on these links."""
-        if not self._deals and not self._changed:
+        if not self._changed and len(self.flows) <= self._many:
             for link in path:
                 if link.flows:
                     self._deal(path)
@@ -180,8 +181,9 @@ class Network:
             flow.left = max(0.0, flow.left - flow.rate * (now - flow.since) / PS)
         flow.since, flow.rate = now, rate
         flow.end = end = now + ceil(flow.left / rate * PS) if rate > 0 else None
-        if end is not None and (flow.looked_at is None or end + (_DEAL if self._deals else 0) < flow.looked_at):
-            self._look_at(flow, end)
+        if end is not None and (flow.looked_at is None or end + self._soon < flow.looked_at):
+            flow.looked_at = end
+            self._world.at(end, self._look, flow)
 
     def _look_at(self, flow: Flow, when: int) -> None:
         flow.looked_at = when

@@ -282,7 +282,7 @@ class State:
             self.drop(table)
         for number in _jobs_of(flight):
             job = self.jobs.get(number)
-            if job is not None:
+            if job is not None and job.settling:
                 job.settling.discard(io)
         return flight
 

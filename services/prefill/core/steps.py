@@ -50,6 +50,11 @@ class Steps:
         self.idle_since = 0.0
 
     @property
+    def full(self) -> bool:
+        """Whether `stages` steps are in flight."""
+        return len(self._flights) >= self._state.settings.stages
+
+    @property
     def in_flight(self) -> list[int]:
         """Steps that the engine has, in their order."""
         return list(self._flights)
@@ -59,7 +64,7 @@ class Steps:
     def plan(self) -> bool:
         """Starts the next step; False when nothing can be computed now, or `stages` steps are in flight."""
         self.plan_at = None
-        if len(self._flights) >= self._state.settings.stages or not self._state.started:
+        if self.full or not self._state.started:
             return False
         shares = self._shares()
         if not shares:
