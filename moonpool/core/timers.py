@@ -58,6 +58,8 @@ class Timers(Generic[K]):
 
     def pop_due(self, now: float) -> K | None:
         """Takes the earliest deadline that is not after `now`; None when none is over."""
+        if not self._heap or self._heap[0][0] > now:
+            return None
         at = self.next()
         if at is None or at > now:
             return None

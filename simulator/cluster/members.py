@@ -5,6 +5,7 @@ One without news says nothing: that it is alive is known here.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from moonpool.kv.changes import KeyChanges, NetChanges
 from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
@@ -72,7 +73,7 @@ class Member:
             return
         keys, report = self._news_of_keys(), Reported(self._name, self._load())
         news: list[Event] = [report] if keys is None else [keys, report]
-        self._wire.send(lambda: self._arrive(news), reliable=True)
+        self._wire.send(partial(self._arrive, news), reliable=True)
 
     def _arrive(self, news: list[Event]) -> None:
         for event in news:

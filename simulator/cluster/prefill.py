@@ -222,6 +222,12 @@ class PrefillInstance:
     def _over(self, io: int, aborted: bool, seconds: float) -> None:
         self._tell(Ended(io, events.StepEnded(aborted, seconds)))
 
+    def _steer(self, order: actions.OpenGate | actions.AbortStep) -> None:
+        if isinstance(order, actions.OpenGate):
+            self._pipeline.open_gate(order.step, order.layer)
+        else:
+            self._pipeline.abort(order.step)
+
     # The core's actions
 
     def _perform(self, action: actions.Action) -> None:
@@ -232,10 +238,8 @@ class PrefillInstance:
                 self._transfer(action)
             case actions.RunStep():
                 self._begin(action)
-            case actions.OpenGate(step, layer):
-                self._pipeline.open_gate(step, layer)
-            case actions.AbortStep(step):
-                self._pipeline.abort(step)
+            case actions.OpenGate() | actions.AbortStep():
+                self._steer(action)
             case Cancel(io):
                 self._pipeline.abort(io)
                 self._loading.cancel(io)

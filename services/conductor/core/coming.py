@@ -60,7 +60,8 @@ class Coming:
 
     def told(self, instance: str, holds: Callable[[bytes], bool]) -> None:
         """An instance has told which blocks it holds."""
-        self._keep(instance, lambda one: not holds(one.marked[-1]))
+        if instance in self._computed:
+            self._keep(instance, lambda one: not holds(one.marked[-1]))
 
     def reported(self, instance: str) -> None:
         """An instance has reported its load."""
