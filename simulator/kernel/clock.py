@@ -25,18 +25,21 @@ class World:
 
     Attributes:
         now: picoseconds since the simulation began.
-        events: events that have happened.
     """
 
     def __init__(self) -> None:
         self.now = 0
-        self.events = 0
         self._heap: list[tuple[int, bool, int, Target, Any]] = []
         self._made = 0
 
     def __len__(self) -> int:
         """Events to come."""
         return len(self._heap)
+
+    @property
+    def events(self) -> int:
+        """Events that have happened."""
+        return self._made - len(self._heap)
 
     @property
     def seconds(self) -> float:
@@ -60,7 +63,6 @@ class World:
         heap, last = self._heap, inf if until is None else until
         while heap and heap[0][0] <= last:
             self.now, _, _, target, event = heappop(heap)
-            self.events += 1
             target(event)
         if until is not None:
             self.now = max(self.now, until)

@@ -110,11 +110,6 @@ class Network:
             self._leave(flow)
             self._share(flow.path)
 
-    @property
-    def _soon(self) -> int:
-        """A flow that ends earlier by so little is not looked at anew."""
-        return _DEAL if len(self.flows) > self._many else 0
-
     def _enter(self, flow: Flow) -> None:
         deals = len(self.flows) > self._many
         if deals:
@@ -181,7 +176,8 @@ class Network:
             flow.left = max(0.0, flow.left - flow.rate * (now - flow.since) / PS)
         flow.since, flow.rate = now, rate
         flow.end = end = now + ceil(flow.left / rate * PS) if rate > 0 else None
-        if end is not None and (flow.looked_at is None or end + self._soon < flow.looked_at):
+        soon = _DEAL if len(self.flows) > self._many else 0  # earlier by so little is not looked at anew
+        if end is not None and (flow.looked_at is None or end + soon < flow.looked_at):
             flow.looked_at = end
             self._world.at(end, self._look, flow)
 
@@ -213,16 +209,17 @@ def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
     rates: dict[int, float] = {}
     urgent = [flow for flow in flows if flow.priority is Priority.URGENT]
     if urgent:
-        _fill(urgent, spare, rates)
+        _fill(urgent, spare, rates, last=len(urgent) == len(flows))
     if len(urgent) < len(flows):
-        _fill([flow for flow in flows if flow.priority is not Priority.URGENT], spare, rates)
+        _fill([flow for flow in flows if flow.priority is not Priority.URGENT], spare, rates, last=True)
     return rates
 
 
-def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, float]) -> None:
+def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, float], *, last: bool) -> None:
     """Progressive filling: the link with the least per flow sets the rate of its flows; then the next one does.
 
     What is left per flow of a link only grows while others are filled, so an outdated entry of the heap is too small.
+    What they get is taken from what is spare, unless they are the `last`.
     """
     if len(flows) == 1:
         share = rates[flows[0].number] = min([spare[link] for link in flows[0].path])
@@ -246,6 +243,9 @@ def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, floa
             heappush(heap, (spare[link] / count, place, link))
         elif count:
             waiting -= count
+            if last and not waiting:
+                rates.update([(flow.number, share) for flow in crowds[link] if flow.number not in rates])
+                return
             for flow in crowds[link]:
                 if flow.number not in rates:
                     rates[flow.number] = share

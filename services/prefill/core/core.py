@@ -221,7 +221,7 @@ class PrefillCore:
             self.steps.plan_at = None
             return
         self.steps.overtake()
-        if self.steps.full and not self.loads.undecided and len(self.state.started) == len(self.state.jobs):
+        if self.steps.are_full() and not self.loads.undecided and len(self.state.started) == len(self.state.jobs):
             return  # as mostly
         self.steps.rest()
         self.loads.decide_again()

@@ -49,8 +49,7 @@ class Steps:
         self.done = 0
         self.idle_since = 0.0
 
-    @property
-    def full(self) -> bool:
+    def are_full(self) -> bool:
         """Whether `stages` steps are in flight."""
         return len(self._flights) >= self._state.settings.stages
 
@@ -64,7 +63,7 @@ class Steps:
     def plan(self) -> bool:
         """Starts the next step; False when nothing can be computed now, or `stages` steps are in flight."""
         self.plan_at = None
-        if self.full or not self._state.started:
+        if self.are_full() or not self._state.started:
             return False
         shares = self._shares()
         if not shares:
