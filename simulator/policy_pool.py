@@ -65,35 +65,41 @@ class Pool:
 
     def request(self, chain: Sequence[BlockKey]) -> int:
         """Reads a chain and stores its missing blocks, head first, making room block by block; returns its hits."""
-        held, parent = self._held, NO_PARENT
-        whole = held.issuperset(chain)
-        hits = len(chain) if whole else next(place for place, key in enumerate(chain) if key not in held)
+        held = self._held
+        if held.issuperset(chain):
+            hits, there = len(chain), chain
+            if chain:
+                self.policy.touched(chain)
+        else:
+            hits = next(place for place, key in enumerate(chain) if key not in held)
+            self._store(chain)
+            there = [key for key in chain if key in held]
         self.hits += hits
         self.references += len(chain)
-        here = list(chain) if whole else []
-        for key in () if whole else chain:
-            if key in held:
-                here.append(key)
-            else:
-                self._touch(here)
-                self._make_room()
-                self.policy.added(BlockInfo(key, parent, "", _FORMAT))
-                held.add(key)
-            parent = key
-        self._touch(here)
-        self.policy.arrived([key for key in chain if key in held])
+        self.policy.arrived(there)
         return hits
 
-    def _touch(self, here: list[BlockKey]) -> None:
+    def _store(self, chain: Sequence[BlockKey]) -> None:
+        held, policy, here = self._held, self.policy, list[BlockKey]()
+        for parent, key in zip((NO_PARENT, *chain), chain, strict=False):
+            if key in held:
+                here.append(key)
+                continue
+            if here:
+                policy.touched(here)
+                here = []
+            self._make_room()
+            policy.added(BlockInfo(key, parent, "", _FORMAT))
+            held.add(key)
         if here:
-            self.policy.touched(here)
-            here.clear()
+            policy.touched(here)
 
     def _make_room(self) -> None:
-        while self._capacity and len(self._held) >= self._capacity:
-            victim = next(iter(self.policy.candidates()))
-            self.policy.removed(victim)
-            self._held.remove(victim)
+        held, policy = self._held, self.policy
+        while self._capacity and len(held) >= self._capacity:
+            victim = next(policy.candidates())
+            policy.removed(victim)
+            held.remove(victim)
             if self._evicted is not None:
                 self._evicted(victim)
 

@@ -10,7 +10,7 @@ def draw_bits(seed: int, *counters: int) -> int:
     """64 random bits for these counters. The mixing is SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
     state = seed & _MASK
     for counter in (*counters, len(counters)):
-        state = (state + 0x9E3779B97F4A7C15 + (counter & _MASK) * 0xD1342543DE82EF95) & _MASK
+        state = (state + 0x9E3779B97F4A7C15 + counter * 0xD1342543DE82EF95) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31

@@ -11,10 +11,11 @@ K = TypeVar("K", bound=Hashable)
 _MIN_TO_SWEEP = 64
 
 
-def earliest(*deadlines: float | None) -> float | None:
-    """The first of some deadlines; None where there is none."""
-    known = [at for at in deadlines if at is not None]
-    return min(known) if known else None
+def earliest(one: float | None, other: float | None) -> float | None:
+    """The first of two deadlines; None where there is none."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
 
 
 class Timers(Generic[K]):
@@ -22,7 +23,7 @@ class Timers(Generic[K]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, K]] = []
-        self._valid: dict[K, tuple[float, int]] = {}
+        self._valid: dict[K, tuple[float, int, K]] = {}  # of the heap's entries those that count
         self._count = 0
 
     def __len__(self) -> int:
@@ -31,8 +32,8 @@ class Timers(Generic[K]):
     def set(self, key: K, at: float) -> None:
         """Sets or moves the deadline of `key`."""
         self._count += 1
-        self._valid[key] = at, self._count
-        heappush(self._heap, (at, self._count, key))
+        entry = self._valid[key] = at, self._count, key
+        heappush(self._heap, entry)
         if len(self._heap) > _MIN_TO_SWEEP and len(self._heap) > 2 * len(self._valid):
             self._sweep()
 
@@ -47,15 +48,18 @@ class Timers(Generic[K]):
 
     def next(self) -> float | None:
         """The earliest deadline; None without any."""
-        while self._heap:
-            at, count, key = self._heap[0]
-            if self._valid.get(key) == (at, count):
-                return at
-            heappop(self._heap)
+        heap, valid = self._heap, self._valid
+        while heap:
+            entry = heap[0]
+            if valid.get(entry[2]) is entry:
+                return entry[0]
+            heappop(heap)
         return None
 
     def pop_due(self, now: float) -> K | None:
         """Takes the earliest deadline that is not after `now`; None when none is over."""
+        if not self._heap or self._heap[0][0] > now:
+            return None
         at = self.next()
         if at is None or at > now:
             return None
@@ -65,8 +69,8 @@ class Timers(Generic[K]):
 
     def digest(self) -> bytes:
         """Hash of all deadlines."""
-        return digest_of(self._valid)
+        return digest_of({key: (at, count) for key, (at, count, _) in self._valid.items()})
 
     def _sweep(self) -> None:
-        self._heap = [entry for entry in self._heap if self._valid.get(entry[2]) == entry[:2]]
+        self._heap = [entry for entry in self._heap if self._valid.get(entry[2]) is entry]
         heapify(self._heap)

@@ -13,6 +13,7 @@ from moonpool.cost.predict import (
     pipelined_seconds,
     prefill_seconds,
     transfer_seconds,
+    work_of,
     work_seconds,
 )
 from moonpool.cost.regression import Regression
@@ -34,5 +35,6 @@ __all__ = [
     "pipelined_seconds",
     "prefill_seconds",
     "transfer_seconds",
+    "work_of",
     "work_seconds",
 ]

@@ -26,6 +26,11 @@ def attention_pairs(new_tokens: int, prefix_tokens: int) -> int:
     return new_tokens * prefix_tokens + new_tokens * (new_tokens + 1) // 2
 
 
+def work_of(new_tokens: int, prefix_tokens: int, steps: int = 1) -> PrefillWork:
+    """What computing `new_tokens` after `prefix_tokens` is."""
+    return PrefillWork(steps, new_tokens, attention_pairs(new_tokens, prefix_tokens), prefix_tokens)
+
+
 def prefill_seconds(
     speeds: Speeds, new_tokens: int, prefix_tokens: int, *, steps: int = 1, begins: bool = True
 ) -> float:

@@ -44,6 +44,7 @@ class Regression:
         "_leasts",
         "_noise",
         "_spreads",
+        "_squares",
         "_streak",
         "coefficients",
     )
@@ -61,6 +62,7 @@ class Regression:
         self.coefficients = self._firsts = tuple(coefficients)
         self._leasts = tuple([LEAST_SHARE * first for first in self._firsts])
         self._spreads = tuple(spreads)
+        self._squares = tuple([spread**2 for spread in self._spreads])
         self._common = common * common
         self._change, self._drift_share = change, drift
         self._least_s = least_s
@@ -97,8 +99,9 @@ class Regression:
             error = (seconds - predicted) / scale  # by which the coefficients are to grow
         else:
             error = min(max(error, -limit), limit)
-        self._noise += NOISE_WEIGHT * (1.25 * min(abs(error), 3.0 * self._noise) - self._noise)
-        self._noise = max(self._noise, LEAST_NOISE)
+        noise = self._noise
+        noise += NOISE_WEIGHT * (1.25 * min(abs(error), 3.0 * noise) - noise)
+        self._noise = max(noise, LEAST_NOISE)
         self._correct(along, variance, error)
 
     def _along(self, shares: list[float]) -> tuple[list[float], float]:
@@ -121,19 +124,20 @@ class Regression:
         What no measurement tells of does not become more uncertain than it was at first.
         """
         gain = [one / variance for one in along]
-        moved = zip(self.coefficients, gain, self._leasts, strict=True)
-        known = self.coefficients = tuple([max(least, one + by * error) for one, by, least in moved])
-        shared = self._drift_share * self._common
-        for at, (row, by, most) in enumerate(zip(self._covariance, gain, self._most(), strict=True)):
-            fades = shared * known[at]
-            row[:] = [cell - by * other + fades * one for cell, other, one in zip(row, along, known, strict=True)]
-            if row[at] < most:
-                row[at] += self._drift_share * most
+        moved = [one + error * by for one, by in zip(self.coefficients, gain)]  # noqa: B905 - strict ones take long
+        known = self.coefficients = tuple(map(max, self._leasts, moved))
+        shared, drift = self._drift_share * self._common, self._drift_share
+        covariance, most = self._covariance, self._most()
+        for at, by in enumerate(gain):
+            fades, cells = shared * known[at], zip(covariance[at], along, known)  # noqa: B905
+            covariance[at] = row = [cell - by * other + fades * one for cell, other, one in cells]
+            if row[at] < most[at]:
+                row[at] += drift * most[at]
 
     def _most(self) -> list[float]:
         """The largest variance of each coefficient by itself: as at the start, more where it has grown."""
-        known = zip(self._spreads, self.coefficients, self._firsts, strict=True)
-        return [(spread * (one / first) if one > first > 0.0 else spread) ** 2 for spread, one, first in known]
+        known = zip(self._spreads, self._squares, self.coefficients, self._firsts, strict=True)
+        return [(spread * (one / first)) ** 2 if one > first > 0.0 else square for spread, square, one, first in known]
 
     def _fresh(self) -> list[list[float]]:
         most, known = self._most(), self.coefficients

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 
 from moonpool.errors import InvalidRequest
+from moonpool.frozen import frozen
 from moonpool.kv.hashes import bind, slice_hash
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.layout import KVLayout
@@ -39,7 +40,7 @@ def block_format(namespace: bytes, layout: KVLayout) -> BlockFormat:
     return BlockFormat(namespace, layout)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@frozen
 class BlockInfo:
     """One block without its bytes.
 

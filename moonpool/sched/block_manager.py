@@ -144,10 +144,11 @@ class BlockManager:
             Whether the block has the key now.
         """
         assert self._refs[block] > 0, f"block {block} is not used"
-        assert self._key_of[block] in (None, key), f"block {block} has another key"
+        own = self._key_of[block]
+        assert own is None or own == key, f"block {block} has another key"
         if owner.transient or self._block_of.setdefault(key, block) != block:
             return False
-        if self._key_of[block] is None:
+        if own is None:
             self._key_of[block] = key
             self._owned[block] = owner.tenant, self.now
             self._note(key, now=self._stored, before=self._removed)

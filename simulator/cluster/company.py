@@ -22,7 +22,7 @@ class Company:
 
     def pace(self, member: int) -> float:
         """Times as long as alone that the work of one of them takes now."""
-        return self.slow if self._computing - {member} else 1.0
+        return self.slow if self.slow != 1.0 and self._computing - {member} else 1.0
 
     def note(self, member: int, *, computing: bool) -> None:
         """One of them computes, or does not any more."""

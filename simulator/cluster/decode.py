@@ -44,7 +44,7 @@ from simulator.kernel.links import Link, Network
 
 HEARD_PER_LEASE = 8
 """The core is told that a transfer lives so often in a lease, as in the service."""
-TELL_S = 1.0
+_TELL = ps(1.0)
 """The conductor is told of tokens with an answer's first and last one, and so often at least while things happen.
 
 The service tells it with each step. What the conductor makes of them, it makes of their times, which are told."""
@@ -165,8 +165,8 @@ class DecodeInstance:
 
     def heard(self, transfer: int) -> None:
         """Some of the prompt's KV has come."""
-        member, now = self._wanted(transfer), self._world.now
-        if member is not None and now - member.heard_at >= self._heard_gap:
+        member, now = self._sequences.get(transfer), self._world.now
+        if member is not None and now - member.heard_at >= self._heard_gap and not member.why:
             member.heard_at = now
             self._tell(Heard(transfer))
 
@@ -283,7 +283,7 @@ class DecodeInstance:
     def _tell(self, event: Event) -> None:
         self._settle()
         self.host.post(event)
-        if self._world.now - self._told_at >= ps(TELL_S):
+        if self._world.now - self._told_at >= _TELL:
             self._told_at = self._world.now
             self._say(self._sequences.values())
         self._note_keys()

@@ -2,10 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Generic, TypeVar
 
 from moonpool.core.kernel import Core, Tick
-from simulator.kernel.clock import World, not_before
+from simulator.kernel.clock import PS, World, not_before
 
 E = TypeVar("E")
 A = TypeVar("A")
@@ -35,19 +36,26 @@ class Host(Generic[E, A]):
         self._events: deque[E | Tick] = deque()
         self._draining = False
         self._armed: int | None = None
+        self._due = inf  # for which that is
         self.closed = False
 
     def post(self, event: E | Tick) -> None:
         """Hands an event to the core, after those posted before. After `close` it does nothing."""
         if self.closed:
             return
+        events = self._events
+        events.append(event)
         if self._draining:
-            self._events.append(event)
             return
         self._draining = True
-        self._handle(event)
-        while self._events:
-            self._handle(self._events.popleft())
+        while events:
+            event, now = events.popleft(), self._world.now / PS
+            actions: list[A] = []
+            self.core.handle(now, event, actions)
+            if self.heard is not None:
+                self.heard(now, event, actions)
+            for action in actions:
+                self._perform(action)
         self._draining = False
         self._arm()
 
@@ -56,28 +64,19 @@ class Host(Generic[E, A]):
         self.closed = True
         self._events.clear()
 
-    def _handle(self, event: E | Tick) -> None:
-        now = self._world.seconds
-        actions: list[A] = []
-        self.core.handle(now, event, actions)
-        if self.heard is not None:
-            self.heard(now, event, actions)
-        for action in actions:
-            self._perform(action)
-
     def _arm(self) -> None:
         due = None if self.closed else self.core.due()
-        if due is None:
+        if due is None or due >= self._due:
             return
         at = max(self._world.now, not_before(due))
         if self._armed is None or at < self._armed:
-            self._armed = at
+            self._armed, self._due = at, due
             self._world.at(at, self._tick, at)
 
     def _tick(self, at: int) -> None:
         if at != self._armed or self.closed:
             return
-        self._armed = None
+        self._armed, self._due = None, inf
         due = self.core.due()
         if due is not None and due <= self._world.seconds:
             self._before_tick()

@@ -5,6 +5,7 @@ One without news says nothing: that it is alive is known here.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from moonpool.kv.changes import KeyChanges, NetChanges
 from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
@@ -28,6 +29,9 @@ class Member:
         name, incarnation: of the instance.
         load: tells it now.
         gap: between two reports, picoseconds.
+
+    Attributes:
+        armed: it will tell of what changes now.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class Member:
         self._sequence = 1
         self._keys = NetChanges()
         self._gap, self._next_at = gap, 0
-        self._armed = False
+        self.armed = False
 
     def keys(self, changes: KeyChanges) -> None:
         """Keys have come and left; only what became of each in the end is told."""
@@ -54,8 +58,8 @@ class Member:
 
     def changed(self) -> None:
         """Load or keys are others now."""
-        if not self._armed:
-            self._armed = True
+        if not self.armed:
+            self.armed = True
             self._world.at(max(self._world.now + _FLUSH, self._next_at), self._tell)
 
     def lose(self) -> None:
@@ -63,13 +67,13 @@ class Member:
         self._wire.close()
 
     def _tell(self, _: None) -> None:
-        self._armed = False
+        self.armed = False
         self._next_at = self._world.now + self._gap
         if self._wire.closed:
             return
         keys, report = self._news_of_keys(), Reported(self._name, self._load())
         news: list[Event] = [report] if keys is None else [keys, report]
-        self._wire.send(lambda: self._arrive(news), reliable=True)
+        self._wire.send(partial(self._arrive, news), reliable=True)
 
     def _arrive(self, news: list[Event]) -> None:
         for event in news:
@@ -142,7 +146,7 @@ class Members:
     def changed(self, name: str) -> None:
         """Load or keys of an instance are others now."""
         member = self._members.get(name)
-        if member is not None:
+        if member is not None and not member.armed:
             member.changed()
 
     def facts(self, name: str, incarnation: int) -> InstanceFacts:

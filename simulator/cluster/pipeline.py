@@ -5,7 +5,6 @@ layers and computes one step at a time; so as many steps are under way as there 
 also those that are given up.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,7 +50,7 @@ class Pipeline:
         company: Company,
     ) -> None:
         self._world, self._layers = world, layers
-        self._ends = [end for _, end in stage_ranges(layers, stages)]
+        self._ends = [end for begin, end in stage_ranges(layers, stages) for _ in range(begin, end)]  # by layer
         self._layer_done, self._over = layer_done, over
         self._steps: list[Step] = []
         self._member = company.joins(lambda: None)  # its pace is looked at with each layer
@@ -84,8 +83,8 @@ class Pipeline:
         self._member.computes(False)
 
     def _go_on(self) -> None:
-        while self._steps and self._has_ended(self._steps[0]):
-            step = self._steps.pop(0)
+        while self._steps and not (step := self._steps[0]).computing and (step.aborted or step.done == self._layers):
+            del self._steps[0]
             self._over(step.io, step.done < self._layers, (step.duration + step.late) / PS)
         left = self._layers  # layers that all steps ahead have left behind
         for step in self._steps:
@@ -95,13 +94,10 @@ class Pipeline:
         if not self._steps:
             self._member.computes(False)
 
-    def _has_ended(self, step: Step) -> bool:
-        return not step.computing and (step.aborted or step.done == self._layers)
-
     def _may_compute(self, step: Step, left: int) -> bool:
-        if step.computing or step.aborted or not step.done <= min(step.gate, self._layers - 1):
+        if step.computing or step.aborted or step.done > step.gate or step.done == self._layers:
             return False
-        return left >= self._ends[bisect_right(self._ends, step.done)]
+        return left >= self._ends[step.done]
 
     def _compute(self, step: Step) -> None:
         step.computing = True

@@ -222,18 +222,24 @@ class PrefillInstance:
     def _over(self, io: int, aborted: bool, seconds: float) -> None:
         self._tell(Ended(io, events.StepEnded(aborted, seconds)))
 
+    def _steer(self, order: actions.OpenGate | actions.AbortStep) -> None:
+        if isinstance(order, actions.OpenGate):
+            self._pipeline.open_gate(order.step, order.layer)
+        else:
+            self._pipeline.abort(order.step)
+
     # The core's actions
 
     def _perform(self, action: actions.Action) -> None:
         match action:
-            case actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
-                self._transfer(action)  # first, as most are these
+            case actions.SendSlices():  # first, as most are these
+                self._send(action)
+            case actions.OpenTransfer() | actions.AwaitVerdict():
+                self._transfer(action)
             case actions.RunStep():
                 self._begin(action)
-            case actions.OpenGate(step, layer):
-                self._pipeline.open_gate(step, layer)
-            case actions.AbortStep(step):
-                self._pipeline.abort(step)
+            case actions.OpenGate() | actions.AbortStep():
+                self._steer(action)
             case Cancel(io):
                 self._pipeline.abort(io)
                 self._loading.cancel(io)
@@ -305,17 +311,13 @@ class PrefillInstance:
 
     # Transfers
 
-    def _transfer(self, action: actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict) -> None:
-        prompt, io, moving = self._prompts[action.job], action.io, self._moving
-        assert prompt.target is not None
-        moving[io] = None
-        match action:
-            case actions.SendSlices():
-                self._send(action, prompt, prompt.target)
-            case actions.OpenTransfer():
-                self._calls.send(lambda: self._open(action, prompt, moving), reliable=True)
-            case actions.AwaitVerdict():
-                self._whole(action, prompt.target, moving)
+    def _transfer(self, action: actions.OpenTransfer | actions.AwaitVerdict) -> None:
+        prompt, moving = self._prompts[action.job], self._moving
+        moving[action.io] = None
+        if isinstance(action, actions.OpenTransfer):
+            self._calls.send(lambda: self._open(action, prompt, moving), reliable=True)
+        else:
+            self._whole(action, prompt.target, moving)
 
     def _whole(self, order: actions.AwaitVerdict, target: Target | None, moving: dict[int, Flow | None]) -> None:
         """Decode has all of a transfer, unless that was given up before, or the instance was lost."""
@@ -343,22 +345,26 @@ class PrefillInstance:
             self._opened[order.job] = prompt.target
         self._moved(moving, order.io, events.Failed() if prompt.to is None else events.Done())
 
-    def _send(self, action: actions.SendSlices, prompt: Prompt, target: Target) -> None:
-        nbytes, begun = sum([self._bytes(piece, prompt) for piece in action.pieces]), self._world.now
-        assert prompt.to is not None
-        moving = self._moving
+    def _send(self, action: actions.SendSlices) -> None:
+        prompt, io, begun, moving = self._prompts[action.job], action.io, self._world.now, self._moving
+        link, target = prompt.to, prompt.target
+        assert link is not None
+        assert target is not None
+        nbytes = self._bytes(action.pieces, prompt.sequence.tokens)
 
         def sent() -> None:
             self._peers.heard(target)
-            self._moved(moving, action.io, events.SlicesSent(nbytes, (self._world.now - begun) / PS))
+            self._moved(moving, io, events.SlicesSent(nbytes, (self._world.now - begun) / PS))
 
-        moving[action.io] = self._network.send([self.sends, prompt.to], nbytes, sent)
+        moving[io] = self._network.send((self.sends, link), nbytes, sent)
 
-    def _bytes(self, piece: actions.Piece, prompt: Prompt) -> int:
+    def _bytes(self, pieces: Iterable[actions.Piece], tokens: int) -> int:
         """Of the tokens in the blocks; the last block of a prompt may be part-filled."""
-        size = self._config.block_tokens
-        tokens = min(prompt.sequence.tokens, (piece.first + len(piece.blocks)) * size) - piece.first * size
-        return tokens * self._settings.slice_bytes // size
+        size, slice_bytes, nbytes = self._config.block_tokens, self._settings.slice_bytes, 0
+        for piece in pieces:
+            begin, end = piece.first * size, (piece.first + len(piece.blocks)) * size
+            nbytes += (min(tokens, end) - begin) * slice_bytes // size
+        return nbytes
 
 
 def _refusal(refused: actions.Refuse) -> Failure:

@@ -156,11 +156,12 @@ class Store:
         """The blocks of a chain are in DRAM now and were used."""
         new = self._dram.lacking(keys)
         self._dram.request(keys)
-        left, self._left = self._dram.lacking(list(dict.fromkeys(self._left))), []
-        stored = [key for key in new if self._has(key)]
-        gone = [key for key in left if key not in self._ssd]
+        left, self._left, ssd = self._dram.lacking(list(dict.fromkeys(self._left))), [], self._ssd
+        lost = set(self._lacking(new)) if left else ()
+        stored = [key for key in new if key not in lost]
+        gone = [key for key in left if key not in ssd] if ssd else left
         if stored or left:
-            self._on_keys(KeyChanges(stored, gone, [key for key in left if key in self._ssd]))
+            self._on_keys(KeyChanges(stored, gone, [key for key in left if key in ssd] if ssd else ()))
 
     def _left_dram(self, key: BlockKey) -> None:
         self._left.append(key)

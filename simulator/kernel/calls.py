@@ -63,14 +63,15 @@ class Calls:
         """When a message that is sent now arrives, picoseconds; None when it is lost."""
         self.sent += 1
         delays = self._delays
-        fate = draw_unit(self._seed, self.sent, 1) if self._faulty else 1.0
-        if fate < delays.drop_share and not reliable:
-            self.dropped += 1
-            return None
         delay = delays.least_s + exponential(delays.more_s, self._seed, self.sent, 2)
-        if delays.drop_share <= fate < delays.drop_share + delays.late_share:
-            self.late += 1
-            delay += delays.late_s
+        if self._faulty:
+            fate = draw_unit(self._seed, self.sent, 1)
+            if fate < delays.drop_share and not reliable:
+                self.dropped += 1
+                return None
+            if delays.drop_share <= fate < delays.drop_share + delays.late_share:
+                self.late += 1
+                delay += delays.late_s
         return self.world.now + ps(delay)
 
 

@@ -5,6 +5,7 @@ Times are whole picoseconds, so that sums of many steps are exact: k steps at on
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 from typing import Any
 
 PS = 10**12
@@ -30,18 +31,21 @@ class World:
 
     Attributes:
         now: picoseconds since the simulation began.
-        events: events that have happened.
     """
 
     def __init__(self) -> None:
         self.now = 0
-        self.events = 0
         self._heap: list[tuple[int, bool, int, Target, Any]] = []
         self._made = 0
 
     def __len__(self) -> int:
         """Events to come."""
         return len(self._heap)
+
+    @property
+    def events(self) -> int:
+        """Events that have happened."""
+        return self._made - len(self._heap)
 
     @property
     def seconds(self) -> float:
@@ -56,14 +60,15 @@ class World:
 
     def after(self, delay: int, target: Target, event: Any = None) -> None:
         """Hands `event` to `target` after a number of picoseconds."""
-        self.at(self.now + delay, target, event)
+        assert delay >= 0, "an event lies in the past"
+        self._made += 1
+        heappush(self._heap, (self.now + delay, True, self._made, target, event))
 
     def run(self, until: int | None = None) -> None:
         """Lets events happen until there are none, or none before or at `until`."""
-        heap = self._heap
-        while heap and (until is None or heap[0][0] <= until):
+        heap, last = self._heap, inf if until is None else until
+        while heap and heap[0][0] <= last:
             self.now, _, _, target, event = heappop(heap)
-            self.events += 1
             target(event)
         if until is not None:
             self.now = max(self.now, until)

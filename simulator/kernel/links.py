@@ -94,34 +94,39 @@ class Network:
     ) -> Flow:
         """Starts a flow; `done` is called when its last byte has arrived. No bytes arrive at once, as an event."""
         self._made += 1
-        flow = Flow(self._made, tuple(path), nbytes, priority, done, float(nbytes), self._world.now)
+        now = self._world.now
+        flow = Flow(self._made, tuple(path), nbytes, priority, done, float(nbytes), now)
         self.flows[flow.number] = flow
         if nbytes:
-            if self._deals:
-                self._set_rate(flow, min([link.unused for link in flow.path]))
-            for link in flow.path:
-                link.flows[flow.number] = flow
-            self._share(flow.path)
+            self._enter(flow)
         else:
-            flow.end = flow.looked_at = self._world.now
-            self._world.at(self._world.now, self._look, flow)
+            flow.end = now
+            self._look_at(flow, now)
         return flow
 
     def cancel(self, flow: Flow) -> None:
         """Ends a flow early; `done` is not called. One that has ended is left as it is."""
-        if self._forget(flow):
+        if flow.number in self.flows:
+            self._leave(flow)
             self._share(flow.path)
 
-    @property
-    def _deals(self) -> bool:
-        return len(self.flows) > self._many
+    def _enter(self, flow: Flow) -> None:
+        deals = len(self.flows) > self._many
+        if deals:
+            self._set_rate(flow, min([link.unused for link in flow.path]))
+        alone = not (deals or self._changed)
+        for link in flow.path:
+            alone = alone and not link.flows
+            link.flows[flow.number] = flow
+        if alone:  # most are
+            self._set_rate(flow, min([link.bytes_per_s for link in flow.path]))
+        else:
+            self._share(flow.path)
 
-    def _forget(self, flow: Flow) -> bool:
-        if self.flows.pop(flow.number, None) is None:
-            return False
+    def _leave(self, flow: Flow) -> None:
+        del self.flows[flow.number]
         for link in flow.path:
             link.flows.pop(flow.number, None)
-        return True
 
     def _look(self, flow: Flow) -> None:
         """Ends a flow whose last byte has arrived; its rate may have changed since this was planned."""
@@ -134,7 +139,7 @@ class Network:
         if flow.end > now:
             self._look_at(flow, flow.end)
             return
-        self._forget(flow)
+        self._leave(flow)
         for link in flow.path:
             link.carried += flow.nbytes
         if flow.nbytes:
@@ -143,8 +148,11 @@ class Network:
 
     def _share(self, path: Sequence[Link]) -> None:
         """Something has changed on these links."""
-        if not self._deals and not self._changed:
-            self._deal(path)
+        if not self._changed and len(self.flows) <= self._many:
+            for link in path:
+                if link.flows:
+                    self._deal(path)
+                    return
             return
         if not self._changed:
             self._world.after(_DEAL, self._deal_changed)
@@ -164,12 +172,14 @@ class Network:
 
     def _set_rate(self, flow: Flow, rate: float) -> None:
         now = self._world.now
-        flow.left = max(0.0, flow.left - flow.rate * (now - flow.since) / PS)
+        if now != flow.since:
+            flow.left = max(0.0, flow.left - flow.rate * (now - flow.since) / PS)
         flow.since, flow.rate = now, rate
-        flow.end = now + ceil(flow.left / rate * PS) if rate > 0 else None
-        soon = _DEAL if self._deals else 0
-        if flow.end is not None and (flow.looked_at is None or flow.end + soon < flow.looked_at):
-            self._look_at(flow, flow.end)
+        flow.end = end = now + ceil(flow.left / rate * PS) if rate > 0 else None
+        soon = _DEAL if len(self.flows) > self._many else 0  # earlier by so little is not looked at anew
+        if end is not None and (flow.looked_at is None or end + soon < flow.looked_at):
+            flow.looked_at = end
+            self._world.at(end, self._look, flow)
 
     def _look_at(self, flow: Flow, when: int) -> None:
         flow.looked_at = when
@@ -178,8 +188,6 @@ class Network:
 
 def _connected(path: Sequence[Link]) -> list[Flow]:
     """All flows that share links with these links, directly or through others, in the order of their beginnings."""
-    if (alone := _alone(path)) is not None:
-        return alone
     links, found = dict.fromkeys(path), dict[int, Flow]()
     waiting = list(links)
     while waiting:
@@ -193,18 +201,6 @@ def _connected(path: Sequence[Link]) -> list[Flow]:
     return [found[number] for number in sorted(found)]
 
 
-def _alone(path: Sequence[Link]) -> list[Flow] | None:
-    """The flows on these links in the order of their beginnings, where all of them cross just these; else None."""
-    flows = path[0].flows
-    for link in path:
-        if len(link.flows) != len(flows):
-            return None
-    for flow in flows.values():
-        if flow.path != path:
-            return None
-    return list(flows.values())
-
-
 def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
     """The rate of each flow by number, bytes per second: max-min fair, urgent ones first."""
     if len(flows) == 1:
@@ -213,16 +209,17 @@ def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
     rates: dict[int, float] = {}
     urgent = [flow for flow in flows if flow.priority is Priority.URGENT]
     if urgent:
-        _fill(urgent, spare, rates)
+        _fill(urgent, spare, rates, last=len(urgent) == len(flows))
     if len(urgent) < len(flows):
-        _fill([flow for flow in flows if flow.priority is not Priority.URGENT], spare, rates)
+        _fill([flow for flow in flows if flow.priority is not Priority.URGENT], spare, rates, last=True)
     return rates
 
 
-def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, float]) -> None:
+def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, float], *, last: bool) -> None:
     """Progressive filling: the link with the least per flow sets the rate of its flows; then the next one does.
 
     What is left per flow of a link only grows while others are filled, so an outdated entry of the heap is too small.
+    What they get is taken from what is spare, unless they are the `last`.
     """
     if len(flows) == 1:
         share = rates[flows[0].number] = min([spare[link] for link in flows[0].path])
@@ -231,7 +228,10 @@ def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, floa
     crowds: dict[Link, list[Flow]] = {}
     for flow in flows:
         for link in flow.path:
-            crowds.setdefault(link, []).append(flow)
+            if (crowd := crowds.get(link)) is None:
+                crowds[link] = [flow]
+            else:
+                crowd.append(flow)
     counts = {link: len(crowd) for link, crowd in crowds.items()}
     heap = [(spare[link] / count, place, link) for place, (link, count) in enumerate(counts.items())]
     heapify(heap)
@@ -243,6 +243,9 @@ def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, floa
             heappush(heap, (spare[link] / count, place, link))
         elif count:
             waiting -= count
+            if last and not waiting:
+                rates.update([(flow.number, share) for flow in crowds[link] if flow.number not in rates])
+                return
             for flow in crowds[link]:
                 if flow.number not in rates:
                     rates[flow.number] = share

@@ -60,13 +60,15 @@ class Coming:
 
     def told(self, instance: str, holds: Callable[[bytes], bool]) -> None:
         """An instance has told which blocks it holds."""
-        self._keep(instance, lambda one: not holds(one.marked[-1]))
+        if instance in self._computed:
+            self._keep(instance, lambda one: not holds(one.marked[-1]))
 
     def reported(self, instance: str) -> None:
         """An instance has reported its load."""
-        for one in self._computed.get(instance, ()):
-            one.reports += 1
-        self._keep(instance, lambda one: one.reports < REPORTS)
+        if instance in self._computed:
+            for one in self._computed[instance]:
+                one.reports += 1
+            self._keep(instance, lambda one: one.reports < REPORTS)
 
     def lost(self, instance: str) -> None:
         """Nothing is known of what an instance holds any more."""

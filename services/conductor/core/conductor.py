@@ -21,6 +21,9 @@ class ConductorCore:
     def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
         """Takes an event; see `Core.handle`."""
         match event:
+            case Reported(instance, load):
+                self.picture.report(instance, load, now)
+                self.roles.look(now, out)
             case KeysChanged():
                 self._keys(event, out)
             case Joined(facts):
@@ -29,9 +32,6 @@ class ConductorCore:
             case Left(instance, incarnation):
                 if self.picture.incarnation(instance) == incarnation:
                     self.picture.leave(instance)
-            case Reported(instance, load):
-                self.picture.report(instance, load, now)
-                self.roles.look(now, out)
             case RoleAsked(instance):
                 self.roles.order(now, instance, out)
         self.requests.handle(now, event, out)

@@ -1,6 +1,6 @@
 """What measured times to first token teach of a prefill instance, beside the speeds that it tells."""
 
-from moonpool.cost import Regression, Speeds, prefill_seconds
+from moonpool.cost import PrefillWork, Regression, Speeds, work_seconds
 from services.conductor.core.crowds import CHANGE, DRIFT, LEAST_S, SLOW, Overheads, Slowness
 from services.conductor.core.parts import Parts
 
@@ -67,10 +67,10 @@ class Corrections:
         if speeds != self._told:
             self._told, self._speeds = speeds, None
 
-    def slowed(self, tokens: int) -> float:
-        """Times as long as the instance tells that a step of so many tokens takes."""
-        told_s = prefill_seconds(self._told, tokens, 0)
-        return prefill_seconds(self.speeds, tokens, 0) / told_s if told_s else self.factors.growing
+    def slowed(self, work: PrefillWork) -> float:
+        """Times as long as the instance tells that some work takes."""
+        told_s = work_seconds(self._told, *work)
+        return work_seconds(self.speeds, *work) / told_s if told_s else self.factors.growing
 
     def observe(
         self,

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from moonpool.cost import (
     PrefillWork,
     Speeds,
-    attention_pairs,
     decode_step_seconds,
     overlapped_seconds,
     pipelined_seconds,
     transfer_seconds,
+    work_of,
     work_seconds,
 )
 from services.conductor.core.facts import Demand, Shape
@@ -184,9 +184,7 @@ class PrefillModel:
         """What is to be computed behind so many leading blocks."""
         prefix = self._shape.reused_tokens(self._tokens, blocks)
         new = self._tokens - prefix
-        work = self._works[blocks, step_tokens] = PrefillWork(
-            steps_of(new, step_tokens), new, attention_pairs(new, prefix), prefix
-        )
+        work = self._works[blocks, step_tokens] = work_of(new, prefix, steps_of(new, step_tokens))
         return work
 
 

@@ -94,6 +94,8 @@ class Picture:
     def relieved(self, instance_id: str) -> bool:
         """Whether an engine is to be rid of what it has: it is slow, or drains (decode), and another one takes it."""
         leaving = self.decodes.resting | self.decodes.draining
+        if not (leaving or self.prefills.resting):
+            return False  # as mostly
         return self.prefills.relieved(instance_id) or self.decodes.relieved(instance_id, leaving)
 
     def join(self, facts: InstanceFacts, now: float) -> None:
@@ -128,14 +130,12 @@ class Picture:
             case Prefill():
                 instance.report(load, now, self._slow_factor)
                 self.prefills.coming.reported(instance_id)
+                self.prefills.changed(instance)
             case Decode():
                 instance.report(load, now, self._slow_factor)
+                self.decodes.changed(instance)
             case Store():
                 self._stores.report(instance, load)
-                return
-            case None:
-                return
-        self._changed(instance)
 
     def events(
         self,

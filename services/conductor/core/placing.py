@@ -205,7 +205,7 @@ class Placing:
     def rest(self, now: float) -> None:
         """While nobody waits for a place, what tenants are given is taken from nobody: they are forgiven as much."""
         waits = len(self._rooms) or len(self._line)
-        self._shares.rest_until(now, 0 if waits else len(self._picture.prefills))
+        self._shares.rest_until(now, 0 if waits else len(self._picture.prefills.by_slot))
 
     def look_again(self, now: float, out: list[Action]) -> None:
         """Some of those who wait for a limit that can be kept look for a place."""

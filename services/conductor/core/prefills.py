@@ -7,7 +7,7 @@ from itertools import islice
 from moonpool.core.digest import digest_of
 from moonpool.core.draws import draw_below
 from moonpool.core.fair import Place
-from moonpool.cost import Speeds, prefill_seconds
+from moonpool.cost import PrefillWork, Speeds, work_of, work_seconds
 from moonpool.frozen import frozen
 from services.conductor.core.candidates import Candidates, Limit, Policy
 from services.conductor.core.coming import Coming, with_coming
@@ -25,6 +25,9 @@ from services.conductor.core.vigil import Vigil
 CLASS_WIDTH = 1.1
 TYPICAL_TOKENS = 2048
 """Of the prompt by which an instance's quickness is judged."""
+TYPICAL = work_of(TYPICAL_TOKENS, 0)
+LONG_END = work_of(512, 16384)
+"""The end of a long prompt."""
 LOAD_BYTES = 1 << 28
 """Loads are compared by the seconds that so much KV takes."""
 
@@ -65,6 +68,10 @@ class Prefill:
     prompts: dict[int, Prompt] = field(default_factory=dict)
     vigil: Vigil = field(default_factory=Vigil)
     link: Link = field(default_factory=Link)
+    full_step: PrefillWork = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.full_step = work_of(self.facts.step_tokens or TYPICAL_TOKENS, 0)
 
     @property
     def busy(self) -> bool:
@@ -74,7 +81,7 @@ class Prefill:
     @property
     def slowed(self) -> float:
         """Times as long as it tells that its queue takes, which is full steps for the most part."""
-        return self.learnt.slowed(self.facts.step_tokens or TYPICAL_TOKENS)
+        return self.learnt.slowed(self.full_step)
 
     def claim(self, number: int, busy_s: float, now: float, place: Place | None = None) -> None:
         """Counts a prompt from now on."""
@@ -108,7 +115,7 @@ class Prefill:
             return
         self.load, self.told_at = load, now
         if load.speeds is not None:
-            seconds, idle = prefill_seconds(load.speeds, TYPICAL_TOKENS, 0), not load.running + load.waiting
+            seconds, idle = work_seconds(load.speeds, *TYPICAL), not load.running + load.waiting
             self.learnt.told(self.vigil.hear(load.speeds, seconds, now, slow_factor, idle=idle))
         if load.drain_s is None:
             return
@@ -134,7 +141,7 @@ class Prefill:
         turns = sum(weights.values()) / place.weight
         step_s = max([busy_s for _, busy_s in ours])
         if self.facts.step_tokens:
-            step_s = min(step_s, prefill_seconds(self.learnt.speeds, self.facts.step_tokens, 0))
+            step_s = min(step_s, work_seconds(self.learnt.speeds, *self.full_step))
         return min(all_s, turns * sum(before) + step_s)
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
@@ -281,8 +288,8 @@ class Prefills(Pool[Prefill]):
         load_s, prefill_s, busy_s, used, source, read_s, fixed_s, cold = cost
         factors = learnt.factors
         queue_s = (free_at - now) * factors.queue if free_at > now else 0.0
-        step_tokens = facts.step_tokens if queue_s else 0
-        later_s = prefill_seconds(learnt.speeds, step_tokens, 0) * factors.later if step_tokens else 0.0
+        steps = facts.step_tokens and queue_s
+        later_s = work_seconds(learnt.speeds, *instance.full_step) * factors.later if steps else 0.0
         company = self._decodes.company(facts.host, now) if self._decodes is not None else None
         others, shared = _others(instance, company), None
         if company is not None:
@@ -348,4 +355,4 @@ class TypicalSeconds:
 
     def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
         load_s = LOAD_BYTES / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0
-        return prefill_seconds(speeds, TYPICAL_TOKENS, 0), prefill_seconds(speeds, 512, 16384), load_s
+        return work_seconds(speeds, *TYPICAL), work_seconds(speeds, *LONG_END), load_s

@@ -86,7 +86,7 @@ class Ranks:
         self._typical = typical
         self._classes: dict[ClassKey, RankClass] = {}
         self._of: dict[int, tuple[RankClass, Place]] = {}
-        self._speeds: dict[int, Speeds] = {}  # by which each was put into its class
+        self._speeds: dict[int, tuple[Speeds, Sequence[float]]] = {}  # by which each was put into its class
         self.mask = 0
         """Slots of all instances."""
 
@@ -105,10 +105,15 @@ class Ranks:
     ) -> None:
         """Adds an instance, or ranks one anew. `load` computes its load with its class's speeds."""
         before = self._of.get(slot)
-        if before is not None and self._speeds[slot] is speeds:
+        if before is not None and self._speeds[slot][0] is speeds:
             self.move(slot, load, turn)
             return
-        levels = self._levels(speeds)
+        seconds = self._typical(speeds)
+        if before is not None and self._speeds[slot][1] == seconds:
+            self._speeds[slot] = speeds, seconds
+            self.move(slot, load, turn)
+            return
+        levels = tuple([log(it) / self._log_width if it > 0.0 else None for it in seconds])
         key = before[0].key if before is not None else None
         if key is not None and key.kind == (stages, step_tokens) and key.distance(levels) <= LEAVE:
             self.move(slot, load, turn)
@@ -121,7 +126,7 @@ class Ranks:
             place = Place(load(found.speeds), turn, name, slot)
             insort(found.order, place)
             self._of[slot] = found, place
-        self._speeds[slot] = speeds
+        self._speeds[slot] = speeds, seconds
 
     def _class_for(self, key: ClassKey, speeds: Speeds) -> RankClass:
         """The nearest class that an instance may join, or a new one."""
@@ -223,9 +228,6 @@ class Ranks:
     def stages(self, slot: int) -> int:
         """Stages of an instance's pipeline."""
         return self._of[slot][0].key.stages
-
-    def _levels(self, speeds: Speeds) -> Levels:
-        return tuple([log(seconds) / self._log_width if seconds > 0.0 else None for seconds in self._typical(speeds)])
 
     def check_invariants(self) -> None:
         """Asserts that classes, orders and masks agree."""

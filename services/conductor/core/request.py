@@ -87,6 +87,8 @@ class Requests:
         """Takes an event; see `Core.handle`."""
         self._placing.rest(now)
         match event:
+            case Reported() | Joined() | Left():  # most are these
+                self._from_cluster(now, event, out)
             case Arrived(ask, keys):
                 request = self._book.open(ask, keys)
                 if not self._adopting.begin(now, request, out):
@@ -97,8 +99,6 @@ class Requests:
                 self._from_call(now, event, out)
             case Ended():
                 self._ended(now, event, out)
-            case Joined() | Left() | Reported():
-                self._from_cluster(now, event, out)
         while (timer := self._timers.pop_due(now)) is not None:
             self._over(now, *timer, out)
 
@@ -293,14 +293,14 @@ class Requests:
 
     def _from_cluster(self, now: float, event: Joined | Left | Reported, out: list[Action]) -> None:
         match event:
+            case Reported(instance):
+                self._placing.room_news(now, instance, out)
+                self._relieve(now, instance, out)
             case Joined(facts):
                 for request in self._adopting.joined(now, facts.id, self._book.requests.values(), out):
                     self._placing.place(now, request, out)
                 self._placing.member_news(now, out)
                 self._placing.room_news(now, facts.id, out)
-            case Reported(instance):
-                self._placing.room_news(now, instance, out)
-                self._relieve(now, instance, out)
             case Left(instance, incarnation, lost):
                 self.rooms.forget(instance)
                 who = instance, incarnation

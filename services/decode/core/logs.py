@@ -61,7 +61,7 @@ class Logs:
 
     def due(self) -> float | None:
         """When the oldest one is forgotten."""
-        return next((log.until for log in self._logs.values()), None)
+        return next(iter(self._logs.values())).until if self._logs else None
 
     def ended(self, now: float, request: Request, out: list[Action]) -> None:
         """Keeps the answers of a request that has ended."""

@@ -53,7 +53,7 @@ class Orphans:
     @property
     def wait(self) -> bool:
         """Whether one whose grace is over waits for the running step's end."""
-        return any(self._planner.in_flight(request) for request in self._late)
+        return bool(self._late) and any(self._planner.in_flight(request) for request in self._late)
 
     def due(self) -> float | None:
         """When the next grace period is over, or a log is forgotten."""
@@ -93,6 +93,8 @@ class Orphans:
         Returns:
             Those that are to be ended instead: their KV has not come whole.
         """
+        if not self._late:
+            return []
         waiting, never = [], []
         for request in self._late:
             if request.state in _COPYING or self._planner.in_flight(request):

@@ -221,6 +221,8 @@ class PrefillCore:
             self.steps.plan_at = None
             return
         self.steps.overtake()
+        if self.steps.are_full() and not self.loads.undecided and len(self.state.started) == len(self.state.jobs):
+            return  # as mostly
         self.steps.rest()
         self.loads.decide_again()
         going = True

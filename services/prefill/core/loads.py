@@ -23,6 +23,7 @@ class Loads:
     Attributes:
         loaded_blocks: blocks that came whole.
         failures: loads that failed for another reason than that blocks were missing or damaged.
+        undecided: jobs for which is decided again (`decide_again`).
     """
 
     def __init__(self, state: State, steps: Steps, sends: Sends) -> None:
@@ -30,7 +31,7 @@ class Loads:
         self._steps = steps
         self._sends = sends
         self._paused: dict[str, float] = {}
-        self._undecided: dict[int, None] = {}
+        self.undecided: dict[int, None] = {}
         self.loaded_blocks = 0
         self.failures = 0
 
@@ -40,7 +41,7 @@ class Loads:
         Not what comes for another job: then it is decided again when that is over (`decide_again`).
         """
         if self._comes(job):
-            self._undecided[job.number] = None
+            self.undecided[job.number] = None
             return
         while job.next_source < len(job.sources):
             blocks = self._worth(job)
@@ -51,12 +52,12 @@ class Loads:
 
     def decide_again(self) -> None:
         """Decides for those that waited for what another job loads or computes, and need not any more."""
-        for number in list(self._undecided):
+        for number in list(self.undecided):
             job = self._state.jobs.get(number)
             if job is None or job.first_step_at is not None:
-                del self._undecided[number]
+                del self.undecided[number]
             elif not self._comes(job):
-                del self._undecided[number]
+                del self.undecided[number]
                 self._steps.match_again(job)
                 self.decide(job)
 
@@ -97,7 +98,7 @@ class Loads:
 
     def digest(self) -> bytes:
         """Hash of which sources are left alone until when, of who waits for others' loads, and of the counts."""
-        return digest_of(self._paused, self._undecided, self.loaded_blocks, self.failures)
+        return digest_of(self._paused, self.undecided, self.loaded_blocks, self.failures)
 
     def _settle(self, job: Job, end: int) -> None:
         """The load is over: blocks up to `end` are whole."""

@@ -46,9 +46,10 @@ class Outgoing:
         self.handed[layer] |= todo
         while todo:
             begin = (todo & -todo).bit_length() - 1
-            length = (~(todo >> begin) & ((todo >> begin) + 1)).bit_length() - 1
+            run = todo >> begin
+            length = (~run & run + 1).bit_length() - 1
             self.pending.append(Span(layer, begin, begin + length, step))
-            todo &= ~_bits(begin, begin + length)
+            todo = run >> length << begin + length
 
     def take_back(self, first: int) -> None:
         """Blocks from `first` on will be computed anew: what of them waits is not sent now, but then."""
@@ -72,4 +73,4 @@ class Outgoing:
 
 
 def _bits(first: int, end: int) -> int:
-    return ((1 << end) - 1) & ~((1 << first) - 1)
+    return (1 << end) - (1 << first) if end > first else 0

@@ -31,7 +31,7 @@ def queue_seconds(state: State, now: float) -> float:
 
 def speeds_now(state: State, now: float) -> Speeds:
     """The engine's speeds, as far as is known now: a step of which nothing is heard tells before it is over."""
-    speeds, front = state.tracker.speeds, _front(state)
+    speeds, front = state.tracker.speeds, state.front
     if front is None or front.gated:
         return speeds
     expected_s = _step_seconds(state, front) / state.share
@@ -41,15 +41,10 @@ def speeds_now(state: State, now: float) -> Speeds:
 
 def _done_seconds(state: State, now: float) -> float:
     """Of the step that is being computed, as far as its prediction holds; 0 in a pipeline, where steps overlap."""
-    front = _front(state)
+    front = state.front
     if front is None or state.settings.stages > 1:
         return 0.0
     return min(state.share * (now - front.began_at), _step_seconds(state, front))
-
-
-def _front(state: State) -> StepFlight | None:
-    """The step that the engine computes, or the first of those in its pipeline."""
-    return next((flight for _, flight in state.ios if isinstance(flight, StepFlight)), None)
 
 
 def _step_seconds(state: State, flight: StepFlight) -> float:

@@ -12,7 +12,8 @@ def start_next(state: State) -> Job | None:
     Returns:
         The job; whether more of its prefix is loaded must be decided at once. None = none can start now.
     """
-    if not state.waiting or len(state.started) >= state.settings.max_started:
+    started = len(state.started)
+    if started == len(state.jobs) or started >= state.settings.max_started:
         return None
     first = state.waiting.first()
     if not _short_of_work(state, first):

@@ -76,11 +76,11 @@ class Sends:
         """Sends what waits; after the last slice closes the transfer, for whose verdict no block is needed."""
         if outgoing.io is not None or not outgoing.open:
             return
-        table = job.table
+        table, state = job.table, self._state
         if outgoing.pending and table is not None:
-            pieces = tuple([_piece(span, table) for span in outgoing.take(self._state.settings.slice_bytes)])
-            outgoing.io = self._state.begin(SendFlight(job.number, (table,)))
-            self._state.do(SendSlices(outgoing.io, job.number, pieces))
+            pieces = tuple([_piece(span, table) for span in outgoing.take(state.settings.slice_bytes)])
+            io = outgoing.io = state.begin(SendFlight(job.number, (table,)))
+            state.do(SendSlices(io, job.number, pieces))
         elif job.finished:
             self._state.do(CloseTransfer(job.number, aborted=False))
             self._state.unbind(job)

@@ -244,6 +244,7 @@ class State:
         waiting: those without blocks, in fair order.
         started: those with blocks, in the order of starting.
         ios: I/O under way, with what it holds.
+        steps: those of it that the engine computes, in their order; `front` is the first of them.
         now: time of the event that is being handled.
         out: its actions.
     """
@@ -259,6 +260,8 @@ class State:
         self.waiting = FairQueue(self.shares)
         self.started: dict[int, Job] = {}
         self.ios: Outstanding[Flight] = Outstanding()
+        self.steps: dict[int, StepFlight] = {}
+        self.front: StepFlight | None = None
         self.now = 0.0
         self.out: list[Action] = []
 
@@ -279,7 +282,7 @@ class State:
             self.drop(table)
         for number in _jobs_of(flight):
             job = self.jobs.get(number)
-            if job is not None:
+            if job is not None and job.settling:
                 job.settling.discard(io)
         return flight
 

@@ -44,22 +44,26 @@ class Steps:
     def __init__(self, state: State, sends: Sends) -> None:
         self._state = state
         self._sends = sends
-        self._order: list[int] = []
+        self._flights = state.steps
         self.plan_at: float | None = None
         self.done = 0
         self.idle_since = 0.0
 
+    def are_full(self) -> bool:
+        """Whether `stages` steps are in flight."""
+        return len(self._flights) >= self._state.settings.stages
+
     @property
     def in_flight(self) -> list[int]:
         """Steps that the engine has, in their order."""
-        return self._order
+        return list(self._flights)
 
     # --- planning --------------------------------------------------------------------------------------------------
 
     def plan(self) -> bool:
         """Starts the next step; False when nothing can be computed now, or `stages` steps are in flight."""
         self.plan_at = None
-        if len(self._order) >= self._state.settings.stages or not self._state.started:
+        if self.are_full() or not self._state.started:
             return False
         shares = self._shares()
         if not shares:
@@ -68,7 +72,8 @@ class Steps:
         tables = tuple(table for share in shares if (table := self._state.jobs[share.job].table) is not None)
         flight = StepFlight(shares, tables, any(share.loading for share in shares), self._state.now, self._state.now)
         io = self._state.begin(flight)
-        self._order.append(io)
+        self._flights[io] = flight
+        self._state.front = self._state.front or flight
         chunks = tuple(self._order_of(share, table) for share, table in zip(shares, tables, strict=True))
         self._state.do(RunStep(io, chunks, flight.gated))
         self._open(io, flight)
@@ -76,7 +81,7 @@ class Steps:
 
     def rest(self) -> None:
         """Tells the tenants' shares for how long nothing was computed, before anything is decided by them."""
-        if not self._order:
+        if not self._flights:
             self._state.shares.rest(self._state.now - self.idle_since)
             self.idle_since = self._state.now
 
@@ -133,9 +138,7 @@ class Steps:
     def _under_way(self) -> set[BlockKey]:
         """Keys of the blocks that steps in flight compute."""
         found: set[BlockKey] = set()
-        for io in self._order:
-            flight = self._state.ios.get(io)
-            assert isinstance(flight, StepFlight)
+        for flight in self._flights.values():
             for share in flight.shares:
                 if share.live:
                     found.update(self._keys(self._state.jobs[share.job], share))
@@ -228,20 +231,21 @@ class Steps:
 
     def layer_computed(self, io: int, layer: int) -> None:
         """A layer of a step is in the pool: its new slices may leave."""
-        flight = self._state.ios.get(io)
-        if not isinstance(flight, StepFlight):
+        flight = self._flights.get(io)
+        if flight is None:
             return
         flight.layers, flight.moved_at = max(flight.layers, layer + 1), self._state.now
-        size = self._state.settings.block_tokens
+        size, jobs = self._state.settings.block_tokens, self._state.jobs
         for share in flight.shares:
-            job = self._state.jobs.get(share.job)
+            job = jobs.get(share.job)
             if share.live and job is not None:
                 self._sends.add(job, layer, share.start // size, -(-share.end // size), io)
 
     def ended(self, io: int, flight: StepFlight, result: StepEnded) -> StepNews:
         """A step is over. Steps end in the order in which they were planned, but for those that nobody wants."""
-        assert self._order[0] == io or not any(share.live for share in flight.shares), "steps end in order"
-        self._order.remove(io)
+        assert self._state.front is flight or not any(share.live for share in flight.shares), "steps end in order"
+        del self._flights[io]
+        self._state.front = next(iter(self._flights.values()), None)
         self.done += 1
         self.idle_since = self._state.now
         self._to_the_front()
@@ -262,9 +266,8 @@ class Steps:
 
     def _to_the_front(self) -> None:
         """The next step has the engine's first stages for itself: from now on its gates may hold others up."""
-        if self._order:
-            front = self._state.ios.get(self._order[0])
-            assert isinstance(front, StepFlight)
+        front = self._state.front
+        if front is not None:
             front.moved_at = max(front.moved_at, self._state.now)
 
     def _count(self, job: Job, share: Share) -> None:
@@ -295,9 +298,7 @@ class Steps:
     def open_gates(self, job: Job) -> None:
         """More layers of the job are there."""
         if job.gated:
-            for io in self._order:
-                flight = self._state.ios.get(io)
-                assert isinstance(flight, StepFlight)
+            for io, flight in self._flights.items():
                 if any(share.job == job.number for share in flight.shares):
                     self._open(io, flight)
 
@@ -327,9 +328,7 @@ class Steps:
     def _drop(self, job: Job) -> list[int]:
         """Drops the job's shares; returns the steps they are in. A step without any share that counts is aborted."""
         dropped = []
-        for io in self._order:
-            flight = self._state.ios.get(io)
-            assert isinstance(flight, StepFlight)
+        for io, flight in self._flights.items():
             for index, share in enumerate(flight.shares):
                 if share.job == job.number and share.live:
                     share.live = False
@@ -349,8 +348,8 @@ class Steps:
 
     def stalled_at(self) -> float | None:
         """When the step in front will have waited too long at a gate while others wait; None = it does not."""
-        flight = self._state.ios.get(self._order[0]) if self._order else None
-        if not isinstance(flight, StepFlight) or not flight.gated:
+        flight = self._state.front
+        if flight is None or not flight.gated:
             return None
         late = self._late(flight)
         if not late or not self._others_wait(late):
@@ -375,9 +374,9 @@ class Steps:
         at = self.stalled_at()
         if at is None or self._state.now < at:
             return
-        flight = self._state.ios.get(self._order[0])
-        assert isinstance(flight, StepFlight)
-        for job in self._late(flight):
+        front = self._state.front
+        assert front is not None
+        for job in self._late(front):
             assert job.load is not None
             job.load.overtaken = True
             self.rewind(job, job.load.end)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.cost import Speeds
+from moonpool.cost import Speeds, work_of
 from services.conductor.core.company import FOREVER, Span, stretched
 from services.conductor.core.corrections import FIRST, LATER, Corrections
 from services.conductor.core.crowds import SLOW, Slowness
@@ -52,7 +52,7 @@ def test_each_part_has_a_factor_of_its_own() -> None:
     assert learnt.speeds.prefill_base_s == pytest.approx(0.8e-2, rel=0.05)
     assert learnt.speeds.prefill_per_token_s == pytest.approx(1.9e-3, rel=0.05)
     assert learnt.speeds.load_bytes_per_s == pytest.approx(1e9 / 1.2, rel=0.05)
-    assert learnt.slowed(10) == pytest.approx((0.8e-2 + 1.9e-2) / 2e-2, rel=0.05), "a step of ten tokens"
+    assert learnt.slowed(work_of(10, 0)) == pytest.approx((0.8e-2 + 1.9e-2) / 2e-2, rel=0.05), "a step of ten tokens"
 
 
 def test_an_idle_instance_s_one_slow_prompt_is_not_believed_against_those_that_wait_then() -> None:
