@@ -8,12 +8,10 @@ enum { TILE_ROWS = 6, MANY = 2 };
 #else
 enum { TILE_ROWS = 6, MANY = VECTORS / 2 };
 #endif
-// Bytes that few rows are fetched ahead of their use, and into which cache: as is fastest on machines with these vectors.
-#if W == 8
-enum { AHEAD = 1536, INTO = 3 };
-#else
-enum { AHEAD = 12 << 10, INTO = 2 };
-#endif
+// Whether few rows are fetched just ahead, into the first cache, or further into the second, as is fastest: what is widened
+// by vectors of eight takes the processor longer than reading it.
+template <class T> constexpr bool NEAR_BY = W == 8 && sizeof(T) == 2;
+template <class T> constexpr int64_t AHEAD = NEAR_BY<T> ? 1536 : 12 << 10;  // bytes
 static const int64_t BLOCK_BYTES = 6 << 20;  // of rows that go through all panels together
 static const int64_t PART_BYTES = 16 << 20;  // of a matrix that is worked on without looking for cores
 
@@ -38,8 +36,8 @@ static __attribute__((noinline)) void sums_of(const float* x, int64_t stride, co
     vf acc[M][NV] = {};
     panel += from * W;
     for (int64_t k = 0; k < K; k++, panel += PANEL, ahead += pace) {
-        __builtin_prefetch(ahead, 0, INTO);
-        if (sizeof(T) == 4) __builtin_prefetch(ahead + 64, 0, INTO);
+        __builtin_prefetch(ahead, 0, NEAR_BY<T> ? 3 : 2);
+        if (sizeof(T) == 4) __builtin_prefetch(ahead + 64, 0, 2);
         vf weight[NV];
         for (int j = 0; j < NV; j++) weight[j] = widen(panel + j * W);
         for (int i = 0; i < M; i++) {
@@ -55,8 +53,8 @@ static __attribute__((noinline)) void sums_of(const bf16* x, int64_t stride, con
                                               const char* ahead, int64_t pace, float* out) {
     vf acc[M][NV] = {};
     for (int64_t k = 0; k < K; k += 2, panel += 2 * PANEL, ahead += pace) {
-        __builtin_prefetch(ahead, 0, INTO);
-        __builtin_prefetch(ahead + 64, 0, INTO);
+        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead + 64, 0, 2);
         vu weight[NV];
         for (int j = 0; j < NV; j++) weight[j] = load_as<vu>(panel + 2 * j * W);
         for (int i = 0; i < M; i++) {
@@ -187,7 +185,7 @@ int product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Res
             const X* from = readable<X>(x + row * stride, s, count, K, room);
             if (!from) { failed = 1; return; }
             // One pass reads this panel from memory, some way ahead; of several each fetches its part of the next.
-            const char* ahead = passes == 1 ? weight + AHEAD : weight + p.bytes() + p.bytes() * pass / passes;
+            const char* ahead = passes == 1 ? weight + AHEAD<T> : weight + p.bytes() + p.bytes() * pass / passes;
             some_by_panel<T, TILE_ROWS>(count, from, s, (const T*)weight, K, ahead, p.bytes() / passes, sums);
             if (p.gated) finish_gated<T>(p, panel, row, count, sums, r);
             else finish_plain<T>(p, panel, row, count, sums, r);
