@@ -119,6 +119,12 @@ REASONS = (
         "([ADR 37](../../docs/adr/0037-one-small-operation.md)).",
     ),
     Reason(
+        "simulator",
+        "simulated on one core",
+        "One core of this processor takes 1.2 times as long as the one that took 59 s for the same bytes on 2026-11-23.",
+        machine="avx2",
+    ),
+    Reason(
         "predictions",
         "TTFT",
         "Where equal requests differ as much (rows *noise*), a better prediction could not be told from this one.",
