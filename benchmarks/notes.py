@@ -57,8 +57,8 @@ REASONS = (
     Reason(
         "engine",
         "^qwen2.5-0.5b, decode, batch 1, .* beside llama",
-        "Both read all weights once a token, and a fifth of the time is the prompt: 1.2 would take 0.93 of the memory's "
-        "speed behind it.",
+        "Both read all weights once a token, and a fifth of the time is the prompt: 1.2 would take 0.93 of the "
+        "memory's speed behind it.",
         machine="avx2",
     ),
     Reason(
@@ -121,7 +121,7 @@ REASONS = (
     Reason(
         "simulator",
         "simulated on one core",
-        "One core of this processor takes 1.2 times as long as the one that took 59 s for the same bytes on 2026-11-23.",
+        "A core of this processor takes 1.2 times as long as the one that took 59 s for the same bytes on 2026-11-23.",
         machine="avx2",
     ),
     Reason(
