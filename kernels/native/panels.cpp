@@ -8,9 +8,8 @@ enum { TILE_ROWS = 6, MANY = 2 };
 #else
 enum { TILE_ROWS = 6, MANY = VECTORS / 2 };
 #endif
-// Whether few rows are fetched just ahead, into the first cache, or further into the second, as is fastest: what is widened
-// by vectors of eight takes the processor longer than reading it.
-template <class T> constexpr bool NEAR_BY = W == 8 && sizeof(T) == 2;
+// Whether few rows are fetched just ahead, into the first cache, or further into the second: as was faster (docs/kernels.md).
+template <class T> constexpr bool NEAR_BY = W == 8 && __is_same(T, bf16);
 template <class T> constexpr int64_t AHEAD = NEAR_BY<T> ? 1536 : 12 << 10;  // bytes
 static const int64_t BLOCK_BYTES = 6 << 20;  // of rows that go through all panels together
 static const int64_t PART_BYTES = 16 << 20;  // of a matrix that is worked on without looking for cores

@@ -94,7 +94,7 @@ class Shares:
 
     def rest_until(self, now: float, rate: float) -> None:
         """As `rest`, for the time since this was called before; `rate` = what could have been served per second."""
-        self._least += (now - self._rested_at) * rate
+        self.rest((now - self._rested_at) * rate)
         self._rested_at = now
 
     def key(self, place: Place) -> tuple[float, float, int]:

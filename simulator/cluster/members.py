@@ -29,9 +29,6 @@ class Member:
         name, incarnation: of the instance.
         load: tells it now.
         gap: between two reports, picoseconds.
-
-    Attributes:
-        armed: it will tell of what changes now.
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class Member:
         self._sequence = 1
         self._keys = NetChanges()
         self._gap, self._next_at = gap, 0
-        self.armed = False
+        self._armed = False
 
     def keys(self, changes: KeyChanges) -> None:
         """Keys have come and left; only what became of each in the end is told."""
@@ -58,8 +55,8 @@ class Member:
 
     def changed(self) -> None:
         """Load or keys are others now."""
-        if not self.armed:
-            self.armed = True
+        if not self._armed:
+            self._armed = True
             self._world.at(max(self._world.now + _FLUSH, self._next_at), self._tell)
 
     def lose(self) -> None:
@@ -67,7 +64,7 @@ class Member:
         self._wire.close()
 
     def _tell(self, _: None) -> None:
-        self.armed = False
+        self._armed = False
         self._next_at = self._world.now + self._gap
         if self._wire.closed:
             return
@@ -146,7 +143,7 @@ class Members:
     def changed(self, name: str) -> None:
         """Load or keys of an instance are others now."""
         member = self._members.get(name)
-        if member is not None and not member.armed:
+        if member is not None:
             member.changed()
 
     def facts(self, name: str, incarnation: int) -> InstanceFacts:

@@ -178,8 +178,7 @@ class Network:
         flow.end = end = now + ceil(flow.left / rate * PS) if rate > 0 else None
         soon = _DEAL if len(self.flows) > self._many else 0  # earlier by so little is not looked at anew
         if end is not None and (flow.looked_at is None or end + soon < flow.looked_at):
-            flow.looked_at = end
-            self._world.at(end, self._look, flow)
+            self._look_at(flow, end)
 
     def _look_at(self, flow: Flow, when: int) -> None:
         flow.looked_at = when

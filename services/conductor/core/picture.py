@@ -95,7 +95,7 @@ class Picture:
         """Whether an engine is to be rid of what it has: it is slow, or drains (decode), and another one takes it."""
         leaving = self.decodes.resting | self.decodes.draining
         if not (leaving or self.prefills.resting):
-            return False  # as mostly
+            return False  # most of the time
         return self.prefills.relieved(instance_id) or self.decodes.relieved(instance_id, leaving)
 
     def join(self, facts: InstanceFacts, now: float) -> None:

@@ -222,7 +222,7 @@ class PrefillCore:
             return
         self.steps.overtake()
         if self.steps.are_full() and not self.loads.undecided and len(self.state.started) == len(self.state.jobs):
-            return  # as mostly
+            return  # nothing can start; most events come here
         self.steps.rest()
         self.loads.decide_again()
         going = True

@@ -43,7 +43,7 @@ def _check_holds(state: State) -> None:
 def _check_steps(state: State, steps: Steps) -> None:
     flying = {io: flight for io, flight in state.ios if isinstance(flight, StepFlight)}
     assert flying == state.steps
-    assert state.front is next(iter(flying.values()), None)
+    assert steps.plan_at is None or not steps.are_full()
     assert list(flying) == steps.in_flight == sorted(steps.in_flight)
     assert len(flying) <= state.settings.stages
     live: Counter[int] = Counter()

@@ -244,7 +244,7 @@ class State:
         waiting: those without blocks, in fair order.
         started: those with blocks, in the order of starting.
         ios: I/O under way, with what it holds.
-        steps: those of it that the engine computes, in their order; `front` is the first of them.
+        steps: those of it that the engine computes, in their order.
         now: time of the event that is being handled.
         out: its actions.
     """
@@ -261,9 +261,13 @@ class State:
         self.started: dict[int, Job] = {}
         self.ios: Outstanding[Flight] = Outstanding()
         self.steps: dict[int, StepFlight] = {}
-        self.front: StepFlight | None = None
         self.now = 0.0
         self.out: list[Action] = []
+
+    @property
+    def front(self) -> StepFlight | None:
+        """The step that the engine computes, or the first of those in its pipeline."""
+        return next(iter(self.steps.values()), None)
 
     def do(self, action: Action) -> None:
         """Notes an action."""

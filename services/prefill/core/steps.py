@@ -73,7 +73,6 @@ class Steps:
         flight = StepFlight(shares, tables, any(share.loading for share in shares), self._state.now, self._state.now)
         io = self._state.begin(flight)
         self._flights[io] = flight
-        self._state.front = self._state.front or flight
         chunks = tuple(self._order_of(share, table) for share, table in zip(shares, tables, strict=True))
         self._state.do(RunStep(io, chunks, flight.gated))
         self._open(io, flight)
@@ -245,7 +244,6 @@ class Steps:
         """A step is over. Steps end in the order in which they were planned, but for those that nobody wants."""
         assert self._state.front is flight or not any(share.live for share in flight.shares), "steps end in order"
         del self._flights[io]
-        self._state.front = next(iter(self._flights.values()), None)
         self.done += 1
         self.idle_since = self._state.now
         self._to_the_front()
