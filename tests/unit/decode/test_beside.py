@@ -166,6 +166,7 @@ async def test_a_stream_that_breaks_is_known_to_its_sender_before_the_thread_is_
         with pytest.raises(StreamBroken):
             await outbound.verdict(WAIT_S)
         await asyncio.gather(sent, return_exceptions=True)
+        await it.until(lambda: not it.service.receivers)  # else the transfer may complete, and waits for its start
         threads.release()
         threads.on = False
         await all_free(it)
