@@ -1,6 +1,6 @@
 // Weights arranged for products: panels of PANEL outputs that are read from the first byte to the last, whatever the
 // number of rows. A panel has, input by input, the weights of its outputs; in bf16, where the machine multiplies pairs of
-// it, pair by pair of inputs. A gated panel has vectors of gates and of ups in turn.
+// it, pair by pair of inputs, elsewhere so that they are quickly widened. A gated panel has vectors of gates and of ups in turn.
 //
 // Every output is one running sum over the inputs, in their order: a row's result depends neither on the other rows, nor
 // on how many there are, nor on the threads.
@@ -29,6 +29,27 @@ struct Panels {
         return lane / W % 2 ? outputs / 2 + column : column;
     }
 };
+// Whether elements of this type lie in pairs of inputs.
+template <class T> constexpr bool paired() {
+#if defined(MP_BF16)
+    return __is_same(T, bf16);
+#else
+    return false;
+#endif
+}
+// Where a panel has the weight of input k for one lane. Two vectors of bf16 lie as the halves of one of integers.
+template <class T> INLINE int64_t place(int64_t k, int lane) {
+    if (paired<T>()) return (k / 2 * PANEL + lane) * 2 + k % 2;
+    return k * PANEL + (__is_same(T, bf16) ? lane / (2 * W) * 2 * W + lane % W * 2 + lane / W % 2 : lane);
+}
+// Vectors `from` and `from` + 1 of a panel's input, `from` even.
+template <class T> INLINE void two_vectors(const T* input, int from, vf* to) {
+    to[0] = widen(input + from * W), to[1] = widen(input + (from + 1) * W);
+}
+INLINE void two_vectors(const bf16* input, int from, vf* to) {
+    vu both = load_as<vu>(input + from * W);
+    to[0] = (vf)(both << 16), to[1] = (vf)(both & 0xffff0000u);
+}
 // Where one output's weights lie: its panel, and its lane there.
 struct Seat { int64_t panel; int lane; };
 INLINE Seat seat(const Panels& p, int64_t output) {

@@ -28,19 +28,22 @@ template <class F> static void parallel(int64_t count, int threads, const F& f) 
     run_team(Job<F>::each, &job, at_most(count, threads));
 }
 
-// The same with f(i, then): what the same thread does after i is claimed before it; count or more: nothing.
+// The same with f(i, then): what the same thread does after i is claimed before it; count or more: nothing. Of few, none is
+// claimed before its time: the first thread would take two while another has none.
 template <class F> static void parallel_ahead(int64_t count, int threads, const F& f) {
+    if (count <= 2 * threads) return parallel(count, threads, [&](int64_t i) { f(i, count); });
     Job<F> job{&f, count, {0}};
     run_team(Job<F>::each_ahead, &job, at_most(count, threads));
 }
 
-// The same with f(i), where neighbours lie one after the other in memory: each thread takes the next of a run of its own,
-// so that it reads one stream, and helps with the others' runs when it has no more.
+// f(i, n) for all from i to i + n - 1, at most `group`, where neighbours lie one after the other in memory: each thread
+// takes the next ones of a run of its own, so that it reads on, and helps with the others' runs when it has no more.
 template <class F> struct Runs {
     enum { MOST = 64 };
     struct alignas(64) Run { std::atomic<int64_t> next; int64_t end; };
     const F* f;
     int runs;
+    int64_t group;
     std::atomic<int> arrived;
     Run run[MOST];
     static void each(void* p) {
@@ -48,14 +51,15 @@ template <class F> struct Runs {
         int own = all->arrived.fetch_add(1, std::memory_order_relaxed);
         for (int r = 0; r < all->runs; r++) {
             Run& run = all->run[(own + r) % all->runs];
-            for (int64_t i; (i = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;) (*all->f)(i);
+            for (int64_t i; (i = run.next.fetch_add(all->group, std::memory_order_relaxed)) < run.end;)
+                (*all->f)(i, run.end - i < all->group ? run.end - i : all->group);
         }
     }
 };
-template <class F> static void parallel_runs(int64_t count, int threads, const F& f) {
+template <class F> static void parallel_runs(int64_t count, int64_t group, int threads, const F& f) {
     Runs<F> all;
     threads = at_most(count, threads);
-    all.f = &f, all.arrived = 0, all.runs = threads < 1 ? 1 : threads < Runs<F>::MOST ? threads : (int)Runs<F>::MOST;
+    all.f = &f, all.group = group, all.arrived = 0, all.runs = threads < 1 ? 1 : threads < Runs<F>::MOST ? threads : (int)Runs<F>::MOST;
     for (int r = 0; r < all.runs; r++)
         all.run[r].next = count * r / all.runs, all.run[r].end = count * (r + 1) / all.runs;
     run_team(Runs<F>::each, &all, threads);

@@ -15,7 +15,7 @@ int main() {
             std::atomic<int> done{0};
             auto part = [&](int64_t) { done++; };
             if (i % 2) parallel(count, threads, part);
-            else parallel_runs(count, threads, part);
+            else parallel_runs(count, 1 + random % 4, threads, [&](int64_t i, int64_t n) { while (n--) part(i++); });
             wrong += done != count;
             if (i % 97 == 0) usleep(300);  // the team goes to sleep
         }

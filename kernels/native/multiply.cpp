@@ -1,0 +1,278 @@
+// Rows by a matrix in panels.
+//
+// Few rows wait for memory, many for the processor's sums. So one row goes through several panels side by side, as memory
+// gives more to several streams. Rows that walk over a panel again and again do so part by part, while a part is in the
+// first cache, and each walk fetches its share of the next part.
+#include "panels.h"
+
+#if defined(MP_AVX512)
+enum { TILE_ROWS = 14, MANY = VECTORS };  // 28 sums, 2 vectors of weights, 1 or 2 for the row's numbers
+#elif defined(MP_AVX2)
+enum { TILE_ROWS = 6, MANY = 2 };
+#else
+enum { TILE_ROWS = 6, MANY = VECTORS / 2 };
+#endif
+// What was faster where it was measured, on AVX2 and AVX-512 (docs/kernels.md).
+enum { STREAMS = W == 8 ? 3 : 1, STREAM_AHEAD = 512 };  // panels of one row, and bytes that each is fetched ahead
+template <class T> constexpr bool NEAR_BY = W == 8 && __is_same(T, bf16);  // fetched into the first cache, or the second,
+template <class T> constexpr int64_t AHEAD = NEAR_BY<T> ? 1536 : 12 << 10;  // so many bytes ahead, by rows of one walk
+enum { BLOCK_TILES = 32 };  // of rows that go through all panels together and are widened for that;
+static const int64_t BLOCK_BYTES = 6 << 20;  // and of others that stay as they are
+static const int64_t PART_BYTES = 16 << 20;  // of a matrix that is worked on without looking for cores
+
+// What the sums read rows as: bf16 where it lies in pairs, else float.
+template <class T, bool PAIRS> struct Reads { typedef float type; };
+template <class T> struct Reads<T, true> { typedef T type; };
+template <class T> using Read = typename Reads<T, paired<T>()>::type;
+template <class T> constexpr bool widened() { return !__is_same(T, Read<T>); }
+// Vectors of a panel that M rows take at once, as many as there are registers for their sums.
+template <int M> constexpr int at_once() { return M * VECTORS <= (W == 8 ? 12 : 28) ? (int)VECTORS : (int)MANY; }
+
+// ---- sums of M rows by NV vectors of a panel, from vector `from` on ----
+// `ahead`: what is fetched meanwhile, `pace` bytes with each step. `more`: added to the sums that are there.
+template <class T, int M, int NV>
+static __attribute__((noinline)) void sums_of(const float* x, int64_t stride, const T* panel, int from, int64_t K,
+                                              const char* ahead, int64_t pace, bool more, float* out) {
+    vf acc[M][NV] = {};
+    out += from * W;
+    if (more) for (int i = 0; i < M; i++) for (int j = 0; j < NV; j++) acc[i][j] = load(out + i * PANEL + j * W);
+    for (int64_t k = 0; k < K; k++, panel += PANEL, ahead += pace) {
+        __builtin_prefetch(ahead, 0, NEAR_BY<T> ? 3 : 2);
+        if (sizeof(T) == 4) __builtin_prefetch(ahead + 64, 0, 2);
+        for (int j = 0; j < NV; j += 2) {
+            vf weight[2];
+            two_vectors(panel, from + j, weight);
+            const float* row = x + k;
+            if (W == 8 && M == 3) asm volatile("" : "+r"(row));  // keeping three numbers would cost a sum its register
+            for (int i = 0; i < M; i++) {
+                vf left = splat(row[i * stride]);
+                acc[i][j] += left * weight[0], acc[i][j + 1] += left * weight[1];
+            }
+        }
+    }
+    for (int i = 0; i < M; i++) for (int j = 0; j < NV; j++) store(out + i * PANEL + j * W, acc[i][j]);
+}
+#if defined(MP_BF16)
+template <class T, int M, int NV>
+static __attribute__((noinline)) void sums_of(const bf16* x, int64_t stride, const T* panel, int, int64_t K,
+                                              const char* ahead, int64_t pace, bool, float* out) {
+    vf acc[M][NV] = {};
+    for (int64_t k = 0; k < K; k += 2, panel += 2 * PANEL, ahead += pace) {
+        __builtin_prefetch(ahead, 0, 2);
+        __builtin_prefetch(ahead + 64, 0, 2);
+        vu weight[NV];
+        for (int j = 0; j < NV; j++) weight[j] = load_as<vu>(panel + 2 * j * W);
+        for (int i = 0; i < M; i++) {
+            int32_t pair;
+            memcpy(&pair, x + i * stride + k, 4);
+            vu left = (vu)_mm512_set1_epi32(pair);
+            for (int j = 0; j < NV; j++) acc[i][j] = dot2(acc[i][j], weight[j], left);
+        }
+    }
+    for (int i = 0; i < M; i++) for (int j = 0; j < NV; j++) store(out + i * PANEL + j * W, acc[i][j]);
+}
+#endif
+// M rows by `K` inputs of a panel, all vectors; `span`: bytes that are fetched meanwhile, a share with each walk.
+template <class T, int M, class X>
+INLINE void tile_by_part(int rows, const X* x, int64_t stride, const T* part, int64_t K, const char* ahead, int64_t span,
+                         bool more, float* out) {
+    if constexpr (M > 1) if (rows < M) return tile_by_part<T, M - 1>(rows, x, stride, part, K, ahead, span, more, out);
+    constexpr int NV = at_once<M>();
+    int64_t share = span * NV / VECTORS, pace = share / (sizeof(X) == 2 ? K / 2 : K);
+    for (int from = 0; from < VECTORS; from += NV, ahead += share)
+        sums_of<T, M, NV>(x, stride, part, from, K, ahead, pace, more, out);
+}
+
+// ---- sums of one row by S panels side by side ----
+template <class T, int S>
+static __attribute__((noinline)) void sums_beside(const float* x, const T* panel, int64_t K, float* out) {
+    vf acc[S][VECTORS] = {};
+    for (int64_t k = 0; k < K; k++, panel += PANEL) {
+        vf left = splat(x[k]);
+        for (int s = 0; s < S; s++) {
+            const T* input = panel + s * K * PANEL;
+            for (int64_t line = 0; line < PANEL * (int64_t)sizeof(T); line += 64)
+                __builtin_prefetch((const char*)input + STREAM_AHEAD + line, 0, 3);
+            for (int j = 0; j < VECTORS; j += 2) {
+                vf weight[2];
+                two_vectors(input, j, weight);
+                acc[s][j] += left * weight[0], acc[s][j + 1] += left * weight[1];
+            }
+        }
+    }
+    for (int s = 0; s < S; s++) for (int j = 0; j < VECTORS; j++) store(out + s * PANEL + j * W, acc[s][j]);
+}
+
+// ---- what becomes of sums ----
+template <class T> INLINE void put_one(const Result& r, int64_t row, int64_t column, float value) {
+    int64_t at = row * r.stride + column - r.first;
+    T t;
+    thin(&t, value);
+    if (r.end == WIDE) ((float*)r.out)[at] = wide(t);
+    else if (r.end == ADD) thin((T*)r.out + at, wide(((T*)r.out)[at]) + wide(t));
+    else ((T*)r.out)[at] = t;
+}
+template <class T> INLINE void put_vector(const Result& r, int64_t row, int64_t column, vf value) {
+    int64_t at = row * r.stride + column - r.first;
+    value = rounded<T>(value);
+    if (r.end == WIDE) store((float*)r.out + at, value);
+    else if (r.end == ADD) narrow((T*)r.out + at, widen((T*)r.out + at) + value);
+    else narrow((T*)r.out + at, value);
+}
+template <class T>
+static void finish_plain(const Panels& p, int64_t panel, int64_t row, int rows, const float* sums, const Result& r) {
+    const T* bias = (const T*)p.bias;
+    for (int v = 0; v < VECTORS; v++) {
+        int64_t column = panel * PANEL + v * W;
+        bool whole = column >= r.first && column + W <= r.last;
+        for (int i = 0; i < rows; i++) {
+            const float* sum_ = sums + i * PANEL + v * W;
+            if (whole) {
+                vf value = load(sum_);
+                put_vector<T>(r, row + i, column, bias ? value + widen(bias + column) : value);
+            } else {
+                for (int64_t c = column < r.first ? r.first : column; c < column + W && c < r.last; c++)
+                    put_one<T>(r, row + i, c, bias ? sum_[c - column] + wide(bias[c]) : sum_[c - column]);
+            }
+        }
+    }
+}
+// Gates and ups: activated and multiplied.
+template <class T>
+static void finish_gated(const Panels& p, int64_t panel, int64_t row, int rows, const float* sums, const Result& r) {
+    int64_t half = p.outputs / 2;
+    const T* bias = (const T*)p.bias;
+    for (int v = 0; v < VECTORS; v += 2) {
+        int64_t column = panel * (PANEL / 2) + v / 2 * W;
+        int count = half - column < W ? (int)(half - column) : W;
+        if (count <= 0) break;
+        float gates[W] = {}, ups[W] = {};
+        for (int c = 0; bias && c < count; c++) gates[c] = wide(bias[column + c]), ups[c] = wide(bias[half + column + c]);
+        for (int i = 0; i < rows; i++) {
+            vf gate = load(sums + i * PANEL + v * W), up = load(sums + i * PANEL + (v + 1) * W);
+            if (bias) gate += load(gates), up += load(ups);
+            vf value = rounded<T>(silu(rounded<T>(gate))) * rounded<T>(up);
+            if (count == W) {
+                narrow((T*)r.out + (row + i) * r.stride + column, value);
+            } else {
+                T some[W];
+                narrow(some, value);
+                memcpy((T*)r.out + (row + i) * r.stride + column, some, count * sizeof(T));
+            }
+        }
+    }
+}
+template <class T>
+static void finish(const Panels& p, int64_t panel, int64_t row, int rows, const float* sums, const Result& r) {
+    if (p.gated) finish_gated<T>(p, panel, row, rows, sums, r);
+    else finish_plain<T>(p, panel, row, rows, sums, r);
+}
+
+// One row by `count` panels, S at most.
+template <class T, int S, class X>
+INLINE void row_by_panels(const Panels& p, const X* x, int64_t panel, int64_t count, const Result& r) {
+    if constexpr (S > 1) if (count < S) return row_by_panels<T, S - 1>(p, x, panel, count, r);
+    float sums[S * PANEL] __attribute__((aligned(64)));
+    sums_beside<T, S>(x, (const T*)(p.weight + panel * p.bytes()), p.inputs, sums);
+    for (int s = 0; s < S; s++) finish<T>(p, panel + s, 0, 1, sums + s * PANEL, r);
+}
+
+// Rows as equal tiles, of which a block has some, one after the other.
+struct Tiles {
+    int64_t rows, count, blocks;
+    int64_t row(int64_t tile) const { return rows * tile / count; }          // the first one
+    int64_t tile(int64_t block) const { return count * block / blocks; }
+    int64_t block_row(int64_t block) const { return row(tile(block)); }
+};
+// A block of rows by a panel; x is its first row.
+template <class T, class X>
+static void block_by_panel(const Panels& p, const X* x, int64_t stride, const Tiles& t, int64_t block, int64_t panel, const Result& r) {
+    int64_t K = p.inputs, first = t.tile(block), tiles = t.tile(block + 1) - first, row = t.row(first);
+    int64_t input_bytes = PANEL * sizeof(T), most = tiles > 1 ? TILE_ROWS : t.row(first + 1) - row;
+    bool again = tiles > 1 || most * VECTORS > TILE_ROWS * MANY;
+    // In parts only where a tile has several walks: with wider vectors that has not been measured.
+    bool parts = again && MANY < VECTORS;
+    int64_t part = parts ? (tiles > 1 ? 32 << 10 : 8 << 10) / input_bytes : K;
+    float sums[(MANY < VECTORS ? (int)BLOCK_TILES : 1) * TILE_ROWS * PANEL] __attribute__((aligned(64)));
+    for (int64_t k = 0; k < K; k += part) {
+        int64_t n = K - k < part ? K - k : part, bytes = n * input_bytes;
+        const char* weight = p.weight + panel * p.bytes() + k * input_bytes;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            int64_t at = t.row(first + tile);
+            int count = (int)(t.row(first + tile + 1) - at);
+            const char* ahead = weight + (again ? bytes + bytes * tile / tiles : AHEAD<T>);
+            float* its = sums + (parts ? at - row : 0) * PANEL;
+            tile_by_part<T, TILE_ROWS>(count, x + (at - row) * stride + k, stride, (const T*)weight, n, ahead, bytes / tiles, k > 0, its);
+            if (k + n == K) finish<T>(p, panel, at, count, its, r);
+        }
+    }
+}
+
+// Rows [begin, end) as the sums read them: as they are, or widened into `room`. Null: no memory.
+template <class X, class T>
+static const X* readable(const T* x, int64_t& stride, int64_t begin, int64_t end, int64_t K, Memory& room, int threads) {
+    x += begin * stride;
+    if constexpr (__is_same(X, T)) {
+        return x;
+    } else {
+        int64_t from_stride = stride;
+        stride = (K + W - 1) / W * W + W;
+        float* to = (float*)room.get(sizeof(float) * (end - begin) * stride);
+        if (to) split(end - begin, worth((end - begin) * K, threads), [&](int64_t row, int64_t last) {
+            for (; row < last; row++) {
+                int64_t k = 0;
+                for (; k + W <= K; k += W) store(to + row * stride + k, widen(x + row * from_stride + k));
+                for (; k < K; k++) to[row * stride + k] = wide(x[row * from_stride + k]);
+            }
+        });
+        return to;
+    }
+}
+
+template <class T>
+int product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
+    static thread_local Memory room;
+    int64_t K = p.inputs, width = p.width(), begin = r.first / width, panels = (r.last + width - 1) / width - begin;
+    if (!rows || panels <= 0) return 0;
+    // Rows go in blocks where there are many, or few panels for the threads; of widened ones a few blocks at a time.
+    int64_t size = W <= 8 || widened<T>() ? BLOCK_TILES * TILE_ROWS : BLOCK_BYTES / (K * (int64_t)sizeof(T)) + 1;
+    Tiles t{rows, (rows + TILE_ROWS - 1) / TILE_ROWS, (rows + size - 1) / size};
+    int64_t shared = threads > 1 ? 4 * threads / panels : 0;
+    if (t.blocks < shared) t.blocks = shared < t.count ? shared : t.count;
+    int64_t together = !widened<T>() ? t.blocks : shared > 1 ? shared : 1;
+    int64_t most = panels * PANEL * K / 32768 + 1;
+    if (most < threads) threads = (int)most;
+    for (int64_t block = 0; block < t.blocks; block += together) {
+        int64_t last = block + together < t.blocks ? block + together : t.blocks, first_row = t.block_row(block), s = stride;
+        const Read<T>* from = readable<Read<T>>(x, s, first_row, t.block_row(last), K, room, threads);
+        if (!from) return 1;
+        parallel_runs((last - block) * panels, rows == 1 ? STREAMS : 1, threads, [&](int64_t task, int64_t count) {
+            int64_t panel = begin + task % panels, its = block + task / panels;
+            if constexpr (STREAMS > 1) if (rows == 1) return row_by_panels<T, STREAMS>(p, from, panel, count, r);
+            block_by_panel<T>(p, from + (t.block_row(its) - first_row) * s, s, t, its, panel, r);
+        });
+    }
+    return 0;
+}
+template int product<float>(const Panels&, const float*, int64_t, int64_t, const Result&, int);
+template int product<bf16>(const Panels&, const bf16*, int64_t, int64_t, const Result&, int);
+template int product<f16>(const Panels&, const f16*, int64_t, int64_t, const Result&, int);
+
+// All columns, in several regions where the matrix is large (a head's takes milliseconds): cores that come free are used.
+template <class T>
+static int whole_product(const Panels& p, const T* x, int64_t stride, int64_t rows, char* out, int end, int threads) {
+    int64_t columns = p.columns(), part = (PART_BYTES / p.bytes() + 1) * p.width();
+    int64_t size = end == WIDE ? sizeof(float) : sizeof(T);
+    if (p.gated) part = columns;  // no head is, and ends of gated ones know no first column
+    for (int64_t first = 0; first < columns; first += part) {
+        Result r{out + first * size, columns, end, first, first + part < columns ? first + part : columns};
+        if (int code = product<T>(p, x, stride, rows, r, threads)) return code;
+    }
+    return 0;
+}
+// `end`: see End.
+extern "C" int mp_product(const Panels* p, const void* x, int64_t stride, int64_t rows, void* out, int end, int threads) {
+#define CALL(T) whole_product<T>(*p, (const T*)x, stride, rows, (char*)out, end, threads)
+    FOR_TYPE(p->type, CALL)
+#undef CALL
+}
