@@ -1,8 +1,8 @@
 """This machine's limits that kernels are compared with: memory read beyond the caches, matrix products, exponentials.
 
 All are measured with torch's threads. A ceiling must not be beaten: memory is read over a working set of twice the last
-level cache, on large pages where what is compared with it lies on such, the best of several passes counts, and the
-matrix product is taken at the shape that is fastest here.
+level cache, in several streams a thread, on large pages where what is compared with it lies on such, the best pass
+counts, and the matrix product is taken at the shape that is fastest here.
 """
 
 import functools
