@@ -386,7 +386,9 @@ static void small_operations(int type) {
 static void products(int type) {
     for (int i = 0; i < 24; i++) {
         bool gated = i % 3 == 2, biased = i % 2, wide = i % 5 == 4 && !gated;
-        int rows = any(1, 40), K = 2 * any(1, 75), n = any(1, 90), gap = any(0, 5), threads = any(1, 3);
+        // Some have several parts of a panel for several tiles, some several blocks of rows: see multiply.cpp.
+        int rows = i == 22 ? any(193, 200) : any(1, 40), K = 2 * (i % 8 == 7 ? any(257, 400) : any(1, 75));
+        int n = any(1, 90), gap = any(0, 5), threads = any(1, 3);
         if (gated) n *= 2;
         int columns = gated ? n / 2 : n;
         Array x(type, rows * (K + gap)), weight(type, n * K), bias(type, n), out(wide ? F32 : type, rows * columns), back(type, n * K);

@@ -1,5 +1,7 @@
 """Arranged matrices: products by the reference, a row alone and among others, rows given back, refusals."""
 
+from collections.abc import Iterable, Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,8 @@ from kernels.panels import Panels, arrange
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+ADD = 1
+"""Of `End` in panels.h."""
 OTHERS = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()][1:]
 
 
@@ -35,7 +39,15 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> 
     return inner
 
 
-def check(rows: int, inputs: int, columns: int, *, bias: bool, gated: bool, dtype: torch.dtype) -> None:
+def product(panels: Panels, x: Tensor, columns: int) -> Tensor:
+    """What is not written stays NaN."""
+    return panels.product(x, out=torch.full((x.shape[0], columns), torch.nan, dtype=x.dtype))
+
+
+def check(
+    rows: int, inputs: int, columns: int, *, bias: bool, gated: bool, dtype: torch.dtype, counts: Iterable[int] = ()
+) -> None:
+    """Compares with the reference, and the first rows, as many as `counts` say, and all of them with each row alone."""
     generator = torch.Generator().manual_seed(rows + 100 * inputs + 10_000 * columns)
 
     def draw(*shape: int) -> Tensor:
@@ -47,11 +59,18 @@ def check(rows: int, inputs: int, columns: int, *, bias: bool, gated: bool, dtyp
     want = expected(x, weight, added, gated=gated).double()
     scale = float(want.abs().max()) if rows else 1.0
     step = STEP[dtype]
-    torch.testing.assert_close(panels.product(x).double(), want, rtol=step, atol=step * max(1.0, scale))
+    got = product(panels, x, columns)
+    torch.testing.assert_close(got.double(), want, rtol=step, atol=step * max(1.0, scale))
+    alone = torch.cat([got[:0], *(product(panels, x[row : row + 1], columns) for row in range(rows))])
+    for count in (*counts, rows):
+        assert torch.equal(product(panels, x[:count], columns), alone[:count]), f"{count} rows"
     if not gated:
-        assert torch.equal(panels.product(x, wide=True), panels.product(x).float())
-    for row in range(0, rows, 7):
-        assert torch.equal(panels.product(x[row : row + 1])[0], panels.product(x)[row])
+        assert torch.equal(panels.product(x, wide=True), got.float())
+        native, residual = library.get(), draw(rows, columns)
+        assert native is not None
+        total = residual + got
+        native.product(panels.structure, x, residual, ADD)
+        assert torch.equal(residual, total)
     index = torch.randperm(outputs, generator=generator)
     assert torch.equal(panels.rows(index), weight[index])
 
@@ -84,22 +103,35 @@ def test_any_shape(rows: int, half: int, columns: int, bias: bool, gated: bool, 
 def test_other_instruction_sets(target: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     built = Library(build.build(target))
     monkeypatch.setattr(library, "loader", library.Loader(lambda: built.path))
-    for rows in range(1, 16):
-        for gated in (False, True):
-            check(rows, 66, 45, bias=gated, gated=gated, dtype=dtype)
+    for gated in (False, True):
+        check(15, 66, 45, bias=gated, gated=gated, dtype=dtype, counts=range(1, 15))
+        check(200, 1100, 45, bias=gated, gated=gated, dtype=dtype, counts=range(1, 41))
 
 
-def test_many_rows_by_several_threads() -> None:
-    """Blocks of rows, and few panels for the threads: the same bits as row by row."""
-    x, weight = torch.randn(700, 64), torch.randn(40, 64)
-    panels = arranged(weight)
-    one = panels.product(x)
-    torch.set_num_threads(2)
-    try:
-        assert torch.equal(panels.product(x), one)
-    finally:
-        torch.set_num_threads(1)
-    torch.testing.assert_close(one, x @ weight.t(), rtol=1e-5, atol=1e-4)
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("gated", "bias"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("inputs", [128, 514, 1100])
+def test_a_row_alone_and_in_a_batch_of_any_size(inputs: int, gated: bool, bias: bool, dtype: torch.dtype) -> None:
+    """Parts of a panel have 64 to 512 inputs; its 8 panels are 3, 3 and 2 for one thread, 3 and 1 for each of two."""
+    check(40, inputs, 115 if gated else 230, bias=bias, gated=gated, dtype=dtype, counts=range(1, 40))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("panels", [2, 3, 11])
+def test_many_rows(panels: int, gated: bool, dtype: torch.dtype) -> None:
+    """Blocks have 192 rows on AVX2; several go at once where the panels are few for the threads."""
+    columns = panels * (16 if gated else 32) - 5
+    check(460, 600, columns, bias=False, gated=gated, dtype=dtype, counts=(192, 193, 385, 400))
 
 
 def test_a_matrix_that_pairs_do_not_fit_stays_as_it_is() -> None:
