@@ -8,8 +8,9 @@ its first token; answers of 64 tokens to prompts of 128, in batches. Prompts are
 cached. In each run ours and the peers' are measured one after the other. Peers are installed once, each into an
 environment of its own (`--peers`).
 Beside them stand this machine's limits: its best matrix product, and for one sequence reading all weights once a token,
-by the memory's speed just before each run. Beside that count the tokens behind the first ones, in the time that whole
-answers take longer than answers of one token.
+by the memory's speed just before each run. Our greedy steps of few sequences read the head as bytes (`kernels.sketch`):
+so there is a second limit, of what they read. Beside these limits count the tokens behind the first ones, in the time
+that whole answers take longer than answers of one token.
 
 `--device cuda` puts prefill and decode on a GPU, beside transformers there and the GPU's own limits. It never ran.
 
@@ -157,12 +158,14 @@ class Round:
         steps: of ours, those behind the first ones: in the time that whole answers take longer than one token each.
         theirs: of each peer that has not ended.
         limit: what the machine can do at most, by the memory's speed just before.
+        sketched: the same of one sequence by the bytes that are read, where those are not all weights; else 0.
     """
 
     ours: float
     steps: float
     theirs: dict[Peer, float]
     limit: float
+    sketched: float = 0.0
 
 
 class Beside:
@@ -187,12 +190,13 @@ class Beside:
             # The first one warms up.
             figures = [self._measured(task, number, runs) for number in range(runs + 1)][1:]
             rows += [self._beside_peer(task, peer, figures) for peer in self._peers]
-            rows.append(self._beside_limit(task, figures))
+            rows += self._beside_limits(task, figures)
         return [*rows, *(self._equality(peer) for peer in self._peers if self._same[peer])]
 
     def _measured(self, task: Task, number: int, runs: int) -> Round:
         """One round, of ours and of each peer that has not ended."""
-        limit = task.limit(self._limits())
+        limits = self._limits()
+        limit, sketched = task.limit(limits), limits.sketched_tokens_per_s if task.batch == 1 < task.output else 0.0
         prompts = task.prompts(self._random)
         seconds, answers = self._ours(prompts, task.output)
         ours, steps, theirs = task.counted / seconds, self._steps(task, seconds), dict[Peer, float]()
@@ -209,7 +213,7 @@ class Beside:
             self._same[peer].append(same_tokens(answers, others))
         rates = ", ".join(f"{it:.1f}" for it in (ours, *theirs.values()))
         self._progress(f"{task.name}, run {number} of {runs}: {rates} tokens/s")
-        return Round(ours, steps, theirs, limit)
+        return Round(ours, steps, theirs, limit, sketched)
 
     def _steps(self, task: Task, seconds: float) -> float:
         """Tokens per second behind the first ones; of a prompt, its own."""
@@ -226,11 +230,15 @@ class Beside:
         target = task.target if self._wanted else None
         return with_limit(paired(name, "tokens/s", pairs, peer.version, target=target), max(it.limit for it in figures))
 
-    def _beside_limit(self, task: Task, figures: Sequence[Round]) -> Row:
+    def _beside_limits(self, task: Task, figures: Sequence[Round]) -> list[Row]:
         target = ROOFLINE_TARGET if self._wanted and task.batch == 1 and task.output > 1 else None
         pairs = [(it.steps, it.limit) for it in figures]
-        what = "" if task.output == 1 else ", behind the first tokens"
-        return paired(f"{self._model}, {task.name}{what}", "tokens/s", pairs, task.limit_name, target=target)
+        name = f"{self._model}, {task.name}{'' if task.output == 1 else ', behind the first tokens'}"
+        rows = [paired(name, "tokens/s", pairs, task.limit_name, target=target)]
+        if all(it.sketched for it in figures):
+            pairs = [(it.steps, it.sketched) for it in figures]
+            rows.append(paired(name, "tokens/s", pairs, "reading what is read: the head as bytes"))
+        return rows
 
     def _equality(self, peer: Peer) -> Row:
         shares = self._same[peer]

@@ -7,6 +7,7 @@ from pathlib import Path
 from benchmarks.ceilings import best_shape, beyond_caches, product_flops, read_bytes_per_s, weights_memory
 from benchmarks.device import device_limits
 from benchmarks.frame import Row
+from kernels.sketch import sketch_bytes
 from moonpool.checkpoint import load_config
 from moonpool.model.load import torch_dtype
 
@@ -38,6 +39,7 @@ class Limits:
         flops: of the best matrix product, per second.
         read_bytes_per_s: from memory.
         weight_bytes: of each parameter.
+        sketch_bytes: that a greedy step of few sequences reads of the head instead; 0 where it reads the head.
     """
 
     parameters: int
@@ -45,6 +47,7 @@ class Limits:
     flops: float
     read_bytes_per_s: float
     weight_bytes: int = 2
+    sketch_bytes: int = 0
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -56,6 +59,12 @@ class Limits:
         parameters = self.parameters + self.head_parameters
         limit, nbytes = self.flops / (2 * parameters), self.weight_bytes * parameters
         return min(limit, batch * self.read_bytes_per_s / nbytes) if beyond_caches(nbytes) else limit
+
+    @property
+    def sketched_tokens_per_s(self) -> float:
+        """Tokens of one sequence per second, by the bytes that its greedy steps read; 0 where they read all weights."""
+        nbytes = self.weight_bytes * self.parameters + self.sketch_bytes
+        return self.read_bytes_per_s / nbytes if self.sketch_bytes and beyond_caches(nbytes) else 0.0
 
     def __str__(self) -> str:
         return (
@@ -75,7 +84,8 @@ def measured_limits(model: Path, dtype: str = "bfloat16", device: str = "cpu") -
     if device != "cpu":
         return Limits(parameters, head, *device_limits(element), element.itemsize)
     flops = product_flops(best_shape(element), element)
-    return Limits(parameters, head, flops, memory_now(), element.itemsize)
+    sketch = sketch_bytes(config.vocab_size, config.hidden_size, element)
+    return Limits(parameters, head, flops, memory_now(), element.itemsize, sketch)
 
 
 def memory_now() -> float:

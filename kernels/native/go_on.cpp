@@ -35,8 +35,26 @@ static int embed(const GoOn* g) {
     for (int64_t r = 0; r < s.rows; r++) memcpy(s.hidden + r * bytes, g->table + g->tokens[r] * bytes, bytes);
     return 0;
 }
-enum Came { STOPPED, DONE, NO_MEMORY };
-// One step, up to its logits.
+// Whether the highest logit is all that is wanted of each row.
+static bool greedy(const GoOn* g) {
+    if (!g->sampling || g->step->rows > SKETCHED_ROWS) return false;
+    for (int64_t r = 0; r < g->step->rows; r++) {
+        const Row& row = g->sampling->row[r];
+        if (row.scale >= 0 || row.mask || row.history_count || row.banned_count || row.bias_count || row.top >= 0) return false;
+    }
+    return true;
+}
+// The tokens by the sketch: 0. 1: by logits, from now on in this run; -1: no memory.
+static int by_sketch(GoOn* g) {
+    const Step& s = *g->step;
+    if (!g->sketch || !greedy(g)) return 1;
+    int code = mp_highest(g->head, g->sketch, g->normed, s.rows, g->sampling->tokens, s.threads);
+    if (code == 1) g->sketch = nullptr;
+    if (!code) memset(g->sampling->failed, 0, s.rows * sizeof(int32_t));
+    return code;
+}
+enum Came { STOPPED, DONE, CHOSEN, NO_MEMORY };
+// One step, up to its logits, or its tokens.
 static Came compute(GoOn* g) {
     const Step& s = *g->step;
     const Model& m = *g->model;
@@ -45,16 +63,17 @@ static Came compute(GoOn* g) {
     int64_t came = mp_step(g->model, &s);
     if (came != s.last) return came < 0 ? NO_MEMORY : STOPPED;
     int code = mp_rms_norm(m.type, s.hidden, m.hidden, nullptr, g->norm, m.eps, g->normed, s.rows, m.hidden, s.threads);
-    if (code || mp_product(g->head, g->normed, m.hidden, s.rows, g->logits, WIDE, s.threads)) return NO_MEMORY;
+    int found = code ? -1 : by_sketch(g);
+    if (found < 0 || (found && mp_product(g->head, g->normed, m.hidden, s.rows, g->logits, WIDE, s.threads))) return NO_MEMORY;
     for (int64_t r = 0; r < s.rows; r++)
         if (s.offsets[r] == s.block_tokens - 1) g->full[g->filled++] = s.blocks[r];
-    return DONE;
+    return found ? DONE : CHOSEN;
 }
-static bool choose(GoOn* g, int64_t step) {
+static bool choose(GoOn* g, int64_t step, bool chosen) {
     const Step& s = *g->step;
     if (g->seeds) mp_uniform(g->seeds, g->counters, g->later, s.rows, g->numbers);
     g->later++;
-    if ((g->failed = mp_sample(g->sampling, s.threads)) < 0) return false;
+    if (!chosen && (g->failed = mp_sample(g->sampling, s.threads)) < 0) return false;
     memcpy(g->found + step * s.rows, g->chosen, s.rows * sizeof(int32_t));
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -81,7 +100,7 @@ extern "C" int64_t mp_go_on(GoOn* g) {
         if (came == NO_MEMORY) return -1;
         if (came == STOPPED) return g->stopped = 1, step;
         if (!g->sampling) return step + 1;
-        if (!choose(g, step)) return -1;
+        if (!choose(g, step, came == CHOSEN)) return -1;
         if (step + 1 == g->most || !goes_on(g, step)) return step + 1;
     }
 }

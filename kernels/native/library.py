@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.build import BuildError, build
-from kernels.native.structures import Attention, GoOn, Model, Panels, Progress, Sampling, Step
+from kernels.native.structures import Attention, GoOn, Model, Panels, Progress, Sampling, Sketch, Step
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_arrange": (_pointer(Panels), _P, _I),
     "mp_rows": (_pointer(Panels), _P, _L, _P, _I),
     "mp_product": (_pointer(Panels), _P, _L, _L, _P, _I, _I),
+    "mp_sketch": (_pointer(Panels), _pointer(Sketch), _I),
+    "mp_highest": (_pointer(Panels), _pointer(Sketch), _P, _L, _P, _I),
     "mp_sample": (_pointer(Sampling), _I),
     "mp_uniform": (_P, _P, _L, _L, _P),
     "mp_follow": (_pointer(Progress), _L),
@@ -58,6 +60,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 _WIDE: dict[str, tuple[Any, ...]] = {
     "mp_panels_bytes": (_pointer(Panels),),
+    "mp_sketch_bytes": (_pointer(Panels),),
     "mp_step": (_pointer(Model), _pointer(Step)),
     "mp_go_on": (_pointer(GoOn),),
 }
@@ -200,6 +203,22 @@ class Library:
                 panels, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), end, torch.get_num_threads()
             )
         )
+
+    def sketch_bytes(self, panels: Panels) -> int:
+        """Return the bytes that a matrix takes as bytes, or 0 where it cannot be sketched."""
+        return int(self._c.mp_sketch_bytes(panels))
+
+    def sketch(self, panels: Panels, sketch: Sketch) -> bool:
+        """Write an arranged matrix as bytes, see sketch.cpp; return whether all weights are finite."""
+        return not self._c.mp_sketch(panels, sketch, torch.get_num_threads())
+
+    def highest(self, panels: Panels, sketch: Sketch, x: Tensor, tokens: Tensor) -> bool:
+        """Write the highest output of each row of x [M, inputs] to `tokens` [M], int32, or return False (sketch.h)."""
+        code = int(
+            self._c.mp_highest(panels, sketch, x.data_ptr(), x.shape[0], tokens.data_ptr(), torch.get_num_threads())
+        )
+        self._done(code < 0)
+        return not code
 
     def step(self, model: Model, step: Step) -> int:
         """Run layers, see step.cpp; return the layer that it came to."""

@@ -20,10 +20,6 @@ enum { BLOCK_TILES = 32 };  // of rows that go through all panels together and a
 static const int64_t BLOCK_BYTES = 6 << 20;  // and of others that stay as they are
 static const int64_t PART_BYTES = 16 << 20;  // of a matrix that is worked on without looking for cores
 
-// What the sums read rows as: bf16 where it lies in pairs, else float.
-template <class T, bool PAIRS> struct Reads { typedef float type; };
-template <class T> struct Reads<T, true> { typedef T type; };
-template <class T> using Read = typename Reads<T, paired<T>()>::type;
 template <class T> constexpr bool widened() { return !__is_same(T, Read<T>); }
 // Vectors of a panel that M rows take at once, as many as there are registers for their sums.
 template <int M> constexpr int at_once() { return M * VECTORS <= (W == 8 ? 12 : 28) ? (int)VECTORS : (int)MANY; }
@@ -176,6 +172,15 @@ INLINE void row_by_panels(const Panels& p, const X* x, int64_t panel, int64_t co
     sums_beside<T, S>(x, (const T*)(p.weight + panel * p.bytes()), p.inputs, sums);
     for (int s = 0; s < S; s++) finish<T>(p, panel + s, 0, 1, sums + s * PANEL, r);
 }
+template <class T> void one_panel(const Panels& p, const Read<T>* x, int64_t panel, const Result& r) {
+    const char* weight = p.weight + panel * p.bytes();
+    float sums[PANEL] __attribute__((aligned(64)));
+    tile_by_part<T, 1>(1, x, 0, (const T*)weight, p.inputs, weight + AHEAD<T>, p.bytes(), false, sums);
+    finish<T>(p, panel, 0, 1, sums, r);
+}
+template void one_panel<float>(const Panels&, const Read<float>*, int64_t, const Result&);
+template void one_panel<bf16>(const Panels&, const Read<bf16>*, int64_t, const Result&);
+template void one_panel<f16>(const Panels&, const Read<f16>*, int64_t, const Result&);
 
 // Rows as equal tiles, of which a block has some, one after the other.
 struct Tiles {

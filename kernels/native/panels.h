@@ -37,6 +37,10 @@ template <class T> constexpr bool paired() {
     return false;
 #endif
 }
+// What the sums read rows as: bf16 where it lies in pairs, else float.
+template <class T, bool PAIRS> struct Reads { typedef float type; };
+template <class T> struct Reads<T, true> { typedef T type; };
+template <class T> using Read = typename Reads<T, paired<T>()>::type;
 // Where a panel has the weight of input k for one lane. Two vectors of bf16 lie as the halves of one of integers.
 template <class T> INLINE int64_t place(int64_t k, int lane) {
     if (paired<T>()) return (k / 2 * PANEL + lane) * 2 + k % 2;
@@ -66,3 +70,5 @@ struct Result { void* out; int64_t stride; int end; int64_t first, last; };
 // x [rows, inputs] by the columns first to last of the result. Returns 1 where there is no memory to work in.
 template <class T>
 int product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads);
+// One row by the outputs of one panel, as `product`.
+template <class T> void one_panel(const Panels& p, const Read<T>* x, int64_t panel, const Result& r);

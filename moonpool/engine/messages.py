@@ -49,6 +49,8 @@ class EngineSpec:
     """Device of the first stage, as `moonpool.engine.devices.names` has them; further stages are on the next ones."""
     graphs: bool = True
     """Decode steps are captured as graphs, where the device is not a plain CPU; of no use to prefill."""
+    sketch: bool = False
+    """The output head is held as bytes, too (`kernels.sketch`), on a plain CPU; of no use to prefill."""
     deterministic: bool = False
     """Results of a sequence do not depend on what else is in a step."""
     max_tokens: int = 0

@@ -126,6 +126,11 @@ class EngineConfig(CoreServiceConfig, LaneConfig):
         description="auto = decode steps on a GPU are captured as CUDA graphs and replayed (never run so far); off = "
         "kernels are launched one by one",
     )
+    head_sketch: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto = a decode engine on a CPU also holds the output head as bytes, by which the same greedy "
+        "tokens of up to three sequences are found while less memory is read; off = it holds the head once",
+    )
     max_tokens: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
     link_bytes_per_s: float = Field(
         0.0, ge=0.0, description="bytes of KV sent per second at most; 0 = unlimited, or the emulated profile's rate"
@@ -235,6 +240,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         core_share=config.core_share,
         device=config.device,
         graphs=decode and config.cuda_graphs == "auto",
+        sketch=decode and stages == 1 and config.head_sketch == "auto",
         deterministic=config.deterministic,
         max_tokens=longest,
         speeds=_calibrated(config.profile, layout),

@@ -142,6 +142,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         spec.layer_end,
         "cpu" if device is None else device.torch_device,
         deterministic=engine.deterministic,
+        sketched=engine.sketch and device is None,
         on_layer=lambda done, of: channel.send(Loaded(done, of)),
     )
     sizes = on_device(config, engine, weights=model.weight_bytes, pool=part.nbytes, ring=ring_bytes(part))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.memory import LARGE_PAGE, Arena, mapped
 from kernels.panels import Panels
+from kernels.sketch import sketch
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.checkpoint.formats import tensor_index
 from moonpool.errors import CheckpointError, UnsupportedModel
@@ -47,12 +48,14 @@ def load_stage(
     device: torch.device | str = "cpu",
     *,
     deterministic: bool = False,
+    sketched: bool = False,
     on_layer: Callable[[int, int], None] = lambda done, of: None,
 ) -> StageModel:
     """Load layers `layer_begin` up to `layer_end`, with the embedding on the first stage and norm and head on the last.
 
-    Weights stored in another supported type are converted to `dtype`. `deterministic`: see `StageModel`. `on_layer` is
-    told after each layer how many of how many are loaded.
+    Weights stored in another supported type are converted to `dtype`. `deterministic`: see `StageModel`. `sketched`:
+    the head is held as bytes, too (`kernels.sketch`), where native code takes it. `on_layer` is told after each layer
+    how many of how many are loaded.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names it; checked for all
@@ -95,6 +98,7 @@ def load_stage(
             embedding=embedding if first else None,
             final_norm=norm,
             head=head,
+            sketch=sketch(head.panels, arena) if sketched and head is not None and head.panels is not None else None,
         )
 
 

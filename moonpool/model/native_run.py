@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.native import structures
 from kernels.panels import Panels
+from kernels.sketch import Sketch
 from moonpool.errors import InvalidRequest
 from moonpool.model.batch import PackedBatch
 from moonpool.model.linear import Linear
@@ -36,6 +37,7 @@ class Parts:
     embedding: Tensor | Panels
     norm: Tensor
     head: Linear
+    sketch: Sketch | None
 
 
 @dataclass(slots=True)
@@ -54,7 +56,8 @@ class NativeRun:
     """The rest of a run; `StageModel.going_on` makes it.
 
     Attributes:
-        logits: of the last step [T, vocab], float32; they may be overwritten.
+        logits: of the last step [T, vocab], float32; they may be overwritten. Where tokens are chosen here they may be
+            an earlier step's: a sketch of the head finds greedy tokens without them.
         logits_at: their address.
         alone: tokens are chosen here, too.
     """
@@ -82,6 +85,7 @@ class NativeRun:
             None if embedded is None else ctypes.pointer(embedded),
             parts.embedding.data_ptr() if isinstance(parts.embedding, Tensor) else None,
             parts.norm.data_ptr(), ctypes.pointer(head.structure), self._normed.data_ptr(), self.logits_at,
+            None if parts.sketch is None else ctypes.pointer(parts.sketch.structure),
             full=self._full.ctypes.data, found=self._found.ctypes.data, over_ns=self._over_ns.ctypes.data,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels import choice, ops
 from kernels.attention import AttentionPlan, make_plan, paged_attention, plan_of_shapes, write_kv
 from kernels.panels import Panels
+from kernels.sketch import Sketch
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.model.batch import PackedBatch
 from moonpool.model.inference import inference
@@ -42,6 +43,7 @@ class StageModel:
         embedding: Tensor | Panels | None,
         final_norm: Tensor | None,
         head: Linear | None,
+        sketch: Sketch | None = None,
         deterministic: bool = False,
     ) -> None:
         self.config = config
@@ -51,6 +53,7 @@ class StageModel:
         self.embedding = embedding  # [vocab, hidden], first stage; the head's own panels where the two are tied
         self.final_norm = final_norm  # [hidden], last stage
         self.head = head  # hidden to vocab, last stage
+        self.sketch = sketch  # of the head
         first = self.layers[0].input_norm
         self.dtype = first.dtype
         self.device = first.device
@@ -79,8 +82,13 @@ class StageModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all weights, bytes; a tied output head counts beside the embedding where both are held."""
-        parts = [self.embedding if isinstance(self.embedding, Tensor) else None, self.final_norm, self.head]
+        """Memory of all weights, bytes, and of a sketch; a tied head counts beside an embedding that is held."""
+        parts = [
+            self.embedding if isinstance(self.embedding, Tensor) else None,
+            self.final_norm,
+            self.head,
+            self.sketch,
+        ]
         for layer in self.layers:
             parts += [getattr(layer, name) for name in LayerWeights.__slots__]
         return sum(part.nbytes for part in parts if part is not None)
@@ -192,7 +200,7 @@ class StageModel:
             hidden, batch, (angles[0], angles[1]), plan, kv, scales, *layers,
             tails=None, watch=watch,
         )  # fmt: skip
-        parts = Parts(step, hidden, angles, cos, sin, turns, self.embedding, self.final_norm, self.head)
+        parts = Parts(step, hidden, angles, cos, sin, turns, self.embedding, self.final_norm, self.head, self.sketch)
         return native_run(self._native, batch, parts, kv.shape[1], steps, chosen, out)
 
     def forward(

@@ -62,6 +62,11 @@ def test_plan(folder: Path) -> None:
     assert not plan.spec.graphs  # of decode steps
     graphs = {how: engine_setup(config(folder, cuda_graphs=how), decode=True).spec.graphs for how in ("auto", "off")}
     assert graphs == {"auto": True, "off": False}
+    sketches = {
+        (how, stages, decode): engine_setup(config(folder, head_sketch=how), stages=stages, decode=decode).spec.sketch
+        for how, stages, decode in (("auto", 1, True), ("off", 1, True), ("auto", 2, True), ("auto", 1, False))
+    }
+    assert [key for key, wanted in sketches.items() if wanted] == [("auto", 1, True)]
 
 
 def test_a_calibration_of_this_model_is_told_in_place_of_what_is_timed_at_start(folder: Path, tmp_path: Path) -> None:

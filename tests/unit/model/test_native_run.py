@@ -32,10 +32,15 @@ class Whole:
     """A stage of all layers, with KV of some sequences."""
 
     def __init__(
-        self, path: Path, starts: tuple[int, ...] = STARTS, tables: tuple[tuple[int, ...], ...] = TABLES
+        self,
+        path: Path,
+        starts: tuple[int, ...] = STARTS,
+        tables: tuple[tuple[int, ...], ...] = TABLES,
+        *,
+        sketched: bool = False,
     ) -> None:
         self.config = config = load_config(path)
-        self.stage: StageModel = load_stage(path, config, torch.bfloat16, 0, config.num_layers)
+        self.stage: StageModel = load_stage(path, config, torch.bfloat16, 0, config.num_layers, sketched=sketched)
         blocks = 1 + max(map(max, tables))
         shape = (config.num_layers, blocks, config.num_kv_heads, 2, BLOCK, config.head_dim)
         self.pool = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -164,3 +169,41 @@ def test_several_steps_of_one_call_choose_the_same_tokens(
         found += [tokens for tokens, _ in run.tokens(done.steps)]
         assert done.steps == wanted
     assert found == expected[: len(found)]
+
+
+HIGHEST = SamplingParams(temperature=0.0)
+SPECS = {
+    "greedy": (SampleSpec(HIGHEST),),
+    "three": (SampleSpec(HIGHEST),) * 3,
+    "four": (SampleSpec(HIGHEST),) * 4,
+    "drawn": (SampleSpec(SamplingParams(temperature=1.0), seed=3),),
+    "banned": (SampleSpec(HIGHEST, banned=tuple(range(400))),),
+    "biased": (SampleSpec(SamplingParams(temperature=0.0, logit_bias={7: 100.0})),),
+    "masked": (SampleSpec(HIGHEST),),
+}
+BY_SKETCH = ("greedy", "three")
+
+
+@pytest.mark.parametrize("how", SPECS)
+@torch.inference_mode()
+def test_greedy_tokens_by_a_sketch_of_the_head_are_the_same(how: str, checkpoint: Callable[[str], Path]) -> None:
+    """Whatever else is wanted of a row takes all logits, and so do more rows."""
+    specs, found = SPECS[how], {}
+    for sketched in (False, True):
+        whole = Whole(checkpoint("tiny-llama"), STARTS[: len(specs)], TABLES[: len(specs)], sketched=sketched)
+        assert (whole.stage.sketch is not None) is sketched
+        sampler = Sampler(specs, whole.config.vocab_size, torch.device("cpu"), 9)
+        address = sampler.chosen
+        assert address is not None
+        sampler.begin_with(whole.chosen.tolist())
+        run = whole.stage.going_on(whole.batch, whole.pool, 8, address)
+        assert run is not None
+        run.choose_by(sampler.alone, ())
+        if how == "masked":
+            sampler.permit({0: memoryview(bytearray(b"\x02" * (whole.config.vocab_size // 8)))})
+        run.logits.fill_(torch.nan)
+        assert run.go_on(8, 2**62).steps == 8
+        found[sketched] = run.tokens(8), bool(run.logits.isnan().all())
+    tokens = {sketched: [its for its, _ in steps] for sketched, (steps, _) in found.items()}
+    assert tokens[True] == tokens[False]
+    assert (found[True][1], found[False][1]) == (how in BY_SKETCH, False)

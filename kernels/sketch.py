@@ -1,0 +1,76 @@
+"""An output head as bytes, beside it: by it the highest logit of a row is found without reading the whole head.
+
+Bytes and their errors bound each logit; those that may be the highest are computed as always (`native/sketch.cpp`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.choice import DTYPES
+from kernels.memory import Arena
+from kernels.native import library, structures
+from kernels.native.library import Library
+from kernels.panels import Panels
+
+#: Rows that are looked at together at most (sketch.h): with more, a step waits for sums rather than for memory.
+MOST_ROWS = 3
+_OUTPUTS = 32  # of a panel
+
+
+class Sketch:
+    """Of a head's panels; `sketch` makes it.
+
+    Attributes:
+        nbytes: memory that it takes.
+        structure: as native code is given it.
+    """
+
+    def __init__(self, native: Library, panels: Panels, memory: Tensor, bounds: Tensor) -> None:
+        self._native, self._panels = native, panels
+        self._memory, self._bounds = memory, bounds  # kept alive
+        self.nbytes = memory.nbytes + bounds.nbytes
+        self.structure = structures.Sketch(memory.data_ptr(), *(part.data_ptr() for part in bounds))
+
+    def highest(self, x: Tensor) -> list[int] | None:
+        """Return the highest output of each row of x [M, inputs], in the head's type; of equal ones the first.
+
+        None where too many come close to it, or one may not be finite.
+
+        Raises:
+            ValueError: x has another shape or type, or more rows than MOST_ROWS.
+        """
+        parts = self._panels.structure
+        if x.dim() != 2 or x.shape[1] != parts.inputs or x.dtype != self._panels.dtype or not 1 <= len(x) <= MOST_ROWS:
+            raise ValueError(
+                f"x: must be [1 to {MOST_ROWS}, {parts.inputs}] in {self._panels.dtype}, not {list(x.shape)}"
+            )
+        tokens = torch.empty(len(x), dtype=torch.int32)
+        found = self._native.highest(parts, self.structure, x.contiguous(), tokens)
+        return tokens.tolist() if found else None
+
+
+def sketch_bytes(outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    """Bytes that `sketch` takes of a head of so many outputs and inputs; 0 where it makes none."""
+    native = library.get()
+    if native is None or dtype not in DTYPES:
+        return 0
+    nbytes = native.sketch_bytes(structures.Panels(None, None, outputs, inputs, library.TYPES[dtype], 0))
+    return nbytes + _bounds(outputs) * 4 if nbytes else 0
+
+
+def _bounds(outputs: int) -> int:
+    """Numbers that bound outputs' errors: three of each, in whole panels."""
+    return 3 * -(-outputs // _OUTPUTS) * _OUTPUTS
+
+
+def sketch(panels: Panels, arena: Arena) -> Sketch | None:
+    """Return `panels` as bytes in memory from `arena`; None where that is not done, or a weight is not finite."""
+    native = library.get()
+    nbytes = native.sketch_bytes(panels.structure) if native is not None else 0
+    if native is None or not nbytes:
+        return None
+    bounds = torch.empty(_bounds(panels.structure.outputs)).view(3, -1)
+    made = Sketch(native, panels, arena.take(nbytes), bounds)
+    return made if native.sketch(panels.structure, made.structure) else None
