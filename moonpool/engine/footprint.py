@@ -25,6 +25,8 @@ _LOGIT_COPIES, _TORCH_COPIES = 10, 16
 """Of these rows, in float32: what sampling makes of them natively and in torch (weights, their order, their sums)."""
 _ARRANGED_BYTES = 48 << 20
 """Keys and values that native prefill attention arranges at a time (`kernels/native/prefill.cpp`)."""
+_WIDENED_ROWS, _PANEL = 192, 32
+"""Rows that native products widen at a time, and outputs that one task has (`kernels/native/multiply.cpp`)."""
 _SPLIT_TOKENS = 512
 """Of a context, whose result native decode attention holds apart (`kernels/native/decode.cpp`)."""
 _PROCESSORS = 256
@@ -56,6 +58,7 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
         rows * _row_elements(model) * element * (1 if native else 3),
         rows * model.head_dim * 3 * 4 * 2,  # rotations
         _attention_bytes(model, engine, longest) if native else _gathered_bytes(model, engine, longest),
+        _widened_bytes(model, rows, threads) if native else 0,
         min(rows, LOGIT_ROWS) * model.vocab_size * 4 * (_LOGIT_COPIES if native else _TORCH_COPIES),
         threads << 20,
     ]
@@ -103,6 +106,14 @@ def _attention_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> in
     arranged = _ARRANGED_BYTES + longest * model.head_dim * 2 * 4
     splits = most_rows(engine) * (longest // _SPLIT_TOKENS + 1)
     return arranged + splits * model.num_heads * (model.head_dim + 64) * 4
+
+
+def _widened_bytes(model: ModelConfig, rows: int, threads: int) -> int:
+    """Rows of the widest product's inputs in float32; more at a time where one lot is too few tasks for the threads."""
+    fewest = min(model.hidden_size, 2 * model.num_kv_heads * model.head_dim)
+    lots = max(1, 4 * threads * _PANEL // fewest)
+    widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
+    return min(rows, lots * _WIDENED_ROWS) * (widest + 32) * 4
 
 
 def _gathered_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int:
