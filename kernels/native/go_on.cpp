@@ -44,7 +44,7 @@ static bool greedy(const GoOn* g) {
     }
     return true;
 }
-// The tokens by the sketch: 0. 1: by logits, from now on in this run; -1: no memory.
+// The tokens by the sketch: 0. 1: by logits, and from now on in this run where the sketch was of no use; -1: no memory.
 static int by_sketch(GoOn* g) {
     const Step& s = *g->step;
     if (!g->sketch || !greedy(g)) return 1;

@@ -1,8 +1,8 @@
 // Rows by a matrix in panels.
 //
 // Few rows wait for memory, many for the processor's sums. So one row goes through several panels side by side, as memory
-// gives more to several streams. Rows that walk over a panel again and again do so part by part, while a part is in the
-// first cache, and each walk fetches its share of the next part.
+// gives more to several streams. Rows that walk over a panel again and again, as they do without AVX-512, do so part by
+// part, while a part is in the first cache, and each walk fetches its share of the next part.
 #include "panels.h"
 
 #if defined(MP_AVX512)

@@ -1,4 +1,4 @@
-// Finds the highest logit of a row by a head in bytes, half of what the head itself has.
+// Finds the highest logit of a row by a head in bytes, half or a quarter of what the head itself has.
 //
 // A logit is a product of two vectors, w x. Bytes stand for w' = w - e, and the row in fixed point for x' = x - d, so by
 // Cauchy and Schwarz |w x - w' x'| <= |e| |x| + |w'| |d|, which is known for each output before. Whoever may reach the
@@ -15,6 +15,7 @@ static int64_t pairs_of(const Panels& p) { return (p.inputs + 1) / 2; }
 static int64_t panel_bytes(const Panels& p) { return pairs_of(p) * 2 * PANEL; }
 
 // ---- making it ----
+static const double LONGEST = 1e18;  // of an output; nothing that is worked out of it and of a row is infinite
 template <class T> static bool sketch(const Panels& p, const Sketch& s, int threads) {
     std::atomic<bool> finite{true};
     const float rounding = 4 * (p.inputs + 16) * 0x1p-24f, up = 1 + rounding;  // of sums, and of lengths
@@ -23,20 +24,23 @@ template <class T> static bool sketch(const Panels& p, const Sketch& s, int thre
         int8_t* to = s.weight + panel * panel_bytes(p);
         memset(to, 0, panel_bytes(p));
         for (int lane = 0; lane < PANEL; lane++) {
-            float most = 0, squares = 0, errors = 0;
+            float most = 0;
+            double squares = 0, errors = 0;  // of the smallest numbers, too
             for (int64_t k = 0; k < p.inputs; k++) {
-                float w = wide(weight[place<T>(k, lane)]);
-                if (!isfinite(w)) finite = false;
-                most = fmaxf(most, fabsf(w));
+                float w = fabsf(wide(weight[place<T>(k, lane)]));
+                if (!(w < LONGEST)) finite = false;
+                most = fmaxf(most, w);
             }
             float unit = most > 1e-30f ? most / 127 : 0, times = most > 1e-30f ? 127 / most : 0;
             for (int64_t k = 0; k < p.inputs; k++) {
                 float w = wide(weight[place<T>(k, lane)]), q = rintf(w * times);
                 to[(k / 2 * PANEL + lane) * 2 + k % 2] = (int8_t)q;
-                squares += q * unit * (q * unit), errors += (w - q * unit) * (w - q * unit);
+                double told = (double)q * unit;
+                squares += told * told, errors += (w - told) * (w - told);
             }
-            float length = sqrtf(squares) * up, error = sqrtf(errors) * up;
+            float length = (float)sqrt(squares) * up, error = (float)sqrt(errors) * up;
             int64_t at = panel * PANEL + lane;
+            if (!(length + error < LONGEST)) finite = false;
             s.unit[at] = unit, s.length[at] = length, s.off[at] = error + rounding * (length + error);
         }
     });
@@ -127,8 +131,9 @@ static void put_row(const float* x, int64_t K, int64_t padded, int16_t* to, Look
     }
     look->length = (float)sqrt(squares) * (1 + 0x1p-20f), look->lost = (float)sqrt(lost) * (1 + 0x1p-20f);
 }
-// Logits are rounded to T: those this much below another, of its size, may become equal to it.
+// Logits are rounded to T: those this much below another, of its size, may become equal to it, and near nothing so much.
 template <class T> constexpr float EQUAL = __is_same(T, bf16) ? 0x1p-7f : __is_same(T, f16) ? 0x1p-10f : 0;
+template <class T> constexpr float NOTHING = __is_same(T, f16) ? 0x1p-23f : 1e-30f;
 
 template <class T> static int highest(const Panels& p, const Sketch& s, const T* x, int rows, int32_t* tokens, int threads) {
     static thread_local Memory memory;
@@ -152,7 +157,7 @@ template <class T> static int highest(const Panels& p, const Sketch& s, const T*
         float sure = -INFINITY, top = 0;
         for (int64_t i = 0; i < panels; i++) sure = fmaxf(sure, looks[r].sures[i]), top = fmaxf(top, fabsf(looks[r].tops[i]));
         if (!(top < 1e30f) || !(sure > -1e30f) || !(looks[r].length < 1e15f)) return 1;  // or not a number
-        float from = sure - fabsf(sure) * EQUAL<T> - 1e-30f;
+        float from = sure - fabsf(sure) * EQUAL<T> - NOTHING<T>;
         int64_t before = count;
         for (int64_t i = 0; i < panels; i++)
             if (looks[r].tops[i] >= from) exact[count++] = {r, i, -INFINITY, 0};

@@ -25,8 +25,8 @@ _LOGIT_COPIES, _TORCH_COPIES = 10, 16
 """Of these rows, in float32: what sampling makes of them natively and in torch (weights, their order, their sums)."""
 _ARRANGED_BYTES = 48 << 20
 """Keys and values that native prefill attention arranges at a time (`kernels/native/prefill.cpp`)."""
-_WIDENED_ROWS, _PANEL = 192, 32
-"""Rows that native products widen at a time, and outputs that one task has (`kernels/native/multiply.cpp`)."""
+_WIDENED_ROWS, _PANEL = 448, 32
+"""Rows that native products widen at a time at most, and outputs that one task has (`kernels/native/multiply.cpp`)."""
 _SPLIT_TOKENS = 512
 """Of a context, whose result native decode attention holds apart (`kernels/native/decode.cpp`)."""
 _PROCESSORS = 256

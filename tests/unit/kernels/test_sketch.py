@@ -110,6 +110,39 @@ def test_a_number_beside_which_others_are_lost_in_fixed_point() -> None:
     assert found(panels, its, x) == 1
 
 
+@pytest.mark.parametrize("size", [1e-4, 1e-6])
+def test_logits_so_small_that_their_type_has_few_numbers(size: float) -> None:
+    """float16 has steps of 2^-24 near 0: many outputs become equal, and -0.0 is equal to 0.0."""
+    generator = torch.Generator().manual_seed(11)
+    panels, its = sketched((bell(generator, 4000, 128) * size).half())
+    found(panels, its, (bell(generator, 40, 128) * size).half())
+    for lower, higher in ((1.0, 1.02), (-0.01, 0.01)):
+        weight = torch.full((2000, 2), -1.0)
+        weight[7], weight[1500] = torch.tensor([lower, 0.0]), torch.tensor([higher, 0.0])
+        panels, its = sketched(weight.half())
+        x = torch.tensor([[1e-6, 0.0]]).half()
+        assert highest(panels, x) == [7]
+        found(panels, its, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-28, 1e-21])
+def test_weights_whose_squares_are_nothing(dtype: torch.dtype, size: float) -> None:
+    """An output of many small weights that no byte tells is higher than one of few that are told."""
+    weight = torch.zeros(2000, 64)
+    weight[7, 0] = weight[1500, 0] = size
+    weight[7, 1:61], weight[1500, 1:21] = 0.49 / 127 * size, size / 127
+    panels, its = sketched(weight.to(dtype))
+    found(panels, its, torch.ones(1, 64, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_whose_squares_are_infinite_are_not_sketched(dtype: torch.dtype) -> None:
+    weight = bell(torch.Generator().manual_seed(4), 2000, 2064)
+    weight[3], weight[1500] = 1e18, 0.5
+    assert sketched(weight.to(dtype))[1] is None
+
+
 @pytest.mark.parametrize("row", ["nan", "infinite", "huge", "nothing"])
 def test_rows_by_which_nothing_can_be_told_name_none(row: str) -> None:
     weight = bell(torch.Generator().manual_seed(2), 500, 32)
