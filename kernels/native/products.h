@@ -48,7 +48,7 @@ INLINE void values(const float_over<S>* p, const Tile<float_over<S>>& t, int d, 
 }
 template <int HB, class S>
 INLINE void values_row(const float_over<S>* p, const Tile<float_over<S>>& t, int D, const float* fade, float* o, int stride) {
-    constexpr int NC = HB > 4 ? 2 : NC_MAX;
+    constexpr int NC = HB > 4 ? 2 : HB <= 2 ? 4 : NC_MAX;  // sums enough not to wait for one another
     int d = NC * W <= D ? NC * W : W;
     if (NC * W <= D) values<HB, NC>(p, t, 0, fade, o, stride);
     else values<HB, 1>(p, t, 0, fade, o, stride);
