@@ -13,7 +13,6 @@ enum { TILE_ROWS = 6, MANY = 2 };
 enum { TILE_ROWS = 6, MANY = VECTORS / 2 };
 #endif
 // What was faster where it was measured, on AVX2 and AVX-512 (docs/kernels.md).
-enum { STREAMS = W == 8 ? 3 : 1, STREAM_AHEAD = 512 };  // panels of one row, and bytes that each is fetched ahead
 template <class T> constexpr bool NEAR_BY = W == 8 && __is_same(T, bf16);  // fetched into the first cache, or the second,
 template <class T> constexpr int64_t AHEAD = NEAR_BY<T> ? 1536 : 12 << 10;  // so many bytes ahead, by rows of one walk
 enum { BLOCK_TILES = 32 };  // of rows that go through all panels together and are widened for that;

@@ -10,6 +10,8 @@
 #include "rows.h"
 
 enum { PANEL = 32, VECTORS = PANEL / W };  // outputs, and vectors of them
+// Panels that one row goes through side by side, and bytes that each is fetched ahead: as was faster (docs/kernels.md).
+enum { STREAMS = W == 8 ? 3 : 1, STREAM_AHEAD = 512 };
 
 // One arranged matrix. Mirrors kernels/native/panels.py.
 struct Panels {

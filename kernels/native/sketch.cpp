@@ -8,8 +8,7 @@
 #include <math.h>
 
 #if defined(MP_AVX512) || defined(MP_AVX2)
-enum { SIDE_BY_SIDE = 3, FETCHED = 512 };  // panels of one row (multiply.cpp), and bytes that each is fetched ahead
-enum { FEW = 8 };                          // one panel in so many may be computed; with more, all are
+enum { FEW = 8 };  // one panel in so many may be computed; with more, all are
 
 static int64_t pairs_of(const Panels& p) { return (p.inputs + 1) / 2; }
 static int64_t panel_bytes(const Panels& p) { return pairs_of(p) * 2 * PANEL; }
@@ -75,7 +74,7 @@ static __attribute__((noinline)) void sums_of(const int16_t* x, int64_t stride, 
         }
         for (int s = 0; s < S; s++) {
             const int8_t* from = panel + s * pairs * 2 * PANEL;
-            __builtin_prefetch(from + FETCHED, 0, 3);
+            __builtin_prefetch(from + STREAM_AHEAD, 0, 3);
             for (int v = 0; v < VECTORS; v++) {
                 vi weight = two_inputs(from + 2 * v * W);
                 for (int i = 0; i < M; i++) acc[s][i][v] += products(weight, row[i]);
@@ -109,7 +108,7 @@ static void look(const Panels& p, const Sketch& s, const int16_t* x, int64_t str
     for (int at = 0; at < S; at++) for (int i = 0; i < M; i++) looks[i].panel(p, s, panel + at, sums + (at * M + i) * PANEL);
 }
 static void look_at_all(const Panels& p, const Sketch& s, const int16_t* x, int64_t stride, int rows, const Look* looks, int threads) {
-    parallel_runs(p.count(), rows == 1 ? SIDE_BY_SIDE : 1, threads, [&](int64_t panel, int64_t count) {
+    parallel_runs(p.count(), rows == 1 ? STREAMS : 1, threads, [&](int64_t panel, int64_t count) {
         if (rows == 3) look<3, 1>(p, s, x, stride, looks, panel);
         else if (rows == 2) look<2, 1>(p, s, x, stride, looks, panel);
         else if (count == 3) look<1, 3>(p, s, x, stride, looks, panel);
