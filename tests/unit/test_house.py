@@ -83,7 +83,7 @@ def test_every_document_is_in_the_index() -> None:
     index, docs = read("docs/README.md"), ROOT / "docs"
     for page in sorted(docs.glob("*.md")):
         assert page.name == "README.md" or f"]({page.name})" in index, page.name
-    for page in sorted(docs.glob("adr/*.md")):
+    for page in sorted(docs.glob("adr/[0-9]*.md")):
         number, _, title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").partition(". ")
         assert f"| [{number}](adr/{page.name}) | {title} |" in index, page.name
 
