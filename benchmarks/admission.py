@@ -14,15 +14,13 @@ from typing import NamedTuple
 from benchmarks.eviction import of_traces, trace_flags
 from benchmarks.frame import Absent, Progress, Row, run
 from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
-from moonpool.kv.hashes import bind, slice_hash
-from moonpool.kv.keys import BlockKey
+from moonpool.kv.keys import BlockKey, bind, slice_hash
 from moonpool.kv.layout import KVLayout
 from services.kvstore.core.store import BlockStore
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.policies.queues import LRU
-from services.kvstore.ssd.admission import ALL, REUSED, Admission
 from services.kvstore.ssd.records import record_size
-from services.kvstore.ssd.tier import open_tier
+from services.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission, open_tier
 
 FORMAT = BlockFormat(bytes(32), KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
 BLOCK = FORMAT.layout.block_bytes
@@ -39,7 +37,7 @@ class Outcome(NamedTuple):
     written_share: float
 
 
-def replay(chains: Sequence[Sequence[BlockKey]], admission: Admission, dram: int, ssd: int, folder: Path) -> Outcome:
+def replay(chains: Sequence[Sequence[BlockKey]], admission: SsdAdmission, dram: int, ssd: int, folder: Path) -> Outcome:
     """Replays requests through a store with tiers of so many blocks; `folder` is empty."""
     tier = open_tier([folder], ssd * RECORD, ssd * RECORD // 64, durability="process", admission=admission)
     store = BlockStore(DramTier(dram * BLOCK, LRU()), tier)
@@ -94,7 +92,7 @@ def write(store: BlockStore) -> None:
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
-    return of_traces(options, "rules", ALL, lambda trace, chains: rows_of(trace, chains, options, progress))
+    return of_traces(options, "rules", ADMIT_ALL, lambda trace, chains: rows_of(trace, chains, options, progress))
 
 
 def rows_of(
@@ -102,17 +100,17 @@ def rows_of(
 ) -> Iterator[Row]:
     """Hit share and records written with `REUSED` at each size of the tiers, beside those with `ALL`."""
     for dram, ssd in options.sizes:
-        where = f"{trace}, {dram} blocks in DRAM, {ssd} on SSD, {REUSED}"
+        where = f"{trace}, {dram} blocks in DRAM, {ssd} on SSD, {ADMIT_REUSED}"
         outcomes = {}
-        for rule in (ALL, REUSED):
+        for rule in (ADMIT_ALL, ADMIT_REUSED):
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                outcomes[rule] = replay(chains, Admission(rule), dram, ssd, Path(folder))
+                outcomes[rule] = replay(chains, SsdAdmission(rule), dram, ssd, Path(folder))
             progress(f"{trace}, {dram} and {ssd} blocks, {rule}: {outcomes[rule]}")
-        every, reused = outcomes[ALL], outcomes[REUSED]
+        every, reused = outcomes[ADMIT_ALL], outcomes[ADMIT_REUSED]
         hits = reused.hit_share / every.hit_share if every.hit_share else 1.0
-        yield Row(where, reused.hit_share, "hit share", 0.0, ALL, every.hit_share, hits)
+        yield Row(where, reused.hit_share, "hit share", 0.0, ADMIT_ALL, every.hit_share, hits)
         spared = every.written_share / reused.written_share if reused.written_share else 1.0
-        written = reused.written_share, "records per block put", 0.0, ALL, every.written_share
+        written = reused.written_share, "records per block put", 0.0, ADMIT_ALL, every.written_share
         yield Row(f"{where}, written", *written, spared)
 
 

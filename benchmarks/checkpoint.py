@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run
-from moonpool.cli.named import cache_folder, cached
+from moonpool.cli.models import cache_folder, cached_model
 
 _FRAME = """
 import json, resource, sys, time
@@ -30,10 +30,10 @@ _TRANSFORMERS = (
     "kept = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)",
 )
 _OURS = (
-    "import torch\nfrom moonpool.checkpoint import load_config\nfrom moonpool.model import load_stage",
+    "import torch\nfrom moonpool.checkpoint import load_config\nfrom moonpool.models.loader import load_stage",
     "config = load_config(path)\nkept = load_stage(path, config, torch.bfloat16, 0, config.num_layers)",
 )
-_HEADER = ("from moonpool.checkpoint.gguf_file import GgufFile", "GgufFile.read(path)")
+_HEADER = ("from moonpool.checkpoint.gguf import GgufFile", "GgufFile.read(path)")
 _READER = ("from gguf import GGUFReader", "GGUFReader(path)")
 _TOKENIZER = ("from moonpool.checkpoint import Tokenizer", "Tokenizer.load(path)")
 _THEIRS = ("from transformers import AutoTokenizer", "AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)")
@@ -55,7 +55,7 @@ def timed(code: Code, path: Path) -> tuple[float, float]:
 
 def measure(options: argparse.Namespace, progress: Progress) -> Sequence[Row | Absent]:
     """See `benchmarks.frame.Measure`."""
-    path = cached("smollm2", cache_folder())
+    path = cached_model("smollm2", cache_folder())
     if path is None:
         raise Skipped("SmolLM2 is not here (`moonpool model fetch smollm2`)")
     rows: list[Row | Absent] = []

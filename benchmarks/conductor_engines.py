@@ -16,12 +16,12 @@ from typing import Any
 
 from moonpool.bundled import model_dir
 from moonpool.cluster import HeldKeys, JoinAgent
-from moonpool.kv.changes import KeyChanges
+from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import Service, serving
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
-from services.conductor.checkpoint import Checkpoint
+from services.conductor.registry import Checkpoint
 
 TOKEN = 100
 BLOCKS = 1 << 20

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from benchmarks.frame import Progress, Row, paired
 from benchmarks.processes import Child, child
 from moonpool.bundled import model_dir
-from moonpool.client import AsyncClient, SamplingParams
+from moonpool.client import AsyncClient
+from moonpool.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 512
 SHORT, LONG = 2, 256

@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.processes import own_resident_bytes
-from moonpool.cost import Speeds
 from moonpool.kv.keys import BlockKey, block_keys, unpack_keys
-from services.conductor.core.decodes import Answer
-from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
-from services.conductor.core.picture import Picture
+from moonpool.scheduling.latency import Speeds
+from services.conductor.core.cluster_state import ClusterView
+from services.conductor.core.decode_pool import PlacedAnswer
+from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
+from services.conductor.core.latency_model import KVShape
 
 SEED = 1
 CHAIN_BLOCKS = 2000
 BLOCK_TOKENS = 16
 KEYS_PER_MESSAGE = 4096
-SHAPE = Shape(block_tokens=BLOCK_TOKENS, token_bytes=131072, layers=32)
+SHAPE = KVShape(block_tokens=BLOCK_TOKENS, token_bytes=131072, layers=32)
 PROFILES = (
     Speeds(1e-3, 4e-5, 2e-9, 8e-3, 5e-5, 3e-8, 3e9, 5e9, 1e-3, 1e-8),
     Speeds(1e-3, 7e-5, 4e-9, 12e-3, 8e-5, 5e-8, 3e9, 5e9, 1e-3, 1e-8),
@@ -76,14 +77,18 @@ class ConductorWorld:
     def __init__(self, size: Size) -> None:
         self._size = size
         self._random = random.Random(SEED)
-        self.picture = Picture(max_index_keys=2 * size.blocks, peers=True, copy_share=0.1)
+        self.picture = ClusterView(max_index_keys=2 * size.blocks, peers=True, copy_share=0.1)
         self._sequences: dict[str, int] = {}
         self._open: deque[tuple[int, int]] = deque()
         self._now = 0.0
         self._prefills = [f"prefill-{number}" for number in range(size.prefills)]
         self._decodes = [f"decode-{number}" for number in range(size.decodes)]
         self._stores = [f"kvstore-{number}" for number in range(STORES)]
-        for kind, names in ((Kind.PREFILL, self._prefills), (Kind.DECODE, self._decodes), (Kind.KVSTORE, self._stores)):
+        for kind, names in (
+            (InstanceKind.PREFILL, self._prefills),
+            (InstanceKind.DECODE, self._decodes),
+            (InstanceKind.KVSTORE, self._stores),
+        ):
             for name in names:
                 self._join(kind, name)
 
@@ -118,7 +123,7 @@ class ConductorWorld:
         self.picture.prefills.coming.placed(prefill, best.id, keys)
         self.picture.hot.placed(keys, plan.wish, "", self._now)
         decode = self.picture.claim_decode(
-            plan.decodes[0].id, Answer(plan.demand.prompt_tokens, plan.decodes[0].blocks)
+            plan.decodes[0].id, PlacedAnswer(plan.demand.prompt_tokens, plan.decodes[0].blocks)
         )
         seconds = time.thread_time() - begin
         self._open.append((prefill, decode))
@@ -132,19 +137,19 @@ class ConductorWorld:
         self._report(plan.decodes[0].id, running=running, context_tokens=8000 * running, free_blocks=1 << 19)
         return seconds
 
-    def _join(self, kind: Kind, name: str) -> None:
+    def _join(self, kind: InstanceKind, name: str) -> None:
         wobble = 1 + self._random.uniform(-NOISE, NOISE)
         base = self._random.choice(PROFILES)
         speeds = replace(
             base.slowed_prefill(wobble).slowed_decode(wobble), load_bytes_per_s=base.load_bytes_per_s * wobble
         )
-        shape = None if kind is Kind.KVSTORE else SHAPE
+        shape = None if kind is InstanceKind.KVSTORE else SHAPE
         self.picture.join(InstanceFacts(name, 1, kind, 1 << 20, shape, speeds, step_tokens=2048), 0.0)
         self.picture.events(name, 0, [], [], snapshot_begin=True, snapshot_end=True)
         self._sequences[name] = 1
-        if kind is Kind.PREFILL:
+        if kind is InstanceKind.PREFILL:
             self._report(name, drain_s=self._random.uniform(0.0, 2.0))
-        elif kind is Kind.DECODE:
+        elif kind is InstanceKind.DECODE:
             running = self._random.randrange(60)
             self._report(name, running=running, context_tokens=8000 * running, free_blocks=1 << 19)
 

@@ -12,27 +12,37 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.frame import Absent, Progress, Row, bounded, run
-from moonpool.core.kernel import Ended
-from moonpool.cost import decode_step_seconds, prefill_seconds
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.engine.process import RUN_STEPS
+from moonpool.engine.executor import RUN_STEPS
 from moonpool.kv.keys import BlockKey
-from services.decode.core.actions import Action, Cut, Gone, Load, Promised, Run, Store, SwapIn, SwapOut
-from services.decode.core.config import CoreConfig, Preemption
+from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds
+from moonpool.scheduling.state_machine import IoEnded
+from services.decode.core.actions import (
+    Action,
+    LoadStoredBlocks,
+    RequestFreed,
+    ReservationGranted,
+    StartRun,
+    StopRun,
+    StoreBlock,
+    SwapIn,
+    SwapOut,
+)
 from services.decode.core.events import (
-    Arrived,
     Event,
     LoadEnd,
-    Open,
-    Reserve,
-    Start,
-    StepDone,
-    Stepped,
+    ReserveBlocks,
+    RunDone,
+    RunProgress,
+    StartDecoding,
     StoreEnd,
     StreamOpened,
     SwapEnd,
+    TransferComplete,
+    TransferOpened,
 )
-from services.decode.core.machine import DecodeCore
+from services.decode.core.scheduler import DecodeScheduler
+from services.decode.core.settings import DecodeSettings, Preemption
 
 BLOCK_TOKENS = 64
 POOL_BLOCKS = 2_000
@@ -76,7 +86,7 @@ class Virtual:
         steps, runs: steps so far, and the runs that they were taken in.
     """
 
-    core: DecodeCore
+    core: DecodeScheduler
     now: float = 0.0
     tokens: int = 0
     ended: int = 0
@@ -87,7 +97,7 @@ class Virtual:
     live: dict[int, Answering] = field(default_factory=dict)
     refused: bool = False
     _next: int = 1
-    _run: Run | None = None
+    _run: StartRun | None = None
     _left: int = 0  # steps of the run that are not over
     _events: list[tuple[float, int, Event]] = field(default_factory=list)
     _count: int = 0
@@ -109,11 +119,15 @@ class Virtual:
         members = range(number, number + width)
         self.refused = True
         keys = _keys(number, 0, prompt)
-        self.post(Reserve(number, keys, prompt, prompt, prompt + MAX_TOKENS, stores=1, width=width))
+        self.post(ReserveBlocks(number, keys, prompt, prompt, prompt + MAX_TOKENS, stores=1, width=width))
         if self.refused:
             return False
         self.live |= {member: Answering(number, prompt, answer) for member in members}
-        for event in (Open(number), Arrived(number), Start(number, 1, 0, (0,) * (width - 1))):
+        for event in (
+            TransferOpened(number),
+            TransferComplete(number),
+            StartDecoding(number, 1, 0, (0,) * (width - 1)),
+        ):
             self.post(event)
         for member in members:
             self.live[member].made = 1
@@ -125,10 +139,10 @@ class Virtual:
         if not self._events:
             return False
         self.now, _, event = heapq.heappop(self._events)
-        self.post(self._done() if isinstance(event, StepDone) else event)
+        self.post(self._done() if isinstance(event, RunDone) else event)
         return True
 
-    def _done(self) -> StepDone | Stepped:
+    def _done(self) -> RunDone | RunProgress:
         """A step is over, and the run with it if it was the last one or somebody has ended."""
         run = self._run
         assert run is not None
@@ -149,10 +163,10 @@ class Virtual:
                 self.ended += 1
         self.steps, self._left = self.steps + 1, self._left - 1
         if self._left and not ended:
-            self._at(self._step_s(run, 1), StepDone(run.step, False, 0.0))
-            return Stepped(run.step, 1, 0.0, tuple(filled))
+            self._at(self._step_s(run, 1), RunDone(run.step, False, 0.0))
+            return RunProgress(run.step, 1, 0.0, tuple(filled))
         self._run = None
-        return StepDone(run.step, False, 0.0, tuple(ended), tuple(filled))
+        return RunDone(run.step, False, 0.0, tuple(ended), tuple(filled))
 
     def _slots(self, number: int) -> int:
         """Of the blocks in a sequence's table, whoever else has them in his."""
@@ -162,24 +176,24 @@ class Virtual:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Promised():
+            case ReservationGranted():
                 self.refused = False
-            case Run():
+            case StartRun():
                 self._run, self._left, self.runs = action, action.steps, self.runs + 1
-                self._at(self._step_s(action), StepDone(action.step, False, 0.0))
-            case Cut():
+                self._at(self._step_s(action), RunDone(action.step, False, 0.0))
+            case StopRun():
                 self._left = 1
             case SwapOut(io, _, blocks) | SwapIn(io, _, _, blocks):
                 seconds = len(blocks) * self.core.config.block_bytes / SWAP_BYTES_PER_S
-                self._at(self._after_others(type(action), seconds), Ended(io, SwapEnd(True, seconds)))
-            case Store(io):
+                self._at(self._after_others(type(action), seconds), IoEnded(io, SwapEnd(True, seconds)))
+            case StoreBlock(io):
                 seconds = self.core.config.block_bytes / STORE_BYTES_PER_S
-                self._at(self._after_others(Store, seconds), Ended(io, StoreEnd(True)))
-            case Load(io, _, _, blocks):
+                self._at(self._after_others(StoreBlock, seconds), IoEnded(io, StoreEnd(True)))
+            case LoadStoredBlocks(io, _, _, blocks):
                 seconds = len(blocks) * self.core.config.block_bytes / STORE_BYTES_PER_S
-                seconds = self._after_others(Load, seconds)
-                self._at(seconds, Ended(io, LoadEnd(len(blocks), seconds)))
-            case Gone(number):
+                seconds = self._after_others(LoadStoredBlocks, seconds)
+                self._at(seconds, IoEnded(io, LoadEnd(len(blocks), seconds)))
+            case RequestFreed(number):
                 self.live = {member: it for member, it in self.live.items() if it.request != number}
 
     def _after_others(self, kind: type[Action], seconds: float) -> float:
@@ -187,7 +201,7 @@ class Virtual:
         self._link_free[kind] = max(self.now, self._link_free.get(kind, 0.0)) + seconds
         return self._link_free[kind] - self.now
 
-    def _step_s(self, run: Run, over: int = 0) -> float:
+    def _step_s(self, run: StartRun, over: int = 0) -> float:
         """Of the next step of a run, when so many are over of which the core has not heard."""
         speeds, sequences = self.core.config.speeds, len(run.batch)
         seconds = decode_step_seconds(speeds, sequences, self.core.planner.batch.context + over * sequences)
@@ -211,7 +225,7 @@ def _keys(number: int, begin: int, tokens: int) -> tuple[BlockKey, ...]:
 def virtual(blocks: int, preemption: Preemption = Preemption.AUTO, run_steps: int = RUN_STEPS) -> Virtual:
     """An instance of LLaMA3-70B on 8 x A800 with a pool of so many blocks, and with runs as the service has them."""
     profile = load_profile("llama-70b-a800")
-    config = CoreConfig(
+    config = DecodeSettings(
         num_blocks=blocks,
         block_tokens=BLOCK_TOKENS,
         block_bytes=BLOCK_TOKENS * profile.token_bytes,
@@ -224,7 +238,7 @@ def virtual(blocks: int, preemption: Preemption = Preemption.AUTO, run_steps: in
         run_steps=run_steps,
         ahead_steps=run_steps if run_steps > 1 else 0,
     )
-    return Virtual(DecodeCore(config))
+    return Virtual(DecodeScheduler(config))
 
 
 def teach(it: Virtual, answer: int) -> None:

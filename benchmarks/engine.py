@@ -8,7 +8,7 @@ its first token; answers of 64 tokens to prompts of 128, in batches. Prompts are
 cached. In each run ours and the peers' are measured one after the other. Peers are installed once, each into an
 environment of its own (`--peers`).
 Beside them stand this machine's limits: its best matrix product, and for one sequence reading all weights once a token,
-by the memory's speed just before each run. Our greedy steps of few sequences read the head as bytes (`kernels.sketch`):
+by the memory's speed just before each run. Greedy steps of few sequences read the head as bytes (`kernels.int8_head`):
 so there is a second limit, of what they read. Beside these limits count the tokens behind the first ones, in the time
 that whole answers take longer than answers of one token.
 
@@ -37,9 +37,10 @@ from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run, spread
 from benchmarks.peers.engines import NAMES, Environment, Peer, running
 from benchmarks.serving import checkpoint_of
 from benchmarks.serving_limits import Limits, Span, measured_limits, memory_now, rate, with_limit
-from moonpool.cli.named import cache_folder, cached
+from moonpool.cli.models import cache_folder, cached_model
 from moonpool.cli.stack import LocalStack, StackPlan
-from moonpool.client import AsyncClient, SamplingParams
+from moonpool.client import AsyncClient
+from moonpool.sampling_params import SamplingParams
 
 PROMPT, SHORT_PROMPT, OUTPUT = 2048, 128, 64
 TARGETS = {1: 1.2, 8: 1.2, 32: 1.0}
@@ -302,7 +303,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
     environment = Environment(options.peers, progress)
     rows: list[Row | Absent] = []
     for name in options.model.split(","):
-        trained = cached(name, cache_folder()) if name == TRAINED else None
+        trained = cached_model(name, cache_folder()) if name == TRAINED else None
         if name == TRAINED and trained is None:
             rows.append(Absent(name, "other engines", f"it is not here (`moonpool model fetch {name}`)"))
             continue

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
 from services.kvstore.policies.queues import LRU
-from simulator.experiments.cache import BLOCKS, COMPARED, UNBOUNDED, Chains, chains_in
-from simulator.policy_pool import optimum, replay
+from simulator.eviction import optimum, replay
+from simulator.experiments.prefix_caching import BLOCKS, COMPARED, UNBOUNDED, Chains, chains_in
 from simulator.traces.mooncake import TraceError, read_trace
 from simulator.traces.workload import Workload
 

@@ -24,7 +24,7 @@ from benchmarks.frame import Progress, Row, bounded, run
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
 from moonpool.cli.stack import LocalStack, StackPlan
-from moonpool.engine.emulated.content import continuation
+from moonpool.engine.emulated.kv import continuation
 
 CONTEXTS = (200, 4000)
 """Tokens of the shortest and the longest prompt."""

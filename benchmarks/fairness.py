@@ -22,10 +22,11 @@ from benchmarks.frame import Progress, Row, bounded, run
 from moonpool.bundled import model_dir
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.stack import LocalStack, StackPlan
-from moonpool.client import AsyncClient, SamplingParams
-from moonpool.cost import prefill_seconds
+from moonpool.client import AsyncClient
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import Overloaded
+from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.latency import prefill_seconds
 
 CALM, FLOOD = "calm", "flood"
 CALM_SHARE, FLOOD_SHARE = 0.25, 3.0

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from moonpool.core.kernel import Ended
-from moonpool.cost import Speeds, prefill_seconds
 from moonpool.kv.keys import BlockKey
-from services.prefill.core.actions import Action, RunStep, TellToken
-from services.prefill.core.core import PrefillCore
-from services.prefill.core.events import Arrive, Result, StepEnded
-from services.prefill.core.state import Settings
+from moonpool.scheduling.latency import Speeds, prefill_seconds
+from moonpool.scheduling.state_machine import IoEnded
+from services.prefill.core.actions import Action, ReportFirstToken, RunStep
+from services.prefill.core.events import IoResult, StepEnded, SubmitJob
+from services.prefill.core.jobs import PrefillSettings
+from services.prefill.core.scheduler import PrefillScheduler
 
 BLOCK_TOKENS = 64
-SETTINGS = Settings(
+SETTINGS = PrefillSettings(
     blocks=22_000, block_tokens=BLOCK_TOKENS, layers=1, slice_bytes=1, step_tokens=512, max_queue=1_000_000
 )
 
@@ -29,8 +29,8 @@ class Coming:
 
 def first_tokens(coming: Sequence[Coming], tenant: str, speeds: Speeds) -> list[float]:
     """TTFT of a tenant's prompts, seconds, in the order of their coming; they come sorted, and begin all unlike."""
-    core = PrefillCore(SETTINGS, speeds)
-    heap: list[tuple[float, int, Arrive | Ended[Result]]] = [
+    core = PrefillScheduler(SETTINGS, speeds)
+    heap: list[tuple[float, int, SubmitJob | IoEnded[IoResult]]] = [
         (it.at, number, _arrival(number, it)) for number, it in enumerate(coming, 1)
     ]
     heapify(heap)
@@ -44,19 +44,19 @@ def first_tokens(coming: Sequence[Coming], tenant: str, speeds: Speeds) -> list[
             match action:
                 case RunStep(io=io):
                     seconds = _seconds(action, speeds)
-                    ended: Ended[Result] = Ended(io, StepEnded(False, seconds))
+                    ended: IoEnded[IoResult] = IoEnded(io, StepEnded(False, seconds))
                     heappush(heap, (now + seconds, order + len(coming), ended))
-                case TellToken(job=job) if job in wanted:
+                case ReportFirstToken(job=job) if job in wanted:
                     found[job] = now - wanted[job]
     return [found[number] for number in wanted]
 
 
-def _arrival(number: int, coming: Coming) -> Arrive:
+def _arrival(number: int, coming: Coming) -> SubmitJob:
     keys = tuple(
         BlockKey(number.to_bytes(16, "big") + index.to_bytes(16, "big"))
         for index in range(coming.tokens // BLOCK_TOKENS)
     )
-    return Arrive(number, coming.tokens, keys, None, tenant=coming.tenant)
+    return SubmitJob(number, coming.tokens, keys, None, tenant=coming.tenant)
 
 
 def _seconds(step: RunStep, speeds: Speeds) -> float:

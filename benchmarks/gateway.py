@@ -26,8 +26,8 @@ import httpx2
 from benchmarks.frame import Progress, Row, paired, run, spread_of
 from benchmarks.gateway_load import Found
 from moonpool.bundled import model_dir
-from moonpool.cli.named import chosen_model
-from moonpool.cli.stack import GATEWAY, LocalStack, StackPlan
+from moonpool.cli.models import chosen_model
+from moonpool.cli.stack import GATEWAY_ID, LocalStack, StackPlan
 
 ENGINE = "emulated:llama-70b-a800"
 TIME_SCALE = 200.0
@@ -91,7 +91,7 @@ def rounds(options: argparse.Namespace, streams: int, progress: Progress) -> lis
     measured, *others = sorted(os.sched_getaffinity(0))
     rest, found, seeds = others or [measured], [], itertools.count(options.seed)
     with stack(options, ENGINE, str(model_dir()), rest) as running:
-        gateway = running.services[GATEWAY].pid
+        gateway = running.services[GATEWAY_ID].pid
         pin(gateway, [measured])
         for number in range(options.runs):
             sdk = load("sdk", running.address, options, streams, [measured], next(seeds))

@@ -24,16 +24,16 @@ from benchmarks.frame import Progress, Row, Skipped, bounded, paired, run
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
 from moonpool.cli.check import wait_at_rest
-from moonpool.cli.replay import Replay, cut, drive, served, summary_of
+from moonpool.cli.replay import TraceReplay, cluster_like, cut_request, send_trace, summary_of
 from moonpool.cli.stack import CONDUCTOR, LocalStack, StackPlan
 from moonpool.client import Slo as Limits
 from moonpool.engine.emulated.profile import load_profile
-from services.conductor.core.admission import Admission
-from services.conductor.core.policies import DEFAULT, POLICIES
+from services.conductor.core.admission import AdmissionMode
+from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
+from simulator.cluster.admission import SERVICES, slo_of
 from simulator.cluster.config import ClusterConfig, Slo
-from simulator.cluster.entrance import SERVICES, slo_of
 from simulator.experiments.frame import simulate
-from simulator.report.collector import Summary
+from simulator.experiments.report import Summary
 from simulator.traces.mooncake import Trace, TraceRequest, trace_path
 
 GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
@@ -60,7 +60,7 @@ class Mode:
 
     name: str
     policy: str
-    admission: Admission
+    admission: AdmissionMode
     limited: bool
 
     @property
@@ -78,8 +78,8 @@ class Mode:
 MODES = {
     mode.name: mode
     for mode in (
-        *(Mode(f"policy {name}", name, Admission.NONE, limited=False) for name in POLICIES),
-        *(Mode(f"admission {way.value}", DEFAULT, way, limited=True) for way in Admission),
+        *(Mode(f"policy {name}", name, AdmissionMode.NONE, limited=False) for name in POLICIES),
+        *(Mode(f"admission {way.value}", DEFAULT_POLICY, way, limited=True) for way in AdmissionMode),
     )
 }
 
@@ -124,7 +124,7 @@ def arrivals(trace: Sequence[TraceRequest], requests: int, rate: float) -> list[
     """
     if len(trace) < requests:
         raise Skipped(f"the trace has {len(trace)} requests, {requests} are wanted")
-    return at_rate([cut(one, MOST_TOKENS, 0, STEP_TOKENS // 8) for one in trace[:requests]], rate)
+    return at_rate([cut_request(one, MOST_TOKENS, 0, STEP_TOKENS // 8) for one in trace[:requests]], rate)
 
 
 def begin(stack: LocalStack, mode: Mode) -> None:
@@ -148,13 +148,13 @@ def serve(stack: LocalStack, mode: Mode, wanted: Sequence[TraceRequest], options
     """A stack gets a mode's requests."""
     slo = Slo(options.ttft_slo_s, options.tbt_slo_s)
     config = ClusterConfig(profile=load_profile(options.profile), slo=slo, step_tokens=STEP_TOKENS)
-    config = asyncio.run(served(stack.address, mode.simulated(config)))
+    config = asyncio.run(cluster_like(stack.address, mode.simulated(config)))
     expected, vocab_size = slo_of(config), load_config(model_dir()).vocab_size
     limits = Limits(ttft_s=expected.ttft_s, tbt_s=expected.tbt_s) if mode.limited else None
     own = [replace(one, tenant=mode.name) for one in wanted]
-    replay = Replay(own, config.block_tokens, options.time_scale, vocab_size, slo, limits)
+    replay = TraceReplay(own, config.block_tokens, options.time_scale, vocab_size, slo, limits)
     before = wait_at_rest(stack.address, WAIT_S)
-    summary = summary_of(asyncio.run(drive(stack.address, replay)), slo)
+    summary = summary_of(asyncio.run(send_trace(stack.address, replay)), slo)
     return Measured(mode, config, own, summary, late(before, wait_at_rest(stack.address, WAIT_S)))
 
 

@@ -21,9 +21,10 @@ from pathlib import Path
 from benchmarks.emulated import grown, late, lateness
 from benchmarks.frame import Progress, Row, paired, run
 from moonpool.bundled import model_dir
-from moonpool.cli.check import Reading, wait_at_rest
+from moonpool.cli.check import GaugeReading, wait_at_rest
 from moonpool.cli.stack import LocalStack, StackPlan
-from moonpool.client import AsyncClient, GenerateResult, SamplingParams
+from moonpool.client import AsyncClient, GenerateResult
+from moonpool.sampling_params import SamplingParams
 
 ORDINARY_TOKENS = (300, 4000)
 BESIDE = "no peers, no copies"
@@ -107,8 +108,8 @@ def p90(seconds: Iterable[float]) -> float:
 def figures(
     asked: Sequence[Asked],
     results: Sequence[GenerateResult],
-    before: Sequence[Reading],
-    after: Sequence[Reading],
+    before: Sequence[GaugeReading],
+    after: Sequence[GaugeReading],
     scale: float,
 ) -> Figures:
     """Of all requests, and of the gauges before and after them; `scale` seconds have passed in one."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.frame import Progress, Row, bounded
-from kernels import ops, quantized, reference
+from kernels import kv_quantization, ops, reference
 from kernels.attention import paged_attention, write_kv
 from kernels.memory import Arena
-from kernels.panels import arrange
+from kernels.packed_weights import pack_weights
 
 ALLOWED = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 """Results are rounded once or twice to their type; bfloat16's weights are rounded too."""
@@ -107,9 +107,9 @@ def _pool(
 ) -> tuple[Tensor, Tensor | None]:
     if stored is None:
         return torch.full((blocks, kv_heads, 2, block_tokens, head_dim), torch.nan, dtype=dtype, device=device), None
-    size = kv_heads * 2 * block_tokens * head_dim + quantized.scale_bytes(kv_heads, block_tokens)
+    size = kv_heads * 2 * block_tokens * head_dim + kv_quantization.scale_bytes(kv_heads, block_tokens)
     slices = torch.full((blocks, size), 255, dtype=torch.uint8, device=device)
-    return quantized.views(slices, stored, kv_heads=kv_heads, block_tokens=block_tokens, head_dim=head_dim)
+    return kv_quantization.views(slices, stored, kv_heads=kv_heads, block_tokens=block_tokens, head_dim=head_dim)
 
 
 def _exact(q: Tensor, both: Tensor, scale: float) -> Tensor:
@@ -153,7 +153,7 @@ def _small_errors(generator: torch.Generator, device: str, dtype: torch.dtype) -
             ),
         )  # fmt: skip
     weight, bias = draw(300, 896), draw(300)
-    panels = arrange(weight, bias, gated=False, arena=Arena()) if device == "cpu" else None
+    panels = pack_weights(weight, bias, gated=False, arena=Arena()) if device == "cpu" else None
     if panels is None:
         return
     for rows in (1, 5, 16, 40):

@@ -19,7 +19,8 @@ from benchmarks.frame import Progress, Row, Skipped, paired, run
 from benchmarks.kernels_errors import error_rows
 from benchmarks.kernels_gpu_steps import STEP, sampling_rows, step_rows
 from kernels import ops
-from kernels.attention import copy_blocks, make_plan, paged_attention, selected, write_kv
+from kernels.attention import copy_blocks, paged_attention, selected, write_kv
+from kernels.plan import make_plan
 
 DECODE = ((32, 4096), (32, 32768), (128, 8192), (256, 4096))
 """(batch, context)"""

@@ -14,19 +14,18 @@ from torch import Tensor
 from benchmarks.device import On
 from benchmarks.frame import Row, paired
 from moonpool.checkpoint import kv_layout, load_config
-from moonpool.engine.captures import Captures
-from moonpool.engine.devices.cuda import CudaDevice
-from moonpool.engine.devices.lanes import Device
-from moonpool.engine.devices.opening import Place, place_on
-from moonpool.engine.graphs import DecodeGraphs
+from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.kv.pool import KVPool
-from moonpool.model.batch import PackedBatch
-from moonpool.model.create import create
-from moonpool.model.load import load_stage
-from moonpool.model.sampler import Sampler
-from moonpool.model.stage import StageModel
-from moonpool.sampling import SampleSpec, SamplingParams
-from moonpool.sched.steps import SequenceStep, Step
+from moonpool.models.batch import PackedBatch
+from moonpool.models.loader import load_stage
+from moonpool.models.random_checkpoint import create
+from moonpool.models.stage import StageModel
+from moonpool.platforms.cuda import CudaDevice
+from moonpool.platforms.interface import Device
+from moonpool.platforms.stage_platform import StagePlatform, stage_platform
+from moonpool.sampling.sampler import Sampler
+from moonpool.sampling_params import SampleSpec, SamplingParams
+from moonpool.scheduling.steps import SequenceStep, Step
 
 BLOCK = 16
 WAYS = {
@@ -104,11 +103,11 @@ def step_rows(on: On, case: StepCase) -> list[Row]:
     layout = kv_layout(config, case.dtype, BLOCK)
     with closing(KVPool.create(layout, blocks, [(0, config.num_layers)])) as pool:
         errors: list[BaseException] = []
-        with closing(place_on(device, pool.parts[0], errors.append)) as place:
+        with closing(stage_platform(device, pool.parts[0], errors.append)) as place:
             return [row for batch in case.batches for row in _rows_of(on, case, model, place, batch)]
 
 
-def _rows_of(on: On, case: StepCase, model: StageModel, place: Place, batch: int) -> list[Row]:
+def _rows_of(on: On, case: StepCase, model: StageModel, place: StagePlatform, batch: int) -> list[Row]:
     blocks, read = case.context // BLOCK, model.weight_bytes + batch * case.context * _kv_bytes(place.memory.kv)
     tables = [tuple(range(row * blocks, (row + 1) * blocks)) for row in range(batch)]
     found = []
@@ -130,13 +129,13 @@ def _kv_bytes(kv: Tensor) -> int:
 
 
 def _forwards(
-    case: StepCase, model: StageModel, place: Place, tables: list[tuple[int, ...]]
+    case: StepCase, model: StageModel, place: StagePlatform, tables: list[tuple[int, ...]]
 ) -> dict[str, Callable[[], Tensor]]:
     """The layers of a step: eagerly, and as a graph, which was captured."""
     token, start = array("i", [5]).tobytes(), case.context - 1
     parts = [(token, start, table) for table in tables]
     assert place.device is not None
-    graphs = DecodeGraphs(place.device, model, place.memory, Captures(case.context), case.context)
+    graphs = DecodeGraphs(place.device, model, place.memory, GraphCache(case.context), case.context)
     nothing = torch.empty(0)
 
     def eagerly() -> Tensor:

@@ -11,21 +11,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.kv_shape import SHAPES, VOCAB_SIZE, Shape
-from moonpool.cost import Speeds
-from moonpool.engine.instance import BESIDE_THREADS, EngineSetup, InstanceContext, lanes_of
+from moonpool.engine.instance import BESIDE_THREADS, InstanceContext, open_transports
 from moonpool.engine.messages import EngineSpec
+from moonpool.engine.setup import EngineSetup
 from moonpool.errors import Unavailable
 from moonpool.kv.pool import KVPool
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext, run_main
 from moonpool.rpc.server import serving
-from moonpool.sched.steps import LayerDone, Step, StepResult
-from moonpool.streams.lanes.beside import Beside
-from moonpool.streams.link import Link
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.steps import LayerDone, Step, StepResult
+from moonpool.transport.async_utils import ThreadOffload
+from moonpool.transport.flow_control import EgressLink
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.decode.config import DecodeConfig
-from services.decode.instance import DecodeInstance
-from services.decode.service import contract
+from services.decode.service import DecodeInstance, contract
 
 
 class NoEngine:
@@ -81,9 +81,9 @@ async def serve(context: ProcessContext, config: DecodeConfig) -> None:
     )
     instance = context.instance(kv_pb2.INSTANCE_KIND_DECODE, config.id, "")
     async with Channels() as channels:
-        dialer, lanes = lanes_of(config, engine, instance)
-        kv = Link(), instance, context.spans, quiet, dialer, lanes
-        shared = InstanceContext(setup, engine, channels, *kv, Beside(ThreadPoolExecutor(BESIDE_THREADS)))
+        dialer, lanes = open_transports(config, engine, instance)
+        kv = EgressLink(), instance, context.spans, quiet, dialer, lanes
+        shared = InstanceContext(setup, engine, channels, *kv, ThreadOffload(ThreadPoolExecutor(BESIDE_THREADS)))
         decode = DecodeInstance(shared, config)
         async with lanes.running(config), serving(config.listen, [contract(decode)]) as server:
             instance.address = config.advertised(server.port)

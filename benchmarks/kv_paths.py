@@ -16,13 +16,13 @@ from benchmarks.kv_shape import SMALL, Shape
 from moonpool.kv.frames import Slice
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.pool import KVPool, PoolTarget
+from moonpool.kv_transfer.prefix_reader import BlockReader
+from moonpool.kv_transfer.sender import OutboundTransfer, TransferSender
+from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
-from moonpool.streams.block_reader import BlockReader
-from moonpool.streams.lanes.dialing import LaneDialer
-from moonpool.streams.lanes.regions import Shared
-from moonpool.streams.lanes.settings import GRPC, KINDS, LaneConfig, LaneSettings
-from moonpool.streams.store_writer import StoreWriter
-from moonpool.streams.transfer_client import OutboundTransfer, TransferSender
+from moonpool.transport.config import GRPC_NAME, TRANSPORT_KINDS, TransportConfig, TransportSettings
+from moonpool.transport.handshake import TransportDialer
+from moonpool.transport.shared_memory import SharedRegion
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 
@@ -59,14 +59,14 @@ def filled_pool(shape: Shape = SMALL) -> KVPool:
     return pool
 
 
-def dialers(pool: KVPool) -> dict[str, LaneDialer]:
+def dialers(pool: KVPool) -> dict[str, TransportDialer]:
     """A client's end of each lane; peers may read the pool."""
 
-    def dialer(name: str) -> LaneDialer:
-        settings = LaneSettings.of(LaneConfig(kv_lanes=name))
-        return LaneDialer(settings, lambda: [Shared(fd, data) for fd, data in pool.shared()])
+    def dialer(name: str) -> TransportDialer:
+        settings = TransportSettings.of(TransportConfig(kv_lanes=name))
+        return TransportDialer(settings, lambda: [SharedRegion(fd, data) for fd, data in pool.shared()])
 
-    return {name: dialer(name) for name in (GRPC, *KINDS)}
+    return {name: dialer(name) for name in (GRPC_NAME, *TRANSPORT_KINDS)}
 
 
 class _Sessions:
@@ -98,7 +98,7 @@ class DecodePath(_Sessions):
         address: str,
         pool: KVPool,
         frame_bytes: int,
-        dialer: LaneDialer,
+        dialer: TransportDialer,
         shape: Shape = SMALL,
     ) -> None:
         self._shape = shape
@@ -199,7 +199,7 @@ class PutPath(_Sessions):
     _seeds = itertools.count(1)
 
     def __init__(
-        self, channels: Channels, address: str, pool: KVPool, frame_bytes: int, dialer: LaneDialer | None = None
+        self, channels: Channels, address: str, pool: KVPool, frame_bytes: int, dialer: TransportDialer | None = None
     ) -> None:
         self._writer = StoreWriter(
             channels, address, SMALL.hello("bench"), SMALL.layout, frame_bytes=frame_bytes, lanes=dialer
@@ -227,7 +227,7 @@ class PutPath(_Sessions):
 class GetPath(_Sessions):
     """An engine's side of loads: reads of blocks that the store has in DRAM, into a pool of the engine."""
 
-    def __init__(self, channels: Channels, address: str, pool: KVPool, dialer: LaneDialer) -> None:
+    def __init__(self, channels: Channels, address: str, pool: KVPool, dialer: TransportDialer) -> None:
         self._put = PutPath(channels, address, pool, 1 << 20, dialer)
         self._reader = BlockReader(channels, address, SMALL.hello("bench"), SMALL.layout, lanes=dialer)
         self._keys: list[BlockKey] = []

@@ -25,10 +25,10 @@ from benchmarks.kv_shape import SMALL
 from benchmarks.limits import MEMORY_BYTES, copy_bytes_per_s, tcp_seconds
 from benchmarks.processes import Child, child, own_cpu_s, own_resident_bytes
 from moonpool.kv.pool import KVPool
+from moonpool.kv_transfer.read_server import WINDOW_BYTES
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
-from moonpool.streams.lanes.dialing import LaneDialer
-from moonpool.streams.receiving import WINDOW_BYTES
+from moonpool.transport.handshake import TransportDialer
 
 FRAMES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TARGET_FRAME = 1 << 20
@@ -64,7 +64,7 @@ class Bench:
     store: Child
     raw: Child
     nbytes: int
-    dialers: dict[str, LaneDialer]
+    dialers: dict[str, TransportDialer]
     window_bytes: int = WINDOW_BYTES
 
     def path(self, kind: str, lane: str, frame_bytes: int) -> tuple[Path, Child]:

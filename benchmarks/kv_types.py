@@ -21,13 +21,16 @@ from torch import Tensor
 
 from benchmarks.ceilings import read_bytes_per_s, seconds, weights_memory, working_set_bytes
 from benchmarks.frame import Progress, Row, bounded, paired, run
-from kernels.attention import make_plan, paged_attention
+from kernels.attention import paged_attention
+from kernels.plan import make_plan
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import ModelConfig, Tokenizer, kv_layout, load_config
-from moonpool.cli.named import cache_folder, cached
-from moonpool.engine.devices.memory import kv_of
-from moonpool.model import PackedBatch, StageModel, load_stage
-from moonpool.model.create import create
+from moonpool.cli.models import cache_folder, cached_model
+from moonpool.models.batch import PackedBatch
+from moonpool.models.loader import load_stage
+from moonpool.models.random_checkpoint import create
+from moonpool.models.stage import StageModel
+from moonpool.platforms.kv_memory import typed_kv
 
 KINDS = ("int8", "fp8")
 TYPES = {"auto": "bfloat16", **{kind: kind for kind in KINDS}}
@@ -51,7 +54,7 @@ class Pool:
     """Random KV of some layers, in one type.
 
     Attributes:
-        kv, scales: see `moonpool.engine.devices.memory`; scales only where quantised.
+        kv, scales: see `moonpool.platforms.kv_memory`; scales only where quantised.
     """
 
     kv: Tensor
@@ -62,7 +65,7 @@ class Pool:
         """`kind`: as --kv-dtype, "auto" for bfloat16."""
         layout = kv_layout(config, "bfloat16", BLOCK, kind)
         slices = torch.zeros((layers, blocks, layout.slice_bytes), dtype=torch.uint8)
-        kv, scales = kv_of(slices, layout)
+        kv, scales = typed_kv(slices, layout)
         if random:
             numbers = torch.randn(RANDOM_BYTES)
             stored = (numbers * 30).clamp(-127, 127).to(kv.dtype) if scales is not None else numbers.to(kv.dtype)
@@ -172,7 +175,7 @@ class Predictions:
 
 def trained() -> Path:
     """The trained model's file or folder."""
-    return cached("smollm2", cache_folder()) or model_dir()
+    return cached_model("smollm2", cache_folder()) or model_dir()
 
 
 def windows(path: Path) -> list[list[int]]:

@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from typing import TYPE_CHECKING
 
 from benchmarks.kvstore_shape import Memory, hello, parents
-from moonpool.kv.hashes import slice_hash
-from moonpool.kv.keys import pack_keys
+from moonpool.kv.keys import pack_keys, slice_hash
 from moonpool.kv.layout import KVLayout
+from moonpool.kv_transfer.prefix_reader import BlockReader
+from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
-from moonpool.streams.block_reader import BlockReader
-from moonpool.streams.lanes.dialing import LaneDialer
-from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
-from moonpool.streams.store_writer import StoreWriter
+from moonpool.transport.config import TransportConfig, TransportSettings
+from moonpool.transport.handshake import TransportDialer
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
@@ -118,8 +117,8 @@ async def connected(
     address: str, layout: KVLayout, memory: Memory, lane: str | None = None
 ) -> AsyncIterator[StoreClient]:
     """A client of the store at `address`, over a lane; default: the one that MOONPOOL_KV_LANES names, or local."""
-    config = LaneConfig() if lane is None else LaneConfig(kv_lanes=lane)
-    lanes = LaneDialer(LaneSettings.of(config), memory.shared)
+    config = TransportConfig() if lane is None else TransportConfig(kv_lanes=lane)
+    lanes = TransportDialer(TransportSettings.of(config), memory.shared)
     async with Channels() as channels:
         writer = StoreWriter(channels, address, hello(layout), layout, lanes=lanes)
         reader = BlockReader(channels, address, hello(layout), layout, lanes=lanes)

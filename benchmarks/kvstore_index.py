@@ -8,11 +8,9 @@ from pathlib import Path
 
 from benchmarks.kvstore_shape import TINY, chain, namespace_of
 from moonpool.kv.blocks import BlockFormat
-from services.kvstore.ssd.catalogue import ENTRY, Kind
-from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.index import Index, IndexChange
-from services.kvstore.ssd.reader import segment_path
-from services.kvstore.ssd.records import ALIGN
+from services.kvstore.ssd.files import ALIGN, FileLayer
+from services.kvstore.ssd.index import ENTRY, Index, IndexChange, RecordKind
+from services.kvstore.ssd.records import segment_path
 
 CHAIN_BLOCKS = 2000
 RECORD_UNITS = 2
@@ -35,9 +33,9 @@ def record_bytes() -> int:
 def build(folder: Path, chains: int) -> int:
     """Makes a data folder with `chains` chains of `CHAIN_BLOCKS`; returns the number of blocks."""
     (folder / "segments").mkdir(parents=True)
-    index = Index(Files(), folder / "index", 256 << 20, sync=False)
+    index = Index(FileLayer(), folder / "index", 256 << 20, sync=False)
     try:
-        kinds = [Kind(BlockFormat(namespace_of(TINY), TINY), "")]
+        kinds = [RecordKind(BlockFormat(namespace_of(TINY), TINY), "")]
         keys = (key for number in range(chains) for key in chain_keys(number))
         left, segment = chains * CHAIN_BLOCKS, 0
         while left:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from moonpool.kv.keys import chain_root, namespace
 from moonpool.kv.layout import KVLayout
-from moonpool.streams.lanes.regions import Shared
+from moonpool.transport.shared_memory import SharedRegion
 from moonpool.v1 import kv_pb2
 
 SLICE_BYTES = 64 << 10
@@ -88,9 +88,9 @@ class Memory:
             size = min(SLICE_BYTES, source_bytes - at)
             self.source[at : at + size] = ((number + 1).to_bytes(4, "little") * (size // 4 + 1))[:size]
 
-    def shared(self) -> list[Shared]:
+    def shared(self) -> list[SharedRegion]:
         """The source, for stores to read on a local lane."""
-        return [Shared(self._fd, self.source)]
+        return [SharedRegion(self._fd, self.source)]
 
     def clear_target(self) -> None:
         """Overwrites the target, so that `differs` sees only what is read from now on."""

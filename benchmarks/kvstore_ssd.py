@@ -26,7 +26,7 @@ from benchmarks.frame import Progress, Row, paired
 from benchmarks.kvstore_client import connected, some_at_once
 from benchmarks.kvstore_shape import Memory, chain, layout_of, split
 from benchmarks.processes import Child, child, own_cpu_s
-from services.kvstore.streams.layers import PIECE_BYTES
+from services.kvstore.layer_reader import PIECE_BYTES
 
 READ_TARGET = 0.8
 WRITE_TARGET = 0.8

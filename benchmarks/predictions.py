@@ -27,7 +27,8 @@ from benchmarks.predictions_load import EMULATED, REAL, Asked, Load, Requests, a
 from benchmarks.predictions_picture import Dots, Panel, picture
 from moonpool.bundled import model_dir
 from moonpool.cli.stack import LocalStack, StackPlan
-from moonpool.client import AsyncClient, GenerateResult, SamplingParams
+from moonpool.client import AsyncClient, GenerateResult
+from moonpool.sampling_params import SamplingParams
 
 LEVELS = {"light load": 0.3, "middle load": 0.5, "heavy load": 0.8}
 """Requests per second as a share of the closed loop's."""

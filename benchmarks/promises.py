@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from benchmarks.frame import Progress, Row, bounded, run
 from moonpool.engine.emulated.profile import load_profile
-from services.decode.core.request import State
+from services.decode.core.request import RequestStatus
+from simulator.clock import ps
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
-from simulator.experiments.frame import Source
-from simulator.kernel.clock import ps
-from simulator.report.collector import Collector
+from simulator.experiments.frame import RequestSource
+from simulator.experiments.report import Collector
 from simulator.traces.mooncake import trace_path
 
 WORTH = 5.0
@@ -43,11 +43,11 @@ def look(cluster: Cluster) -> Look:
         promised=sum(core.room.promised for core in cores) / (blocks * len(cores)),
         used=sum(core.blocks.num_used for core in cores) / (blocks * len(cores)),
         least_spare=min(core.room.spare for core in cores) / blocks,
-        promises=held.count(State.PROMISED),
+        promises=held.count(RequestStatus.PROMISED),
     )
 
 
-def looks(config: ClusterConfig, source: Source) -> list[Look]:
+def looks(config: ClusterConfig, source: RequestSource) -> list[Look]:
     """One a second, while requests come."""
     requests = list(source.read())
     cluster = Cluster(config, Collector(config.slo).add)
@@ -62,7 +62,7 @@ def looks(config: ClusterConfig, source: Source) -> list[Look]:
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     """All rows."""
-    source = Source(options.trace or trace_path(""), options.requests)
+    source = RequestSource(options.trace or trace_path(""), options.requests)
     config = ClusterConfig(
         profile=load_profile(options.profile), prefill=options.instances, decode=options.instances,
         kvstore=options.kvstore, rate=options.rate, pool_blocks=options.pool_blocks,

@@ -17,7 +17,8 @@ from pathlib import Path
 from benchmarks.frame import Progress, Row, paired, run
 from moonpool.bundled import model_dir
 from moonpool.cli.stack import LocalStack, StackPlan
-from moonpool.client import AsyncClient, GenerateResult, SamplingParams
+from moonpool.client import AsyncClient, GenerateResult
+from moonpool.sampling_params import SamplingParams
 
 ORDINARY_TOKENS = (300, 4000)
 SYSTEM_TOKENS = 200

@@ -30,21 +30,20 @@ from benchmarks.frame import Absent, Progress, Row, bounded, paired, run
 from kernels.native import library
 from kernels.native.library import Library
 from moonpool.checkpoint import Tokenizer, kv_layout, load_config
-from moonpool.cli.named import cache_folder, cached
-from moonpool.engine.devices.opening import place_on
-from moonpool.engine.gates import Gates
-from moonpool.engine.masks import Masks
-from moonpool.engine.messages import Fetched, StepDone
+from moonpool.cli.models import cache_folder, cached_model
+from moonpool.engine.executor import RUN_STEPS
+from moonpool.engine.kv_gate import KVGates
+from moonpool.engine.messages import BlocksFetched, StageDone
+from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
-from moonpool.engine.process import RUN_STEPS
-from moonpool.engine.step import StageRunner
+from moonpool.engine.structured_output import MaskBuilder
 from moonpool.kv.pool import KVPool
-from moonpool.model import sample
-from moonpool.model.create import create
-from moonpool.model.load import load_stage
-from moonpool.sampling import SampleSpec, SamplingParams
-from moonpool.sched.sampling import SequenceSampling
-from moonpool.sched.steps import LayerDone, SequenceStep, Step
+from moonpool.models.loader import load_stage
+from moonpool.models.random_checkpoint import create
+from moonpool.platforms.stage_platform import stage_platform
+from moonpool.sampling.sampler import sample
+from moonpool.sampling_params import SampleSpec, SamplingParams
+from moonpool.scheduling.steps import LayerDone, SequenceSampling, SequenceStep, Step
 from moonpool.v1 import kv_pb2
 
 VOCABULARIES = (49_152, 151_936)
@@ -115,16 +114,16 @@ class Stage:
         aside: Callable[[], AbstractContextManager[None]] = nullcontext
         if native is not None:
             aside = native.aside
-        self._masks = Masks(lambda: Tokenizer.load(checkpoint), config.vocab_size, self._ends, aside)
+        self._masks = MaskBuilder(lambda: Tokenizer.load(checkpoint), config.vocab_size, self._ends, aside)
         model = load_stage(checkpoint, config, torch.bfloat16, 0, config.num_layers)
-        self._events: list[LayerDone | StepDone | Fetched] = []
+        self._events: list[LayerDone | StageDone | BlocksFetched] = []
         [part] = self._pool.parts
         self._runner = StageRunner(
             0,
             model,
-            place_on(None, part, lambda error: None),
+            stage_platform(None, part, lambda error: None),
             NoLinks(),
-            Gates(),
+            KVGates(),
             self._events.append,
             1.0,
             self._masks,
@@ -165,7 +164,7 @@ class Stage:
             took, step = time.perf_counter() - begin, None
             done = self._events.pop()
             self._events.clear()
-            assert isinstance(done, StepDone)
+            assert isinstance(done, StageDone)
             yield took, done.sampled
 
     def _sequence(self, row: int, spec: SampleSpec, ends: frozenset[int]) -> SequenceStep:
@@ -309,7 +308,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row | Absent]:
                 yield from mask_rows(checkpoint, of, options.runs, options.steps)
             if many:
                 yield from many_rows(checkpoint, of, options.runs, options.steps)
-    trained = cached("smollm2", cache_folder())
+    trained = cached_model("smollm2", cache_folder())
     if trained is None:
         name = f"step with masks, {TRAINED}, batch {BATCH}"
         yield Absent(name, "the step without", "it is not here (`moonpool model fetch smollm2`)")

@@ -7,9 +7,9 @@ from pathlib import Path
 from benchmarks.ceilings import best_shape, beyond_caches, product_flops, read_bytes_per_s, weights_memory
 from benchmarks.device import device_limits
 from benchmarks.frame import Row
-from kernels.sketch import sketch_bytes
+from kernels.int8_head import int8_head_bytes
 from moonpool.checkpoint import load_config
-from moonpool.model.load import torch_dtype
+from moonpool.models.loader import torch_dtype
 
 MARGIN = 1.1
 """A figure so far above a limit is impossible; less is the limit's own noise."""
@@ -84,7 +84,7 @@ def measured_limits(model: Path, dtype: str = "bfloat16", device: str = "cpu") -
     if device != "cpu":
         return Limits(parameters, head, *device_limits(element), element.itemsize)
     flops = product_flops(best_shape(element), element)
-    sketch = sketch_bytes(config.vocab_size, config.hidden_size, element)
+    sketch = int8_head_bytes(config.vocab_size, config.hidden_size, element)
     return Limits(parameters, head, flops, memory_now(), element.itemsize, sketch)
 
 

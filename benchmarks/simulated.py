@@ -22,14 +22,13 @@ from benchmarks.frame import Progress, Row, Skipped, bounded, run
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
 from moonpool.cli.calibrate import run_calibrate
-from moonpool.cli.replay import Foreseen, Replay, cut, drive, served, side_by_side
+from moonpool.cli.replay import FittedSimulation, TraceReplay, cluster_like, cut_request, fit_and_compare, send_trace
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.engine.emulated.profile import load_profile
 from simulator.cluster.config import ClusterConfig, Slo
 from simulator.cluster.requests import Request
-from simulator.experiments.calibration import Times, quantile
-from simulator.experiments.comparison import charts
-from simulator.report.charts import Chart
+from simulator.experiments.calibration import Times, charts, quantile
+from simulator.experiments.report import Chart
 from simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest, trace_path
 
 GENERATED = Path(__file__).parent / "traces" / "generated.jsonl"
@@ -97,7 +96,7 @@ def shrunk(request: TraceRequest, kind: Kind) -> TraceRequest:
     """A request with shorter prompt and answer; blocks that were equal stay so."""
     tokens = max(1, request.input_length // kind.shrink)
     answer = max(kind.least_answer, request.output_length // kind.shrink)
-    return cut(replace(request, input_length=tokens, output_length=answer), min(tokens, kind.most_tokens), 0,
+    return cut_request(replace(request, input_length=tokens, output_length=answer), min(tokens, kind.most_tokens), 0,
                kind.block_tokens)  # fmt: skip
 
 
@@ -120,8 +119,8 @@ def measured(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: P
                            company=kind.company)  # fmt: skip
     vocab_size = load_config(model_dir()).vocab_size
     with LocalStack(plan) as stack:
-        config = asyncio.run(served(stack.address, config))
-        found = asyncio.run(drive(stack.address, Replay(wanted, kind.block_tokens, 1.0, vocab_size, Slo())))
+        config = asyncio.run(cluster_like(stack.address, config))
+        found = asyncio.run(send_trace(stack.address, TraceReplay(wanted, kind.block_tokens, 1.0, vocab_size, Slo())))
     return Measured(config, wanted, found)
 
 
@@ -143,7 +142,7 @@ def runs_of(
     return found
 
 
-def said(kind: Kind, number: int, found: Foreseen) -> str:
+def said(kind: Kind, number: int, found: FittedSimulation) -> str:
     """A run in words."""
     lines = ", ".join(f"{line.figure} {line.ratio:.2f}" for line in found.lines)
     extras = ", ".join(f"{name} {value:.3g}" for name, value in found.extras.to_json().items())
@@ -166,7 +165,7 @@ def _calibrated(folder: Path) -> Path:
     return out
 
 
-def _rows(kind: Kind, found: Sequence[Foreseen]) -> Iterator[Row]:
+def _rows(kind: Kind, found: Sequence[FittedSimulation]) -> Iterator[Row]:
     for lines in zip(*(one.lines for one in found), strict=True):
         errors = [100 * line.error for line in lines]
         yield bounded(f"{kind.name}: {lines[0].figure}, simulation off by", "%", errors, "wanted at most",
@@ -184,7 +183,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     runs = [(kind, runs_of(kind, trace, options, progress)) for kind in kinds]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         fits = [
-            (kind, [pool.submit(side_by_side, *run, kind.requests, options.simulations) for run in found])
+            (kind, [pool.submit(fit_and_compare, *run, kind.requests, options.simulations) for run in found])
             for kind, found in runs
         ]
         for kind, futures in fits:

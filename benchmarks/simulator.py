@@ -21,7 +21,7 @@ from typing import NamedTuple
 from benchmarks.frame import Absent, Progress, Row, bounded, paired, run
 from benchmarks.processes import own_peak_bytes
 from moonpool.cli.simulate import app
-from simulator.experiments.frame import Source
+from simulator.experiments.frame import RequestSource
 from simulator.traces.mooncake import trace_path
 
 WANTED_S = 60.0
@@ -61,7 +61,9 @@ def simulated(trace: Path | None, size: Size) -> Cost:
     return Cost(time.process_time(), own_peak_bytes(), row["virtual_s"])
 
 
-def rows(source: Source, whole: Size, large: Size, runs: Sequence[tuple[Cost, Cost, Cost]]) -> list[Row | Absent]:
+def rows(
+    source: RequestSource, whole: Size, large: Size, runs: Sequence[tuple[Cost, Cost, Cost]]
+) -> list[Row | Absent]:
     """The rows of runs of the whole trace, its first half, and the large cluster."""
     name = source.path.name if source.path else "generated"
     where = f"{name}, {whole.requests:,} requests, {whole.instances} + {whole.instances} instances"
@@ -86,7 +88,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
     """All rows."""
     trace = options.trace or trace_path("")
     requests = options.requests or (0 if trace else GENERATED_REQUESTS)
-    source = Source(trace, requests)
+    source = RequestSource(trace, requests)
     count = sum(1 for _ in source.read())
     whole = Size(options.instances, count)
     large = Size(options.many, min(options.many_requests, count), options.many / options.instances)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference, triton
+from kernels import reference, torch_ops, triton
 from kernels.check import dense, expect
 from kernels.choice import choose
 from kernels.native import library
@@ -44,7 +44,7 @@ def paged_attention(
     block block_tables[s, t // block_tokens]. Query head h reads key/value head h // (heads / kv_heads).
 
     `kv` has q's type; or it is int8 or float8_e4m3fn, and each number is its value times the entry of
-    `scales` that its token has for this head and plane (K or V), see `kernels.quantized`.
+    `scales` that its token has for this head and plane (K or V), see `kernels.kv_quantization`.
 
     Every element of the result is written; token slots past a sequence's context never reach it, whatever they hold.
     `plan`, from `make_plan` with the same tensors, saves repeating checks and index computations for each layer.
@@ -71,7 +71,7 @@ def paged_attention(
             max_context=plan.max_context, singles=plan.decode.shape[0], deterministic=plan.deterministic,
         )  # fmt: skip
     elif name in ("native", "torch"):
-        cpu.paged_attention(q, kv, scales, plan, scale, out)
+        torch_ops.paged_attention(q, kv, scales, plan, scale, out)
     else:
         reference.prefill_attention(q, kv, scales, block_tables, query_start, context_lens, scale, out)
     return out

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import plain, reference
+from kernels import reference, torch_ops
 from kernels.check import dense, expect
 from kernels.choice import choose
 from kernels.native import library
@@ -93,5 +93,5 @@ def _implementation(operation: str, x: Tensor) -> Any:
     if name == "triton":
         from kernels.triton import ops
 
-        return ops if hasattr(ops, operation) else plain
-    return reference if name == "reference" else plain
+        return ops if hasattr(ops, operation) else torch_ops
+    return reference if name == "reference" else torch_ops

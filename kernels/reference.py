@@ -1,7 +1,7 @@
 """Every operation in plain torch, in float32 (float64 for float64): what all implementations are compared with.
 
 This is also the contract between the dispatch (`kernels.attention`, `kernels.ops`) and its implementations: each of
-`kernels.cpu`, `kernels.native` and `kernels.triton.ops` has functions of these names and signatures, as far as it
+`kernels.torch_ops`, `kernels.native` and `kernels.triton.ops` has functions of these names and signatures, as far as it
 implements them. Arguments have been checked by the dispatch. Every element of `out` is written, whatever it held.
 The code stays simple, so that reading it shows that it is right.
 
@@ -9,7 +9,7 @@ Words: T rows (tokens), S sequences, D = head_dim, G = heads / kv_heads. Query h
 `kv` is one layer of the pool, [blocks, kv_heads, 2 (K, V), block_tokens, D]; a block is dense, the distance between
 two blocks is free (`kv.stride(0)`). `kv` is in q's type and `scales` is None; or `kv` is int8 or float8_e4m3fn, and
 `scales` [blocks, kv_heads, 2, block_tokens] float32 holds what each token's values are multiplied with (see
-`kernels.quantized`).
+`kernels.kv_quantization`).
 Token t of a sequence is slot t % block_tokens of block block_tables[s, t // block_tokens]; entries past a sequence's
 blocks are never read, slots past its context never reach the result.
 """

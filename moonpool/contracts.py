@@ -8,7 +8,7 @@ from typing import Any
 
 from moonpool.errors import InvalidRequest
 from moonpool.logprobs import Logprobs
-from moonpool.sampling import ITEM_LIMITS, SamplingParams, Unsaid, UnsaidInt
+from moonpool.sampling_params import ITEM_LIMITS, SamplingParams, Unset, UnsetInt
 from moonpool.v1 import kv_pb2
 
 _ALL_TOKENS = 2**31 - 1
@@ -31,7 +31,7 @@ def sampling_to_proto(params: SamplingParams, field_prefix: str = "sampling") ->
         value = getattr(params, parameter.name)
         if parameter.name == "early_stopping":
             value = _EARLY_STOPPING.get(value, value)
-        if isinstance(parameter.default, UnsaidInt) and value == 0 and not isinstance(value, UnsaidInt):
+        if isinstance(parameter.default, UnsetInt) and value == 0 and not isinstance(value, UnsetInt):
             value = _ALL_TOKENS
         if value is not None:
             assign(f"{field_prefix}.{parameter.name}", partial(_set, message, parameter.name, value, parameter.default))
@@ -95,7 +95,7 @@ def _set(message: kv_pb2.Sampling, name: str, value: Any, default: object) -> No
         current.extend(value)
     elif isinstance(current, MutableMapping):
         current.update(value)
-    elif not isinstance(value, Unsaid | UnsaidInt) and (isinstance(default, Unsaid | UnsaidInt) or value != default):
+    elif not isinstance(value, Unset | UnsetInt) and (isinstance(default, Unset | UnsetInt) or value != default):
         setattr(message, name, value)
 
 

@@ -12,7 +12,7 @@ from typing import get_args
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from moonpool.errors import InvalidRequest
-from moonpool.sampling import MAX_GRAMMAR_BYTES, ResponseFormat, SamplingParams
+from moonpool.sampling_params import MAX_GRAMMAR_BYTES, ResponseFormat, SamplingParams
 
 FORMATS: tuple[str, ...] = get_args(ResponseFormat)
 _WHITESPACE = r"(\n[ \t]{0,16}| )?"

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
-from moonpool.drive.rerun import journal_files, rerun
+from moonpool.runtime.journal import journal_files, rerun
 
 WITHOUT_CORE = ("kvstore", "gateway")
 """Services that keep no journal."""

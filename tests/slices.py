@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moonpool.kv.frames import Slice
-from moonpool.kv.hashes import bind, slice_hash
+from moonpool.kv.keys import bind, slice_hash
 from moonpool.kv.layout import KVLayout
 
 Bytes = bytes | bytearray | memoryview

@@ -1,6 +1,6 @@
 """Plain counts of how the code is built: `python -m tools.house` (part of `make lint`).
 
-Prints circles of imports, long files, the median function, lines per package, and how far tests reach into private
+Prints circles of imports, the median function, lines per package, and how far tests reach into private
 things. Lazy imports and imports for types alone count like any other. Exits with 1 when a bound is broken.
 """
 
@@ -14,10 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SHIPPED = ("moonpool", "services", "simulator", "kernels")
-MAX_FILE_LINES = 400
 MAX_MEDIAN_FUNCTION = 8
-MAX_FOLDER_LINES = {"services/kvstore": 7000}
-"""Of a folder and all below it."""
 _GENERATED = ("_pb2.py", "_pb2_grpc.py")
 
 Graph = Mapping[str, set[str]]
@@ -54,8 +51,6 @@ class Report:
 
     file_circles: list[list[str]] = field(default_factory=list)
     package_circles: list[list[str]] = field(default_factory=list)
-    long_files: list[str] = field(default_factory=list)
-    large_folders: list[str] = field(default_factory=list)
     median_function: float = 0.0
     package_lines: Counter[str] = field(default_factory=Counter)
     private_accesses: list[str] = field(default_factory=list)
@@ -64,11 +59,8 @@ class Report:
     @property
     def is_good(self) -> bool:
         """Whether every bound holds."""
-        circles, lengths = (self.file_circles, self.package_circles), (self.long_files, self.large_folders)
-        return (
-            not any((*circles, *lengths, self.private_accesses, self.string_patches))
-            and self.median_function <= MAX_MEDIAN_FUNCTION
-        )
+        found = (self.file_circles, self.package_circles, self.private_accesses, self.string_patches)
+        return not any(found) and self.median_function <= MAX_MEDIAN_FUNCTION
 
 
 def sources(root: Path) -> list[Source]:
@@ -152,14 +144,6 @@ def function_lengths(source: Source) -> Iterator[int]:
             yield length
 
 
-def large_folders(package_lines: Mapping[str, int]) -> Iterator[str]:
-    """Folders that have more lines than they may, in all."""
-    for folder, most in MAX_FOLDER_LINES.items():
-        lines = sum(count for package, count in package_lines.items() if f"{package}/".startswith(f"{folder}/"))
-        if lines > most:
-            yield f"{folder}: {lines:,} lines, at most {most:,}"
-
-
 def private_accesses(source: Source) -> Iterator[str]:
     """Places where a test names something private that is not its own object's."""
     tree = ast.parse(source.text)
@@ -214,9 +198,7 @@ def inspect(files: Sequence[Source]) -> Report:
     return Report(
         file_circles=circles(graph),
         package_circles=circles(package_graph(graph, packages)),
-        long_files=[f"{s.path}: {s.lines} lines" for s in files if s.lines > MAX_FILE_LINES],
         median_function=statistics.median(length for s in shipped for length in function_lengths(s)),
-        large_folders=list(large_folders(lines)),
         package_lines=lines,
         private_accesses=[place for source in tests for place in private_accesses(source)],
         string_patches=[place for source in tests for place in string_patches(source)],
@@ -231,8 +213,6 @@ def show(report: Report) -> None:
     counted = (
         ("circles of packages", [" <-> ".join(circle) for circle in report.package_circles]),
         ("circles of files", [" <-> ".join(circle) for circle in report.file_circles]),
-        (f"files over {MAX_FILE_LINES} lines", report.long_files),
-        ("folders over their bound of lines", report.large_folders),
         ("private accesses in tests", report.private_accesses),
         ("string patches in tests", report.string_patches),
     )

@@ -1,4 +1,4 @@
-// Cores that the processes of a host lend each other, by a page that all of them map (moonpool/engine/cores.py).
+// Cores that the processes of a host lend each other, by a page that all of them map (moonpool/engine/cpu_sharing.py).
 #include "team.h"
 
 #include <atomic>

@@ -264,7 +264,7 @@ class Library:
     def lend(self, page: int, count: int, own: int) -> None:
         """Use from now on as many threads as a page at this address says, of `count` slots, of which `own` is ours.
 
-        See `moonpool.engine.cores`. The page stays mapped as long as the process runs.
+        See `moonpool.engine.cpu_sharing`. The page stays mapped as long as the process runs.
         """
         self._c.mp_lend(page, count, own)
 

@@ -1,5 +1,5 @@
 // Chooses tokens of rows of logits: bias, bans, penalties and masks, then the highest or a draw, and log probabilities.
-// The rule is stated in moonpool/model/draw.py, whose torch code is the reference for the token that is chosen.
+// The rule is stated in moonpool/sampling/draw.py, whose torch code is the reference for the token that is chosen.
 //
 // A row's logits are looked at in runs; those without a token that may be chosen cost nothing but a look at the mask.
 #include "nucleus.h"
@@ -92,7 +92,7 @@ struct Work {
     int choose();
 };
 
-// In the order and with the roundings of moonpool/model/adjust.py.
+// In the order and with the roundings of moonpool/sampling/penalties.py.
 void Work::adjust() {
     const int32_t* biased = tokens(row.bias);
     const float* values = (const float*)(biased + row.bias_count);

@@ -11,18 +11,15 @@ from moonpool.checkpoint.config import (
     kv_layout,
     resolve_dtype,
 )
-from moonpool.checkpoint.fingerprint import weights_fingerprint
-from moonpool.checkpoint.formats import load_config
-from moonpool.checkpoint.inspect import Report, inspect_checkpoint
+from moonpool.checkpoint.formats import CheckpointReport, inspect_checkpoint, load_config, weights_fingerprint
 from moonpool.checkpoint.resolve import model_name, resolve
-from moonpool.checkpoint.stops import StopWatcher
-from moonpool.checkpoint.tokenizer import Detokenizer, Tokenizer
+from moonpool.checkpoint.tokenizer import Detokenizer, StopWatcher, Tokenizer
 
 __all__ = [
+    "CheckpointReport",
     "DefaultSampling",
     "Detokenizer",
     "ModelConfig",
-    "Report",
     "RopeScaling",
     "StopWatcher",
     "Tokenizer",

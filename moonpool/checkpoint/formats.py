@@ -1,15 +1,16 @@
-"""The two forms of a checkpoint, a Hugging Face folder and a GGUF file: reads whichever a path names."""
+"""Reads a checkpoint of either format: configuration, tensors, identity of the weights, and the memory it needs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from moonpool.checkpoint.config import ModelConfig
-from moonpool.checkpoint.folder import folder_config
-from moonpool.checkpoint.gguf_config import gguf_config
-from moonpool.checkpoint.gguf_file import gguf_parts, is_gguf
-from moonpool.checkpoint.gguf_weights import gguf_index
-from moonpool.checkpoint.weights import TensorInfo, folder_index, folder_weights
+from blake3 import blake3
+
+from moonpool.checkpoint.config import ModelConfig, TensorInfo, config_hash, kv_layout, resolve_dtype
+from moonpool.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_gguf
+from moonpool.checkpoint.huggingface import folder_config, folder_index, folder_weights
+from moonpool.errors import CheckpointError, InvalidRequest
 
 
 def load_config(path: Path | str) -> ModelConfig:
@@ -39,3 +40,89 @@ def tensor_index(path: Path | str) -> dict[str, TensorInfo]:
         UnsupportedModel: a GGUF file has a tensor that no supported model has.
     """
     return (gguf_index if is_gguf(path) else folder_index)(Path(path))
+
+
+def weights_fingerprint(path: Path | str) -> bytes:
+    """Return 32 bytes that differ wherever configuration or weights differ.
+
+    Hashes every file of weights whole (memory-mapped, on all cores), so that a fine-tuned copy with the same header
+    never passes for the original. The same weights in other shards get another fingerprint; that costs cache misses,
+    never a wrong answer.
+
+    Raises:
+        CheckpointError: as `load_config` and `weight_files`; or a file cannot be read.
+    """
+    digest = blake3(b"moonpool weights 1\0" + config_hash(load_config(path)))
+    for file in weight_files(path):
+        content = blake3(max_threads=blake3.AUTO)
+        try:
+            content.update_mmap(file)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {file}: {error}") from error
+        digest.update(content.digest())
+    return digest.digest()
+
+
+_HEAD_TENSOR = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """Sizes of one model in one element type.
+
+    `weight_bytes` is what the weights take in memory in `dtype`, `file_bytes` what they take on disk.
+    `kv_token_bytes` is the KV of one token over all layers, `kv_block_bytes` that of a block. `fit_blocks` and
+    `fit_tokens` say how much KV fits beside the weights into the given memory; None when none was given.
+    """
+
+    config: ModelConfig
+    dtype: str
+    parameters: int
+    weight_bytes: int
+    file_bytes: int
+    block_tokens: int
+    kv_token_bytes: int
+    kv_block_bytes: int
+    fit_blocks: int | None = None
+    fit_tokens: int | None = None
+
+
+def inspect_checkpoint(
+    path: Path | str, dtype: str = "auto", block_tokens: int = 64, memory_bytes: int | None = None
+) -> CheckpointReport:
+    """Return the sizes of the checkpoint in `path`.
+
+    Raises:
+        CheckpointError: as `load_config` and `tensor_index`.
+        InvalidRequest: `memory_bytes` is negative.
+    """
+    config = load_config(path)
+    chosen = resolve_dtype(config, dtype)
+    layout = kv_layout(config, chosen, block_tokens)
+    tensors = tensor_index(path)
+    parameters = _count_parameters(config, tensors)
+    weight_bytes = parameters * layout.element_bytes
+    blocks = None
+    if memory_bytes is not None:
+        if memory_bytes < 0:
+            raise InvalidRequest("memory_bytes", "must not be negative")
+        blocks = max(0, memory_bytes - weight_bytes) // layout.block_bytes
+    return CheckpointReport(
+        config=config,
+        dtype=chosen,
+        parameters=parameters,
+        weight_bytes=weight_bytes,
+        file_bytes=sum(file.stat().st_size for file in sorted({info.file for info in tensors.values()})),
+        block_tokens=block_tokens,
+        kv_token_bytes=layout.token_bytes,
+        kv_block_bytes=layout.block_bytes,
+        fit_blocks=blocks,
+        fit_tokens=None if blocks is None else blocks * block_tokens,
+    )
+
+
+def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> int:
+    """Count the parameters; a tied output head is the embedding and counts once, stored or not."""
+    return sum(
+        info.elements for name, info in tensors.items() if not (config.tie_word_embeddings and name == _HEAD_TENSOR)
+    )

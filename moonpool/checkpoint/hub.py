@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from moonpool.checkpoint.weights import folder_weights
+from moonpool.checkpoint.huggingface import folder_weights
 from moonpool.errors import CheckpointError
 
 #: What is fetched from a hub repository: files of the top folder only (see `_IGNORE`).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from moonpool.checkpoint.gguf_file import SUFFIX, gguf_name, is_gguf
+from moonpool.checkpoint.gguf import GGUF_SUFFIX, gguf_name, is_gguf
 from moonpool.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
@@ -38,10 +38,10 @@ def resolve(model: str) -> Path:
         return _in_folder(path.resolve())
     if path.exists():
         if not is_gguf(path):
-            raise CheckpointError(f"{model}: a model is a folder or a {SUFFIX} file, this is another file")
+            raise CheckpointError(f"{model}: a model is a folder or a {GGUF_SUFFIX} file, this is another file")
         return path.absolute()  # a cache's link has the ending, what it leads to has not
     if is_gguf(path) or not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{model}: no such folder and no such {SUFFIX} file")
+        raise CheckpointError(f"{model}: no such folder and no such {GGUF_SUFFIX} file")
     name, _, revision = model.partition("@")
     # Only here: huggingface_hub takes half a second to import, and every service and engine process imports this.
     from moonpool.checkpoint import hub
@@ -51,7 +51,7 @@ def resolve(model: str) -> Path:
 
 def _in_folder(folder: Path) -> Path:
     """Return the folder, or its GGUF file where that is all it has."""
-    files = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{SUFFIX}"))
+    files = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{GGUF_SUFFIX}"))
     if len({gguf_name(file) for file in files}) > 1:
-        raise CheckpointError(f"{folder}: has {len(files)} {SUFFIX} files; name one, for example {files[0].name}")
+        raise CheckpointError(f"{folder}: has {len(files)} {GGUF_SUFFIX} files; name one, for example {files[0].name}")
     return files[0] if files else folder

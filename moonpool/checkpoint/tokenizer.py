@@ -1,26 +1,215 @@
-"""Text to tokens and back, and incremental detokenising."""
+"""Text to tokens and back: tokenizers, incremental detokenising, chat templates and stop strings."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from jinja2 import Template, TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+from pydantic_core import from_json
 
-from moonpool.checkpoint.chat import ChatTemplate
-from moonpool.checkpoint.folder import folder_tokenizer
-from moonpool.checkpoint.gguf_file import is_gguf
-from moonpool.checkpoint.gguf_tokenizer import gguf_tokenizer
-from moonpool.errors import InvalidRequest
+from moonpool.checkpoint.gguf import gguf_tokenizer, is_gguf
+from moonpool.checkpoint.huggingface import folder_tokenizer
+from moonpool.errors import CheckpointError, InvalidRequest
+
+
+class ChatTemplate:
+    """A checkpoint's chat template, in a sandbox. Stateless; may be used from several threads."""
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        """Compile `source`; `special` are `bos_token` and the like, as the template sees them.
+
+        Raises:
+            CheckpointError: it is no valid template.
+        """
+        self.source = source
+        self._special = dict(special)
+        environment = _environment()
+        try:
+            self._template: Template = environment.from_string(source)
+            self._takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+        except TemplateError as error:
+            raise CheckpointError(f"chat template: {error}") from None
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    ) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            messages: each with `role` and `content`; an assistant's turn may have `tool_calls` in OpenAI's form, a
+                tool's turn has its `tool_call_id`.
+            tools: functions that the model may call: OpenAI's definitions.
+            add_generation_prompt: the text ends with what begins an answer.
+
+        Raises:
+            InvalidRequest: the template refuses the messages or takes no tools; names what is wrong.
+        """
+        if tools and not self._takes_tools:
+            raise InvalidRequest("tools", "this model's chat template takes no tools")
+        turns = [_template_turn(index, _plain_json(message)) for index, message in enumerate(messages)]
+        try:
+            return self._template.render(
+                messages=turns,
+                tools=_plain_json(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special,
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise InvalidRequest("messages", f"the chat template refuses them: {error}") from None
+
+
+def _template_turn(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """A turn as templates take it: arguments of calls are objects there, and text in OpenAI's form."""
+    for number, call in enumerate(message.get("tool_calls", ())):
+        function, place = call["function"], f"messages.{index}.tool_calls.{number}.function.arguments"
+        function["arguments"] = _json_object(function["arguments"], place)
+    return message
+
+
+def _json_object(text: str, place: str) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        InvalidRequest: it is none; names `place`.
+    """
+    try:
+        found = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(place, f"invalid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest(place, "must be a JSON object")
+    return found
+
+
+class _Generation(Extension):
+    """Lets `{% generation %}` through, with which some templates mark the assistant's part for training."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return what is between the marks."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> SandboxedEnvironment:
+    """A sandbox with the filters and functions that transformers gives to templates.
+
+    Source: `transformers/utils/chat_template_utils.py`. The sandbox refuses access to Python's internals and changes
+    of its arguments; a template can compute text and nothing else.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().strftime(form)
+
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Write JSON; jinja's own filter would escape HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _plain_json(value: Any) -> Any:
+    """Rebuild `value` out of plain JSON types: objects with methods have no place in a sandbox."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain_json(item) for item in value]
+    raise InvalidRequest("messages", f"must be plain JSON data, not {type(value).__name__}")
+
+
+class StopWatcher:
+    """Passes text on, up to the first of several stop strings, however the text is cut into pieces.
+
+    Text that may be the beginning of a stop string is held back until it is decided. Of several stop strings the one
+    that is complete first wins (of those that end together, the one that begins first), so the result does not depend
+    on how the text was cut.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in dict.fromkeys(stops) if stop)
+        self._held = ""
+        self.matched: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self.matched is not None
+
+    def push(self, text: str) -> str:
+        """Take the next piece; returns what may be shown now. Nothing is shown after a stop string."""
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return text
+        self._held += text
+        found = self._first_match()
+        if found is not None:
+            begin, self.matched = found
+            shown, self._held = self._held[:begin], ""
+            return shown
+        keep = max(self._prefix_length(stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def flush(self) -> str:
+        """Return what is still held back: the text has ended, so it is no stop string."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _first_match(self) -> tuple[int, str] | None:
+        found = [(self._held.find(stop), stop) for stop in self._stops]
+        matches = [(begin + len(stop), begin, stop) for begin, stop in found if begin >= 0]
+        if not matches:
+            return None
+        _, begin, stop = min(matches)
+        return begin, stop
+
+    def _prefix_length(self, stop: str) -> int:
+        """Return the length of the longest end of the held text that begins `stop`."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+
 
 _REPLACEMENT = "\ufffd"
+
+
 # A character has at most 4 bytes, so at most 3 tokens wait for its end; more is text that will never be valid.
 _MAX_HELD_TOKENS = 32
+
+
 _PIECE_CHARS = 1 << 14
+
+
 _PIECE_SLACK = 16
 """Tokens by which a piece of a text may have more than it has within the text: a cut token, tokens put in front."""
+
 
 # A text is tokenised on the thread that asks for it and on no other.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

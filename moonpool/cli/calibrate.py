@@ -9,24 +9,31 @@ import typer
 
 from moonpool.checkpoint import kv_layout, load_config, model_name, resolve, resolve_dtype
 from moonpool.engine.calibration import (
-    ROOM_TOKENS,
-    Fit,
+    MAX_MEASURED_TOKENS,
+    DecodeTime,
+    PrefillTime,
+    ProfileFit,
+    StepTimer,
     fit_profile,
     measure_decode,
     measure_prefill,
 )
 from moonpool.engine.emulated.profile import load_profile
+from moonpool.engine.executor import start_engine
 from moonpool.engine.messages import EngineSpec
-from moonpool.engine.start import start_engine
-from moonpool.engine.warmup import DecodeTime, PrefillTime, StepTimer
 from moonpool.errors import ConfigError
 
-BLOCK_TOKENS = 64
+CALIBRATION_BLOCK_TOKENS = 64
+
+
 EMULATED_LAYERS = 8
 """Layers of the emulated KV at most."""
-WIDE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
-TEMPLATE = """\
+
+VECTOR_EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
+
+
+PROFILE_TEMPLATE = """\
 # Measured by `moonpool calibrate`: {times} sizes of steps, the median of {repeats} tries each. Least squares of
 # relative errors over half of the sizes; the errors on the other half, held out of the fit, are:
 # prefill {prefill}; decode {decode}.
@@ -72,25 +79,25 @@ def run_calibrate(
     folder = resolve(model)
     config = load_config(folder)
     kind = resolve_dtype(config, dtype)
-    layout = kv_layout(config, kind, BLOCK_TOKENS, kv_dtype)
+    layout = kv_layout(config, kind, CALIBRATION_BLOCK_TOKENS, kv_dtype)
     threads = threads or len(os.sched_getaffinity(0))
     spec = EngineSpec(
         checkpoint=str(folder),
         dtype=kind,
         layout=layout,
-        blocks=layout.blocks_for(min(ROOM_TOKENS, config.max_position_embeddings)),
+        blocks=layout.blocks_for(min(MAX_MEASURED_TOKENS, config.max_position_embeddings)),
         threads=threads,
         max_tokens=config.max_position_embeddings,
         measure=False,
     )
     prefills, decodes = asyncio.run(_measure(spec, repeats))
     prefill, decode = fit_profile(prefills), fit_profile(decodes)
-    _show(prefills, prefill, decodes, decode)
-    text = TEMPLATE.format(
+    _print_fit(prefills, prefill, decodes, decode)
+    text = PROFILE_TEMPLATE.format(
         times=len(prefills) + len(decodes),
         repeats=repeats,
         name=name or out.stem,
-        hardware=hardware or f"{_cores(threads)}, {model_name(model)} in {kind}",
+        hardware=hardware or f"{_hardware_class(threads)}, {model_name(model)} in {kind}",
         layout=layout,
         max_tokens=config.max_position_embeddings,
         layers=min(config.num_layers, EMULATED_LAYERS),
@@ -113,7 +120,7 @@ async def _measure(spec: EngineSpec, repeats: int) -> tuple[list[PrefillTime], l
         return prefills, await measure_decode(engine, timer, max_tokens=spec.max_tokens, repeats=repeats)
 
 
-def _show(prefills: list[PrefillTime], prefill: Fit, decodes: list[DecodeTime], decode: Fit) -> None:
+def _print_fit(prefills: list[PrefillTime], prefill: ProfileFit, decodes: list[DecodeTime], decode: ProfileFit) -> None:
     for kind, names, times, fit in (
         ("prefill", ("chunk", "prefix"), prefills, prefill),
         ("decode", ("batch", "context"), decodes, decode),
@@ -126,12 +133,12 @@ def _show(prefills: list[PrefillTime], prefill: Fit, decodes: list[DecodeTime], 
         typer.echo(f"{kind}: {fit} on {len(fit.held_out)} sizes held out of the fit")
 
 
-def _cores(threads: int) -> str:
+def _hardware_class(threads: int) -> str:
     """The class of this machine's processor: cores, architecture and widest vectors."""
     found = ""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-        found = next((f" with {wide}" for wide in WIDE if wide in flags), "")
+        found = next((f" with {wide}" for wide in VECTOR_EXTENSIONS if wide in flags), "")
     except OSError:
         pass
     return f"{threads} {platform.machine()} cores{found}"

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from moonpool.errors import ConfigError
-from moonpool.rpc.roles import ROLE_URI, ROLES, fingerprint
+from moonpool.rpc.auth import ROLE_URI, ROLES, fingerprint
 from moonpool.rpc.tls import NAME
 
 AUTHORITY_DAYS = 3650

@@ -28,10 +28,19 @@ from moonpool.v1 import (
 )
 
 CALL_TIMEOUT_S = 5.0
+
+
 ASKED_AT_ONCE = 16
+
+
 PAUSE_S = 0.05
+
+
 EXIT_HELD = 1
+
+
 EXIT_SILENT = 2
+
 
 Ask = Callable[[grpc.Channel], Iterable[kv_pb2.Gauge]]
 
@@ -51,7 +60,7 @@ def _ask_kvstore(channel: grpc.Channel) -> Iterable[kv_pb2.Gauge]:
     return stub.KVStoreStats(kvstore_pb2.KVStoreStatsRequest(), timeout=CALL_TIMEOUT_S).gauges
 
 
-_ASK: dict[int, Ask] = {
+_ASK_BY_KIND: dict[int, Ask] = {
     kv_pb2.INSTANCE_KIND_PREFILL: _ask_prefill,
     kv_pb2.INSTANCE_KIND_DECODE: _ask_decode,
     kv_pb2.INSTANCE_KIND_KVSTORE: _ask_kvstore,
@@ -59,7 +68,7 @@ _ASK: dict[int, Ask] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class GaugeReading:
     """One gauge of one instance; `at_rest` is None where it may rest anywhere."""
 
     instance: str
@@ -74,7 +83,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class GaugeSurvey:
     """The gauges of all services, read at one time.
 
     Attributes:
@@ -82,11 +91,11 @@ class Survey:
         silent: a line for each instance that does not answer.
     """
 
-    readings: tuple[Reading, ...]
+    readings: tuple[GaugeReading, ...]
     silent: tuple[str, ...] = ()
 
     @property
-    def held(self) -> list[Reading]:
+    def held(self) -> list[GaugeReading]:
         """Gauges that are not at rest."""
         return [reading for reading in self.readings if not reading.resting]
 
@@ -100,7 +109,7 @@ class Survey:
         return "; ".join([*(describe(reading) for reading in self.held), *self.silent])
 
 
-class Surveyor:
+class GaugeReader:
     """Reads a cluster's gauges, repeatedly over the same connections; a context manager."""
 
     def __init__(self, conductors: str | Sequence[str], tls: Tls | None = None) -> None:
@@ -121,13 +130,13 @@ class Surveyor:
         while self._channels:
             self._channels.popitem()[1].close()
 
-    def survey(self) -> Survey:
+    def survey(self) -> GaugeSurvey:
         """Reads all gauges once.
 
         Raises:
             Unavailable: no conductor answers.
         """
-        readings: list[Reading] = []
+        readings: list[GaugeReading] = []
         silent: list[str] = []
         members: dict[str, kv_pb2.Instance] = {}
         for address in self._conductors:
@@ -144,9 +153,9 @@ class Surveyor:
                 silent.append(answer)
             else:
                 readings += answer
-        return Survey(tuple(readings), tuple(silent))
+        return GaugeSurvey(tuple(readings), tuple(silent))
 
-    def _ask_conductor(self, address: str, members: dict[str, kv_pb2.Instance]) -> list[Reading]:
+    def _ask_conductor(self, address: str, members: dict[str, kv_pb2.Instance]) -> list[GaugeReading]:
         """A conductor's own gauges; adds the members that it knows.
 
         Raises:
@@ -167,9 +176,9 @@ class Surveyor:
         return self._channels[address]
 
 
-def _ask(instance: kv_pb2.Instance, channel: grpc.Channel) -> list[Reading] | str:
+def _ask(instance: kv_pb2.Instance, channel: grpc.Channel) -> list[GaugeReading] | str:
     """Returns an instance's readings, or the reason why there are none."""
-    ask = _ASK.get(instance.kind)
+    ask = _ASK_BY_KIND.get(instance.kind)
     if ask is None:
         return f"{instance.id} is of unknown kind {instance.kind}"
     try:
@@ -178,24 +187,24 @@ def _ask(instance: kv_pb2.Instance, channel: grpc.Channel) -> list[Reading] | st
         return f"{instance.id} at {instance.address} does not answer: {from_rpc_error(error)}"
 
 
-def _reading(instance: str, gauge: kv_pb2.Gauge) -> Reading:
-    return Reading(instance, gauge.name, gauge.value, gauge.at_rest if gauge.HasField("at_rest") else None)
+def _reading(instance: str, gauge: kv_pb2.Gauge) -> GaugeReading:
+    return GaugeReading(instance, gauge.name, gauge.value, gauge.at_rest if gauge.HasField("at_rest") else None)
 
 
-def read_gauges(conductors: str | Sequence[str], tls: Tls | None = None) -> list[Reading]:
+def read_gauges(conductors: str | Sequence[str], tls: Tls | None = None) -> list[GaugeReading]:
     """The gauges of conductors and of every instance that they know; `tls` as of `Surveyor`.
 
     Raises:
         Unavailable: a service does not answer.
     """
-    with Surveyor(conductors, tls) as surveyor:
+    with GaugeReader(conductors, tls) as surveyor:
         survey = surveyor.survey()
     if survey.silent:
         raise Unavailable("; ".join(survey.silent))
     return list(survey.readings)
 
 
-def wait_at_rest(conductors: str | Sequence[str], timeout_s: float, tls: Tls | None = None) -> list[Reading]:
+def wait_at_rest(conductors: str | Sequence[str], timeout_s: float, tls: Tls | None = None) -> list[GaugeReading]:
     """Reads gauges until all are at rest; releases travel between processes, so the first reading may be too early.
 
     Returns:
@@ -210,7 +219,7 @@ def wait_at_rest(conductors: str | Sequence[str], timeout_s: float, tls: Tls | N
     return list(survey.readings)
 
 
-def _survey_until_rest(conductors: str | Sequence[str], timeout_s: float, tls: Tls | None = None) -> Survey:
+def _survey_until_rest(conductors: str | Sequence[str], timeout_s: float, tls: Tls | None = None) -> GaugeSurvey:
     """The first survey that finds everything at rest, or the last before the time is over.
 
     Raises:
@@ -218,7 +227,7 @@ def _survey_until_rest(conductors: str | Sequence[str], timeout_s: float, tls: T
     """
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
-    with Surveyor(conductors, tls) as surveyor:
+    with GaugeReader(conductors, tls) as surveyor:
         while True:
             try:
                 survey = surveyor.survey()
@@ -230,7 +239,7 @@ def _survey_until_rest(conductors: str | Sequence[str], timeout_s: float, tls: T
             pause.wait(PAUSE_S)
 
 
-def describe(reading: Reading) -> str:
+def describe(reading: GaugeReading) -> str:
     """One line of text."""
     rest = "" if reading.at_rest is None else f" (at rest {reading.at_rest:g})"
     return f"{reading.instance}: {reading.name} = {reading.value:g}{rest}"
@@ -252,7 +261,7 @@ def run_check(conductors: Sequence[str], *, wait_s: float = 0.0, as_json: bool =
     except MoonpoolError as error:
         typer.echo(f"moonpool: {error}", err=True)
         if as_json:
-            typer.echo(_to_json(Survey((), (str(error),))))
+            typer.echo(_to_json(GaugeSurvey((), (str(error),))))
         return EXIT_SILENT
     if as_json:
         typer.echo(_to_json(survey))
@@ -261,7 +270,7 @@ def run_check(conductors: Sequence[str], *, wait_s: float = 0.0, as_json: bool =
     return EXIT_SILENT if survey.silent else EXIT_HELD if survey.held else 0
 
 
-def _to_json(survey: Survey) -> str:
+def _to_json(survey: GaugeSurvey) -> str:
     return json.dumps(
         {
             "at_rest": survey.at_rest,
@@ -272,7 +281,7 @@ def _to_json(survey: Survey) -> str:
     )
 
 
-def _print(survey: Survey) -> None:
+def _print(survey: GaugeSurvey) -> None:
     for reading in survey.readings:
         typer.echo(("      " if reading.resting else "HELD  ") + describe(reading))
     for line in survey.silent:

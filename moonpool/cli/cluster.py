@@ -1,18 +1,25 @@
-"""`moonpool state` and `moonpool explain`: the cluster as its conductor sees it, and why a request was placed so."""
+"""`moonpool state`, `top` and `explain`: the cluster as its conductor sees it, and why a request was placed."""
 
 import dataclasses
 import json
+import sys
+import threading
+from collections.abc import Callable
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from moonpool.client import Client
-from moonpool.client.phases import NAMES, Phase, phases
-from moonpool.client.types import Candidate, ClusterState, Explanation, InstanceInfo, Placement, QueueInfo
+from moonpool.client.explain import PHASE_NAMES, Candidate, Explanation, RequestPhase, request_phases
+from moonpool.client.types import ClusterState, EndedRequest, InstanceInfo, Placement, Quantiles, QueueInfo, RecentInfo
+from moonpool.errors import MoonpoolError
 
-TIMELINE = 40
+TIMELINE_WIDTH = 40
 """Characters of a line of time."""
 
 
@@ -30,7 +37,7 @@ def run_state(client: Client, *, as_json: bool) -> None:
     for each in state.instances:
         used = each.total_blocks - each.free_blocks - each.cached_blocks
         share = f"{used:,} of {each.total_blocks:,}" if each.total_blocks else "-"
-        counts = (str(each.running), waiting(each), share, f"{each.cached_blocks:,}", f"{each.promised_blocks:,}")
+        counts = (str(each.running), waiting_text(each), share, f"{each.cached_blocks:,}", f"{each.promised_blocks:,}")
         table.add_row(each.id, each.kind, each.address, *counts, "draining" if each.draining else "")
     Console().print(table)
     if len(state.queue.tenants) > 1:
@@ -66,7 +73,7 @@ def headline(state: ClusterState) -> str:
     )
 
 
-def waiting(instance: InstanceInfo) -> str:
+def waiting_text(instance: InstanceInfo) -> str:
     """What waits at an instance."""
     queued = f" ({instance.queued_tokens:,} tokens)" if instance.queued_tokens else ""
     return f"{instance.waiting}{queued}"
@@ -80,7 +87,7 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
     """
     found = client.explain(request_id)
     if as_json:
-        bars = [dataclasses.asdict(phase) for phase in phases(found)]
+        bars = [dataclasses.asdict(phase) for phase in request_phases(found)]
         typer.echo(json.dumps({"request_id": request_id, **dataclasses.asdict(found), "phases": bars}))
         return
     typer.echo(f"policy {found.policy}")
@@ -97,22 +104,22 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
         source = f"{each.source} ({each.cold_blocks} on SSD)" if each.cold_blocks else each.source
         table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, source, remark)
     Console().print(table)
-    typer.echo(_outcome(found))
-    if drawn := phases(found):
+    typer.echo(_outcome_text(found))
+    if drawn := request_phases(found):
         Console().print(_timeline(drawn))
 
 
-def _timeline(drawn: list[Phase]) -> Table:
+def _timeline(drawn: list[RequestPhase]) -> Table:
     """The phases on one line of time."""
     end_s = max(phase.end_s for phase in drawn) or 1.0
     table = Table("phase", "tokens", "from s", "for s", "")
     for column in table.columns[1:4]:
         column.justify = "right"
     for phase in drawn:
-        begin, end = (round(TIMELINE * at / end_s) for at in (phase.begin_s, phase.end_s))
-        bar = " " * min(begin, TIMELINE - 1) + "█" * max(1, end - begin)
+        begin, end = (round(TIMELINE_WIDTH * at / end_s) for at in (phase.begin_s, phase.end_s))
+        bar = " " * min(begin, TIMELINE_WIDTH - 1) + "█" * max(1, end - begin)
         times = f"{phase.begin_s:.4f}", f"{phase.end_s - phase.begin_s:.4f}"
-        table.add_row(NAMES[phase.name], str(phase.tokens or ""), *times, bar)
+        table.add_row(PHASE_NAMES[phase.name], str(phase.tokens or ""), *times, bar)
     return table
 
 
@@ -120,26 +127,161 @@ def _ttft_s(candidate: Candidate) -> float:
     return candidate.queue_s + candidate.load_s + candidate.prefill_s + candidate.overhead_s
 
 
-def _outcome(found: Explanation) -> str:
+def _outcome_text(found: Explanation) -> str:
     if found.placement is None:
         return f"refused: {found.refused}"
     placement = found.placement
     waited = f", after {found.waited_s:.4f} s without a place" if found.waited_s else ""
     return "\n".join(
         (
-            _where(placement) + waited + (f", KV over the lane {found.lane}" if found.lane else ""),
-            f"TTFT: predicted {placement.predicted_ttft_s:.4f} s, measured {_measured(found.measured_ttft_s)}",
-            f"TPOT: predicted {_measured(placement.predicted_tpot_s)}, measured {_measured(found.measured_tpot_s)}",
+            _placement_text(placement) + waited + (f", KV over the lane {found.lane}" if found.lane else ""),
+            f"TTFT: predicted {placement.predicted_ttft_s:.4f} s, measured {_seconds_text(found.measured_ttft_s)}",
+            f"TPOT: predicted {_seconds_text(placement.predicted_tpot_s)}, "
+            f"measured {_seconds_text(found.measured_tpot_s)}",
         )
     )
 
 
-def _where(placement: Placement) -> str:
+def _placement_text(placement: Placement) -> str:
     if placement.prefill == placement.decode:
         return f"placed on {placement.decode} alone, which computes what it does not hold of the prompt"
     source = f", prefix from {placement.kvstore}" if placement.kvstore else ""
     return f"placed on {placement.prefill}, then {placement.decode or 'nowhere: one token was all'}{source}"
 
 
-def _measured(seconds: float) -> str:
+def _seconds_text(seconds: float) -> str:
     return f"{seconds:.4f} s" if seconds else "-"
+
+
+BAR_WIDTH = 24
+
+
+SHOWN_REQUESTS = 8
+"""Requests that are listed."""
+
+
+def state_figures(state: ClusterState) -> dict[str, object]:
+    """The cluster's state with what follows from it, as JSON is made of it.
+
+    `hit_rate` is the cached share of prompt tokens of the last minute, None without any.
+    """
+    recent = state.recent
+    window_s = recent.window_s or 1.0
+    prompts = recent.usage.prompt_tokens
+    return {
+        **dataclasses.asdict(state),
+        "hit_rate": recent.usage.cached_tokens / prompts if prompts else None,
+        "requests_per_s": recent.requests / window_s,
+        "tokens_per_s": recent.usage.completion_tokens / window_s,
+    }
+
+
+def run_top(client: Client, *, interval_s: float, once: bool, as_json: bool) -> None:
+    """Shows the cluster again and again until Ctrl-C, or once.
+
+    Args:
+        client: of the conductor.
+        interval_s: seconds between two looks.
+        once: look once.
+        as_json: print a JSON object a line instead of drawing.
+
+    Raises:
+        MoonpoolError: the conductor does not answer. Where the cluster is drawn, only the first time.
+    """
+    pause = threading.Event()
+    try:
+        if as_json or once or not sys.stdout.isatty():
+            _print_until_stopped(client, interval_s, pause, once=once, as_json=as_json)
+        else:
+            _draw_live(client, interval_s, pause)
+    except KeyboardInterrupt:
+        return
+
+
+def _print_until_stopped(
+    client: Client, interval_s: float, pause: threading.Event, *, once: bool, as_json: bool
+) -> None:
+    show: Callable[[ClusterState], None] = (
+        _print_state_json if as_json else lambda state: Console().print(render_cluster(state))
+    )
+    show(client.cluster_state())
+    while not once:
+        pause.wait(interval_s)
+        show(client.cluster_state())
+
+
+def _print_state_json(state: ClusterState) -> None:
+    print(json.dumps(state_figures(state)), flush=True)
+
+
+def _draw_live(client: Client, interval_s: float, pause: threading.Event) -> None:
+    with Live(render_cluster(client.cluster_state()), auto_refresh=False, screen=True) as live:
+        while True:
+            pause.wait(interval_s)
+            try:
+                live.update(render_cluster(client.cluster_state()), refresh=True)
+            except MoonpoolError as error:
+                live.update(Text(f"{error}\nasking again every {interval_s:g} s; Ctrl-C ends"), refresh=True)
+
+
+def render_cluster(state: ClusterState) -> RenderableType:
+    """The cluster: figures of the last minute, instances and what they hold, the last requests."""
+    parts: list[RenderableType] = [headline(state), queue_line(state.queue), recent_line(state.recent)]
+    table = Table("instance", "running", "waiting", "KV", "", expand=False)
+    for each in state.instances:
+        for row in _instance_rows(each):
+            table.add_row(*row)
+    parts.append(table)
+    if state.recent.last:
+        parts.append(_request_table(state.recent.last[:SHOWN_REQUESTS]))
+    return Group(*parts)
+
+
+def recent_line(recent: RecentInfo) -> str:
+    """What was answered in the last minute."""
+    if not recent.requests:
+        return "nothing was answered in the last minute"
+    usage = recent.usage
+    return (
+        f"last {recent.window_s:.0f} s: {recent.requests} answered, TTFT {_quantiles_text(recent.ttft_s)}, "
+        f"TPOT {_quantiles_text(recent.tpot_s)}, "
+        f"{usage.cached_tokens / max(1, usage.prompt_tokens):.0%} of prompt tokens from the cache, "
+        f"{usage.completion_tokens / max(recent.window_s, 1e-9):.1f} tokens/s"
+    )
+
+
+def _quantiles_text(found: Quantiles) -> str:
+    return f"p50 {1e3 * found.p50:.0f} ms, p99 {1e3 * found.p99:.0f} ms" if found.p99 else "-"
+
+
+def _instance_rows(each: InstanceInfo) -> list[tuple[str, ...]]:
+    """A row for each tier of an instance: its pool, or a store's."""
+    name = f"{each.id} (draining)" if each.draining else each.id
+    tiers = [(tier.name, tier.used_bytes, tier.capacity_bytes, decimal(tier.capacity_bytes)) for tier in each.tiers]
+    if each.total_blocks:
+        tiers.append(("pool", each.total_blocks - each.free_blocks, each.total_blocks, f"{each.total_blocks:,} blocks"))
+    first = (name, str(each.running), waiting_text(each))
+    heads = [first, *[("", "", "")] * (len(tiers) - 1)]
+    return [
+        (*head, bar(used, total), f"{kind} {used / max(1, total):.0%} of {size}")
+        for head, (kind, used, total, size) in zip(heads, tiers, strict=False)
+    ] or [(*first, "", "")]
+
+
+def bar(used: float, total: float) -> str:
+    """A bar of `BAR` characters; something is never drawn as nothing."""
+    filled = min(BAR_WIDTH, round(BAR_WIDTH * used / total)) if total else 0
+    filled = max(filled, 1) if used else filled
+    return "█" * filled + "░" * (BAR_WIDTH - filled)
+
+
+def _request_table(last: tuple[EndedRequest, ...]) -> Table:
+    table = Table("request", "tenant", "prompt", "cached", "answer", "TTFT ms", "TPOT ms", title="recent requests")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for each in last:
+        usage, timing = each.usage, each.timing
+        counts = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        times = (f"{1e3 * timing.ttft_s:.0f}", f"{1e3 * timing.tpot_s:.1f}")
+        table.add_row(escape(each.request_id), escape(each.tenant) or "-", *map(str, counts), *times)
+    return table

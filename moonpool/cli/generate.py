@@ -1,13 +1,36 @@
-"""`moonpool generate`: one prompt, streamed to the terminal."""
+"""`moonpool generate` and `moonpool chat`: one prompt or a conversation, streamed to the terminal."""
 
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
 
 import typer
 
-from moonpool.client import Client, GenerateArguments, GenerateResult, SamplingParams, TokenLogprobs
+from moonpool.cli.options import addresses
+from moonpool.client import Client, GenerateArguments, GenerateResult, Message
+from moonpool.client.transport import NotConnected
+from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
+from moonpool.logprobs import TokenLogprobs
+from moonpool.sampling_params import SamplingParams
+
+
+def error_advice(error: MoonpoolError) -> str:
+    """A sentence that says what to do next; "" where the error says it all."""
+    if isinstance(error, NotConnected):
+        return "`moonpool up` starts a stack on this machine; --address HOST:PORT names one that runs elsewhere."
+    if isinstance(error, Overloaded):
+        return f"Try again in {max(1.0, error.retry_after_s):.0f} s; `moonpool state` shows how busy it is."
+    if isinstance(error, Unavailable | DeadlineExceeded):
+        return "`moonpool state` shows which instances there are and how busy they are."
+    if isinstance(error, UnsupportedModel):
+        return "docs/models.md says which models are supported; --model smollm2 fetches one that is."
+    return ""
 
 
 def run_generate(conductors: Sequence[str], asked: GenerateArguments, *, as_json: bool) -> None:
@@ -20,23 +43,23 @@ def run_generate(conductors: Sequence[str], asked: GenerateArguments, *, as_json
             return
         stream = client.stream(**asked)
         for event in stream:
-            if _streamed(sampling):
+            if _can_stream(sampling):
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
     if (result := stream.result) is not None:
-        sys.stdout.write("\n" if _streamed(sampling) else _listed(result))
-        sys.stdout.write(_scores("prompt", result.prompt_logprobs))
+        sys.stdout.write("\n" if _can_stream(sampling) else _list_answers(result))
+        sys.stdout.write(_logprob_lines("prompt", result.prompt_logprobs))
         for index, choice in enumerate(result.choices):
-            sys.stdout.write(_scores(f"answer {index}", choice.logprobs))
-        typer.echo(figures(result), err=True)
+            sys.stdout.write(_logprob_lines(f"answer {index}", choice.logprobs))
+        typer.echo(usage_line(result), err=True)
 
 
-def _streamed(sampling: SamplingParams) -> bool:
+def _can_stream(sampling: SamplingParams) -> bool:
     """Whether the text is printed as it comes: there is one answer, and it has no score."""
     return sampling.n == 1 and not sampling.beam_width
 
 
-def _listed(result: GenerateResult) -> str:
+def _list_answers(result: GenerateResult) -> str:
     """Several answers come mixed: they are printed whole, each under its number; hypotheses with their scores."""
     texts = []
     for index, choice in enumerate(result.choices):
@@ -45,7 +68,7 @@ def _listed(result: GenerateResult) -> str:
     return "".join(texts)
 
 
-def _scores(title: str, logprobs: Sequence[TokenLogprobs | None]) -> str:
+def _logprob_lines(title: str, logprobs: Sequence[TokenLogprobs | None]) -> str:
     """Log probabilities, a line for each token: its id, its own, its rank, and the likely ones. "" when none came."""
     lines = [f"--- log probabilities of {title}: token, its own, rank; likely tokens with theirs"] if logprobs else []
     for its in logprobs:
@@ -55,7 +78,7 @@ def _scores(title: str, logprobs: Sequence[TokenLogprobs | None]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def figures(result: GenerateResult) -> str:
+def usage_line(result: GenerateResult) -> str:
     """A line on an answer: why it ended, its tokens, what of its prompt came from the cache, and its speeds."""
     usage, timing = result.usage, result.timing
     speed = f" ({1 / timing.tpot_s:.1f} tokens/s)" if timing.tpot_s else ""
@@ -64,3 +87,139 @@ def figures(result: GenerateResult) -> str:
         f"{usage.completion_tokens} generated; TTFT {timing.ttft_s:.3f} s, TPOT {timing.tpot_s:.4f} s{speed}"
         + (" (emulated)" if result.placement.emulated else "")
     )
+
+
+CHAT_PROMPT = "\n> "
+
+
+CHAT_BLOCK_TOKENS = 16
+"""Of a stack for one chat: turns are short, and only whole blocks are found again."""
+
+
+CHAT_HELP = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer."
+
+
+@dataclass(slots=True)
+class ChatSession:
+    """The turns so far, what goes before them, and how answers are sampled."""
+
+    client: Client
+    sampling: SamplingParams
+    system: str = ""
+    context: str = ""
+    tenant: str = ""
+    turns: list[Message] = field(default_factory=list)
+
+    def ask(self, text: str, out: TextIO) -> GenerateResult | None:
+        """Sends a turn and writes the answer as it comes; both stay in the conversation, also a stopped answer.
+
+        Returns:
+            The answer; None when Ctrl-C stopped it.
+
+        Raises:
+            MoonpoolError: there is no answer; the turn is forgotten.
+        """
+        asked: list[Message] = [*self.turns, {"role": "user", "content": text}]
+        begin: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        said: list[str] = []
+        stream = self.client.stream(
+            messages=[*begin, *asked], sampling=self.sampling, context=self.context, tenant=self.tenant
+        )
+        with contextlib.suppress(KeyboardInterrupt), stream:
+            for event in stream:
+                said.append(event.text)
+                out.write(event.text)
+                out.flush()
+        out.write("\n")
+        out.flush()
+        self.turns = [*asked, {"role": "assistant", "content": "".join(said)}]
+        return stream.result
+
+
+def run_chat(conversation: ChatSession, lines: Iterable[str], out: TextIO, err: TextIO, *, forgiving: bool) -> None:
+    """Answers each line; figures and remarks go to `err`.
+
+    Args:
+        conversation: to go on with.
+        lines: what the person says, a turn a line; empty ones are skipped.
+        out: takes the answers.
+        err: takes the rest.
+        forgiving: go on after a request that failed; otherwise the error is raised.
+
+    Raises:
+        MoonpoolError: a request failed.
+    """
+    for line in lines:
+        text = line.strip()
+        if text in ("/quit", "/exit"):
+            return
+        if text == "/new":
+            conversation.turns = []
+            print("a new conversation", file=err)
+        elif text == "/help":
+            print(CHAT_HELP, file=err)
+        elif text:
+            _answer_line(conversation, text, out, err, forgiving=forgiving)
+
+
+def _answer_line(conversation: ChatSession, text: str, out: TextIO, err: TextIO, *, forgiving: bool) -> None:
+    try:
+        result = conversation.ask(text, out)
+    except MoonpoolError as error:
+        if not forgiving:
+            raise
+        next_step = error_advice(error)
+        if isinstance(error, InvalidRequest) and conversation.turns:
+            next_step = "/new begins a new conversation."
+        print("\n".join(filter(None, (f"moonpool: {error}", next_step))), file=err)
+        return
+    print("[stopped]" if result is None else usage_line(result), file=err)
+
+
+@contextlib.contextmanager
+def conductor_address(address: str, model: str) -> Iterator[str]:
+    """The address of the conductor to talk to: `address`, or that of a stack which serves `model` meanwhile."""
+    if not model:
+        yield address
+        return
+    from moonpool.cli.stack import LocalStack, StackPlan, loading_bars
+
+    print(f"starting a stack that serves {Path(model).name} ...", file=sys.stderr)
+    with contextlib.ExitStack() as running:
+        folder = running.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-chat-"))
+        plan = StackPlan(model=model, data_dir=Path(folder), block_tokens=CHAT_BLOCK_TOKENS)
+        with loading_bars() as on_loading:
+            stack = running.enter_context(LocalStack(plan, on_loading=on_loading))
+        yield stack.address
+
+
+def typed_lines() -> Iterator[str]:
+    """What a person types, until Ctrl-D or Ctrl-C; lines can be edited and called back where readline is there."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # changes what `input` does
+    print(CHAT_HELP, file=sys.stderr)
+    while True:
+        try:
+            yield input(CHAT_PROMPT)
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
+            return
+
+
+def run_terminal_chat(address: str, model: str, converse: Callable[[Client], ChatSession]) -> None:
+    """Chats on the terminal, or with a pipe: then each line is a turn, and the first error ends it.
+
+    Args:
+        address: see `serving`.
+        model: see `serving`.
+        converse: begins the conversation.
+
+    Raises:
+        MoonpoolError: no stack, or a request of a pipe failed.
+    """
+    typed = sys.stdin.isatty()
+    with conductor_address(address, model) as there, Client(addresses(there)) as client:
+        served = client.cluster_state().model
+        print(f"{served or 'a model that is still loading'} at {there}", file=sys.stderr)
+        lines = typed_lines() if typed else sys.stdin
+        run_chat(converse(client), lines, sys.stdout, sys.stderr, forgiving=typed)

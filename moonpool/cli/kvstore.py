@@ -1,9 +1,12 @@
 """`moonpool kvstore stat|verify|compact|warm|advise`: inspects and maintains a kvstore."""
 
+import bisect
+import html
 import json
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -14,27 +17,111 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from moonpool.cli.hit_curve import advice, draw, hit_share
 from moonpool.errors import DeadlineExceeded
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.tls import open_blocking_channel
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 56, 696, 48, 316
+"""Size of the picture, and the edges of the curve in it."""
+
+
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+
+
+HitCurve = Sequence[tuple[int, float]]
+"""(bytes, share of block uses that would be hits), ascending in both."""
+
+
+def hit_share(curve: HitCurve, size: float) -> float:
+    """The hit share at a size; between two points of the curve that of the smaller."""
+    place = bisect.bisect_right(curve, size, key=lambda point: point[0])
+    return curve[place - 1][1] if place else 0.0
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes with a unit, three digits."""
+    power = min(int(math.log10(nbytes)) // 3, len(_UNITS) - 1) if nbytes >= 1 else 0
+    return f"{nbytes / 1000**power:.3g} {_UNITS[power]}"
+
+
+def capacity_advice(curve: HitCurve, now_bytes: int, more_bytes: int) -> str:
+    """What a larger store would bring, in one sentence."""
+    before, after, most = (hit_share(curve, size) for size in (now_bytes, now_bytes + more_bytes, math.inf))
+    return (
+        f"{size_text(now_bytes)} hit {100 * before:.1f} %; another {size_text(more_bytes)} would add "
+        f"{100 * (after - before):.1f} points; no size hits more than {100 * most:.1f} %"
+    )
+
+
+def draw_hit_curve(curve: HitCurve, now_bytes: int, more_bytes: int) -> str:
+    """An SVG file: hit share over bytes (logarithmic), the present and the larger size marked; both are positive."""
+    larger = now_bytes + more_bytes
+    low, high = (math.log(max(1, most(now_bytes, larger, *(size for size, _ in curve)))) for most in (min, max))
+    span, top = max(high - low, 1e-6), max(hit_share(curve, math.inf), 0.01)
+
+    def x(size: float) -> float:
+        return round(LEFT + (math.log(max(size, 1)) - low) / span * (RIGHT - LEFT), 1)
+
+    def y(share: float) -> float:
+        return round(BOTTOM - share / top * (BOTTOM - TOP), 1)
+
+    body = [
+        _svg_text(LEFT, 18, "Hit share over size (LRU, estimated from a sample)", 'font-weight="bold"'),
+        _svg_text(LEFT, 34, capacity_advice(curve, now_bytes, more_bytes)),
+        _svg_line(f"M{LEFT} {TOP}V{BOTTOM}H{RIGHT}", "#333"),
+    ]
+    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
+        share, size = part * top, math.exp(low + part * span)
+        body.append(_svg_line(f"M{LEFT} {y(share)}H{RIGHT}", "#ddd"))
+        body.append(_svg_text(LEFT - 4, y(share) + 4, f"{100 * share:.1f} %", 'text-anchor="end"'))
+        body.append(_svg_text(x(size), BOTTOM + 14, size_text(size), 'text-anchor="middle"'))
+    steps = "".join(f"H{x(size)}V{y(share)}" for size, share in curve)
+    body.append(_svg_line(f"M{LEFT} {BOTTOM}{steps}H{RIGHT}", "#2a6fdb", 'stroke-width="1.5" class="curve"'))
+    for at, text, colour in ((now_bytes, "now", "#333333"), (larger, f"+{size_text(more_bytes)}", "#d9822b")):
+        anchor, shift = ("end", -4) if x(at) > WIDTH / 2 else ("start", 4)
+        body.append(_svg_line(f"M{x(at)} {TOP}V{BOTTOM}", colour, 'stroke-dasharray="4 3"'))
+        body.append(_svg_text(x(at) + shift, TOP + 10, text, f'text-anchor="{anchor}" fill="{colour}"'))
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    paper = '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([f'{head} font-family="sans-serif" font-size="11">{paper}', *body, "</svg>\n"])
+
+
+def _svg_text(x: float, y: float, text: str, style: str = "") -> str:
+    return f'<text x="{x}" y="{y}" {style}>{html.escape(text)}</text>'
+
+
+def _svg_line(path: str, colour: str, style: str = "") -> str:
+    return f'<path d="{path}" fill="none" stroke="{colour}" {style}/>'
+
+
 CALL_TIMEOUT_S = 10.0
+
+
 PAUSE_S = 0.2
+
+
 EXIT_FAULTY = 1
+
+
 GB = 1e9
 
+
 app = typer.Typer(name="moonpool kvstore", help="Inspect and maintain kvstores.", add_completion=False)
+
+
 VERBS = ("stat", "verify", "compact", "warm", "advise")
 
+
 Store = Annotated[str, typer.Argument(help="The kvstore, HOST:PORT.")]
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @contextmanager
-def _store(address: str) -> Iterator[KVStoreServiceStub]:
+def _store_stub(address: str) -> Iterator[KVStoreServiceStub]:
     """A stub; a gRPC error is raised as the `MoonpoolError` of its status."""
     try:
         with open_blocking_channel(address) as channel:
@@ -51,7 +138,7 @@ def _gauges(stub: KVStoreServiceStub) -> dict[str, float]:
 @app.command()
 def stat(address: Store, as_json: Json = False) -> None:
     """Show the figures of a running kvstore."""
-    with _store(address) as stub:
+    with _store_stub(address) as stub:
         gauges = _gauges(stub)
     if as_json:
         typer.echo(json.dumps(gauges))
@@ -68,14 +155,14 @@ def stat(address: Store, as_json: Json = False) -> None:
 
 @app.command()
 def verify(
-    data_dir: Annotated[Path, typer.Argument(help="Data folder of a kvstore that does not run.")],
+    data_dir: Annotated[Path, typer.Argument(help="Data folder of a kvstore that does not run_kvstore.")],
     as_json: Json = False,
 ) -> None:
     """Check every record of a data folder against its checksums, and the index against the records. Changes nothing.
 
     Exits with 1 when a fault is found. A kvstore would answer the faulty blocks with a miss.
     """
-    from services.kvstore.operate.verify import verify as check
+    from services.kvstore.ssd.recovery import verify as check
 
     with _progress("segments", hidden=as_json) as advance:
         report = check(data_dir, advance)
@@ -113,12 +200,12 @@ def compact(
     as_json: Json = False,
 ) -> None:
     """Rewrite segments of the SSD tier that hold few live blocks."""
-    with _store(address) as stub:
+    with _store_stub(address) as stub:
         before = _gauges(stub)
         request = kvstore_pb2.CompactRequest(min_live_share=min_live_share)
         segments = stub.Compact(request, timeout=CALL_TIMEOUT_S).segments
         if segments and wait_s:
-            _until(lambda: not _gauges(stub)["ssd_housekeeping"], wait_s, "compaction has not finished")
+            _wait_until(lambda: not _gauges(stub)["ssd_housekeeping"], wait_s, "compaction has not finished")
         after = _gauges(stub)
     freed = before["ssd_bytes"] - after["ssd_bytes"]
     if as_json:
@@ -135,7 +222,7 @@ def warm(
     as_json: Json = False,
 ) -> None:
     """Fill a kvstore's free DRAM from its SSD tier, the most recently written blocks first."""
-    with _store(address) as stub:
+    with _store_stub(address) as stub:
         warmed = stub.Warm(kvstore_pb2.WarmRequest(max_bytes=max_bytes), timeout=timeout_s)
     if as_json:
         typer.echo(json.dumps({"blocks": warmed.blocks, "bytes": warmed.bytes}))
@@ -151,13 +238,13 @@ def advise(
     as_json: Json = False,
 ) -> None:
     """Estimate the hit share of a larger kvstore, from sampled reuse distances."""
-    with _store(address) as stub:
+    with _store_stub(address) as stub:
         told = stub.ReuseCurve(kvstore_pb2.ReuseCurveRequest(), timeout=CALL_TIMEOUT_S)
 
     curve = [(point.bytes, point.hit_share) for point in told.points]
     now_bytes, more_bytes = told.capacity_bytes, max(1, round(more_gb * GB))
     if picture is not None:
-        picture.write_text(draw(curve, now_bytes, more_bytes), encoding="utf-8")
+        picture.write_text(draw_hit_curve(curve, now_bytes, more_bytes), encoding="utf-8")
     if as_json:
         points = [{"bytes": nbytes, "hit_share": share} for nbytes, share in curve]
         facts = {"references": told.references, "sampled": told.sampled, "capacity_bytes": now_bytes}
@@ -166,7 +253,7 @@ def advise(
     elif not curve:
         typer.echo("no block was asked for twice since this kvstore started")
     else:
-        typer.echo(advice(curve, now_bytes, more_bytes))
+        typer.echo(capacity_advice(curve, now_bytes, more_bytes))
         typer.echo(f"({told.references} blocks asked for, {told.sampled:.1%} of all blocks followed)")
 
 
@@ -178,7 +265,7 @@ def _progress(what: str, *, hidden: bool) -> Iterator[Callable[[int, int], None]
         yield lambda done, of: progress.update(task, completed=done, total=of)
 
 
-def _until(done: Callable[[], bool], wait_s: float, what: str) -> None:
+def _wait_until(done: Callable[[], bool], wait_s: float, what: str) -> None:
     """Waits until something holds; raises DeadlineExceeded when it does not in time."""
     deadline, pause = time.monotonic() + wait_s, threading.Event()
     while not done():
@@ -187,6 +274,6 @@ def _until(done: Callable[[], bool], wait_s: float, what: str) -> None:
         pause.wait(PAUSE_S)
 
 
-def run(args: list[str]) -> None:
+def run_kvstore(args: list[str]) -> None:
     """Runs `moonpool kvstore VERB ...`; errors are raised, for the caller to print."""
     app(args, prog_name="moonpool kvstore")

@@ -3,17 +3,16 @@
 Each verb imports what it needs when it runs, so that `moonpool generate` needs no torch and `--help` is quick.
 """
 
+import functools
 import importlib
+import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from moonpool.cli import chat_verb, traces
-from moonpool.cli import model as model_verbs
-from moonpool.cli.bench import bench_app
-from moonpool.cli.lazy import group_of
 from moonpool.cli.options import (
     LOOK,
     OPERATE,
@@ -32,12 +31,231 @@ from moonpool.cli.options import (
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.tuning import quiet_grpc
 
+
+def lazy_group(module: str) -> type[TyperGroup]:
+    """The class of a group whose verbs are those of `module.app`."""
+
+    class Lazy(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return _load_group(module).list_commands(ctx)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            return _load_group(module).get_command(ctx, cmd_name)
+
+    return Lazy
+
+
+@functools.cache
+def _load_group(module: str) -> TyperGroup:
+    found = typer.main.get_command(importlib.import_module(module).app)
+    assert isinstance(found, TyperGroup)
+    return found
+
+
+LOCAL_CONDUCTOR = "127.0.0.1:50051"
+
+
+bench_app = typer.Typer(help="Measure a stack that runs.", no_args_is_help=True)
+
+
+@bench_app.callback()
+def bench() -> None:
+    """Measure a stack that runs."""
+
+
+@bench_app.command()
+def serve(
+    address: Annotated[
+        str,
+        typer.Option(
+            help="A conductor, HOST:PORT, or a gateway, http://HOST:PORT; several of a kind with commas between them.",
+            envvar="MOONPOOL_ADDRESS",
+        ),
+    ] = LOCAL_CONDUCTOR,
+    rate: Annotated[
+        float, typer.Option(min=0.0, help="Requests per second, on average (Poisson); without --trace.")
+    ] = 0.0,
+    trace: Annotated[Path | None, typer.Option(help="Times and lengths of a trace, Mooncake's form.")] = None,
+    requests: Annotated[int, typer.Option(min=0, help="Requests to send; of a trace its first ones, 0 = all.")] = 100,
+    time_scale: Annotated[float, typer.Option(help="Seconds of the trace in one second.")] = 1.0,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of each prompt; of a trace's at most, 0 = all.")
+    ] = 512,
+    shared_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens with which all prompts of a conversation begin.")
+    ] = 0,
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations, whose prompts alternate.")] = 8,
+    output_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of each answer; of a trace's at most, 0 = all.")
+    ] = 64,
+    warmup: Annotated[int, typer.Option(min=0, help="First requests that do not count.")] = 0,
+    ttft_slo_s: Annotated[
+        float, typer.Option(min=0.0, help="TTFT limit of goodput, s; the stack is told it, too.")
+    ] = math.inf,
+    tpot_slo_s: Annotated[float, typer.Option(min=0.0, help="TPOT limit of goodput, seconds.")] = math.inf,
+    seed: Annotated[int, typer.Option(help="Seed of arrival times and prompts.")] = 0,
+    model: Annotated[str, typer.Option(help="As of `up`; prompts are drawn from its vocabulary.")] = "",
+    api_key: Annotated[
+        str, typer.Option(help="API key, for a gateway that asks for one.", envvar="MOONPOOL_API_KEY")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON object to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw every request into this SVG file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Send requests when they are due, whatever the others do: TTFT, TPOT, ITL, E2E, and goodput within limits.
+
+    Times count from when a request was due, so a stalled server cannot hide its stall.
+    Exit status: 0 when every request was answered or refused for overload, 1 when not.
+    """
+    from moonpool.checkpoint import resolve
+    from moonpool.cli.bench_serve import BenchPlan, PromptShape, run_serve
+    from moonpool.cli.models import chosen_model
+    from moonpool.cli.options import addresses
+
+    plan = BenchPlan(
+        addresses=addresses(address), model=resolve(chosen_model(model)), requests=requests, rate=rate, trace=trace,
+        time_scale=time_scale, shape=PromptShape(prompt_tokens, shared_tokens, conversations, output_tokens),
+        warmup=warmup, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s, seed=seed, api_key=api_key,
+    )  # fmt: skip
+    raise typer.Exit(run_serve(plan, as_json=as_json, out=out, picture_file=picture))
+
+
+model_app = typer.Typer(help="Create, fetch and inspect checkpoints.", no_args_is_help=True)
+
+
+@model_app.command("create")
+def create_(
+    shape: Annotated[str, typer.Argument(help="Named shape, for example tiny-llama or qwen2.5-0.5b.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write; must not exist or be empty.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+) -> None:
+    """Write a checkpoint with random weights in Hugging Face format."""
+    from moonpool.models.random_checkpoint import create
+
+    create(shape, folder, seed=seed, dtype=dtype)
+    typer.echo(f"{folder}: {shape}, {dtype}, seed {seed}")
+
+
+@model_app.command()
+def fetch(model: Annotated[str, typer.Argument(help="A model's name, for example smollm2.")]) -> None:
+    """Fetch a model for later, and print where it is."""
+    from moonpool.checkpoint import resolve
+    from moonpool.cli.models import chosen_model
+
+    typer.echo(resolve(chosen_model(model)))
+
+
+@model_app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="Hugging Face folder, GGUF file, hub id or a model's name.")],
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
+    memory_bytes: Annotated[
+        int | None, typer.Option(help="Show how many tokens fit in this memory beside the weights.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show a checkpoint's parameters, KV bytes per token, and what fits a given memory."""
+    from moonpool.cli.models import chosen_model, run_inspect
+
+    run_inspect(chosen_model(model), dtype, block_tokens, memory_bytes, as_json=as_json)
+
+
+def chat(
+    address: Address = "127.0.0.1:50051",
+    model: Annotated[
+        str,
+        typer.Option(help="As of `up`: start a stack that serves this, and stop it at the end; empty = ask --address."),
+    ] = "",
+    system: Annotated[str, typer.Option(help="The system turn: what the model is told first.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.2,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that together have this share.")] = 0.9,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    context: UsedContext = "",
+    tenant: Annotated[str, typer.Option(help="Tenant that the chat and its context belong to.")] = "",
+) -> None:
+    """Chat with the model; after each answer: what the cache saved, and the speeds. In a pipe each line is a turn."""
+    from moonpool.cli.generate import ChatSession
+    from moonpool.cli.generate import run_terminal_chat as run_chat
+    from moonpool.cli.models import chosen_model
+    from moonpool.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    run_chat(
+        address,
+        chosen_model(model) if model else "",
+        lambda client: ChatSession(client, sampling, system, context, tenant),
+    )
+
+
+def _add_trace_verbs(app: typer.Typer) -> None:
+    """Adds the verbs."""
+    app.command(rich_help_panel=PREDICT)(plan)
+    app.command(rich_help_panel=PREDICT)(replay)
+
+
+def plan(
+    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
+    model: Annotated[str, typer.Option(help="A model that the hardware's file names.")],
+    hardware: Annotated[str, typer.Option(help="Bundled hardware's name, or a path to a YAML file.")],
+    slo: Annotated[str, typer.Option(help="ttft=SECONDS,tbt=SECONDS.")],
+    goodput: Annotated[float, typer.Option(help="Share of requests that must keep both limits.")] = 0.9,
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")] = 1.0,
+    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
+    bound: Annotated[int, typer.Option(min=1, help="Instances of a kind at most.")] = 64,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Find the least-cost mix of prefill, decode and kvstore instances that serves a trace within its limits."""
+    from moonpool.cli.simulate import run_plan
+
+    run_plan(trace, model=model, hardware=hardware, slo=slo, goodput=goodput, rate=rate, requests=requests,
+             bound=bound, report=report, as_json=as_json)  # fmt: skip
+
+
+def replay(
+    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
+    address: Address = "127.0.0.1:50051",
+    model: Model = "",
+    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
+    time_scale: Annotated[float, typer.Option(help="Seconds of the trace, and of the report, in one second.")] = 1.0,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each prompt at most; 0 = all.")] = 0,
+    output_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each answer at most; 0 = all.")] = 0,
+    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")] = 30.0,
+    tbt_slo_s: Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput, seconds.")] = 0.1,
+    simulate: Annotated[str, typer.Option(help="Also simulate such a stack, with this profile; empty = do not.")] = "",
+    step_tokens: Annotated[int, typer.Option(min=1, help="--step-tokens of the prefill instances.")] = 512,
+    calibrate_on: Annotated[
+        int, typer.Option(min=0, help="Fit the simulation to so many first requests, compare the others.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Send a trace to a running stack; report latencies and predictions as the simulator does, and beside it.
+
+    Exit status: 0 when every request was answered, 1 when not.
+    """
+    from moonpool.cli.models import chosen_model
+    from moonpool.cli.replay import run_replay
+    from simulator.cluster.config import Slo
+
+    status = run_replay(
+        trace, addresses(address), model=chosen_model(model), requests=requests, time_scale=time_scale,
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=Slo(ttft_slo_s, tbt_slo_s), profile=simulate,
+        step_tokens=step_tokens, calibrate_on=calibrate_on, as_json=as_json,
+    )  # fmt: skip
+    raise typer.Exit(status)
+
+
 app = typer.Typer(
     name="moonpool",
     help="KVCache-centric serving of large language models. `moonpool VERB --help` explains a verb.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
 HTTP_PORT = 8000
 
 
@@ -86,7 +304,7 @@ def up(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Run a local stack in the foreground, until Ctrl-C."""
-    from moonpool.cli.named import chosen_model
+    from moonpool.cli.models import chosen_model
     from moonpool.cli.stack import StackPlan
     from moonpool.cli.up import run_up
 
@@ -149,7 +367,8 @@ def generate(
 ) -> None:
     """Generate text from a prompt."""
     from moonpool.cli.generate import run_generate
-    from moonpool.client import GenerateArguments, SamplingParams, Slo
+    from moonpool.client import GenerateArguments, Slo
+    from moonpool.sampling_params import SamplingParams
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(
@@ -169,7 +388,7 @@ def generate(
     run_generate(addresses(address), asked, as_json=as_json)
 
 
-app.command(rich_help_panel=START)(chat_verb.chat)
+app.command(rich_help_panel=START)(chat)
 
 
 @app.command(rich_help_panel=LOOK)
@@ -208,7 +427,7 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")] = False,
 ) -> None:
     """Show the cluster live: instances, queues, KV by tier, hit rate, TTFT and TPOT of the last minute; Ctrl-C ends."""
-    from moonpool.cli.top import run_top
+    from moonpool.cli.cluster import run_top
     from moonpool.client import Client
 
     with Client(addresses(address)) as client:
@@ -270,7 +489,7 @@ def rerun_(
     raise typer.Exit(run_rerun(journal, events=events, check=check, as_json=as_json, policy=policy))
 
 
-traces.add_to(app)
+_add_trace_verbs(app)
 
 
 @app.command(rich_help_panel=LOOK)
@@ -302,7 +521,7 @@ def calibrate(
 ) -> None:
     """Measure a model on this machine and write a profile for `--engine emulated:FILE`."""
     from moonpool.cli.calibrate import run_calibrate
-    from moonpool.cli.named import chosen_model
+    from moonpool.cli.models import chosen_model
 
     run_calibrate(chosen_model(model), out, name=name, hardware=hardware, dtype=dtype, kv_dtype=kv_dtype,
                   threads=threads, repeats=repeats)  # fmt: skip
@@ -316,29 +535,37 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per request at most.")] = 48,
 ) -> None:
     """Start a local stack, serve some prompts, show the results, stop."""
-    from moonpool.cli.demo import run_demo
-    from moonpool.cli.named import best_model, chosen_model
+    from moonpool.cli.models import best_model, chosen_model
+    from moonpool.cli.up import run_demo
 
     served, instead = (chosen_model(model), "") if model else best_model()
     raise typer.Exit(run_demo(served, max_tokens, instead))
 
 
-def _verbs(name: str, module: str, panel: str, summary: str) -> None:
+def _add_lazy_group(name: str, module: str, panel: str, summary: str) -> None:
     """Adds a verb that has verbs of its own, in a module of the command's."""
-    verbs = typer.Typer(cls=group_of(f"moonpool.cli.{module}"), help=summary, no_args_is_help=True)
+    verbs = typer.Typer(cls=lazy_group(f"moonpool.cli.{module}"), help=summary, no_args_is_help=True)
     app.add_typer(verbs, name=name, rich_help_panel=panel)
 
 
-app.add_typer(model_verbs.app, name="model", rich_help_panel=START)
+app.add_typer(model_app, name="model", rich_help_panel=START)
+
+
 app.add_typer(bench_app, name="bench", rich_help_panel=START)
-_verbs("certs", "certs", OPERATE, "A local certificate authority for TLS between services.")
-_verbs("context", "contexts", OPERATE, "Named contexts: beginnings of prompts that are kept, with their KV.")
-_verbs(
+
+
+_add_lazy_group("certs", "certs", OPERATE, "A local certificate authority for TLS between services.")
+
+
+_add_lazy_group("context", "contexts", OPERATE, "Named contexts: beginnings of prompts that are kept, with their KV.")
+
+
+_add_lazy_group(
     "simulate", "simulate", PREDICT, "Experiments in virtual time. Without --trace, requests are made up from --seed."
 )
 
 
-def _service(kind: str, summary: str) -> None:
+def _add_service_verb(kind: str, summary: str) -> None:
     """Adds a verb that runs one service; its flags are the service's own."""
 
     @app.command(kind, help=summary, context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
@@ -347,10 +574,18 @@ def _service(kind: str, summary: str) -> None:
         raise typer.Exit(status)
 
 
-_service("conductor", "Run one conductor.")
-_service("prefill", "Run one prefill instance.")
-_service("decode", "Run one decode instance.")
-_service("gateway", "Run one gateway: the HTTP interfaces of OpenAI and Anthropic, Kimi's context caching, a page.")
+_add_service_verb("conductor", "Run one conductor.")
+
+
+_add_service_verb("prefill", "Run one prefill instance.")
+
+
+_add_service_verb("decode", "Run one decode instance.")
+
+
+_add_service_verb(
+    "gateway", "Run one gateway: the HTTP interfaces of OpenAI and Anthropic, Kimi's context caching, a page."
+)
 
 
 @app.command("kvstore", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
@@ -359,7 +594,7 @@ def kvstore_(context: typer.Context) -> None:
     from moonpool.cli import kvstore
 
     if context.args and context.args[0] in kvstore.VERBS:
-        kvstore.run(context.args)
+        kvstore.run_kvstore(context.args)
     else:
         raise typer.Exit(importlib.import_module("services.kvstore.__main__").main(context.args))
 
@@ -370,9 +605,9 @@ def main() -> None:
     try:
         app()
     except MoonpoolError as error:
-        from moonpool.cli.advice import advice
+        from moonpool.cli.generate import error_advice
 
-        typer.echo("\n".join(filter(None, (f"moonpool: {error}", advice(error)))), err=True)
+        typer.echo("\n".join(filter(None, (f"moonpool: {error}", error_advice(error)))), err=True)
         sys.exit(2)
 
 

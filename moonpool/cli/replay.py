@@ -8,25 +8,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonpool.checkpoint import load_config, resolve
-from moonpool.client import AsyncClient, SamplingParams
+from moonpool.client import AsyncClient
 from moonpool.client import Slo as Limits
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
+from moonpool.sampling_params import SamplingParams
+from simulator.clock import PS
 from simulator.cluster.config import ClusterConfig, Slo
-from simulator.cluster.requests import DONE, Answer, Made, Request
-from simulator.experiments.calibration import SIMULATIONS, Extras, Times, fit, serve
-from simulator.experiments.comparison import Line, compare
-from simulator.kernel.clock import PS
-from simulator.report.collector import Collector, Summary
+from simulator.cluster.requests import DONE, Answer, Request, TokenTimes
+from simulator.experiments.calibration import SIMULATIONS, Extras, Line, Times, compare, fit, serve
+from simulator.experiments.report import Collector, Summary
 from simulator.traces.mooncake import Trace, TraceRequest
 
 DRAWS = 5
 """Simulations of what is foreseen: chance moves the slowest tenth of a hundred requests by 15 % in one of them."""
+
+
 FIGURES = ("ttft_s", "tbt_s", "tpot_s", "e2e_s", "ttft_error")
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class TraceReplay:
     """What is sent, and how.
 
     Attributes:
@@ -53,7 +55,7 @@ class Replay:
         return Limits(ttft_s=ttft_s, tbt_s=tbt_s)
 
 
-def cut(request: TraceRequest, prompt_tokens: int, output_tokens: int, block_tokens: int) -> TraceRequest:
+def cut_request(request: TraceRequest, prompt_tokens: int, output_tokens: int, block_tokens: int) -> TraceRequest:
     """A request with at most so many tokens; 0 = as many as there are."""
     tokens = min(request.input_length, prompt_tokens or request.input_length)
     ids = request.hash_ids[: -(-tokens // block_tokens)]
@@ -62,7 +64,7 @@ def cut(request: TraceRequest, prompt_tokens: int, output_tokens: int, block_tok
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
+class FittedSimulation:
     """A simulation that was fitted to the first requests of a replay, beside the other ones.
 
     Attributes:
@@ -95,7 +97,7 @@ class Foreseen:
         }
 
 
-async def drive(address: str | Sequence[str], replay: Replay) -> list[Request]:
+async def send_trace(address: str | Sequence[str], replay: TraceReplay) -> list[Request]:
     """Sends each request when it is due, whatever the others do; returns them in order of their coming."""
     loop = asyncio.get_running_loop()
     begin, slo = loop.time(), replay.told()
@@ -136,7 +138,7 @@ def summary_of(requests: Sequence[Request], slo: Slo) -> Summary:
     return collector.summary()
 
 
-async def served(address: str | Sequence[str], config: ClusterConfig) -> ClusterConfig:
+async def cluster_like(address: str | Sequence[str], config: ClusterConfig) -> ClusterConfig:
     """The cluster with as many instances and as large pools as the one that runs there."""
     async with AsyncClient(address) as client:
         state = await client.cluster_state()
@@ -148,13 +150,13 @@ async def served(address: str | Sequence[str], config: ClusterConfig) -> Cluster
     )  # fmt: skip
 
 
-def side_by_side(
+def fit_and_compare(
     config: ClusterConfig,
     requests: Sequence[TraceRequest],
     measured: Sequence[Request],
     first: int,
     simulations: int = SIMULATIONS,
-) -> Foreseen:
+) -> FittedSimulation:
     """Fits the cluster to the first of some measured requests, and simulates all: the others tell how good it is.
 
     It simulates them `DRAWS` times, with what chance adds drawn anew.
@@ -162,17 +164,17 @@ def side_by_side(
     extras, near = fit(config, requests[:first], Times.of(measured[:first]), simulations=simulations)
     fitted = extras.applied(config)
     simulated = [serve(replace(fitted, seed=config.seed + draw), requests)[first:] for draw in range(DRAWS)]
-    return Foreseen(extras, near, measured[first:], simulated)
+    return FittedSimulation(extras, near, measured[first:], simulated)
 
 
 def note_tokens(answer: Answer, tokens: int, now: int) -> None:
     """Tokens have come together: the time since the last one is shared among them."""
     if tokens:
         gap = (now - answer.last_at) // tokens if answer.made else 0
-        answer.take(Made(answer.last_at + gap if answer.made else now, [gap] * (tokens - 1), now))
+        answer.take(TokenTimes(answer.last_at + gap if answer.made else now, [gap] * (tokens - 1), now))
 
 
-def show(columns: dict[str, Summary]) -> None:
+def print_summaries(columns: dict[str, Summary]) -> None:
     """The summaries side by side."""
     lines = [("", *columns)]
     for name in ("requests", "outcomes", "goodput_share", "reused_share", "tokens_per_s"):
@@ -184,7 +186,7 @@ def show(columns: dict[str, Summary]) -> None:
     _print_table(lines)
 
 
-def show_fit(found: Foreseen) -> None:
+def print_fit(found: FittedSimulation) -> None:
     """What was fitted, and how far the simulation is from what was measured after that."""
     print(
         "\nfitted to the first requests:",
@@ -228,7 +230,7 @@ def run_replay(
     if time_scale <= 0:
         raise ConfigError("time_scale", f"must be positive, is {time_scale:g}")
     source = Trace(trace, requests)
-    wanted = [cut(request, prompt_tokens, output_tokens, source.block_tokens) for request in source]
+    wanted = [cut_request(request, prompt_tokens, output_tokens, source.block_tokens) for request in source]
     if calibrate_on and not profile:
         raise ConfigError("calibrate_on", "needs a profile to simulate with")
     if calibrate_on >= len(wanted):
@@ -237,13 +239,13 @@ def run_replay(
     if profile:
         config = ClusterConfig(profile=load_profile(profile), slo=slo, block_tokens=source.block_tokens,
                                step_tokens=step_tokens)  # fmt: skip
-        config = asyncio.run(served(address, config))
-    replay = Replay(wanted, source.block_tokens, time_scale, load_config(resolve(model)).vocab_size, slo)
-    measured = asyncio.run(drive(address, replay))
+        config = asyncio.run(cluster_like(address, config))
+    replay = TraceReplay(wanted, source.block_tokens, time_scale, load_config(resolve(model)).vocab_size, slo)
+    measured = asyncio.run(send_trace(address, replay))
     columns = {"measured": summary_of(measured[calibrate_on:], slo)}
     found = None
     if config is not None and calibrate_on:
-        found = side_by_side(config, wanted, measured, calibrate_on)
+        found = fit_and_compare(config, wanted, measured, calibrate_on)
         columns["simulated"] = summary_of(found.simulated[0], slo)
     elif config is not None:
         columns["simulated"] = summary_of(serve(config, wanted), slo)
@@ -251,7 +253,7 @@ def run_replay(
         report = {name: summary.to_json() for name, summary in columns.items()}
         print(json.dumps(report if found is None else report | found.to_json(), indent=1))
     else:
-        show(columns)
+        print_summaries(columns)
         if found is not None:
-            show_fit(found)
+            print_fit(found)
     return int(any(request.outcome != DONE for request in measured))

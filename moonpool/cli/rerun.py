@@ -4,8 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from moonpool.drive.journal import CORE_MODULES
-from moonpool.drive.rerun import Rerun, Show, journal_files, rerun
+from moonpool.runtime.journal import CORE_MODULES, Rerun, ShowEvent, journal_files, rerun
 
 
 def run_rerun(path: Path, *, events: bool, check: bool, as_json: bool, policy: str = "") -> int:
@@ -21,24 +20,24 @@ def run_rerun(path: Path, *, events: bool, check: bool, as_json: bool, policy: s
     Raises:
         JournalError: there is no journal, or it is damaged.
     """
-    say = _say_json if as_json else _say
+    say = _print_result_json if as_json else _print_result
     results = []
     modules = re.compile(f"{CORE_MODULES.pattern}|{re.escape(policy)}") if policy else CORE_MODULES
     for file in journal_files(path):
-        result = rerun(file, _shower(file) if events else None, check=check, modules=modules)
+        result = rerun(file, _event_printer(file) if events else None, check=check, modules=modules)
         results.append(result)
         say(result)
     return int(any(result.difference for result in results))
 
 
-def _shower(file: Path) -> Show:
+def _event_printer(file: Path) -> ShowEvent:
     def show(index: int, entry: object, actions: object) -> None:
         print(f"{file.name} {index}: {entry}\n    -> {actions}")
 
     return show
 
 
-def _say(result: Rerun) -> None:
+def _print_result(result: Rerun) -> None:
     if result.difference is None:
         print(f"{result.path}: {result.events} events, all actions equal")
         return
@@ -48,7 +47,7 @@ def _say(result: Rerun) -> None:
     print("\n".join(f"  now: {action}" for action in differs.actions) or "  now: no action")
 
 
-def _say_json(result: Rerun) -> None:
+def _print_result_json(result: Rerun) -> None:
     differs = result.difference
     print(
         json.dumps(

@@ -1,6 +1,7 @@
-"""`moonpool simulate EXPERIMENT`: a cluster, a cache or a pool in virtual time, by the services' own policies."""
+"""`moonpool simulate EXPERIMENT` and `moonpool plan`: experiments in virtual time, and capacity planning."""
 
 import gc
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,48 +13,76 @@ from typing import Annotated
 import typer
 
 from moonpool.engine.emulated.profile import load_profile
-from services.conductor.core.policies import DEFAULT, POLICIES
+from moonpool.errors import ConfigError
+from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
 from simulator.cluster.config import GB, ClusterConfig, Slo
-from simulator.experiments import cache as cache_experiment
-from simulator.experiments import conductors as conductors_experiment
-from simulator.experiments import faults as faults_experiment
-from simulator.experiments import hot as hot_experiment
+from simulator.experiments import faults as conductors_experiment
 from simulator.experiments import memory as memory_experiment
-from simulator.experiments import overload as overload_experiment
 from simulator.experiments import pipeline as pipeline_experiment
-from simulator.experiments import roles as roles_experiment
+from simulator.experiments import prefix_caching as cache_experiment
 from simulator.experiments import serving
-from simulator.experiments import transfer as transfer_experiment
-from simulator.experiments.frame import Progress, Result, Source
+from simulator.experiments.frame import Progress, RequestSource, Result, simulate
+from simulator.experiments.report import Summary
+from simulator.planning.page import page
+from simulator.planning.planner import PlanSearch, check_possible, load_hardware, parse_slo
 
 app = typer.Typer()
+
 
 Trace = Annotated[
     Path | None,
     typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE", show_envvar=True),
 ]
+
+
 Requests = Annotated[int, typer.Option(min=0, help="First requests only; 0 = all of a trace, 1000 generated ones.")]
+
+
 Seed = Annotated[int, typer.Option(help="Seed of generated requests, of calls' delays and of random choices.")]
+
+
 Profile = Annotated[str, typer.Option(help="Hardware and model: a bundled profile's name, or a path.")]
+
+
 Prefill = Annotated[int, typer.Option(min=1, help="Prefill instances.")]
+
+
 Decode = Annotated[int, typer.Option(min=1, help="Decode instances.")]
+
+
 Kvstore = Annotated[int, typer.Option(min=0, help="kvstores.")]
+
+
 Rate = Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")]
+
+
 StoreGb = Annotated[float, typer.Option(min=0.001, help="DRAM of each kvstore, GB.")]
+
+
 TtftSlo = Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")]
+
+
 TbtSlo = Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput (mean of a request's longest 10 %), s.")]
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object: virtual results only.")]
+
+
 Picture = Annotated[Path | None, typer.Option(help="Draw the result into this SVG file.")]
+
+
 DEFAULT_PROFILE = "llama-70b-a800"
-YOUNG = 50_000
+
+
+GC_THRESHOLD = 50_000
 """New objects until the collector looks for cycles among them (Python's own is 700). Hardly any are in one, as
 requests and events leave none behind, and what lives is looked at again and again: 3 % of the time of a run."""
 
 
-def _show(run: Callable[[Progress], Result], *, as_json: bool, picture: Path | None) -> None:
+def _run_and_print(run: Callable[[Progress], Result], *, as_json: bool, picture: Path | None) -> None:
     """Runs an experiment and prints its result; the wall-clock goes to standard error."""
     begun, cpu = time.perf_counter(), time.process_time()
-    with _rare_collections():
+    with _less_garbage_collection():
         result = run(lambda line: print(line, file=sys.stderr))
     elapsed, cpu = time.perf_counter() - begun, time.process_time() - cpu
     print(f"{result.experiment}: {elapsed:.2f} s of wall-clock, {cpu:.2f} s of one core", file=sys.stderr)
@@ -64,15 +93,15 @@ def _show(run: Callable[[Progress], Result], *, as_json: bool, picture: Path | N
         return
     for name, fact in result.assumptions.items():
         print(f"{name + ':':20} {fact}")
-    print(f"\n{_table(result)}")
+    print(f"\n{_result_table(result)}")
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
+def _less_garbage_collection() -> Iterator[None]:
     """What is here already, modules for the most part, is not looked at by the garbage collector; the rest seldom."""
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(YOUNG, *before[1:])
+    gc.set_threshold(GC_THRESHOLD, *before[1:])
     try:
         yield
     finally:
@@ -80,24 +109,24 @@ def _rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _table(result: Result) -> str:
+def _result_table(result: Result) -> str:
     """Rows as lines; a single row as a list of its figures."""
     if len(result.rows) == 1:
-        lines: list[tuple[str, ...]] = [(name, _cell(value)) for name, value in result.rows[0].items()]
+        lines: list[tuple[str, ...]] = [(name, _cell_text(value)) for name, value in result.rows[0].items()]
     else:
-        lines = [tuple(result.rows[0]), *(tuple(map(_cell, row.values())) for row in result.rows)]
+        lines = [tuple(result.rows[0]), *(tuple(map(_cell_text, row.values())) for row in result.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
     return "\n".join(text.rstrip() for text in texts)
 
 
-def _cell(value: object) -> str:
+def _cell_text(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_cell(part)}" for name, part in value.items())
+        return ", ".join(f"{name} {_cell_text(part)}" for name, part in value.items())
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _cluster(
+def _cluster_config(
     profile: str, prefill: int, decode: int, kvstore: int, rate: float, store_gb: float, slo: Slo, seed: int
 ) -> ClusterConfig:
     return ClusterConfig(
@@ -119,12 +148,14 @@ def cache(
 ) -> None:
     """Hit shares of eviction policies in one global pool, beside Belady's optimum."""
     names = policies.split(",") if policies else (*cache_experiment.COMPARED, cache_experiment.OPTIMUM)
-    sizes = [_capacity(part) for part in capacities.split(",")] if capacities else cache_experiment.CAPACITIES
-    source = Source(trace, requests, seed)
-    _show(lambda say: cache_experiment.cache(source, say, names, sizes, blocks), as_json=as_json, picture=picture)
+    sizes = [_parse_capacity(part) for part in capacities.split(",")] if capacities else cache_experiment.CAPACITIES
+    source = RequestSource(trace, requests, seed)
+    _run_and_print(
+        lambda say: cache_experiment.cache(source, say, names, sizes, blocks), as_json=as_json, picture=picture
+    )
 
 
-def _capacity(text: str) -> int:
+def _parse_capacity(text: str) -> int:
     if text == cache_experiment.UNBOUNDED:
         return 0
     if not text.isdecimal() or int(text) == 0:
@@ -147,7 +178,7 @@ def scale(
     tbt_slo_s: TbtSlo = 0.1,
     policy: Annotated[
         str, typer.Option(help=f"One of {', '.join(POLICIES)}; or another, as the conductor's flag.")
-    ] = DEFAULT,
+    ] = DEFAULT_POLICY,
     decode_prompt_tokens: Annotated[
         int, typer.Option(min=0, help="Decode may compute a prompt's rest of at most so many tokens; 0 = none.")
     ] = 0,
@@ -155,10 +186,10 @@ def scale(
     picture: Picture = None,
 ) -> None:
     """Serve a trace with a cluster: latencies, goodput, how busy the parts were."""
-    config = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
     config = replace(config, policy=policy, decode_prompt_tokens=decode_prompt_tokens)
-    source = Source(trace, requests, seed)
-    _show(lambda say: serving.scale(config, source, say), as_json=as_json, picture=picture)
+    source = RequestSource(trace, requests, seed)
+    _run_and_print(lambda say: serving.scale(config, source, say), as_json=as_json, picture=picture)
 
 
 @app.command()
@@ -178,9 +209,9 @@ def scheduling(
     picture: Picture = None,
 ) -> None:
     """Time to first token by how prefill instances are chosen: random, by load, by own cache, by all KV there is."""
-    config = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
-    source = Source(trace, requests, seed)
-    _show(lambda say: serving.scheduling(config, source, say), as_json=as_json, picture=picture)
+    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    source = RequestSource(trace, requests, seed)
+    _run_and_print(lambda say: serving.scheduling(config, source, say), as_json=as_json, picture=picture)
 
 
 @app.command()
@@ -200,9 +231,9 @@ def ratio(
     picture: Picture = None,
 ) -> None:
     """Goodput by how the instances are divided into prefill and decode."""
-    config = _cluster(profile, 1, instances - 1, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
-    source = Source(trace, requests, seed)
-    _show(lambda say: serving.ratio(config, source, say, first), as_json=as_json, picture=picture)
+    config = _cluster_config(profile, 1, instances - 1, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    source = RequestSource(trace, requests, seed)
+    _run_and_print(lambda say: serving.ratio(config, source, say, first), as_json=as_json, picture=picture)
 
 
 @app.command()
@@ -229,10 +260,10 @@ def overload(
     picture: Picture = None,
 ) -> None:
     """Requests refused, prefill wasted and the swinging of load, by how requests are let in."""
-    plain = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    plain = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
     config = replace(plain, by_pool=by_pool)
-    source = Source(trace, requests, seed)
-    _show(lambda say: overload_experiment.overload(config, source, say), as_json=as_json, picture=picture)
+    source = RequestSource(trace, requests, seed)
+    _run_and_print(lambda say: serving.overload(config, source, say), as_json=as_json, picture=picture)
 
 
 @app.command()
@@ -246,7 +277,9 @@ def pipeline(
 ) -> None:
     """Time to first token by the width of prefill pipelines, the length of prompts and the load."""
     config = ClusterConfig(profile=load_profile(profile), kvstore=0, seed=seed)
-    _show(lambda say: pipeline_experiment.pipeline(config, machines, requests, say), as_json=as_json, picture=picture)
+    _run_and_print(
+        lambda say: pipeline_experiment.pipeline(config, machines, requests, say), as_json=as_json, picture=picture
+    )
 
 
 @app.command()
@@ -267,9 +300,9 @@ def roles(
 ) -> None:
     """Goodput where the mix of requests shifts: fixed divisions of the machines, and machines that change roles."""
     slo, prefill = Slo(ttft_slo_s, tbt_slo_s), machines // 2
-    config = _cluster(profile, prefill, machines - prefill, kvstore, 1.0, store_gb, slo, seed)
-    shifts = roles_experiment.Shifts((reading_per_s, talking_per_s), part_s, parts, seed)
-    _show(lambda say: roles_experiment.roles(config, shifts, say), as_json=as_json, picture=picture)
+    config = _cluster_config(profile, prefill, machines - prefill, kvstore, 1.0, store_gb, slo, seed)
+    shifts = serving.Shifts((reading_per_s, talking_per_s), part_s, parts, seed)
+    _run_and_print(lambda say: serving.roles(config, shifts, say), as_json=as_json, picture=picture)
 
 
 @app.command()
@@ -290,16 +323,18 @@ def conductors(
     picture: Picture = None,
 ) -> None:
     """Latencies by the number of conductors side by side, and what a lost one costs."""
-    config = _cluster(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
-    source = Source(trace, requests, seed)
-    _show(lambda say: conductors_experiment.conductors(config, source, crash_s, say), as_json=as_json, picture=picture)
+    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    source = RequestSource(trace, requests, seed)
+    _run_and_print(
+        lambda say: conductors_experiment.conductors(config, source, crash_s, say), as_json=as_json, picture=picture
+    )
 
 
 @app.command()
 def transfer(profile: Profile = DEFAULT_PROFILE, as_json: Json = False, picture: Picture = None) -> None:
     """The bandwidth above which loading a prefix beats computing it: the paper's line and the simulated truth."""
     chosen = load_profile(profile)
-    _show(lambda say: transfer_experiment.transfer(chosen, say), as_json=as_json, picture=picture)
+    _run_and_print(lambda say: cache_experiment.transfer(chosen, say), as_json=as_json, picture=picture)
 
 
 @app.command()
@@ -321,7 +356,7 @@ def memory(
         pool_blocks=pool_blocks, block_tokens=block_tokens, seed=seed,
     )  # fmt: skip
     chosen = load_profile(profile)
-    _show(lambda say: memory_experiment.memory(chosen, load, say), as_json=as_json, picture=picture)
+    _run_and_print(lambda say: memory_experiment.memory(chosen, load, say), as_json=as_json, picture=picture)
 
 
 @app.command()
@@ -341,12 +376,12 @@ def hot(
     picture: Picture = None,
 ) -> None:
     """Time to first token where most prompts share a few prefixes, by how these spread over the instances."""
-    config = _cluster(profile, prefill, decode, kvstore, 1.0, 1000.0, Slo(), seed)
-    load = hot_experiment.HotLoad(
+    config = _cluster_config(profile, prefill, decode, kvstore, 1.0, 1000.0, Slo(), seed)
+    load = cache_experiment.HotLoad(
         requests=requests, rate_per_s=request_rate, prefixes=prefixes, prefix_tokens=prefix_tokens, share=share,
         question_tokens=question_tokens, seed=seed,
     )  # fmt: skip
-    _show(lambda say: hot_experiment.hot(config, load, say), as_json=as_json, picture=picture)
+    _run_and_print(lambda say: cache_experiment.hot(config, load, say), as_json=as_json, picture=picture)
 
 
 @app.command()
@@ -363,10 +398,68 @@ def faults(
     picture: Picture = None,
 ) -> None:
     """Lost and late messages and crashes, by seed: every request ends, everything comes back. 1 when not."""
-    config = _cluster(profile, prefill, decode, kvstore, 1.0, 1000.0, Slo(), seed)
-    source = Source(trace, requests, seed)
+    config = _cluster_config(profile, prefill, decode, kvstore, 1.0, 1000.0, Slo(), seed)
+    source = RequestSource(trace, requests, seed)
     try:
-        _show(lambda say: faults_experiment.faults(config, seeds, seed, say, source), as_json=as_json, picture=picture)
+        _run_and_print(
+            lambda say: conductors_experiment.faults(config, seeds, seed, say, source), as_json=as_json, picture=picture
+        )
     except AssertionError as failure:
         print(f"moonpool simulate faults: {failure}", file=sys.stderr)
         raise typer.Exit(1) from failure
+
+
+def run_plan(
+    trace: Path,
+    *,
+    model: str,
+    hardware: str,
+    slo: str,
+    goodput: float,
+    rate: float,
+    requests: int,
+    bound: int,
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    """Searches, prints the plan, writes the report.
+
+    Raises:
+        ConfigError: model, hardware or limits are unknown, wrong or cannot be kept.
+        TraceError: the trace is wrong.
+        NoPlan: no mix within the bound is good enough.
+    """
+    if not 0 < goodput <= 1:
+        raise ConfigError("goodput", f"must be a share above 0 and at most 1, is {goodput:g}")
+    machines, limits, source = load_hardware(hardware), parse_slo(slo), RequestSource(trace, requests)
+    profile = machines.profile(model)
+    check_possible(profile, limits)
+    base = ClusterConfig(
+        profile=profile, slo=limits, rate=rate, block_tokens=source.block_tokens,
+        store_bytes=machines.dram_bytes, disk_bytes=machines.disk_bytes,
+    )  # fmt: skip
+
+    def serve(config: ClusterConfig) -> Summary:
+        return simulate(config, source.read())[0]
+
+    plan = PlanSearch(base, machines, serve, goodput, bound, lambda line: print(line, file=sys.stderr)).plan()
+    facts: dict[str, object] = {
+        "trace": source.describe(), "rate": rate, "model": model, "hardware": machines.name,
+        "profile": f"{profile.name}: {profile.hardware}", "limits": f"TTFT {limits.ttft_s:g} s, TBT {limits.tbt_s:g} s",
+        "cost an hour": ", ".join(f"{kind} {cost:g}" for kind, cost in machines.cost_per_hour.items()),
+    }  # fmt: skip
+    if report is not None:
+        report.write_text(page(plan, facts, goodput), encoding="utf-8")
+    if as_json:
+        mix = {"prefill": plan.best.prefill, "decode": plan.best.decode, "kvstore": plan.best.kvstore}
+        print(
+            json.dumps(
+                {"mix": mix, "cost_per_hour": plan.cost_per_hour, "summary": plan.summary.to_json(),
+                 "sensitivity": plan.sensitivity, "assumptions": facts},
+                indent=1,
+            )
+        )  # fmt: skip
+        return
+    print(f"{plan.best}: cost {plan.cost_per_hour:g} an hour, goodput {plan.summary.goodput_share:.1%}")
+    for name, share in plan.sensitivity.items():
+        print(f"  {name:34} {share:.1%}")

@@ -1,8 +1,9 @@
-"""A local stack: all services as processes of this machine, started together and stopped together.
+"""A local stack: all services as processes of this machine, with restarts and loading bars.
 
 `moonpool up`, `moonpool demo` and the integration tests run the same class.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -11,26 +12,44 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from moonpool.client import Client
 from moonpool.errors import ConfigError, Unavailable
 from moonpool.rpc.process import EXIT_ROLE
 from moonpool.rpc.tls import Tls
 
-GATEWAY = "gateway-0"
-UNJOINED = ("conductor", "gateway")
+GATEWAY_ID = "gateway-0"
+
+
+KINDS_WITHOUT_JOIN = ("conductor", "gateway")
 """Kinds of services that join no conductor."""
+
+
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
+
+
 CONDUCTOR = "conductor"
 """The first conductor; further ones are conductor-1, conductor-2 and so on."""
+
+
 PYTHON = (sys.executable,)
+
+
 LOG_TAIL_LINES = 25
-_LOADING = re.compile(r"loading: (\d+) (\d+)/(\d+)")
+
+
+_LOADING_LINE = re.compile(r"loading: (\d+) (\d+)/(\d+)")
+
+
 DRAIN_S = 8.0
 """Seconds that a service has to finish its requests."""
 
@@ -114,7 +133,7 @@ class ServiceProcess:
         self.address = ""
         self._ready = threading.Event()
         environment = os.environ | {"MOONPOOL_DIE_WITH_PARENT": "1"}
-        with _opened(log_path) as log:
+        with _open_log(log_path) as log:
             self._process = subprocess.Popen(
                 [*launcher, "-m", f"services.{kind}", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -147,7 +166,7 @@ class ServiceProcess:
         if text.startswith("ready: ") and not self.address:
             self.address = text.removeprefix("ready: ")
             self._ready.set()
-        elif found := _LOADING.fullmatch(text):
+        elif found := _LOADING_LINE.fullmatch(text):
             stage, layers, of = map(int, found.groups())
             self.loaded[stage] = (layers, of)
             self._on_loading(self)
@@ -188,7 +207,7 @@ class ServiceProcess:
         return status
 
 
-def _opened(log_path: Path) -> BinaryIO:
+def _open_log(log_path: Path) -> BinaryIO:
     """The log, to be written at its end.
 
     Raises:
@@ -270,12 +289,12 @@ class LocalStack:
             for number in range(count)
         ]
         if self.plan.http_port is not None:
-            members.append(self.spawn("gateway", GATEWAY, self._gateway_arguments(self.plan.http_port)))
+            members.append(self.spawn("gateway", GATEWAY_ID, self._gateway_arguments(self.plan.http_port)))
         with ThreadPoolExecutor(len(members) or 1) as pool:
             for service in pool.map(lambda member: (member.wait_ready(timeout_s), member)[1], members):
                 self._on_ready(service)
         if self.plan.http_port is not None:
-            self.http_address = self.services[GATEWAY].address
+            self.http_address = self.services[GATEWAY_ID].address
         self.wait_joined(timeout_s)
         return self.address
 
@@ -292,7 +311,7 @@ class LocalStack:
 
     def _wait_joined(self, client: Client, deadline: float) -> None:
         pause = threading.Event()
-        wanted = {service.id for service in self.services.values() if service.kind not in UNJOINED}
+        wanted = {service.id for service in self.services.values() if service.kind not in KINDS_WITHOUT_JOIN}
         while True:
             for service in self.services.values():
                 if service.returncode is not None:
@@ -333,7 +352,7 @@ class LocalStack:
             kind = OTHER_ROLE[old.kind]
             return self.spawn(kind, service_id, self._member_arguments(kind, service_id))
         # Others look for conductors and the gateway where they were, also if their port was any free one.
-        listen = ("--listen", old.address) if old.kind in UNJOINED and old.address else ()
+        listen = ("--listen", old.address) if old.kind in KINDS_WITHOUT_JOIN and old.address else ()
         return self.spawn(old.kind, service_id, [*old.arguments, *listen])
 
     def stop(self, drain_s: float = 20.0) -> dict[str, int]:
@@ -371,7 +390,7 @@ class LocalStack:
 
     def _gateway_arguments(self, port: int) -> list[str]:
         arguments = [*self._join_arguments(), "--model", self.plan.model]
-        return [*arguments, *self._common_arguments("gateway", GATEWAY, port)]
+        return [*arguments, *self._common_arguments("gateway", GATEWAY_ID, port)]
 
     def _member_arguments(self, kind: str, service_id: str) -> list[str]:
         plan = self.plan
@@ -388,3 +407,142 @@ class LocalStack:
         if kind == "prefill":
             arguments += ["--stages", str(plan.stages)]
         return [*arguments, *self._common_arguments(kind, service_id, 0)]
+
+
+FIRST_RESTART_PAUSE_S = 0.5
+
+
+MAX_RESTART_PAUSE_S = 30.0
+
+
+MAX_FAILURES = 5
+"""Ends in a row after which a service is given up."""
+
+
+STABLE_S = 60.0
+"""A service that ran for so long has not failed in a row."""
+
+
+class SupervisedProcess(Protocol):
+    """A process of the stack, as the supervisor sees it."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, None while it runs."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Its address, "" until it is ready."""
+        ...
+
+    def log_tail(self) -> str:
+        """The last lines of its log."""
+        ...
+
+
+@dataclass(slots=True)
+class _RestartHistory:
+    """Attributes: ends in a row; when it was last started; when it is due to be started, None while it runs."""
+
+    failures: int = 0
+    started_at: float = 0.0
+    due_at: float | None = None
+    starting: bool = False
+
+
+class Supervisor:
+    """Looks after the services of one stack; call `look` often.
+
+    Args:
+        services: the stack's services by id, as they are now.
+        restart: starts a service anew, without waiting for it; in its other role if it ended for that.
+        on_end: told of a service's id, its exit status and the seconds until its restart.
+        on_ready: told of a service that is ready again.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        services: Mapping[str, SupervisedProcess],
+        restart: Callable[[str], object],
+        on_end: Callable[[str, int, float], None],
+        on_ready: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._services = services
+        self._restart = restart
+        self._on_end = on_end
+        self._on_ready = on_ready
+        self._clock = clock
+        self._histories = {name: _RestartHistory(started_at=clock()) for name in services}
+
+    def look(self) -> None:
+        """Note which services have ended, and start those whose pause is over.
+
+        Raises:
+            Unavailable: a service ended `MAX_FAILURES` times in a row; the message has the end of its log.
+        """
+        for name, history in self._histories.items():
+            service = self._services[name]
+            if history.due_at is not None:
+                self._start_if_due(name, history, history.due_at)
+            elif service.returncode is not None:
+                self._ended(name, service, service.returncode, history)
+            elif history.starting and service.address:
+                history.starting = False
+                self._on_ready(name)
+
+    def _ended(self, name: str, service: SupervisedProcess, status: int, history: _RestartHistory) -> None:
+        now = self._clock()
+        if status == EXIT_ROLE:  # it was ordered to: no failure
+            history.due_at = now
+            self._on_end(name, status, 0.0)
+            return
+        history.failures = 1 if now - history.started_at >= STABLE_S else history.failures + 1
+        if history.failures >= MAX_FAILURES:
+            raise Unavailable(
+                f"{name} ended {history.failures} times in a row, last with status {status}; giving up\n"
+                + service.log_tail()
+            )
+        pause_s = min(FIRST_RESTART_PAUSE_S * 2 ** (history.failures - 1), MAX_RESTART_PAUSE_S)
+        history.due_at = now + pause_s
+        self._on_end(name, status, pause_s)
+
+    def _start_if_due(self, name: str, history: _RestartHistory, due_at: float) -> None:
+        now = self._clock()
+        if now >= due_at:
+            history.due_at, history.started_at, history.starting = None, now, True
+            self._restart(name)
+
+
+class LoadingBars:
+    """A bar for each service that loads; told by several threads."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bars: dict[str, TaskID] = {}
+        self._lock = threading.Lock()
+
+    def show(self, service: ServiceProcess) -> None:
+        """A service has loaded one more layer."""
+        loaded = list(service.loaded.values())
+        done, of = (sum(counts) for counts in zip(*loaded, strict=True))
+        with self._lock:
+            if service.id not in self._bars:
+                self._bars[service.id] = self._progress.add_task(f"{service.id} loads layers")
+            self._progress.update(self._bars[service.id], completed=done, total=of)
+
+
+@contextlib.contextmanager
+def loading_bars(console: Console | None = None) -> Iterator[Callable[[ServiceProcess], None]]:
+    """Show bars on standard error while the body runs, if it is a terminal; yields what to tell of services."""
+    console = console or Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield lambda service: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    # What goes to standard output meanwhile stays there, unless it is the same terminal: then it stands above the bars.
+    shared = sys.stdout.isatty()
+    with Progress(*columns, console=console, transient=True, redirect_stdout=shared) as progress:
+        yield LoadingBars(progress).show

@@ -1,5 +1,6 @@
-"""`moonpool up` runs a local stack in the foreground; `moonpool down` stops it from another terminal."""
+"""`moonpool up`, `moonpool down` and `moonpool demo`: run a local stack in the foreground, stop it, try it out."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -8,21 +9,29 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
-from moonpool.cli.loading import loading_bars
-from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
-from moonpool.cli.supervisor import Supervisor
+from moonpool.cli.check import wait_at_rest
+from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor, loading_bars
+from moonpool.client import AsyncClient, Client, GenerateResult
 from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.errors import Unavailable
 from moonpool.rpc.process import EXIT_ROLE
+from moonpool.sampling_params import SamplingParams
 
 STOP_TIMEOUT_S = 60.0
-LOOK_S = 0.1
 
-Say = Callable[[dict[str, object], str], None]
+
+SUPERVISE_INTERVAL_S = 0.1
+
+
+ReportStatus = Callable[[dict[str, object], str], None]
 """Prints an event: its JSON form or its text."""
 
 
@@ -33,7 +42,7 @@ def state_file() -> Path:
 
 
 @contextlib.contextmanager
-def _data_folder(data_dir: Path | None) -> Iterator[Path]:
+def _data_dir(data_dir: Path | None) -> Iterator[Path]:
     if data_dir is not None:
         yield data_dir
         return
@@ -64,9 +73,9 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
     def on_ready(service: ServiceProcess) -> None:
         say({"service": service.id, "address": service.address, "pid": service.pid}, f"{service.id} {service.address}")
 
-    with _data_folder(data_dir) as folder:
+    with _data_dir(data_dir) as folder:
         planned = plan(folder)
-        ready, note = _emulated(planned)
+        ready, note = _emulated_note(planned)
         state = state_file()
         with contextlib.ExitStack() as running:
             with loading_bars() as on_loading:
@@ -79,7 +88,7 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
                 typer.echo(f"try it in a browser, http://{stack.http_address}/, or:\n{curl_line(stack.http_address)}")
                 sys.stdout.flush()
             try:
-                lost = _supervise(stack, stopping, say) if restart else _wait(stack, stopping)
+                lost = _supervise(stack, stopping, say) if restart else _wait_for_end(stack, stopping)
                 statuses = stack.stop()
             finally:
                 state.unlink(missing_ok=True)
@@ -98,7 +107,7 @@ def curl_line(http_address: str) -> str:
     return f"curl {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
-def _emulated(plan: StackPlan) -> tuple[dict[str, object], str]:
+def _emulated_note(plan: StackPlan) -> tuple[dict[str, object], str]:
     """Additions to the ready line when compute is emulated, as JSON fields and as text."""
     found = emulated_profile(plan.engine, plan.time_scale)
     if found is None:
@@ -108,7 +117,7 @@ def _emulated(plan: StackPlan) -> tuple[dict[str, object], str]:
     return {"emulated": profile.name, "time_scale": scale}, f" ({text}; time scale {scale:g})"
 
 
-def _supervise(stack: LocalStack, stopping: threading.Event, say: Say) -> str:
+def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) -> str:
     """Restarts services until a signal comes; returns why one was given up, empty when none was."""
 
     def on_end(name: str, status: int, pause_s: float) -> None:
@@ -122,7 +131,7 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: Say) -> str:
         say(event, f"{name} {service.address} (restarted)")
 
     supervisor = Supervisor(stack.services, stack.spawn_again, on_end, on_ready)
-    while not stopping.wait(LOOK_S):
+    while not stopping.wait(SUPERVISE_INTERVAL_S):
         try:
             supervisor.look()
         except Unavailable as error:
@@ -130,12 +139,12 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: Say) -> str:
     return ""
 
 
-def _wait(stack: LocalStack, stopping: threading.Event) -> str:
+def _wait_for_end(stack: LocalStack, stopping: threading.Event) -> str:
     """Waits for a signal or the end of a service; returns which one ended, empty when none did.
 
     One that ended to change its role is started anew.
     """
-    while not stopping.wait(LOOK_S):
+    while not stopping.wait(SUPERVISE_INTERVAL_S):
         for service in list(stack.services.values()):
             if service.returncode == EXIT_ROLE:
                 stack.spawn_again(service.id)
@@ -170,3 +179,117 @@ def run_down(data_dir: Path | None) -> int:
         pause.wait(0.1)
     typer.echo(f"process {pid} is still there", err=True)
     return 1
+
+
+MAX_ANSWER_CHARACTERS = 48
+
+
+TABLE_WIDTH = 160
+
+
+LONG_PROMPT_CHARACTERS = 9000
+
+
+@dataclass(frozen=True, slots=True)
+class DemoRow:
+    """One row of the table."""
+
+    what: str
+    result: GenerateResult
+
+
+def run_demo(model: str, max_tokens: int, instead: str) -> int:
+    """Serves the demonstration's prompts and prints a table.
+
+    Args:
+        model: folder or file to serve.
+        max_tokens: of each answer at most.
+        instead: why it is not the model that was meant to be served; "" when it is.
+
+    Returns:
+        0 when everything was served and everything reserved came back.
+    """
+    console = Console(width=max(Console().width, TABLE_WIDTH), highlight=False)
+    with tempfile.TemporaryDirectory(prefix="moonpool-demo-") as folder:
+        plan = StackPlan(model=model, data_dir=Path(folder))
+        if instead:
+            console.print(f"{instead}\nServing the bundled model in its place.", markup=False)
+        console.print(f"Starting conductor, kvstore, prefill and decode with [bold]{Path(model).name}[/] ...")
+        with contextlib.ExitStack() as running:
+            with loading_bars(console) as on_loading:
+                told = lambda service: console.print(f"  {service.id:<10} {service.address}")  # noqa: E731
+                stack = running.enter_context(LocalStack(plan, on_ready=told, on_loading=on_loading))
+            console.print(f"ready: {stack.address}")
+            rows = _serve_demo(stack.address, max_tokens, console)
+            wait_at_rest(stack.address, timeout_s=20)
+            statuses = stack.stop()
+    console.print(_demo_table(rows))
+    cold, cached = rows[0].result, rows[1].result
+    ratio = cold.timing.ttft_s / cached.timing.ttft_s
+    console.print(
+        f"TTFT cold {1e3 * cold.timing.ttft_s:.0f} ms, cached {1e3 * cached.timing.ttft_s:.0f} ms: "
+        f"[bold]{ratio:.1f} times sooner[/], as {cached.usage.cached_tokens} of {cached.usage.prompt_tokens} "
+        "prompt tokens were in the KV pool."
+    )
+    console.print("Everything reserved came back; all services have stopped.")
+    console.print("Next: `make chat` chats; `.venv/bin/moonpool up` keeps a stack running, for prompts of your own:")
+    console.print(
+        "`.venv/bin/moonpool generate --prompt 'def main('`. --model takes a folder, a GGUF file or a hub id."
+    )
+    return 0 if all(status == 0 for status in statuses.values()) else 1
+
+
+def _serve_demo(address: str, max_tokens: int, console: Console) -> list[DemoRow]:
+    # A model this small repeats itself when greedy; the seed makes the same prompt give the same text all the same.
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.6, top_p=0.9, repetition_penalty=1.25, seed=7)
+    long_prompt = _long_prompt()
+    rows: list[DemoRow] = []
+    with Client(address) as client:
+        for what, prompt in (("a long prompt, cold", long_prompt), ("the same again", long_prompt)):
+            rows.append(DemoRow(what, client.generate(prompt=prompt, sampling=sampling)))
+            console.print(f"  served: {what}")
+            wait_at_rest(address, timeout_s=20)
+        second_turn = long_prompt + rows[0].result.text + "\n\n\ndef test_"
+        rows.append(DemoRow("second turn of conversation", client.generate(prompt=second_turn, sampling=sampling)))
+        console.print("  served: second turn of conversation")
+    results = asyncio.run(_serve_together(address, sampling))
+    console.print(f"  served: {len(results)} at once")
+    return rows + [DemoRow(f"{number} of {len(results)} at once", result) for number, result in enumerate(results, 1)]
+
+
+async def _serve_together(address: str, sampling: SamplingParams) -> list[GenerateResult]:
+    names = ("read_file", "parse_date", "open_socket", "sort_items", "walk_tree", "count_words", "start_thread", "log")
+    prompts = [f"import os\nimport sys\n\n\ndef {name}(" for name in names]
+    async with AsyncClient(address) as client:
+        return await asyncio.gather(*(client.generate(prompt=prompt, sampling=sampling) for prompt in prompts))
+
+
+def _long_prompt() -> str:
+    """Some thousand tokens of text that every machine has: the source of a standard module."""
+    import textwrap
+
+    source = Path(textwrap.__file__).read_text(encoding="utf-8")
+    return source[:LONG_PROMPT_CHARACTERS].rsplit("\n", 1)[0] + "\n"
+
+
+def _demo_table(rows: list[DemoRow]) -> Table:
+    table = Table(title="What was served", title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("request", "text"):
+        table.add_column(heading, overflow="ellipsis", no_wrap=True)
+    for heading in ("prompt", "cached", "generated", "TTFT ms", "TPOT ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("prefill > decode", no_wrap=True)
+    for row in rows:
+        usage, timing, placement = row.result.usage, row.result.timing, row.result.placement
+        text = " ".join(row.result.text.split())
+        table.add_row(
+            row.what,
+            text if len(text) <= MAX_ANSWER_CHARACTERS else text[: MAX_ANSWER_CHARACTERS - 1] + "…",
+            str(usage.prompt_tokens),
+            str(usage.cached_tokens),
+            str(usage.completion_tokens),
+            f"{1e3 * timing.ttft_s:.0f}",
+            f"{1e3 * timing.tpot_s:.1f}",
+            f"{placement.prefill} > {placement.decode or '-'}",
+        )
+    return table

@@ -11,14 +11,12 @@
 Errors are those of `moonpool.errors`. Torch-free.
 """
 
-from moonpool.client.aio import AsyncClient, AsyncTokenStream
-from moonpool.client.blocking import Client, TokenStream
+from moonpool.client.client import AsyncClient, AsyncTokenStream, Client, TokenStream
 from moonpool.client.contexts import AsyncContexts, Context, Contexts, DeletedKV, InstanceDeletion
+from moonpool.client.explain import Candidate, Explanation
 from moonpool.client.types import (
-    Candidate,
     Choice,
     ClusterState,
-    Explanation,
     FinishReason,
     GaugeValue,
     GenerateArguments,
@@ -26,11 +24,9 @@ from moonpool.client.types import (
     InstanceInfo,
     Message,
     Placement,
-    SamplingParams,
     Slo,
     Timing,
     TokenEvent,
-    TokenLogprobs,
     ToolCall,
     Usage,
 )
@@ -47,6 +43,8 @@ from moonpool.errors import (
     Unavailable,
     Unsupported,
 )
+from moonpool.logprobs import TokenLogprobs
+from moonpool.sampling_params import SamplingParams
 
 __all__ = [
     "AsyncClient",

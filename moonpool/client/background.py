@@ -16,11 +16,12 @@ from moonpool.errors import Unavailable
 
 T = TypeVar("T")
 
+
 STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _LoopThread:
     """A started thread; `stop` belongs to its loop."""
 
     loop: asyncio.AbstractEventLoop
@@ -29,7 +30,7 @@ class _Running:
     pid: int
 
     @classmethod
-    def start(cls, pid: int) -> _Running:
+    def start(cls, pid: int) -> _LoopThread:
         started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = (
             concurrent.futures.Future()
         )
@@ -57,7 +58,7 @@ class BackgroundLoop:
     def __init__(self, process_id: Callable[[], int] = os.getpid) -> None:
         self._process_id = process_id
         self._lock = threading.Lock()
-        self._running: _Running | None = None
+        self._running: _LoopThread | None = None
         self._finalize: Callable[[], object] = lambda: None
         self._closed = False
 
@@ -108,17 +109,17 @@ class BackgroundLoop:
         finally:
             self._finalize()
 
-    def _start(self) -> _Running:
+    def _start(self) -> _LoopThread:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the client is closed")
             if self._running is None:
-                self._running = _Running.start(self._process_id())
+                self._running = _LoopThread.start(self._process_id())
                 self._finalize = weakref.finalize(self, self._running.end)
             self._check_caller(self._running)
             return self._running
 
-    def _check_caller(self, running: _Running) -> None:
+    def _check_caller(self, running: _LoopThread) -> None:
         if running.pid != self._process_id():
             raise RuntimeError("the client was used before this process was forked; make a new one here")
         if threading.current_thread() is running.thread:

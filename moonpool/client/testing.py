@@ -13,8 +13,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from moonpool.client.aio import AsyncClient
-from moonpool.client.blocking import Client
+from moonpool.client.client import AsyncClient, Client
 from moonpool.errors import NotFound, Unsupported
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from moonpool.client.explain import Candidate, Explanation, TimedTokens, Timeline
 from moonpool.client.types import (
-    Candidate,
     Choice,
     ClusterState,
     EndedRequest,
-    Explanation,
     FinishReason,
     GaugeValue,
     GenerateArguments,
@@ -26,25 +25,26 @@ from moonpool.client.types import (
     RecentInfo,
     TenantInfo,
     TierInfo,
-    TimedTokens,
-    Timeline,
     Timing,
     TokenEvent,
-    TokenLogprobs,
     Usage,
 )
 from moonpool.contracts import assign, logprobs_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest, StreamBroken
+from moonpool.logprobs import TokenLogprobs
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_REQUEST_BYTES = 8 << 20
 """Largest message that gRPC takes, on both sides."""
+
 
 _FINISH: dict[int, FinishReason] = {
     kv_pb2.FINISH_REASON_STOP: "stop",
     kv_pb2.FINISH_REASON_LENGTH: "length",
     kv_pb2.FINISH_REASON_CANCELLED: "cancelled",
 }
+
+
 _KINDS: dict[int, str] = {
     kv_pb2.INSTANCE_KIND_CONDUCTOR: "conductor",
     kv_pb2.INSTANCE_KIND_PREFILL: "prefill",
@@ -104,7 +104,7 @@ def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments
     return "messages"
 
 
-class Collector:
+class ResultCollector:
     """Makes events and finally the result of a stream's messages, and checks that no token is lost or doubled."""
 
     def __init__(self) -> None:

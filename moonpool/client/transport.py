@@ -1,4 +1,4 @@
-"""The seam below the client: what it asks of a conductor, and gRPC as the real way to ask it.
+"""How the client reaches a conductor: the transport interface, gRPC as the real one, and failover.
 
 A transport takes and returns the contract's messages and raises Moonpool's errors. Tests put
 `moonpool.client.testing.FakeConductor` in its place.
@@ -7,7 +7,7 @@ A transport takes and returns the contract's messages and raises Moonpool's erro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -16,14 +16,14 @@ from google.protobuf.message import Message
 
 from moonpool.client.tracing import metadata
 from moonpool.client.translate import MAX_REQUEST_BYTES
-from moonpool.errors import MoonpoolError, Unavailable
+from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable
+from moonpool.rpc.channels import ConnectionMonitor, check_health
 from moonpool.rpc.errors import DETAIL_KEY, from_rpc_error
-from moonpool.rpc.pulse import Pulse, ask
 from moonpool.rpc.tls import CHANNEL_OPTIONS, Tls
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
-OPTIONS: list[tuple[str, Any]] = [
+GRPC_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
@@ -34,6 +34,7 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+
 Response = TypeVar("Response", bound=Message)
 
 
@@ -41,7 +42,7 @@ class NotConnected(Unavailable):
     """The conductor could not be reached, or the connection broke before it answered."""
 
 
-class Call(Protocol):
+class GenerateCall(Protocol):
     """A running Generate call."""
 
     def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
@@ -56,7 +57,7 @@ class Call(Protocol):
 class Transport(Protocol):
     """What a client asks of a conductor. All times are seconds; all calls raise MoonpoolError."""
 
-    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
+    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
         """Begin a request."""
         ...
 
@@ -69,7 +70,7 @@ class Transport(Protocol):
         ...
 
 
-def translate(error: grpc.RpcError) -> MoonpoolError:
+def moonpool_error(error: grpc.RpcError) -> MoonpoolError:
     """Return our error for a failed call; UNAVAILABLE that does not come from a Moonpool service is `NotConnected`."""
     ours = from_rpc_error(error)
     metadata: Any = (error.trailing_metadata() or ()) if hasattr(error, "trailing_metadata") else ()
@@ -93,9 +94,9 @@ class GrpcTransport:
         shown = bool(api_key) and tls is not None
         self._key: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {api_key}"),) if shown else ()
         self._channel: grpc.aio.Channel | None = None
-        self._pulse = Pulse(self._ask, silence_s)
+        self._pulse = ConnectionMonitor(self._ask, silence_s)
 
-    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> Call:
+    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
         return _GrpcCall(
             self._stub().Generate(request, timeout=timeout_s, metadata=metadata() + self._key), self._pulse
         )
@@ -104,7 +105,7 @@ class GrpcTransport:
         call = getattr(self._stub(), type(request).__name__.removesuffix("Request"))(
             request, timeout=timeout_s, metadata=self._key
         )
-        return await _heard(self._pulse, call.cancel, call)
+        return await _await_answer(self._pulse, call.cancel, call)
 
     async def aclose(self) -> None:
         """Close the channel; its calls are cancelled."""
@@ -122,20 +123,20 @@ class GrpcTransport:
         return ConductorServiceStub(self._connected())
 
     async def _ask(self, timeout_s: float) -> None:
-        await ask(self._connected(), timeout_s)
+        await check_health(self._connected(), timeout_s)
 
     def _connect(self) -> grpc.aio.Channel:
         if self._tls is None:
-            return grpc.aio.insecure_channel(self._address, options=OPTIONS)
+            return grpc.aio.insecure_channel(self._address, options=GRPC_OPTIONS)
         return grpc.aio.secure_channel(
-            self._address, self._tls.channel_credentials(), options=[*OPTIONS, *CHANNEL_OPTIONS]
+            self._address, self._tls.channel_credentials(), options=[*GRPC_OPTIONS, *CHANNEL_OPTIONS]
         )
 
 
 class _GrpcCall:
     """An iterator and not a generator: abandoned half-way, it needs no cleanup by the event loop."""
 
-    def __init__(self, call: Any, pulse: Pulse) -> None:
+    def __init__(self, call: Any, pulse: ConnectionMonitor) -> None:
         self._call = call
         self._pulse = pulse
 
@@ -143,7 +144,7 @@ class _GrpcCall:
         return self
 
     async def __anext__(self) -> pb.GenerateResponse:
-        message: object = await _heard(self._pulse, self._call.cancel, self._call.read())
+        message: object = await _await_answer(self._pulse, self._call.cancel, self._call.read())
         if not isinstance(message, pb.GenerateResponse):
             raise StopAsyncIteration
         return message
@@ -152,7 +153,9 @@ class _GrpcCall:
         self._call.cancel()
 
 
-async def _heard(pulse: Pulse, give_up: Callable[[], object], answer: Awaitable[Response]) -> Response:
+async def _await_answer(
+    pulse: ConnectionMonitor, give_up: Callable[[], object], answer: Awaitable[Response]
+) -> Response:
     """Waits for an answer on a call.
 
     Raises:
@@ -163,9 +166,85 @@ async def _heard(pulse: Pulse, give_up: Callable[[], object], answer: Awaitable[
         try:
             return await answer
         except grpc.aio.AioRpcError as error:
-            raise translate(error) from None
+            raise moonpool_error(error) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if waiting.lost and not (task is not None and task.cancelling()):
                 raise NotConnected("the conductor does not answer") from None
             raise
+
+
+FIRST_PAUSE_S = 0.05
+
+
+LAST_PAUSE_S = 1.0
+
+
+class ConductorList:
+    """All of them, in the order given. The one that answered last is asked first.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        if not transports:
+            raise InvalidRequest("address", "at least one conductor must be given")
+        self._transports = transports
+        self.first = 0
+
+    def __len__(self) -> int:
+        return len(self._transports)
+
+    def __getitem__(self, number: int) -> Transport:
+        return self._transports[number]
+
+    async def aclose(self) -> None:
+        """Closes all."""
+        for transport in self._transports:
+            await transport.aclose()
+
+
+class ConductorFailover:
+    """One call's way to a conductor that answers.
+
+    Attributes:
+        round: how often all of them were asked.
+        number: of the one that is asked now.
+    """
+
+    def __init__(self, conductors: ConductorList, limit_s: float, number: int | None = None) -> None:
+        """Tries them for `limit_s` seconds of pauses, from the one of this `number`, or that answered last, on."""
+        self.round = 0
+        self.number = conductors.first if number is None else number
+        self._conductors = conductors
+        self._left = len(conductors)
+        self._pauses = backoff_pauses(limit_s)
+
+    @property
+    def transport(self) -> Transport:
+        """Who is asked now."""
+        return self._conductors[self.number]
+
+    def found(self) -> None:
+        """It has answered."""
+        self._conductors.first = self.number
+
+    def failed(self) -> float | None:
+        """It was not reached: another one is asked after this pause, seconds; None when the time is over."""
+        self.number = (self.number + 1) % len(self._conductors)
+        self._left -= 1
+        if self._left:
+            return 0.0
+        self.round += 1
+        self._left = len(self._conductors)
+        return next(self._pauses, None)
+
+
+def backoff_pauses(limit_s: float, first_s: float = FIRST_PAUSE_S, last_s: float = LAST_PAUSE_S) -> Iterator[float]:
+    """Pauses between attempts to reach a conductor, seconds, doubling, together at most `limit_s`."""
+    spent, pause = 0.0, first_s
+    while spent + pause <= limit_s:
+        yield pause
+        spent += pause
+        pause = min(pause * 2, last_s)

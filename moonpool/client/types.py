@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
-from moonpool.logprobs import TokenLogprobs as TokenLogprobs
-from moonpool.sampling import SamplingParams as SamplingParams
+from moonpool.logprobs import TokenLogprobs
+from moonpool.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -298,85 +298,6 @@ class ClusterState:
     emulated: str = ""
     queue: QueueInfo = QueueInfo()
     recent: RecentInfo = RecentInfo()
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Predicted seconds of one prefill instance; their sum is the time to first token. `excluded`: why it was left out.
-
-    `overhead_s` are calls and all else that does not grow with the prompt. `source` is whom it would load from: a
-    kvstore, or another prefill or decode instance; empty where it loads nothing. `cold_blocks`: of what it would load,
-    blocks that are on the source's SSD only.
-    """
-
-    instance: str
-    local_blocks: int
-    used_blocks: int
-    queue_s: float
-    load_s: float
-    prefill_s: float
-    excluded: str
-    overhead_s: float = 0.0
-    source: str = ""
-    cold_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TimedTokens:
-    """Tokens of a prompt whose KV came, and when: seconds since the prompt came to its prefill instance."""
-
-    tokens: int
-    begin_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """What a request has gone through, up to now or to its end.
-
-    Attributes:
-        tenant: whose it is.
-        arrived_at: when it came to the conductor, seconds since 1970.
-        usage: tokens so far.
-        timing: times so far; `e2e_s` is 0 while it runs.
-        local_tokens: prompt tokens that were in the prefill instance's pool.
-        loads: what it loaded from kvstores and other instances.
-        chunks: what it computed, step by step; at most the first 256 steps.
-        transfer_tail_s: from the first token until all KV was at decode; 0 = before it, or it did not go there.
-        sent_bytes: KV that went to decode.
-        token_s: when tokens came, seconds since the arrival; at most the first 512 times.
-    """
-
-    tenant: str = ""
-    arrived_at: float = 0.0
-    usage: Usage = Usage()
-    timing: Timing = Timing()
-    local_tokens: int = 0
-    loads: tuple[TimedTokens, ...] = ()
-    chunks: tuple[TimedTokens, ...] = ()
-    transfer_tail_s: float = 0.0
-    sent_bytes: int = 0
-    token_s: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """How a request was placed; `placement` is None when it was refused, and `refused` says why.
-
-    Measured times are 0 as long as they are not known. `policy` is the name of that by which prefill was chosen.
-    """
-
-    placement: Placement | None
-    candidates: tuple[Candidate, ...]
-    measured_ttft_s: float
-    measured_tpot_s: float
-    refused: str
-    policy: str = ""
-    waited_s: float = 0.0
-    """Seconds that it waited at the conductor for a place."""
-    timeline: Timeline = Timeline()
-    lane: str = ""
-    """The lane on which the prompt's KV went to decode; empty before the first token, and where none went."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,31 +1,39 @@
-"""An instance's side of Join: it reports itself, its load and its KV to the conductor, for as long as it lives.
+"""An instance's side of Join: reports itself, its load and its KV to every conductor, for as long as it lives.
 
-It connects, sends a snapshot of its keys, then changes and load; it sends another snapshot when the conductor asks for
-one, and connects again when the stream breaks or the conductor restarts.
+An agent connects, sends a snapshot of its keys, then changes and load; it sends another snapshot when the conductor
+asks for one, and connects again when the stream breaks or the conductor restarts. The instance is the authority on
+itself, so conductors need not agree on anything.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from moonpool.cluster.events import KEYS_PER_MESSAGE, EventLog, HeldKeys, snapshot
+from moonpool.cluster.kv_events import KEYS_PER_MESSAGE, HeldKeys, KVEventLog, snapshot_messages
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, StreamBroken
-from moonpool.kv.changes import KeyChanges
+from moonpool.kv.blocks import KeyChanges, NetChanges
 from moonpool.rpc.channels import Channels
-from moonpool.streams.calling import ClientStream
-from moonpool.streams.deadlines import within
 from moonpool.telemetry.logs import get_logger
+from moonpool.transport.async_utils import wait_within
+from moonpool.transport.streams import ClientStream
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
 log = get_logger(__name__)
 
+
 FIRST_BACKOFF_S = 0.1
+
+
 LAST_BACKOFF_S = 2.0
+
+
 REPORTS = 4
 """Load reports in a heartbeat when nothing changes."""
+
+
 MIN_LOAD_INTERVAL_S = 0.05
 """Least distance between load reports, seconds."""
 
@@ -36,7 +44,7 @@ class Notify(Protocol):
     def __call__(self, *, soon: bool = False) -> None: ...
 
 
-class Wake:
+class AgentWake:
     """What an agent waits for between two messages."""
 
     def __init__(self) -> None:
@@ -58,7 +66,7 @@ class Wake:
 RoleTaker = Callable[[kv_pb2.InstanceKind.ValueType], None]
 
 
-def no_role(kind: kv_pb2.InstanceKind.ValueType) -> None:
+def keep_role(kind: kv_pb2.InstanceKind.ValueType) -> None:
     """For instances that keep the role that they have."""
     log.warning("order to change the role ignored: this instance has no other", kind=kv_pb2.InstanceKind.Name(kind))
 
@@ -121,9 +129,9 @@ class JoinAgent:
         held: HeldKeys,
         on_drain: Callable[[], None] = lambda: None,
         on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
-        on_role: RoleTaker = no_role,
+        on_role: RoleTaker = keep_role,
         *,
-        wake: Wake | None = None,
+        wake: AgentWake | None = None,
         flush_s: float = 0.02,
         call_timeout_s: float = 10.0,
         keys_per_message: int = KEYS_PER_MESSAGE,
@@ -157,8 +165,8 @@ class JoinAgent:
         self._flush_s = flush_s
         self._call_timeout_s = call_timeout_s
         self._keys_per_message = keys_per_message
-        self._events = EventLog()
-        self._wake = wake or Wake()
+        self._events = KVEventLog()
+        self._wake = wake or AgentWake()
         self._resync = False
         self._heartbeat_s = 1.0
         self.joined = asyncio.Event()
@@ -265,14 +273,14 @@ class JoinAgent:
                 await self._wake.changed.wait()
         except TimeoutError:
             return
-        await within(self._flush_s, self._wake.soon)  # a distance between messages, unless changes are wanted soon
+        await wait_within(self._flush_s, self._wake.soon)  # a distance between messages, unless changes are wanted soon
 
     async def _tell_all(self, call: _JoinCall) -> None:
         """Send a snapshot, and between its steps what changes meanwhile."""
         self.follows = True
         self._note_events()
         self._events.forget()
-        for step in snapshot(self._held, self._keys_per_message):
+        for step in snapshot_messages(self._held, self._keys_per_message):
             for message in self._events.numbered(step):
                 await self._send(call, conductor_pb2.JoinRequest(events=message))
             await self._tell_changes(call)
@@ -293,3 +301,107 @@ class JoinAgent:
                 await call.outbox.at_most(0)
         except TimeoutError:
             raise DeadlineExceeded(f"the conductor did not read for {self._call_timeout_s} s") from None
+
+
+class ChangeBell:
+    """Wakes all who wait for a change."""
+
+    def __init__(self) -> None:
+        self._wakes: list[AgentWake] = []
+
+    def add(self) -> AgentWake:
+        """What one of them waits for."""
+        wake = AgentWake()
+        self._wakes.append(wake)
+        return wake
+
+    def ring(self, *, soon: bool = False) -> None:
+        """Something has changed; cheap, callable at any time on the event loop. See `Notify`."""
+        for wake in self._wakes:
+            wake.ring(soon=soon)
+
+
+class KeyChangeFeed:
+    """Changes of the keys, for several readers: the net effect per key since each has asked last.
+
+    A reader that does not follow misses changes: it begins with a snapshot.
+    """
+
+    def __init__(self, take: Callable[[], KeyChanges]) -> None:
+        """Reads from `take`, which tells each change once."""
+        self._take = take
+        self._readers: list[tuple[Callable[[], bool], NetChanges]] = []
+
+    def reader(self, follows: Callable[[], bool]) -> Callable[[], KeyChanges]:
+        """What one reader takes its changes from; `follows` tells whether it wants them now."""
+        changes = NetChanges()
+        self._readers.append((follows, changes))
+
+        def take() -> KeyChanges:
+            self.changed(self._take())
+            return changes.take()
+
+        return take
+
+    def changed(self, news: KeyChanges) -> None:
+        """Notes changes for all who follow, as those that were taken."""
+        lists = [list(keys) for keys in news]
+        for follows, changes in self._readers:
+            if follows():
+                changes.note(*lists)
+            else:
+                changes.clear()
+
+
+class ClusterMembership:
+    """Keeps one instance joined to all conductors of a list."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        conductors: Sequence[str],
+        hello: conductor_pb2.JoinHello,
+        load: Callable[[], conductor_pb2.LoadReport],
+        take_events: Callable[[], KeyChanges] | None,
+        held: HeldKeys,
+        on_drain: Callable[[], None] = lambda: None,
+        on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
+        on_role: RoleTaker = keep_role,
+        *,
+        bell: ChangeBell | None = None,
+    ) -> None:
+        """Wire it; nothing happens before `run`. See `JoinAgent`; `bell` rings when load or keys have changed.
+
+        Without `take_events`, `changed` is told of all changes.
+        """
+        self._bell = bell or ChangeBell()
+        self._news = KeyChangeFeed(take_events or KeyChanges)
+        self._agents: list[JoinAgent] = []
+        for number, address in enumerate(conductors):
+            take = self._news.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
+            orders = on_drain, on_replicate, on_role
+            agent = JoinAgent(channels, address, hello, load, take, held, *orders, wake=self._bell.add())
+            self._agents.append(agent)
+
+    def changed(self, news: KeyChanges) -> None:
+        """Keys have changed; cheap, callable at any time on the event loop."""
+        self._news.changed(news)
+        self._bell.ring()
+
+    def notify(self, *, soon: bool = False) -> None:
+        """Say that load or keys have changed; see `JoinAgent.notify`."""
+        self._bell.ring(soon=soon)
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Stay joined until `stopping` is set.
+
+        Raises:
+            Mismatch: a conductor serves something else; trying again cannot help.
+            InvalidRequest: a conductor finds the hello wrong.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for agent in self._agents:
+                    group.create_task(agent.run(stopping))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None

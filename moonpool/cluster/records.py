@@ -9,35 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from moonpool.core.timers import Timers
 from moonpool.errors import InvalidRequest, Overloaded
+from moonpool.scheduling.state_machine import Timers
 from moonpool.v1 import kv_pb2
 
 MAX_BYTES = 256 << 20
 """Of all records of a book."""
+
+
 MAX_RECORD_BYTES = 4 << 20
+
+
 MESSAGE_BYTES = 2 << 20
 """Records in one message: those after the one that reaches this come with the next."""
+
+
 MAX_NAME_BYTES = 1024
 
-Place = tuple[str, str, str]
+
+RecordPlace = tuple[str, str, str]
 
 
-def place_of(record: kv_pb2.Record) -> Place:
+def record_place(record: kv_pb2.Record) -> RecordPlace:
     """Where it belongs."""
     return record.kind, record.tenant, record.id
 
 
-class RecordBook:
+class ReplicatedRecords:
     """Records, each with the number under which it came here; numbers ascend and mean something in this book only."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._records: dict[Place, tuple[int, kv_pb2.Record]] = {}  # in the order of their numbers
+        self._records: dict[RecordPlace, tuple[int, kv_pb2.Record]] = {}  # in the order of their numbers
         self._there: dict[
             tuple[str, str], dict[str, kv_pb2.Record]
         ] = {}  # those not deleted, by kind and tenant, and id
-        self._over: Timers[Place] = Timers()  # when the time of each is over
+        self._over: Timers[RecordPlace] = Timers()  # when the time of each is over
         self.last = 0
         """Number of the record that came last."""
         self.nbytes = 0
@@ -53,9 +60,9 @@ class RecordBook:
             Overloaded: all together are too large; none was taken.
         """
         given = sorted(
-            map(_checked, records), key=lambda record: record.version
+            map(_check_record, records), key=lambda record: record.version
         )  # of two for a place, the later counts
-        newer = {place_of(record): record for record in given if self._is_newer(record)}
+        newer = {record_place(record): record for record in given if self._is_newer(record)}
         growth = sum(record.ByteSize() - self._size(place) for place, record in newer.items())
         if growth > 0 and self.nbytes + growth > self._max_bytes:
             raise Overloaded("there is no room for more records", reason="records_full", retry_after_s=60.0)
@@ -68,7 +75,7 @@ class RecordBook:
         self.nbytes += growth
         return list(newer.values())
 
-    def _note(self, place: Place, record: kv_pb2.Record | None) -> None:
+    def _note(self, place: RecordPlace, record: kv_pb2.Record | None) -> None:
         """Keeps up who is there."""
         kind, tenant, record_id = place
         there = self._there.setdefault((kind, tenant), {})
@@ -79,10 +86,10 @@ class RecordBook:
             del self._there[kind, tenant]
 
     def _is_newer(self, record: kv_pb2.Record) -> bool:
-        found = self._records.get(place_of(record))
+        found = self._records.get(record_place(record))
         return found is None or record.version > found[1].version
 
-    def _size(self, place: Place) -> int:
+    def _size(self, place: RecordPlace) -> int:
         found = self._records.get(place)
         return 0 if found is None else found[1].ByteSize()
 
@@ -113,7 +120,7 @@ class RecordBook:
             if what == kind and tenant in (None, whose):
                 yield from list(there.values())
 
-    def version(self, place: Place, now: float) -> int:
+    def version(self, place: RecordPlace, now: float) -> int:
         """A version for what is written to a place now: nanoseconds since 1970, or later than what is there."""
         found = self._records.get(place)
         return max(int(now * 1e9), 0 if found is None else found[1].version + 1)
@@ -129,10 +136,10 @@ class RecordBook:
         return over
 
 
-def _checked(record: kv_pb2.Record) -> kv_pb2.Record:
+def _check_record(record: kv_pb2.Record) -> kv_pb2.Record:
     if not record.kind or not record.id:
         raise InvalidRequest("records.id", "a record has a kind and an id")
-    if max(len(name.encode()) for name in place_of(record)) > MAX_NAME_BYTES:
+    if max(len(name.encode()) for name in record_place(record)) > MAX_NAME_BYTES:
         raise InvalidRequest("records.id", f"kind, tenant and id have at most {MAX_NAME_BYTES} bytes each")
     if record.ByteSize() > MAX_RECORD_BYTES:
         raise InvalidRequest("records.value", f"a record has at most {MAX_RECORD_BYTES} bytes")

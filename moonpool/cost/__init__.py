@@ -3,10 +3,15 @@
 Torch-free and pure: no clock, no transport. Conductor, engine instances and emulated engines use it.
 """
 
-from moonpool.cost.predict import (
+from moonpool.scheduling.latency import (
+    DEFAULT_BYTES_PER_S,
     PrefillWork,
+    Regression,
+    Speeds,
+    SpeedTracker,
     attention_pairs,
     decode_step_seconds,
+    learnt_rate,
     load_is_cheaper,
     load_seconds,
     overlapped_seconds,
@@ -16,9 +21,6 @@ from moonpool.cost.predict import (
     work_of,
     work_seconds,
 )
-from moonpool.cost.regression import Regression
-from moonpool.cost.speeds import DEFAULT_BYTES_PER_S, Speeds
-from moonpool.cost.tracker import SpeedTracker, learnt_rate
 
 __all__ = [
     "DEFAULT_BYTES_PER_S",

@@ -1,6 +1,7 @@
-"""Times an engine over many sizes of steps, fits a profile's coefficients to half of them and tests them on the rest.
+"""Measures an engine's speed: a few steps at start, or many sizes of steps to fit a profile's coefficients.
 
-Works on any `Engine`.
+Works on any `Engine`. Step ids end at 0, so that schedulers can begin with 1. A fit uses half of the measured sizes
+and is tested on the rest.
 """
 
 import itertools
@@ -8,25 +9,196 @@ import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from moonpool.engine.handle import Engine
-from moonpool.engine.warmup import DecodeTime, PrefillTime, StepTimer
+from moonpool.engine.interface import Engine
 from moonpool.errors import ConfigError
+from moonpool.sampling_params import SampleSpec
+from moonpool.scheduling.latency import Speeds, attention_pairs
+from moonpool.scheduling.steps import SequenceStep, Step
+
+_FIRST_STEP_ID = -1000
+
+
+LONG_TOKENS = 512
+"""Of the longest step that is timed."""
+
+
+_LONG_SECONDS = 0.25  # the long prefill is chosen to take about so long at most
+
+
+_PREFIX_TOKENS = 1024
+
+
+_BATCH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTime:
+    """Seconds that one step with one chunk took."""
+
+    tokens: int
+    prefix: int
+    seconds: float
+
+    @property
+    def pairs(self) -> float:
+        """(token computed, token attended to) pairs."""
+        return float(attention_pairs(self.tokens, self.prefix))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(chunk, prefix)."""
+        return self.tokens, self.prefix
+
+    @property
+    def row(self) -> tuple[float, float, float]:
+        """What base, per token and per pair are multiplied by."""
+        return 1.0, self.tokens, self.pairs
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTime:
+    """Seconds that one decode step took."""
+
+    sequences: int
+    context: int
+    """Tokens of context of all sequences together."""
+    seconds: float
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(sequences, context of each)."""
+        return self.sequences, self.context // self.sequences
+
+    @property
+    def row(self) -> tuple[float, float, float]:
+        """What base, per sequence and per token of context are multiplied by."""
+        return 1.0, self.sequences, self.context
+
+
+def fit_prefill(short: PrefillTime, long: PrefillTime, prefixed: PrefillTime) -> tuple[float, float, float]:
+    """(base, per token, per pair), none negative, from three times; `prefixed` has the tokens of `long`.
+
+    Timings are noisy and may not grow with size: a negative coefficient becomes 0, and the others then explain the
+    long time. Attention gets at most half of the long step: in short prompts its share is less, and an error in it
+    grows with the square of a prompt's length.
+    """
+    pair_span = prefixed.pairs - long.pairs
+    per_pair = max(0.0, (prefixed.seconds - long.seconds) / pair_span) if pair_span > 0 else 0.0
+    per_pair = min(per_pair, 0.5 * long.seconds / long.pairs)
+    # Seconds of each without its pairs.
+    short_s, long_s = (max(0.0, t.seconds - per_pair * t.pairs) for t in (short, long))
+    span = long.tokens - short.tokens
+    per_token = max(0.0, (long_s - short_s) / span) if span > 0 else long_s / long.tokens
+    per_token = min(per_token, long_s / long.tokens)
+    return max(0.0, long_s - per_token * long.tokens), per_token, per_pair
+
+
+def fit_decode(one: DecodeTime, many: DecodeTime, deep: DecodeTime) -> tuple[float, float, float]:
+    """(base, per sequence, per context token), none negative; `deep` has the sequences of `many` and more context."""
+    context_span = deep.context - many.context
+    per_context = max(0.0, (deep.seconds - many.seconds) / context_span) if context_span > 0 else 0.0
+    one_s, many_s = (max(0.0, t.seconds - per_context * t.context) for t in (one, many))
+    span = many.sequences - one.sequences
+    per_sequence = max(0.0, (many_s - one_s) / span) if span > 0 else 0.0
+    per_sequence = min(per_sequence, many_s / many.sequences)
+    return max(0.0, many_s - per_sequence * many.sequences), per_sequence, per_context
+
+
+class StepTimer:
+    """Times steps on blocks that are not in use yet: the quickest of some tries. One per engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._bt = engine.layout.block_tokens
+        self._step_id = _FIRST_STEP_ID
+
+    async def prefill(self, tokens: int, prefix: int = 0, *, times: int = 2) -> PrefillTime:
+        """One chunk after a prefix."""
+        sequence = self._sequence(tokens, prefix)
+        return PrefillTime(tokens, prefix, await self._best([sequence], times))
+
+    async def decode(self, sequences: int, context: int, *, times: int = 2) -> DecodeTime:
+        """A batch of so many sequences, each with so much context."""
+        steps = [self._sequence(1, context - 1)] * sequences  # they share their blocks: only the time is of interest
+        return DecodeTime(sequences, sequences * context, await self._best(steps, times))
+
+    def _sequence(self, tokens: int, prefix: int) -> SequenceStep:
+        blocks = -(-(tokens + prefix) // self._bt)
+        return SequenceStep(bytes(4 * tokens), prefix, tuple(range(blocks)), SampleSpec())
+
+    async def _best(self, sequences: Sequence[SequenceStep], times: int) -> float:
+        best = float("inf")
+        for _ in range(times):
+            result = await self._engine.run(Step(self._step_id, tuple(sequences)))
+            self._step_id += 1
+            best = min(best, (result.end_ns - result.start_ns) / 1e9)
+        return best
+
+
+async def measure(engine: Engine, *, max_tokens: int = 0) -> Speeds:
+    """The engine's speeds; takes under two seconds where a step of 16 tokens takes 0.05 s. Leaves garbage in blocks.
+
+    Args:
+        engine: Idle, its pool unused.
+        max_tokens: Longest sequence the model takes; 0 = no limit.
+
+    Raises:
+        Unavailable: The engine failed.
+    """
+    room = engine.blocks * engine.layout.block_tokens
+    room = min(room, max_tokens) if max_tokens else room
+    timer = StepTimer(engine)
+    await timer.prefill(min(16, room), times=1)  # memory, threads and code are touched for the first time
+    half = max(1, room // 2)
+    short = await timer.prefill(min(16, half), times=3)
+    affordable = int(short.tokens * max(2.0, _LONG_SECONDS / max(short.seconds, 1e-9)))
+    long = await timer.prefill(max(short.tokens, min(half, LONG_TOKENS, affordable)))
+    prefixed = await timer.prefill(long.tokens, min(room - long.tokens, _PREFIX_TOKENS))
+    base, per_token, per_pair = fit_prefill(short, long, prefixed)
+
+    shallow = min(16, room)
+    one = await timer.decode(1, shallow)
+    many = await timer.decode(_BATCH, shallow)
+    deep = await timer.decode(_BATCH, min(room, _PREFIX_TOKENS))
+    decode_base, per_sequence, per_context = fit_decode(one, many, deep)
+    return Speeds(
+        prefill_base_s=base,
+        prefill_per_token_s=per_token,
+        prefill_per_pair_s=per_pair,
+        decode_base_s=decode_base,
+        decode_per_sequence_s=per_sequence,
+        decode_per_context_token_s=per_context,
+    )
+
 
 CHUNKS = (16, 64, 128, 256, 512, 1024)
+
+
 PREFIXES = (0, 512, 1024, 2048, 4096)
+
+
 BATCHES = (1, 2, 4, 8, 16, 32)
+
+
 CONTEXTS = (64, 512, 2048, 4096)
+
+
 LONGEST_STEP_S = 2.0
 """Sizes at least as large as one that took longer are left out for the rest of the round."""
-ROOM_TOKENS = PREFIXES[-1] + CHUNKS[-1]
+
+
+MAX_MEASURED_TOKENS = PREFIXES[-1] + CHUNKS[-1]
 """Tokens that the pool must hold for all sizes."""
 
+
 Coefficients = tuple[float, float, float]
+
+
 Time = PrefillTime | DecodeTime
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class ProfileFit:
     """Coefficients, none negative, fitted to some sizes of steps and tested on others."""
 
     coefficients: Coefficients
@@ -39,7 +211,7 @@ class Fit:
 
     def error(self, time: Time) -> float:
         """Predicted over measured, minus one."""
-        return _seconds(self.coefficients, time.row) / time.seconds - 1.0
+        return _predicted_seconds(self.coefficients, time.row) / time.seconds - 1.0
 
     @property
     def median_error(self) -> float:
@@ -66,7 +238,7 @@ async def measure_prefill(
     async def once(chunk: int, prefix: int) -> float:
         return (await timer.prefill(chunk, prefix, times=1)).seconds
 
-    medians = await _medians(sizes, once, repeats, longest_s)
+    medians = await _median_times(sizes, once, repeats, longest_s)
     return [PrefillTime(*size, seconds) for size, seconds in medians.items()]
 
 
@@ -84,11 +256,11 @@ async def measure_decode(
     async def once(batch: int, context: int) -> float:
         return (await timer.decode(batch, context, times=1)).seconds
 
-    medians = await _medians(sizes, once, repeats, longest_s)
+    medians = await _median_times(sizes, once, repeats, longest_s)
     return [DecodeTime(batch, batch * context, seconds) for (batch, context), seconds in medians.items()]
 
 
-async def _medians(
+async def _median_times(
     sizes: Sequence[tuple[int, int]], once: Callable[[int, int], Awaitable[float]], repeats: int, longest_s: float
 ) -> dict[tuple[int, int], float]:
     """Median seconds of each size.
@@ -108,7 +280,7 @@ async def _medians(
     return {size: statistics.median(found) for size, found in seconds.items()}
 
 
-def fit_profile(times: Sequence[Time]) -> Fit:
+def fit_profile(times: Sequence[Time]) -> ProfileFit:
     """Fits half of the measured sizes and holds out the rest.
 
     The sizes are a grid; as on a chess board, no two neighbours are on the same side. So the held-out sizes have the
@@ -124,7 +296,7 @@ def fit_profile(times: Sequence[Time]) -> Fit:
     fitted, held_out = sides
     if not held_out:
         raise ConfigError("model", f"{len(times)} sizes of steps fit its length, too few for a fit and its test")
-    return Fit(fit([time.row for time in fitted], [time.seconds for time in fitted]), fitted, held_out)
+    return ProfileFit(fit([time.row for time in fitted], [time.seconds for time in fitted]), fitted, held_out)
 
 
 def fit(rows: Sequence[Coefficients], seconds: Sequence[float]) -> Coefficients:
@@ -135,23 +307,23 @@ def fit(rows: Sequence[Coefficients], seconds: Sequence[float]) -> Coefficients:
     """
     found: list[Coefficients] = []
     for used in itertools.chain.from_iterable(itertools.combinations(range(3), size) for size in (1, 2, 3)):
-        solved = _solve([[row[i] / t for i in used] for row, t in zip(rows, seconds, strict=True)])
+        solved = _least_squares([[row[i] / t for i in used] for row, t in zip(rows, seconds, strict=True)])
         if solved is not None and min(solved) >= 0.0:
             values = dict(zip(used, solved, strict=True))
             found.append((values.get(0, 0.0), values.get(1, 0.0), values.get(2, 0.0)))
-    return min(found, key=lambda coefficients: _squares(coefficients, rows, seconds))
+    return min(found, key=lambda coefficients: _squared_errors(coefficients, rows, seconds))
 
 
-def _seconds(coefficients: Coefficients, row: Coefficients) -> float:
+def _predicted_seconds(coefficients: Coefficients, row: Coefficients) -> float:
     return sum(c * x for c, x in zip(coefficients, row, strict=True))
 
 
-def _squares(coefficients: Coefficients, rows: Sequence[Coefficients], seconds: Sequence[float]) -> float:
+def _squared_errors(coefficients: Coefficients, rows: Sequence[Coefficients], seconds: Sequence[float]) -> float:
     """Sum of squared relative errors."""
-    return sum((_seconds(coefficients, row) / t - 1.0) ** 2 for row, t in zip(rows, seconds, strict=True))
+    return sum((_predicted_seconds(coefficients, row) / t - 1.0) ** 2 for row, t in zip(rows, seconds, strict=True))
 
 
-def _solve(rows: Sequence[Sequence[float]]) -> list[float] | None:
+def _least_squares(rows: Sequence[Sequence[float]]) -> list[float] | None:
     """Least squares of `rows @ x = 1` by the normal equations, scaled; None when the rows do not determine x."""
     n = len(rows[0])
     scale = [max(abs(row[i]) for row in rows) or 1.0 for i in range(n)]

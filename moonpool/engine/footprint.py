@@ -2,58 +2,84 @@
 
 Weights are held once and the pool is mapped whole, so only the work space depends on what is computed. It is worked
 out from the largest step (`EngineSpec.step_tokens`): what the kernels and the sampling of such a step allocate, each at
-its largest. The allocator keeps what it once had (`moonpool.engine.launch`), so this is also what stays.
+its largest. The allocator keeps what it once had (`moonpool.engine.executor`), so this is also what stays.
 
 A device with memory of its own holds the weights, a pool as large as the host's, a work space, which is worked out too,
 and graphs of decode steps. The pool is refused where the others would have no room beside it.
 
-Answers of a given format (`moonpool.engine.masks`) bring in the tokenizer, and grammars and parsers, whose size the
-library that has them does not tell: when the whole process comes near its bound, they are given up and made anew.
+Answers of a given format (`moonpool.engine.structured_output`) bring in the tokenizer, and grammars and parsers, whose
+size the library that has them does not tell: when the whole process comes near its bound, they are dropped and made
+anew.
 """
 
 import ctypes
 from pathlib import Path
 
 from moonpool.checkpoint import ModelConfig
-from moonpool.engine.captures import MOST_BYTES
-from moonpool.engine.messages import EngineSpec, OnDevice
-from moonpool.engine.warmup import LONG_TOKENS
+from moonpool.engine.calibration import LONG_TOKENS
+from moonpool.engine.messages import DeviceFootprint, EngineSpec
 
 LOGIT_ROWS = 64
 """Rows of logits that are held at once: a row of 152k tokens has 0.6 MB."""
+
+
 _LOGIT_COPIES, _TORCH_COPIES = 10, 16
 """Of these rows, in float32: what sampling makes of them natively and in torch (weights, their order, their sums)."""
+
+
 _ARRANGED_BYTES = 48 << 20
 """Keys and values that native prefill attention arranges at a time (`kernels/native/prefill.cpp`)."""
+
+
 _WIDENED_ROWS, _PANEL = 448, 32
 """Rows that native products widen at a time at most, and outputs that one task has (`kernels/native/multiply.cpp`)."""
+
+
 _SPLIT_TOKENS = 512
 """Of a context, whose result native decode attention holds apart (`kernels/native/decode.cpp`)."""
+
+
 _PROCESSORS = 256
 """Multiprocessors that a GPU has at most."""
+
+
 _TILE_ROWS = 128
 """Query rows that a program of the GPU's attention has at most (`kernels/triton/tiles.py`)."""
+
+
 _SPLIT_PROGRAMS, _EXACT_TOKENS = 9, 1024
 """Programs for each multiprocessor whose results are held apart; tokens of a part in deterministic mode."""
+
+
 _DEVICE_SLACK_BYTES = 256 << 20
 """Code of kernels, work space of libraries, the static batch of graphs."""
+
+
 _SLACK_BYTES = 48 << 20
 """Code and tables that are touched later, thread stacks, messages."""
+
+
 _FRAGMENTS = 4
 """The allocator's holes are at most one part in so many of what was allocated."""
+
+
 GRAMMAR_BYTES = 256 << 20
 """Of grammars and parsers. Most grammars take less than 1 MB, the worst that are allowed 100 MB
 (`moonpool.grammar.LIMITS`)."""
+
+
 _MARGIN_BYTES = 128 << 20
 """Of it, what they may grow by until the process is looked at again: by the worst grammar at least."""
+
+
 _TOKENIZER_BYTES = 1 << 10
 """For each token of the vocabulary, while the tokenizer is made."""
 
 
 def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads: int) -> int:
     """The work space of the largest step; `native`: layers run in one native call."""
-    rows, element = most_rows(engine), 4 if engine.dtype == "float32" else 2
-    longest = longest_tokens(model, engine)
+    rows, element = max_rows(engine), 4 if engine.dtype == "float32" else 2
+    longest = max_sequence_tokens(model, engine)
     parts = [
         rows * _row_elements(model) * element * (1 if native else 3),
         rows * model.head_dim * 3 * 4 * 2,  # rotations
@@ -65,16 +91,16 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
     return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _SLACK_BYTES
 
 
-def on_device(model: ModelConfig, engine: EngineSpec, *, weights: int, pool: int, ring: int) -> OnDevice:
+def device_footprint(model: ModelConfig, engine: EngineSpec, *, weights: int, pool: int, ring: int) -> DeviceFootprint:
     """What one stage holds in the memory of its device. `weights`, `pool`, `ring`: bytes, as they are held."""
-    graphs = MOST_BYTES if engine.graphs else 0
-    return OnDevice(weights, pool, device_work_bytes(model, engine), graphs, ring)
+    graphs = MAX_GRAPH_BYTES if engine.graphs else 0
+    return DeviceFootprint(weights, pool, device_work_bytes(model, engine), graphs, ring)
 
 
 def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:
     """The work space of the largest step on a device."""
-    rows, element = most_rows(engine), 4 if engine.dtype == "float32" else 2
-    longest = longest_tokens(model, engine)
+    rows, element = max_rows(engine), 4 if engine.dtype == "float32" else 2
+    longest = max_sequence_tokens(model, engine)
     splits = 2 * (longest // _EXACT_TOKENS + 1) if engine.deterministic else _SPLIT_PROGRAMS
     parts = [
         rows * _row_elements(model) * element * 3,
@@ -85,12 +111,12 @@ def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:
     return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _DEVICE_SLACK_BYTES
 
 
-def longest_tokens(model: ModelConfig, engine: EngineSpec) -> int:
+def max_sequence_tokens(model: ModelConfig, engine: EngineSpec) -> int:
     """Tokens of the longest sequence that a step has."""
     return min(engine.max_tokens or model.max_position_embeddings, engine.blocks * engine.layout.block_tokens)
 
 
-def most_rows(engine: EngineSpec) -> int:
+def max_rows(engine: EngineSpec) -> int:
     """Tokens of the largest step, those that are timed at start included."""
     return max(engine.step_tokens, LONG_TOKENS if engine.measure else 0)
 
@@ -104,7 +130,7 @@ def _row_elements(model: ModelConfig) -> int:
 def _attention_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int:
     """Keys and values as prefill arranges them, one head's at least; unfinished results of decode's splits."""
     arranged = _ARRANGED_BYTES + longest * model.head_dim * 2 * 4
-    splits = most_rows(engine) * (longest // _SPLIT_TOKENS + 1)
+    splits = max_rows(engine) * (longest // _SPLIT_TOKENS + 1)
     return arranged + splits * model.num_heads * (model.head_dim + 64) * 4
 
 
@@ -117,22 +143,22 @@ def _widened_bytes(model: ModelConfig, rows: int, threads: int) -> int:
 
 
 def _gathered_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int:
-    """Copies of the longest context in float32, and once more in the weights' type; scores (`kernels.cpu`)."""
+    """Copies of the longest context in float32, and once more in the weights' type; scores (`kernels.torch_ops`)."""
     context = longest * model.num_kv_heads * model.head_dim * 2
-    return context * 8 + most_rows(engine) * longest * 4 + (64 << 20)
+    return context * 8 + max_rows(engine) * longest * 4 + (64 << 20)
 
 
-def format_bytes(model: ModelConfig) -> int:
+def grammar_bytes(model: ModelConfig) -> int:
     """What answers of a given format may take."""
     return GRAMMAR_BYTES + model.vocab_size * _TOKENIZER_BYTES
 
 
-def near(bound: int) -> bool:
+def near_memory_limit(bound: int) -> bool:
     """Whether this process comes near the bound of its memory, by what grammars may grow."""
     return resident_bytes() > bound - _MARGIN_BYTES
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Hands freed memory back to the system, where the C library can: in an engine's process it keeps it otherwise."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -148,3 +174,7 @@ def resident_bytes(pid: int | str = "self") -> int:
     except OSError:
         pass
     return 0
+
+
+MAX_GRAPH_BYTES = 512 << 20
+"""Of the device's memory, for all graphs of a stage."""

@@ -8,41 +8,47 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from moonpool.cluster import Bell, HeldKeys, Joining, Notify
-from moonpool.cluster.join import no_role
-from moonpool.cluster.speeds import speeds_to_proto
+from moonpool.cluster import ChangeBell, ClusterMembership, HeldKeys, Notify
+from moonpool.cluster.join import keep_role
+from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
-from moonpool.engine.handle import Engine
+from moonpool.engine.executor import start_engine
+from moonpool.engine.interface import Engine
 from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
-from moonpool.engine.start import start_engine
 from moonpool.errors import Unavailable
-from moonpool.kv import chains
-from moonpool.kv.landing import land
+from moonpool.kv import native_library
+from moonpool.kv.native_copy import copy_verified
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import EXIT_ROLE, ProcessContext
-from moonpool.rpc.security import Security
 from moonpool.rpc.server import RunningServer, Service, serving
-from moonpool.sched.block_manager import BlockManager
-from moonpool.streams.lanes.beside import Beside
-from moonpool.streams.lanes.dialing import LaneDialer
-from moonpool.streams.lanes.listening import LaneServer
-from moonpool.streams.lanes.regions import Shared
-from moonpool.streams.lanes.settings import LaneConfig, LaneSettings
-from moonpool.streams.link import Link
+from moonpool.rpc.tls import Security
+from moonpool.scheduling.block_manager import BlockManager
 from moonpool.telemetry.gauges import Entry, Gauges
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
+from moonpool.transport.async_utils import ThreadOffload
+from moonpool.transport.config import TransportConfig, TransportSettings
+from moonpool.transport.flow_control import EgressLink
+from moonpool.transport.handshake import TransportDialer, TransportListener
+from moonpool.transport.shared_memory import SharedRegion
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 WRITE_BACK_GRACE_S = 3.0
 """Seconds that a draining instance waits for what is being written back."""
+
+
 BESIDE_THREADS = 2
 """So that a long prompt that is read does not keep KV from landing."""
+
+
 DRAIN_SHARE = 0.8
 """Share of `drain_s` in which running requests may finish."""
 
+
 __all__ = ["EngineConfig", "EngineService", "EngineSetup", "InstanceContext", "engine_setup", "run_instance"]
+
+
 log = get_logger(__name__)
 
 
@@ -66,13 +72,13 @@ class InstanceContext:
     setup: EngineSetup
     engine: Engine
     channels: Channels
-    link: Link
+    link: EgressLink
     instance: kv_pb2.Instance
     spans: Recorder
     notify: Notify
-    dialer: LaneDialer
-    lanes: LaneServer
-    beside: Beside
+    dialer: TransportDialer
+    lanes: TransportListener
+    beside: ThreadOffload
 
     def hello(self) -> kv_pb2.StreamHello:
         """First message of the KV streams that this instance opens."""
@@ -141,8 +147,8 @@ async def run_instance(
     """
     decode = kind == kv_pb2.INSTANCE_KIND_DECODE
     setup = await asyncio.to_thread(engine_setup, config, stages=stages, decode=decode)
-    await asyncio.to_thread(land.prepare)
-    await asyncio.to_thread(chains.prepare)
+    await asyncio.to_thread(copy_verified.prepare)
+    await asyncio.to_thread(native_library.prepare)
     log.info("starting engine", model=setup.model.name, dtype=setup.spec.dtype, blocks=setup.spec.blocks, stages=stages)
     if setup.spec.emulated is not None:
         context.spans.instant("engine.emulated", **setup.spec.emulated.describe())
@@ -151,11 +157,11 @@ async def run_instance(
         channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
         started = start(setup.spec, start_timeout_s=config.start_timeout_s, on_loading=context.loading)
         engine = await stack.enter_async_context(started)
-        bell = Bell()
+        bell = ChangeBell()
         instance = context.instance(kind, config.id, "")
-        link = Link(setup.link_rate)
-        dialer, lanes = lanes_of(config, engine, instance)
-        beside = Beside(stack.enter_context(ThreadPoolExecutor(BESIDE_THREADS, "beside")))
+        link = EgressLink(setup.link_rate)
+        dialer, lanes = open_transports(config, engine, instance)
+        beside = ThreadOffload(stack.enter_context(ThreadPoolExecutor(BESIDE_THREADS, "beside")))
         kv = link, instance, context.spans, bell.ring, dialer, lanes
         shared = InstanceContext(setup, engine, channels, *kv, beside)
         service, contract = build(shared)
@@ -165,7 +171,7 @@ async def run_instance(
         await stack.enter_async_context(lanes.running(config))
         server = await stack.enter_async_context(serving(config.listen, [contract], security=security))
         instance.address = config.advertised(server.port)
-        agent = Joining(
+        agent = ClusterMembership(
             channels,
             config.conductor,
             conductor_pb2.JoinHello(
@@ -182,7 +188,7 @@ async def run_instance(
             HeldKeys(1, lambda _: service.manager.keys()),
             service.drain,
             service.replicate,
-            (lambda wanted: _change_role(context, kind, wanted)) if config.either_role else no_role,
+            (lambda wanted: _change_role(context, kind, wanted)) if config.either_role else keep_role,
             bell=bell,
         )
         lifecycle = _Lifecycle(service, agent, engine, server, config.drain_s)
@@ -199,18 +205,20 @@ def _change_role(
         context.stopping.set()
 
 
-def lanes_of(config: LaneConfig, engine: Engine, instance: kv_pb2.Instance) -> tuple[LaneDialer, LaneServer]:
+def open_transports(
+    config: TransportConfig, engine: Engine, instance: kv_pb2.Instance
+) -> tuple[TransportDialer, TransportListener]:
     """Both ends of an instance's lanes; peers may read its pool.
 
     Raises:
         ConfigError: a setting cannot be used.
     """
-    settings = LaneSettings.of(config)
+    settings = TransportSettings.of(config)
 
-    def shared() -> list[Shared]:
-        return [Shared(fd, data) for fd, data in engine.pool.shared()]
+    def shared() -> list[SharedRegion]:
+        return [SharedRegion(fd, data) for fd, data in engine.pool.shared()]
 
-    return LaneDialer(settings, shared), LaneServer(settings, instance.incarnation)
+    return TransportDialer(settings, shared), TransportListener(settings, instance.incarnation)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,7 +226,7 @@ class _Lifecycle:
     """Serves, then drains; ends at once when the engine dies."""
 
     service: EngineService
-    agent: Joining
+    agent: ClusterMembership
     engine: Engine
     server: RunningServer
     drain_s: float

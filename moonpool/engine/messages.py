@@ -11,14 +11,16 @@ by one `Fetched` of each stage.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from moonpool.cost import Speeds
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
 from moonpool.logprobs import Logprobs
-from moonpool.sched.steps import Several
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.steps import SampledCandidates
 
 STEP_TOKENS = 512
 """Tokens of the largest step, unless told otherwise."""
+
+
 MAX_FETCHES = 64
 """Fetches that are not answered yet, at most."""
 
@@ -46,11 +48,11 @@ class EngineSpec:
     core_share: int = 1
     """Of the cores, relative to the shares of the others, while all compute."""
     device: str = "cpu"
-    """Device of the first stage, as `moonpool.engine.devices.names` has them; further stages are on the next ones."""
+    """Device of the first stage, as `moonpool.platforms.names` has them; further stages are on the next ones."""
     graphs: bool = True
     """Decode steps are captured as graphs, where the device is not a plain CPU; of no use to prefill."""
     sketch: bool = False
-    """The output head is held as bytes, too (`kernels.sketch`), on a plain CPU; of no use to prefill."""
+    """The output head is held as bytes, too (`kernels.int8_head`), on a plain CPU; of no use to prefill."""
     deterministic: bool = False
     """Results of a sequence do not depend on what else is in a step."""
     max_tokens: int = 0
@@ -68,7 +70,7 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class StepDone:
+class StageDone:
     """One stage is done with a step and touches its blocks no more."""
 
     step_id: int
@@ -79,7 +81,7 @@ class StepDone:
     """Not all layers were computed; nothing was sampled."""
     start_ns: int
     end_ns: int
-    several: Mapping[int, Several] = field(default_factory=dict)
+    several: Mapping[int, SampledCandidates] = field(default_factory=dict)
     """As in `StepResult`, and so are the others."""
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     scores: Mapping[int, Logprobs] = field(default_factory=dict)
@@ -88,12 +90,12 @@ class StepDone:
     """No further step of the run follows."""
     share: float = 1.0
     waited_ns: int = 0
-    earlier: "tuple[StepDone, ...]" = ()
+    earlier: "tuple[StageDone, ...]" = ()
     """Steps of the same run that were over before and not told, the first one first; they have none themselves."""
 
 
 @dataclass(frozen=True, slots=True)
-class OpenGate:
+class OpenKVGate:
     """The prefix's slices of this layer and all lower ones are in the pool."""
 
     step_id: int
@@ -101,7 +103,7 @@ class OpenGate:
 
 
 @dataclass(frozen=True, slots=True)
-class DropShare:
+class DropSequence:
     """One sequence's share of the step counts for nothing; gates may open without its prefix from now on."""
 
     step_id: int
@@ -110,14 +112,14 @@ class DropShare:
 
 
 @dataclass(frozen=True, slots=True)
-class AbortStep:
+class AbortStageStep:
     """Give the step up before its next layer."""
 
     step_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class CutRun:
+class StopRun:
     """End the run with the step that is being computed."""
 
     step_id: int
@@ -126,7 +128,7 @@ class CutRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class FetchBlocks:
     """The pool is to have all that the stage knows of some blocks.
 
     Where steps compute elsewhere, part-filled ones are there alone. No step that has been sent writes to them.
@@ -137,7 +139,7 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class BlocksFetched:
     """A stage's answer to `Fetch`."""
 
     number: int
@@ -157,7 +159,7 @@ class StageSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LayersLoaded:
     """A stage has loaded so many of its layers; told layer by layer."""
 
     layers: int
@@ -165,7 +167,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class OnDevice:
+class DeviceFootprint:
     """Bytes of one stage in the memory of its device.
 
     Attributes:
@@ -212,7 +214,7 @@ class Footprint:
     pool: int
     work: int
     formats: int
-    device: OnDevice | None = None
+    device: DeviceFootprint | None = None
 
     @property
     def bound(self) -> int:
@@ -227,7 +229,7 @@ class Footprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class WorkerReady:
     """The stage has loaded its layers and is linked to its neighbours."""
 
     load_s: float
@@ -241,7 +243,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class WorkerFailed:
     """The worker cannot go on; it exits after this message."""
 
     message: str
@@ -254,3 +256,7 @@ class Failed:
 @dataclass(frozen=True, slots=True)
 class Shutdown:
     """Finish the steps already sent, then exit."""
+
+
+WRITE_BACK_SHARE = 4
+"""Write-back holds this part of the pool at most, unless told otherwise."""

@@ -29,7 +29,7 @@ def wire_of(kind: str, *, nccl: bool | None = None) -> Wire:
     """What carries the tensors of stages that are all on devices of a kind.
 
     Args:
-        kind: of `moonpool.engine.devices.names`.
+        kind: of `moonpool.platforms.names`.
         nccl: whether torch has it; None = look.
     """
     has_nccl = dist.is_nccl_available() if nccl is None else nccl

@@ -19,28 +19,25 @@ from moonpool.checkpoint import (
     weights_fingerprint,
 )
 from moonpool.config import PeerAddresses
-from moonpool.core.draws import draw_bits
-from moonpool.cost import Speeds
-from moonpool.drive.config import CoreServiceConfig
-from moonpool.engine.cores import default_page
-from moonpool.engine.devices.names import DeviceName
-from moonpool.engine.emulated.noise import Noise
-from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, emulated_profile, load_profile
-from moonpool.engine.incoming import IncomingRequest
-from moonpool.engine.messages import STEP_TOKENS, EngineSpec
+from moonpool.engine.cpu_sharing import default_core_page
+from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
+from moonpool.engine.messages import STEP_TOKENS, WRITE_BACK_SHARE, EngineSpec
+from moonpool.engine.request import IncomingRequest
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import KVLayout
-from moonpool.streams.lanes.settings import LaneConfig
+from moonpool.platforms.names import DeviceName
+from moonpool.runtime.driver import CoreServiceConfig
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.state_machine import draw_bits
+from moonpool.transport.config import TransportConfig
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 DEFAULT_KV_BYTES = 256 << 20
 """Bytes of the KV pool, unless told otherwise."""
-WRITE_BACK_SHARE = 4
-"""Write-back holds this part of the pool at most, unless told otherwise."""
 
 
-class EngineConfig(CoreServiceConfig, LaneConfig):
+class EngineConfig(CoreServiceConfig, TransportConfig):
     """Flags that prefill and decode share."""
 
     conductor: PeerAddresses = Field(
@@ -219,7 +216,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     model = load_config(folder)
     emulated = emulated_profile(config.engine, config.time_scale)
     if emulated is not None:
-        compute = EmulatedCompute(*emulated, decode, model.vocab_size, _ends(model), _noise(config))
+        compute = EmulatedCompute(*emulated, decode, model.vocab_size, _end_tokens(model), _emulation_noise(config))
         return _emulated_setup(config, folder, model, stages, compute)
     for name in ("emulated_jitter", "emulated_speed_error", "emulated_slowdown"):
         if getattr(config, name):
@@ -236,26 +233,26 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         step_tokens=config.most_step_tokens,
         stages=stages,
         threads=config.threads,
-        core_page=(config.core_page or str(default_page())) if lends else "",
+        core_page=(config.core_page or str(default_core_page())) if lends else "",
         core_share=config.core_share,
         device=config.device,
         graphs=decode and config.cuda_graphs == "auto",
         sketch=decode and stages == 1 and config.head_sketch == "auto",
         deterministic=config.deterministic,
         max_tokens=longest,
-        speeds=_calibrated(config.profile, layout),
+        speeds=_calibrated_speeds(config.profile, layout),
     )
-    return _setup(config, model, spec, _computed_by(weights_fingerprint(folder), spec))
+    return _instance_setup(config, model, spec, _compute_fingerprint(weights_fingerprint(folder), spec))
 
 
-def _computed_by(fingerprint: bytes, spec: EngineSpec) -> bytes:
+def _compute_fingerprint(fingerprint: bytes, spec: EngineSpec) -> bytes:
     """The fingerprint of what KV is computed by: weights, and their type where the layout does not tell it."""
     if not spec.layout.scale_bytes:
         return fingerprint
     return blake3(b"moonpool quantised kv v1\0" + spec.dtype.encode() + b"\0" + fingerprint).digest()
 
 
-def _calibrated(profile: str, layout: KVLayout) -> Speeds | None:
+def _calibrated_speeds(profile: str, layout: KVLayout) -> Speeds | None:
     """The speeds of a calibration; None without one.
 
     Raises:
@@ -302,15 +299,15 @@ def _emulated_setup(
         emulated=emulated,
     )
     # Never the fingerprint of real weights; the same for all who emulate the same, whatever their time scale.
-    return _setup(config, model, spec, blake3(b"moonpool emulated kv v1\0" + profile.name.encode()).digest())
+    return _instance_setup(config, model, spec, blake3(b"moonpool emulated kv v1\0" + profile.name.encode()).digest())
 
 
-def _noise(config: EngineConfig) -> Noise:
+def _emulation_noise(config: EngineConfig) -> Noise:
     seed = draw_bits(config.emulated_seed, zlib.crc32(config.id.encode()))
     return Noise(seed, config.emulated_jitter, config.emulated_speed_error, config.emulated_slowdown)
 
 
-def _setup(config: EngineConfig, model: ModelConfig, spec: EngineSpec, fingerprint: bytes) -> EngineSetup:
+def _instance_setup(config: EngineConfig, model: ModelConfig, spec: EngineSpec, fingerprint: bytes) -> EngineSetup:
     info = conductor_pb2.ModelInfo(
         name=model_name(config.model),
         namespace=namespace(fingerprint, spec.layout),
@@ -346,5 +343,5 @@ def _check_emulated(sampling: kv_pb2.Sampling) -> None:
             raise InvalidRequest(f"sequence.sampling.{name}", "emulated engines have no probabilities")
 
 
-def _ends(model: ModelConfig) -> frozenset[int]:
+def _end_tokens(model: ModelConfig) -> frozenset[int]:
     return frozenset(model.eos_token_ids)

@@ -25,39 +25,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from moonpool.engine.channel import BlockingChannel, ChannelClosed
-from moonpool.engine.devices.names import DeviceName
-from moonpool.engine.gates import Gates
+from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import (
     MAX_FETCHES,
-    AbortStep,
-    CutRun,
-    DropShare,
+    AbortStageStep,
+    DropSequence,
     EngineSpec,
-    Failed,
-    Fetch,
+    FetchBlocks,
     Footprint,
-    Loaded,
-    OpenGate,
-    Ready,
+    LayersLoaded,
+    OpenKVGate,
     Shutdown,
     StageSpec,
+    StopRun,
+    WorkerFailed,
+    WorkerReady,
 )
 from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.sched.steps import Step
+from moonpool.platforms.names import DeviceName
+from moonpool.scheduling.steps import Step
 
 if TYPE_CHECKING:
-    from moonpool.engine.step import StageRunner
+    from moonpool.engine.model_runner import StageRunner
+
 
 _ORPHANED = 70  # exit code when the channel closed under us
+
+
 _FAILED = 1
 
 
-class Receiver:
+class OrderReceiver:
     """Reads the channel in a thread of its own, so that gates, aborts and the parent's death are heard at any time."""
 
-    def __init__(self, channel: BlockingChannel, gates: Gates, stages: int, rendezvous: str) -> None:
+    def __init__(self, channel: BlockingChannel, gates: KVGates, stages: int, rendezvous: str) -> None:
         # The parent never has more than `stages` steps in flight, and so many fetches; one more place is for Shutdown.
-        self.orders: queue.Queue[Step | Fetch | Shutdown] = queue.Queue(stages + MAX_FETCHES + 1)
+        self.orders: queue.Queue[Step | FetchBlocks | Shutdown] = queue.Queue(stages + MAX_FETCHES + 1)
         self._channel = channel
         self._gates = gates
         self._rendezvous = rendezvous
@@ -66,7 +69,7 @@ class Receiver:
         """Starts the thread; it ends with the process."""
         threading.Thread(target=self._run, name="receiver", daemon=True).start()
 
-    def next_order(self, *, wait: bool) -> Step | Fetch | Shutdown | None:
+    def next_order(self, *, wait: bool) -> Step | FetchBlocks | Shutdown | None:
         """The next order; None where there is none yet and it does not wait.
 
         There is no deadline: the process ends when the channel closes.
@@ -80,13 +83,13 @@ class Receiver:
         try:
             while True:
                 message = self._channel.receive()
-                if isinstance(message, OpenGate):
+                if isinstance(message, OpenKVGate):
                     self._gates.open(message.step_id, message.layer)
-                elif isinstance(message, DropShare):
+                elif isinstance(message, DropSequence):
                     self._gates.drop(message.step_id, message.index)
-                elif isinstance(message, CutRun):
+                elif isinstance(message, StopRun):
                     self._gates.cut(message.step_id, hurried=message.hurried)
-                elif isinstance(message, AbortStep):
+                elif isinstance(message, AbortStageStep):
                     self._gates.abort(message.step_id)
                 else:
                     self.orders.put_nowait(message)
@@ -99,11 +102,11 @@ class Receiver:
         os._exit(_ORPHANED)
 
 
-def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) -> "tuple[StageRunner, Footprint]":
+def load(spec: StageSpec, pool_fd: int, gates: KVGates, channel: BlockingChannel) -> "tuple[StageRunner, Footprint]":
     """Loads the stage's layers and meets the other stages; also returns what the process will hold in memory.
 
     Raises:
-        MoonpoolError: What cannot be had, as `moonpool.engine.start.start_engine` documents.
+        MoonpoolError: What cannot be had, as `moonpool.engine.executor.start_engine` documents.
     """
     gc.disable()  # importing makes no garbage, and looking for it takes a tenth of the time
     # What operators make of tensors without data, for compilers: registering it is a quarter of torch's import.
@@ -113,16 +116,22 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
     from kernels.native import library
     from moonpool.checkpoint import Tokenizer
     from moonpool.checkpoint.formats import load_config
-    from moonpool.engine.captures import Captures
-    from moonpool.engine.devices.opening import open_device, place_on
-    from moonpool.engine.devices.tiers import ring_bytes
-    from moonpool.engine.footprint import format_bytes, longest_tokens, near, on_device, resident_bytes, work_bytes
-    from moonpool.engine.graphs import DecodeGraphs
-    from moonpool.engine.masks import Masks
+    from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
+    from moonpool.engine.footprint import (
+        device_footprint,
+        grammar_bytes,
+        max_sequence_tokens,
+        near_memory_limit,
+        resident_bytes,
+        work_bytes,
+    )
+    from moonpool.engine.model_runner import StageRunner
     from moonpool.engine.pipeline import Links, NoLinks, StageLinks, wire_of
-    from moonpool.engine.step import StageRunner
+    from moonpool.engine.structured_output import MaskBuilder
     from moonpool.kv.pool import PoolPart
-    from moonpool.model.load import load_stage, torch_dtype
+    from moonpool.models.loader import load_stage, torch_dtype
+    from moonpool.platforms.kv_memory import staging_bytes
+    from moonpool.platforms.stage_platform import open_device, stage_platform
 
     gc.freeze()  # what stays for ever is not looked at again
     gc.enable()
@@ -143,10 +152,10 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         "cpu" if device is None else device.torch_device,
         deterministic=engine.deterministic,
         sketched=engine.sketch and device is None,
-        on_layer=lambda done, of: channel.send(Loaded(done, of)),
+        on_layer=lambda done, of: channel.send(LayersLoaded(done, of)),
     )
-    sizes = on_device(config, engine, weights=model.weight_bytes, pool=part.nbytes, ring=ring_bytes(part))
-    place = place_on(device, part, lambda error: _end(channel, error), sizes.work + sizes.graphs)
+    sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=part.nbytes, ring=staging_bytes(part))
+    place = stage_platform(device, part, lambda error: _end_process(channel, error), sizes.work + sizes.graphs)
     links: Links = NoLinks()
     if engine.stages > 1:
         links = StageLinks(
@@ -160,7 +169,7 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         )
     native = library.get() if model.native else None
     work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
-    formats = format_bytes(config) if model.is_last else 0
+    formats = grammar_bytes(config) if model.is_last else 0
     held = None if device is None else sizes
     footprint = Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work, formats, held)
     masks = None
@@ -168,15 +177,15 @@ def load(spec: StageSpec, pool_fd: int, gates: Gates, channel: BlockingChannel) 
         aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if native is not None:
             aside = native.aside
-        full = partial(near, footprint.bound)
-        masks = Masks(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside, full)
+        full = partial(near_memory_limit, footprint.bound)
+        masks = MaskBuilder(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside, full)
     runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
     if native is not None:
         had = native.had
         runner.share = lambda steps: had()
     if device is not None and engine.graphs:
-        longest = longest_tokens(config, engine)
-        runner.graphs = DecodeGraphs(device, model, place.memory, Captures(longest), longest)
+        longest = max_sequence_tokens(config, engine)
+        runner.graphs = DecodeGraphs(device, model, place.memory, GraphCache(longest), longest)
     return runner, footprint
 
 
@@ -187,8 +196,8 @@ def computing(runner: "StageRunner") -> str:
     return f"{model.kernels}, {layers}{graphs}"
 
 
-def turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractContextManager[None]]:
-    """What each step runs in: as many cores as are ours while it does (`moonpool.engine.cores`).
+def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractContextManager[None]]:
+    """What each step runs in: as many cores as are ours while it does (`moonpool.engine.cpu_sharing`).
 
     Native kernels look at that themselves, before each of their regions, and the `runner`'s patient steps give way to
     others. Torch's threads are set per step, unless results are to be the same whatever else runs.
@@ -199,14 +208,14 @@ def turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractCon
     import torch
 
     from kernels.native import library
-    from moonpool.engine.cores import SLOTS, Cores, Turns, default_page
+    from moonpool.engine.cpu_sharing import SLOTS, CpuSlot, StepTurns, default_core_page
 
     if not engine.core_page:
         return contextlib.nullcontext
     try:
-        cores = Cores.claim(Path(engine.core_page), engine.core_share)
+        cores = CpuSlot.claim(Path(engine.core_page), engine.core_share)
     except ConfigError as error:
-        if Path(engine.core_page) != default_page():  # somebody asked for it
+        if Path(engine.core_page) != default_core_page():  # somebody asked for it
             raise
         sys.stderr.write(f"cores are not lent: {error}\n")
         torch.set_num_threads(min(engine.threads, max(1, len(os.sched_getaffinity(0)) // engine.stages)))
@@ -214,7 +223,7 @@ def turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractCon
     kernels = library.get() if runner.model.native else None
     if kernels is not None:
         kernels.lend(cores.address, SLOTS, cores.own)
-        its = Turns(kernels.others_compute, kernels.had)
+        its = StepTurns(kernels.others_compute, kernels.had)
         runner.give_way, runner.share = its.give_way, its.share
         return cores.computing
 
@@ -229,14 +238,14 @@ def turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractCon
 def serve(channel: BlockingChannel, pool_fd: int) -> None:
     """Loads, then runs steps until told to shut down."""
     spec: StageSpec = channel.receive()
-    gates = Gates()
-    receiver = Receiver(channel, gates, spec.engine.stages, spec.rendezvous)
+    gates = KVGates()
+    receiver = OrderReceiver(channel, gates, spec.engine.stages, spec.rendezvous)
     receiver.start()
     begin = time.monotonic()
     runner, footprint = load(spec, pool_fd, gates, channel)
-    turn = turns(spec.engine, runner)
+    turn = step_turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    channel.send(Ready(time.monotonic() - begin, peak_bytes, footprint, computing(runner)))
+    channel.send(WorkerReady(time.monotonic() - begin, peak_bytes, footprint, computing(runner)))
 
     def run(step: Step | None) -> bool:
         with turn():
@@ -250,7 +259,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
                 goes_on = run(None)
             runner.close()
             return
-        if isinstance(order, Fetch):
+        if isinstance(order, FetchBlocks):
             runner.fetch(order)
         else:
             goes_on = run(order)
@@ -270,18 +279,18 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         serve(channel, args.pool)
     except Exception as error:
-        _end(channel, error)
+        _end_process(channel, error)
     _exit(0)
 
 
-def _end(channel: BlockingChannel, error: BaseException) -> NoReturn:
+def _end_process(channel: BlockingChannel, error: BaseException) -> NoReturn:
     """Ends the process for an error of any of its threads."""
     if isinstance(error, ChannelClosed):
         _exit(_ORPHANED)
     if isinstance(error, MoonpoolError):
-        _exit(_report(channel, Failed(error.message, type(error).__name__, getattr(error, "field", ""))))
+        _exit(_report(channel, WorkerFailed(error.message, type(error).__name__, getattr(error, "field", ""))))
     traceback.print_exception(error)
-    _exit(_report(channel, Failed(f"{type(error).__name__}: {error}")))
+    _exit(_report(channel, WorkerFailed(f"{type(error).__name__}: {error}")))
 
 
 def _exit(code: int) -> NoReturn:
@@ -290,7 +299,7 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _report(channel: BlockingChannel, failure: Failed) -> int:
+def _report(channel: BlockingChannel, failure: WorkerFailed) -> int:
     try:
         channel.send(failure)
     except ChannelClosed:

@@ -1,17 +1,22 @@
-"""What a stored block is: its format, its identity, and its bytes while they lie in DRAM."""
+"""Blocks as stores and engines hold them: format, identity, bytes in DRAM, tables by key, and net changes.
+
+A `PartTable` is cut into parts, the same for every table, so no step over a table is long. Keys are hashes, so their
+first bits choose the part.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from moonpool.errors import InvalidRequest
 from moonpool.frozen import frozen
-from moonpool.kv.hashes import bind, slice_hash
-from moonpool.kv.keys import KEY_BYTES, BlockKey
+from moonpool.kv.keys import KEY_BYTES, BlockKey, bind, slice_hash
 from moonpool.kv.layout import KVLayout
 
 NO_PARENT = BlockKey(bytes(KEY_BYTES))
 """Parent of a block whose writer did not name one."""
+
 
 MAX_TENANT_BYTES = 1024
 """Longest tenant name, as UTF-8."""
@@ -97,3 +102,127 @@ class DramBlock:
         """Whether all bytes still match their hashes."""
         layers = range(self.info.format.layout.layers)
         return all(bind(slice_hash(self.slice(n)), self.info.key, n) == self.hashes[n] for n in layers)
+
+
+Value = TypeVar("Value")
+
+
+PARTS = 256
+
+
+class PartTable(Generic[Value]):
+    """Values by block key.
+
+    Attributes:
+        parts: the dicts, by the key's first byte; who looks up many keys may do so here.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[dict[BlockKey, Value]] = [{} for _ in range(PARTS)]
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.parts[key[0]]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        for part in self.parts:
+            yield from part
+
+    def __getitem__(self, key: BlockKey) -> Value:
+        return self.parts[key[0]][key]
+
+    def __setitem__(self, key: BlockKey, value: Value) -> None:
+        self.parts[key[0]][key] = value
+
+    def __delitem__(self, key: BlockKey) -> None:
+        del self.parts[key[0]][key]
+
+    def get(self, key: BlockKey) -> Value | None:
+        """The key's value; None when it has none."""
+        return self.parts[key[0]].get(key)
+
+    def pop(self, key: BlockKey) -> Value:
+        """Takes the key's value out.
+
+        Raises:
+            KeyError: it has none.
+        """
+        return self.parts[key[0]].pop(key)
+
+    def values(self) -> Iterator[Value]:
+        """All values."""
+        for part in self.parts:
+            yield from part.values()
+
+    def items(self) -> Iterator[tuple[BlockKey, Value]]:
+        """All keys with their values."""
+        for part in self.parts:
+            yield from part.items()
+
+
+STORED, COLD, COOLED, REMOVED = range(4)
+
+
+class KeyChanges(NamedTuple):
+    """Net changes of the set of held keys; no key is both stored and removed.
+
+    Attributes:
+        stored: held from now on.
+        removed: not held any more.
+        cooled: of the stored ones and of those held before: in no memory from now on, only on SSD. Who stores a key
+            again has it in memory again.
+    """
+
+    stored: Iterable[bytes] = ()
+    removed: Iterable[bytes] = ()
+    cooled: Iterable[bytes] = ()
+
+
+class NetChanges:
+    """Changes that somebody has not heard of yet: only what became of a key last, in the order of the last changes.
+
+    So memory is bounded by the number of distinct keys, and the order of the lists is of no consequence.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        """Keys that have changed."""
+        return len(self._last)
+
+    def note(self, stored: Iterable[bytes] = (), removed: Iterable[bytes] = (), cooled: Iterable[bytes] = ()) -> None:
+        """Takes changes, in this order; a key that is cooled was held before."""
+        last = self._last
+        for keys, change in ((stored, STORED), (removed, REMOVED)):
+            for key in keys:
+                last.pop(key, None)  # at the end again
+                last[key] = change
+        for key in cooled:
+            before = last.pop(key, COOLED)
+            last[key] = COOLED if before == COOLED else COLD
+
+    def take(self, max_keys: int | None = None) -> KeyChanges:
+        """Takes the oldest changes out, of so many keys at most."""
+        last = self._last
+        if max_keys is None or len(last) <= max_keys:
+            taken, self._last = last, {}
+        else:
+            taken = {key: last.pop(key) for key, _ in zip(list(last), range(max_keys), strict=False)}
+        lists: tuple[list[bytes], list[bytes], list[bytes]] = ([], [], [])
+        stored, removed, cooled = lists
+        for key, change in taken.items():
+            if change == REMOVED:
+                removed.append(key)
+                continue
+            if change != COOLED:
+                stored.append(key)
+            if change != STORED:
+                cooled.append(key)
+        return KeyChanges(*lists)
+
+    def clear(self) -> None:
+        """Forgets all changes."""
+        self._last.clear()

@@ -1,9 +1,14 @@
-"""Frames: layer slices packed into payloads near one MiB, with a checksum of the header and a hash of every slice."""
+"""Frames: layer slices packed into payloads near one MiB, with a checksum of the header and a hash of every slice.
+
+A frame that brings a whole read or put has its header made from a template (`FrameShape`) and is known by its
+checksum: its slices come in one order, so packing and opening it slice by slice would cost time for nothing.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,18 +17,20 @@ from typing import NamedTuple
 import xxhash
 
 from moonpool.errors import FrameError
-from moonpool.kv.hashes import key_bindings, layer_binding, slice_hash
+from moonpool.kv.keys import key_bindings, layer_binding, slice_hash
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.scattered import Bytes, parts_of
+from moonpool.kv.pool import BytesLike, iovec_parts
 from moonpool.v1 import kv_pb2
 
 FRAME_BYTES = 1 << 20
 """Payload size aimed at: below it gRPC's cost per message shows, above it messages block the event loop."""
+
+
 MAX_FRAME_SLICES = 1024
 """Most slices in a frame, so that opening one is quick whatever their size."""
 
 
-class Run(NamedTuple):
+class SliceRun(NamedTuple):
     """Consecutive blocks of one layer, heads `[head_begin, head_end)`.
 
     Blocks are indices in the session's key list. `valid_tokens` counts the last block's; all others are full.
@@ -91,11 +98,11 @@ def checksum_of(session: int, generation: int, fields: Iterable[int], runs: int,
 
 @functools.lru_cache
 def _packing(runs: int, hashes: int) -> struct.Struct:
-    return struct.Struct(f"<QI{len(Run._fields) * runs}I{hashes}Q")
+    return struct.Struct(f"<QI{len(SliceRun._fields) * runs}I{hashes}Q")
 
 
-def _run_of(message: kv_pb2.SliceRun) -> Run:
-    return Run(
+def _run_of(message: kv_pb2.SliceRun) -> SliceRun:
+    return SliceRun(
         message.layer,
         message.first_block,
         message.block_count,
@@ -124,7 +131,7 @@ def pack_frames(
     whole = layout.slice_bytes <= target_bytes or layout.scale_bytes > 0
     all_heads = range(layout.kv_heads)
     for item in slices:
-        data = _cleaned(item, layout)
+        data = _zero_invalid(item, layout)
         heads = all_heads if item.heads is None else item.heads
         pieces = ((heads.start, heads.stop, data),) if whole else _pieces(data, heads, layout, target_bytes)
         for head_begin, head_end, piece in pieces:
@@ -136,11 +143,11 @@ def pack_frames(
         yield frame.finish(session, generation)
 
 
-class OpenRun(NamedTuple):
+class OpenedRun(NamedTuple):
     """A run as it came: all heads of the session, block after block, and the hashes that came with it, one a block."""
 
-    run: Run
-    data: Bytes
+    run: SliceRun
+    data: BytesLike
     hashes: Sequence[int]
 
 
@@ -166,10 +173,10 @@ class FrameOpener:
         self._bindings = None if keys is None else key_bindings(keys)
         whole = len(self._heads) == layout.kv_heads
         self._bytes = layout.slice_bytes if whole else part_bytes(self._heads, layout)
-        self._piece: tuple[Run, bytearray] | None = None  # the beginning of a slice that comes in pieces
+        self._piece: tuple[SliceRun, bytearray] | None = None  # the beginning of a slice that comes in pieces
         self.unfinished_bytes = 0
 
-    def open(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[tuple[Run, memoryview, Sequence[int]]]:
+    def open(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[tuple[SliceRun, memoryview, Sequence[int]]]:
         """Verifies a frame; returns its whole runs with their bytes, not copied but for slices in pieces.
 
         Raises:
@@ -183,8 +190,8 @@ class FrameOpener:
             opened.append((run, data, hashes))
         return opened
 
-    def parse(self, header: kv_pb2.FrameHeader, payload: Bytes) -> list[OpenRun]:
-        """As `open`, but the slices are not verified: who copies them does it (`moonpool.kv.landing`, `unbound`).
+    def parse(self, header: kv_pb2.FrameHeader, payload: BytesLike) -> list[OpenedRun]:
+        """As `open`, but the slices are not verified: who copies them does it (`moonpool.kv.native_copy`, `unbound`).
 
         Raises:
             FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
@@ -198,7 +205,7 @@ class FrameOpener:
         sizes = [run_bytes(run, self._layout) for run in runs]
         if sum(sizes) != payload.nbytes or sum([run.block_count for run in runs]) != len(hashes):
             raise FrameError(f"frame of session {session}: {payload.nbytes} bytes, its runs need {sum(sizes)}")
-        opened: list[OpenRun] = []
+        opened: list[OpenedRun] = []
         position = number = 0
         begin, end = self._heads.start, self._heads.stop
         for run, nbytes in zip(runs, sizes, strict=True):
@@ -210,10 +217,10 @@ class FrameOpener:
                 if whole is None:
                     continue
                 run, data = whole
-            opened.append(OpenRun(run, data, expected))
+            opened.append(OpenedRun(run, data, expected))
         return opened
 
-    def unbound(self, run: Run, hashes: Sequence[int]) -> Sequence[int]:
+    def unbound(self, run: SliceRun, hashes: Sequence[int]) -> Sequence[int]:
         """Hashes of a run's own bytes, one per block, from those that came with it.
 
         Raises:
@@ -229,13 +236,13 @@ class FrameOpener:
             value ^ layer ^ of_key for value, of_key in zip(hashes, bindings[first : first + len(hashes)], strict=True)
         ]
 
-    def _pieced(self, run: Run, data: Bytes) -> tuple[Run, memoryview] | None:
+    def _pieced(self, run: SliceRun, data: BytesLike) -> tuple[SliceRun, memoryview] | None:
         """Takes a piece of a slice; returns the slice when it is whole."""
         start = run._replace(head_begin=self._heads.start, head_end=run.head_begin)
         before, buffer = self._piece or (start._replace(head_end=self._heads.start), bytearray())
         if before != start or run.block_count != 1 or run.head_end > self._heads.stop:
             raise FrameError(f"{run}: not expected (heads {self._heads}, behind {before})")
-        for part in parts_of(data):
+        for part in iovec_parts(data):
             buffer += part
         before = start._replace(head_end=run.head_end)
         whole = run.head_end == self._heads.stop
@@ -243,7 +250,7 @@ class FrameOpener:
         self.unfinished_bytes = 0 if whole else len(buffer)
         return (before, memoryview(buffer)) if whole else None
 
-    def _verify(self, run: Run, data: memoryview, expected: Sequence[int]) -> None:
+    def _verify(self, run: SliceRun, data: memoryview, expected: Sequence[int]) -> None:
         size, at = self._bytes, 0
         for block, value in enumerate(expected, run.first_block):
             if slice_hash(data[at : at + size]) != value:
@@ -251,7 +258,7 @@ class FrameOpener:
             at += size
 
 
-def whole_runs(header: kv_pb2.FrameHeader, nbytes: int, layout: KVLayout) -> list[tuple[Run, list[int]]] | None:
+def whole_runs(header: kv_pb2.FrameHeader, nbytes: int, layout: KVLayout) -> list[tuple[SliceRun, list[int]]] | None:
     """What a frame with so many bytes of payload brings, if all of it is whole slices: runs and their slices' hashes.
 
     None where `FrameOpener.open` must look at it: some slices come in pieces, or something is wrong.
@@ -272,7 +279,7 @@ def whole_runs(header: kv_pb2.FrameHeader, nbytes: int, layout: KVLayout) -> lis
     return [(run, hashes[begin : begin + run.block_count]) for run, begin in zip(runs, ends, strict=False)]
 
 
-def run_bytes(run: Run, layout: KVLayout) -> int:
+def run_bytes(run: SliceRun, layout: KVLayout) -> int:
     """Payload bytes of a run.
 
     Raises:
@@ -292,7 +299,7 @@ def run_bytes(run: Run, layout: KVLayout) -> int:
     return block_count * (head_end - head_begin) * layout.head_bytes
 
 
-def split_run(run: Run, data: memoryview, layout: KVLayout) -> Iterator[tuple[int, int, memoryview]]:
+def split_run(run: SliceRun, data: memoryview, layout: KVLayout) -> Iterator[tuple[int, int, memoryview]]:
     """The parts of an opened run: (block index, byte offset in that block's layer slice, bytes to be put there)."""
     size = data.nbytes // run.block_count
     offset = run.head_begin * layout.head_bytes
@@ -300,7 +307,7 @@ def split_run(run: Run, data: memoryview, layout: KVLayout) -> Iterator[tuple[in
         yield run.first_block + index, offset, data[index * size : (index + 1) * size]
 
 
-def _cleaned(item: Slice, layout: KVLayout) -> memoryview:
+def _zero_invalid(item: Slice, layout: KVLayout) -> memoryview:
     """The slice's bytes, with invalid token slots zeroed in a copy where there are any."""
     whole = item.heads is None
     assert item.data.nbytes == (layout.slice_bytes if whole else part_bytes(item.heads, layout)), (
@@ -371,3 +378,73 @@ class _Frame:
                 valid_tokens=valid_tokens,
             )
         return header, self._pieces
+
+
+MAX_SHAPES = 64
+"""That are kept."""
+
+
+class FrameShape:
+    """Headers of frames with all full blocks of a session, some consecutive layers and heads of each.
+
+    Attributes:
+        cells: (layer, block) of each slice, in order.
+    """
+
+    def __init__(self, layers: range, blocks: int, heads: range, block_tokens: int) -> None:
+        runs = [SliceRun(layer, 0, blocks, heads.start, heads.stop, block_tokens) for layer in layers]
+        self.cells = [(layer, block) for layer in layers for block in range(blocks)]
+        self._of_layers = list(map(layer_binding, layers))
+        self._fields = tuple(itertools.chain.from_iterable(runs))
+        self._runs = len(runs)
+        self._template = kv_pb2.FrameHeader()
+        for run in runs:
+            self._template.runs.add(**run._asdict())
+
+    def header(self, session: int, generation: int, hashes: Sequence[int]) -> kv_pb2.FrameHeader:
+        """A frame's header, with the hashes of its slices in their order."""
+        header = kv_pb2.FrameHeader()
+        header.CopyFrom(self._template)
+        header.session = session
+        if generation:
+            header.generation = generation
+        header.slice_hashes.extend(hashes)
+        header.checksum = checksum_of(session, generation, self._fields, self._runs, hashes)
+        return header
+
+    def is_of(self, header: kv_pb2.FrameHeader) -> bool:
+        """Whether a header is one of these."""
+        return len(header.runs) == self._runs and header.checksum == checksum_of(
+            header.session, header.generation, self._fields, self._runs, header.slice_hashes
+        )
+
+    def bindings(self, keys: Sequence[bytes]) -> list[int]:
+        """What is XORed to the slices' hashes to bind them to their blocks' keys and their layers, or unbind them."""
+        of_keys = key_bindings(keys)
+        return [of_key ^ of_layer for of_layer in self._of_layers for of_key in of_keys]
+
+
+@functools.lru_cache(MAX_SHAPES)
+def frame_shape(layers: range, blocks: int, heads: range, block_tokens: int) -> FrameShape:
+    """The shape of frames with these layers and heads of so many full blocks; kept, as few are in use."""
+    return FrameShape(layers, blocks, heads, block_tokens)
+
+
+def shape_of(
+    header: kv_pb2.FrameHeader, layers: range, blocks: int, heads: range, block_tokens: int
+) -> FrameShape | None:
+    """The shape of a frame that has all of these slices; None when it has not, or in another order.
+
+    The header's runs are not looked at: they are those for which its checksum was made. Were they others all the same,
+    the slices would not have the hashes that are bound to these blocks and layers.
+    """
+    slices = len(header.slice_hashes)
+    if slices != len(layers) * blocks or slices > MAX_FRAME_SLICES:
+        return None
+    shape = frame_shape(layers, blocks, heads, block_tokens)
+    return shape if shape.is_of(header) else None
+
+
+def bind_all(hashes: Sequence[int], bindings: Sequence[int]) -> list[int]:
+    """Hashes bound to blocks and layers, or unbound from them (`FrameShape.bindings`)."""
+    return list(map(operator.xor, hashes, bindings))

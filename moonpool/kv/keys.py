@@ -1,7 +1,11 @@
-"""Identity of KV: namespaces, chained block keys, and how keys and tokens are packed into bytes.
+"""Identity of KV: namespaces, chained block keys, slice hashes, and how keys and tokens are packed into bytes.
 
 The same everywhere and for ever: nothing here depends on the process, the machine's byte order or a random seed.
-Changing any of it makes all stored KV unreachable; the golden vectors in the tests hold it still.
+Changing any of it makes all stored KV unreachable; golden vectors in the tests pin it.
+
+The hash of a layer slice is made once, by the process that computed the KV, and verified by the last that receives
+it. Engines hash a slice when its block is full or its prompt ends, with invalid token slots as zeros. The hash then
+lies beside the slice in the pool, in frames, in the kvstore's DRAM and in its records.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NewType
 
+import xxhash
 from blake3 import blake3
 
 from moonpool.errors import InvalidRequest
@@ -20,10 +25,19 @@ from moonpool.kv.layout import KVLayout
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes that identify a block's tokens, everything before them, the namespace and the tenant."""
 
+
 KEY_BYTES = 32
+
+
 _TOKEN_BYTES = 4
+
+
 _NAMESPACE_CONTEXT = b"moonpool kv namespace v1"
+
+
 _ANSWER_CONTEXT = b"moonpool answer tokens"
+
+
 _ROOT_CONTEXT = b"moonpool kv chain root v1"
 
 
@@ -118,3 +132,31 @@ def tokens_from_bytes(data: bytes, field: str = "token_ids") -> array[int]:
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens
+
+
+_MASK = (1 << 64) - 1
+
+
+_KEY = struct.Struct(f"<Q{KEY_BYTES - 8}x")
+
+
+_LAYER = 0x9E3779B97F4A7C15  # odd, so that no two layers of a block are bound alike
+
+
+slice_hash = xxhash.xxh3_64_intdigest
+"""xxh3-64 of a slice's bytes."""
+
+
+def bind(value: int, key: bytes, layer: int) -> int:
+    """Binds a hash to a block and a layer; binding twice gives the hash back."""
+    return value ^ int.from_bytes(key[:8], "little") ^ layer_binding(layer)
+
+
+def key_bindings(keys: Sequence[bytes]) -> list[int]:
+    """What `bind` XORs to a hash for each of many keys."""
+    return [start for (start,) in _KEY.iter_unpack(b"".join(keys))]
+
+
+def layer_binding(layer: int) -> int:
+    """What `bind` XORs to a hash for a layer."""
+    return layer * _LAYER & _MASK

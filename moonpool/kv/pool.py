@@ -1,8 +1,9 @@
-"""The paged KV memory of one instance, shared between its I/O process and its engine processes."""
+"""KV memory: an instance's paged pool, shared between its processes, and payloads in several pieces (iovecs)."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
@@ -12,10 +13,69 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonpool.errors import ConfigError
-from moonpool.kv.hashes import slice_hash
+from moonpool.kv.keys import slice_hash
 from moonpool.kv.layout import KVLayout
 
+_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
+
+
+_new_bytearray.argtypes, _new_bytearray.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
+
+
+def new_bytearray(nbytes: int) -> bytearray:
+    """Bytes that are not made zeros first; for who overwrites all of them."""
+    made: bytearray = _new_bytearray(None, nbytes)
+    return made
+
+
+def new_bytes(nbytes: int) -> memoryview:
+    """A view of a `new_bytearray`."""
+    return memoryview(new_bytearray(nbytes))
+
+
+class Iovec:
+    """Parts that count as one run of bytes; cut and copied like a memoryview.
+
+    Attributes:
+        parts: in order.
+        nbytes: of all.
+    """
+
+    __slots__ = ("nbytes", "parts")
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
+        self.parts = list(parts)
+        self.nbytes = sum(part.nbytes for part in self.parts)
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __getitem__(self, where: slice) -> Iovec:
+        """Some of the bytes: `[begin:end]`."""
+        begin, end, step = where.indices(self.nbytes)
+        assert step == 1, "bytes one behind the other"
+        found = []
+        for part in self.parts:
+            if begin < part.nbytes and end > 0:
+                found.append(part[max(begin, 0) : end])
+            begin, end = begin - part.nbytes, end - part.nbytes
+        return Iovec(found)
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.parts)
+
+
+BytesLike = memoryview | Iovec
+
+
+def iovec_parts(data: BytesLike) -> list[memoryview]:
+    """The places where bytes lie."""
+    return data.parts if isinstance(data, Iovec) else [data]
+
+
 _NUMBER_BYTES = 8
+
+
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
 
 

@@ -21,7 +21,7 @@ from typing_extensions import Buffer
 from moonpool.errors import InvalidRequest, PermissionDenied
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.layout import MAX_BLOCK_BYTES, KVLayout
-from moonpool.kv.scattered import new_bytearray
+from moonpool.kv.pool import new_bytearray
 
 MAX_VALUE_BYTES = MAX_BLOCK_BYTES
 MAX_KEY_BYTES = 4096

@@ -3,9 +3,9 @@
 Needs torch.
 """
 
-from moonpool.model.batch import PackedBatch
-from moonpool.model.load import load_stage, torch_dtype
-from moonpool.model.sampler import sample
-from moonpool.model.stage import StageModel
+from moonpool.models.batch import PackedBatch
+from moonpool.models.loader import load_stage, torch_dtype
+from moonpool.models.stage import StageModel
+from moonpool.sampling.sampler import sample
 
 __all__ = ["PackedBatch", "StageModel", "load_stage", "sample", "torch_dtype"]

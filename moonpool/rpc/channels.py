@@ -1,7 +1,11 @@
-"""Client connections: one channel per address, bounds on what is received, probes, and the KV streams' codecs."""
+"""Client connections: one channel per address, probes, and a monitor for peers that stop answering."""
+
+from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,8 +15,8 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from moonpool.errors import Unavailable
-from moonpool.rpc import codec
-from moonpool.rpc.limits import MESSAGE_BYTES
+from moonpool.rpc import messages
+from moonpool.rpc.messages import MESSAGE_BYTES
 from moonpool.rpc.tls import CHANNEL_OPTIONS, Tls
 from moonpool.rpc.tuning import LARGE_MESSAGE_OPTIONS
 
@@ -34,11 +38,12 @@ _OPTIONS: list[tuple[str, Any]] = [
     *LARGE_MESSAGE_OPTIONS,
 ]
 
+
 OLD_S = 3600.0
 """So long calls may go on over a connection whose certificates have changed since."""
 
+
 Metadata = tuple[tuple[str, str], ...]
-StreamOpener = Callable[..., "grpc.aio.StreamStreamCall[Any, Any]"]
 
 
 def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
@@ -90,7 +95,7 @@ def _checked(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a stub's method, with our deserialiser in the place of a message class' `FromString`."""
     cls = getattr(kwargs.get("response_deserializer"), "__self__", None)
     if isinstance(cls, type) and issubclass(cls, Message):
-        return {**kwargs, "response_deserializer": codec.plain_deserializer(cls)}
+        return {**kwargs, "response_deserializer": messages.plain_deserializer(cls)}
     return kwargs
 
 
@@ -186,21 +191,117 @@ async def probe(address: str, timeout_s: float, tls: Tls | None = None) -> None:
         raise Unavailable(f"{address} answers that it is not serving")
 
 
-def payload_stream(
-    channel: grpc.aio.Channel,
-    service: str,
-    method: str,
-    request_cls: type[Message],
-    response_cls: type[Message],
-) -> StreamOpener:
-    """A callable that opens the bidirectional stream `service`/`method`, as a generated stub's attribute would.
+QUIET_SHARE, PROBE_SHARE = 0.4, 0.3
+"""Shares of the silence: nothing has come for the first, then the peer is asked `ASKS` times for the second."""
 
-    On the stream, messages of a class with a `payload` field are `PayloadMessage`s, others plain messages, just as on
-    the server's side (see codec.py). For example `payload_stream(channel, "moonpool.v1.DecodeService", "ReceiveKV",
-    ReceiveKVRequest, ReceiveKVResponse)(timeout=...)`.
+
+PROBES = 2
+
+
+@dataclass(slots=True, eq=False)
+class MonitoredCall:
+    """A call that waits for the peer. `lost`: it was given up because the peer does not answer."""
+
+    give_up: Callable[[], object]
+    lost: bool = False
+
+
+class ConnectionMonitor:
+    """One peer's, for all calls to it over one connection.
+
+    While calls wait and nothing comes, the peer is asked whether it is there. When it does not say so, they are given
+    up. Who asks may be late himself, so one answer that does not come is not enough.
     """
-    return channel.stream_stream(
-        f"/{service}/{method}",
-        request_serializer=codec.serializer(request_cls),
-        response_deserializer=codec.deserializer(response_cls),
+
+    def __init__(self, ask: Callable[[float], Awaitable[None]], silence_s: float) -> None:
+        """Nothing happens before a call waits.
+
+        Args:
+            ask: asks, for an answer within so many seconds; raises TimeoutError when none comes.
+            silence_s: seconds after which calls are given up; 0 = never.
+        """
+        self._ask = ask
+        self._silence_s = silence_s
+        self._waiting: set[MonitoredCall] = set()
+        self._heard_at = 0.0
+        self._watching: asyncio.Task[None] | None = None
+
+    def begin(self, give_up: Callable[[], object]) -> MonitoredCall:
+        """A call waits from now on, until `end`."""
+        one = MonitoredCall(give_up)
+        if not self._waiting:
+            self.heard()  # nobody waited: its silence begins now
+        self._waiting.add(one)
+        if self._silence_s and (self._watching is None or self._watching.done()):
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+        return one
+
+    def end(self, one: MonitoredCall) -> None:
+        """A call waits no more; may be called again."""
+        self._waiting.discard(one)
+
+    @contextmanager
+    def waiting(self, give_up: Callable[[], object]) -> Iterator[MonitoredCall]:
+        """While the body runs a call waits; the peer was heard when it is left without an error."""
+        one = self.begin(give_up)
+        try:
+            yield one
+            self.heard()
+        finally:
+            self.end(one)
+
+    async def aclose(self) -> None:
+        """Ends watching; may be called again."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+    def heard(self) -> None:
+        """Something came."""
+        self._heard_at = asyncio.get_running_loop().time()
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            left_s = self._heard_at + QUIET_SHARE * self._silence_s - loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            elif await self._is_there():
+                self.heard()
+            else:
+                self._give_up()
+
+    async def _is_there(self) -> bool:
+        since = self._heard_at
+        for _ in range(PROBES):
+            try:
+                await self._ask(PROBE_SHARE * self._silence_s)
+            except TimeoutError:
+                if self._heard_at == since:
+                    continue
+            return True
+        return False
+
+    def _give_up(self) -> None:
+        lost, self._waiting = self._waiting, set()
+        for one in lost:
+            one.lost = True
+            one.give_up()
+
+
+async def check_health(channel: grpc.aio.Channel, timeout_s: float) -> None:
+    """Asks the service behind a channel whether it is there, for `Pulse`.
+
+    Raises:
+        TimeoutError: no answer came. Any other is one; and of a broken connection its calls hear themselves.
+    """
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
     )
+    try:
+        await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise TimeoutError from None

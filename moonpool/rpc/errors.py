@@ -4,11 +4,8 @@ The detail travels in trailing metadata. RESOURCE_EXHAUSTED alone is also gRPC's
 `Overloaded` exists only with its detail.
 """
 
-import asyncio
-import inspect
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -32,19 +29,25 @@ from moonpool.errors import (
     Unavailable,
     Unsupported,
 )
-from moonpool.rpc.peers import PeerCalls
-from moonpool.rpc.roles import Gate
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 
 DETAIL_KEY = "moonpool-error-bin"
+
+
 # Metadata is limited to 8 KiB by default. The text travels twice: as bytes in the detail (base64), and as the status'
 # message, in which a byte beyond ASCII takes three.
 _TEXT_BYTES = 1000
+
+
 _OVERSIZE = ("CLIENT: Sent message larger than max", "SERVER: Received message larger than max")  # gRPC's own words
+
+
 _HIDDEN = "internal error; the service's log tells more"
 
+
 log = get_logger(__name__)
+
 
 _TABLE: dict[type[MoonpoolError], tuple[grpc.StatusCode, kv_pb2.ErrorKind.ValueType]] = {
     InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, kv_pb2.ERROR_KIND_INVALID),
@@ -69,7 +72,7 @@ def to_status(exc: BaseException) -> tuple[grpc.StatusCode, str, kv_pb2.ErrorDet
     A group of exceptions counts as its first leaf if all leaves are ours. What is not in the table (foreign exceptions,
     and errors that have no business on the wire such as ConfigError) becomes INTERNAL without its text.
     """
-    error = _leaf(exc)
+    error = _first_leaf(exc)
     if isinstance(error, TimeoutError):
         error = DeadlineExceeded("a wait inside the service took too long")
     elif isinstance(error, NotImplementedError):  # what protobuf's generated base classes raise
@@ -129,6 +132,8 @@ _UNREACHED = re.compile(
     r"failed to connect to all addresses; last error: \w+: ipv[46]:(\S+): (?:Failed to connect to remote host: )?"
 )
 """How gRPC says that nobody listens at an address."""
+
+
 _BARE: dict[grpc.StatusCode, Callable[[str], MoonpoolError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: partial(InvalidRequest, ""),
     grpc.StatusCode.UNAVAILABLE: Unavailable,
@@ -162,100 +167,9 @@ def _detail(metadata: Iterable[Any]) -> kv_pb2.ErrorDetail | None:
     return None
 
 
-def _leaf(exc: BaseException) -> BaseException:
+def _first_leaf(exc: BaseException) -> BaseException:
     """The exception that a group stands for: its first leaf if all leaves are ours, else the first that is not."""
     if not isinstance(exc, BaseExceptionGroup):
         return exc
-    leaves = [_leaf(inner) for inner in exc.exceptions]
+    leaves = [_first_leaf(inner) for inner in exc.exceptions]
     return next((leaf for leaf in leaves if not isinstance(leaf, MoonpoolError)), leaves[0])
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps what a servicer raises to status codes, for all four kinds of call, and logs what is not ours.
-
-    Counts the calls of each peer, and refuses those beyond the limits and of those who may not call.
-
-    Cancellation passes through. A method that answers with a stream may be an async generator or use `context.write`; a
-    generator is closed in the call's own task, so that its `finally` runs at once when the client has left.
-    """
-
-    def __init__(self, peers: PeerCalls, gate: Gate | None = None) -> None:
-        """Take the counts of calls, and who decides on callers; None: everybody may call everything."""
-        self._peers = peers
-        self._gate = gate
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Wrap the method's handler."""
-        handler: Any = await continuation(handler_call_details)
-        if handler is None:
-            return handler
-        method = handler_call_details.method
-        if handler.request_streaming and handler.response_streaming:
-            make, behavior, streaming = grpc.stream_stream_rpc_method_handler, handler.stream_stream, True
-        elif handler.response_streaming:
-            make, behavior, streaming = grpc.unary_stream_rpc_method_handler, handler.unary_stream, True
-        elif handler.request_streaming:
-            make, behavior, streaming = grpc.stream_unary_rpc_method_handler, handler.stream_unary, False
-        else:
-            make, behavior, streaming = grpc.unary_unary_rpc_method_handler, handler.unary_unary, False
-        counted = partial(_call_of, self._peers, self._gate, method, handler.request_streaming)
-        guarded = _guard_stream(method, behavior, counted) if streaming else _guard_unary(method, behavior, counted)
-        return make(guarded, handler.request_deserializer, handler.response_serializer)
-
-
-Behavior = Callable[[Any, Any], Any]
-Counted = Callable[[Any], AbstractContextManager[None]]
-
-
-@contextmanager
-def _call_of(peers: PeerCalls, gate: Gate | None, method: str, stream: bool, context: Any) -> Iterator[None]:
-    with peers.call(context.peer(), stream=stream):
-        if gate is not None:
-            gate.admit(method, context)
-        yield
-
-
-def _guard_unary(method: str, behavior: Behavior, counted: Counted) -> Behavior:
-    async def guarded(request: Any, context: Any) -> Any:
-        try:
-            with counted(context):
-                return await behavior(request, context)
-        except Exception as exc:
-            await _abort(method, context, exc)
-
-    return guarded
-
-
-def _guard_stream(method: str, behavior: Behavior, counted: Counted) -> Behavior:
-    async def guarded(request: Any, context: Any) -> None:
-        try:
-            with counted(context):
-                answer = behavior(request, context)
-                if inspect.isawaitable(answer):
-                    await answer
-                    return
-                async with aclosing(answer) as responses:
-                    async for response in responses:
-                        await context.write(response)
-        except Exception as exc:
-            await _abort(method, context, exc)
-
-    return guarded
-
-
-async def _abort(method: str, context: Any, exc: Exception) -> None:
-    if isinstance(exc, grpc.aio.AbortError):  # the method chose its status itself
-        raise exc
-    if isinstance(exc, BaseExceptionGroup) and exc.split(asyncio.CancelledError)[0] is not None:
-        raise asyncio.CancelledError from exc
-    code, text, detail = to_status(exc)
-    if code is grpc.StatusCode.INTERNAL:
-        log.error("call failed", method=method, exc_info=exc)
-    try:
-        await context.abort(code, text, ((DETAIL_KEY, detail.SerializeToString()),))
-    except grpc.aio.InternalError as gone:  # the call has ended meanwhile, by its deadline: nobody waits for a status
-        raise asyncio.CancelledError from gone

@@ -1,10 +1,13 @@
-"""A service process from its first line to its exit code: event loop, memory settings, signals, logs, standard output.
+"""A service process from its first line to its exit code.
 
-What the service does is `main`, which runs until `ProcessContext.stopping` is set and it has drained.
+Event loop, memory settings, signals, logs, standard output.
+
+The service's own work is `main`, which runs until `ProcessContext.stopping` is set and it has drained.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import secrets
 import signal
@@ -14,22 +17,86 @@ from typing import TextIO, TypeVar
 
 from moonpool.config import ServiceConfig
 from moonpool.errors import CheckpointError, ConfigError, Mismatch, Unavailable
-from moonpool.rpc.endings import parent_watch, signal_counter
 from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 from moonpool.telemetry import logs
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import kv_pb2
 
+_PR_SET_PDEATHSIG = 1
+
+
+@contextlib.contextmanager
+def parent_watch(stopping: asyncio.Event, wanted: str) -> Iterator[None]:
+    """Set `stopping` when the parent process ends; `wanted` as MOONPOOL_DIE_WITH_PARENT.
+
+    A pidfd says so exactly. PR_SET_PDEATHSIG, the fallback, already fires when the *thread* that started us ends.
+    """
+    if wanted in ("", "0") or not sys.platform.startswith("linux"):
+        yield
+        return
+    parent = os.getppid()
+    try:
+        descriptor = os.pidfd_open(parent)
+    except OSError:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        yield
+        return
+    if os.getppid() != parent or (wanted.isdecimal() and int(wanted) > 1 and int(wanted) != parent):
+        stopping.set()
+    loop = asyncio.get_running_loop()
+
+    def ended() -> None:
+        loop.remove_reader(descriptor)
+        stopping.set()
+
+    loop.add_reader(descriptor, ended)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def signal_counter(stopping: asyncio.Event, leave: Callable[[int], object]) -> Callable[[int], None]:
+    """What a signal does.
+
+    Counted per signal, because Ctrl-C reaches a whole process group and a parent then sends SIGTERM too.
+    """
+    seen: set[int] = set()
+
+    def received(signum: int) -> None:
+        if signum in seen:
+            leave(128 + signum)
+        seen.add(signum)
+        stopping.set()
+
+    return received
+
+
 EXIT_FAILED = 1
+
+
 EXIT_CONFIG = 2
+
+
 EXIT_MISMATCH = 3
+
+
 EXIT_ROLE = 10
 """An engine instance has drained and is to be started again in the other role."""
+
+
 DIE_WITH_PARENT = "MOONPOOL_DIE_WITH_PARENT"
+
+
 AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s itself and then has connections to close
+
+
 CANCEL_GRACE_S = 5.0
 
+
 log = logs.get_logger(__name__)
+
 
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
@@ -165,7 +232,7 @@ def _signals(ctx: ProcessContext) -> Iterator[None]:
 
 def _exit_code(name: str, exc: BaseException) -> int:
     """Report why a process ends, and with which code."""
-    leaves = _leaves(exc)
+    leaves = _leaf_errors(exc)
     for kind, code in (((ConfigError, CheckpointError), EXIT_CONFIG), ((Mismatch,), EXIT_MISMATCH)):
         # One line is all a person needs for these; anything beside them is a consequence of the shutdown.
         found = next((leaf for leaf in leaves if isinstance(leaf, kind)), None)
@@ -189,9 +256,9 @@ def _refuse(name: str, error: BaseException, code: int = EXIT_CONFIG) -> int:
     return code
 
 
-def _leaves(exc: BaseException) -> list[BaseException]:
+def _leaf_errors(exc: BaseException) -> list[BaseException]:
     if isinstance(exc, BaseExceptionGroup):
-        return [leaf for inner in exc.exceptions for leaf in _leaves(inner)]
+        return [leaf for inner in exc.exceptions for leaf in _leaf_errors(inner)]
     return [exc]
 
 

@@ -1,4 +1,4 @@
-"""Serving: a grpc.aio server with health, reflection, limits and our error mapping, as one context manager.
+"""Serving: a grpc.aio server with health, reflection, call limits and error mapping, as one context manager.
 
 Handlers are made from the service descriptors: method `Foo` of the contract is method `Foo` of the servicer.
 """
@@ -6,8 +6,12 @@ Handlers are made from the service descriptors: method `Foo` of the contract is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import inspect
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -19,21 +23,82 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from moonpool.config import format_address, is_loopback, parse_address
-from moonpool.errors import ConfigError, InvalidRequest, NotFound, Unsupported
-from moonpool.rpc import codec
-from moonpool.rpc.errors import ErrorInterceptor
-from moonpool.rpc.limits import MESSAGE_BYTES
-from moonpool.rpc.peers import DEFAULT_LIMITS, CallLimits, PeerCalls
-from moonpool.rpc.security import Security
+from moonpool.errors import ConfigError, InvalidRequest, NotFound, Overloaded, Unsupported
+from moonpool.rpc import messages
+from moonpool.rpc.auth import RoleGate
+from moonpool.rpc.errors import DETAIL_KEY, to_status
+from moonpool.rpc.messages import MESSAGE_BYTES
+from moonpool.rpc.stream_writes import write_whole
+from moonpool.rpc.tls import Security
 from moonpool.rpc.tuning import LARGE_MESSAGE_OPTIONS
-from moonpool.rpc.writing import write_whole
 from moonpool.telemetry.logs import get_logger
+
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Bounds for each peer, that is, for each host.
+
+    Attributes:
+        calls: of any kind.
+        streams: calls on which the peer may send many messages; those are long-lived.
+    """
+
+    calls: int = 8192
+    streams: int = 1024
+
+
+DEFAULT_LIMITS = CallLimits()
+
+
+class PeerCalls:
+    """Counts the open calls of each peer."""
+
+    def __init__(self, limits: CallLimits) -> None:
+        self._limits = limits
+        self._calls: Counter[str] = Counter()
+        self._streams: Counter[str] = Counter()
+
+    @property
+    def open(self) -> int:
+        """Open calls of all peers."""
+        return self._calls.total()
+
+    @contextmanager
+    def call(self, peer: str, *, stream: bool) -> Iterator[None]:
+        """Counts a call of `peer` ("ipv4:host:port", as gRPC names it) while the body runs.
+
+        Raises:
+            Overloaded: The peer has too many open already.
+        """
+        host = peer.rpartition(":")[0]
+        counted = [(self._calls, self._limits.calls, "calls")]
+        if stream:
+            counted.append((self._streams, self._limits.streams, "streams"))
+        for counts, limit, what in counted:
+            if counts[host] >= limit:
+                raise Overloaded(f"{limit} {what} of {host} are open", reason="peer_calls", retry_after_s=RETRY_AFTER_S)
+        for counts, _, _ in counted:
+            counts[host] += 1
+        try:
+            yield
+        finally:
+            for counts, _, _ in counted:
+                counts[host] -= 1
+                if not counts[host]:
+                    del counts[host]
+
 
 Service = tuple[ServiceDescriptor, object]
 
+
 log = get_logger(__name__)
 
+
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
 # Both sides ping an idle connection, so that a peer that vanished without closing it is noticed; see channels.py. The
 # server must not take the clients' pings for abuse.
 _OPTIONS: list[tuple[str, Any]] = [
@@ -165,10 +230,10 @@ def _bind(server: grpc.aio.Server, listen: str, security: Security | None) -> in
     """Listens; returns the port. Peers must show a certificate where there is `security`."""
     if security is not None:
         credentials = security.tls.server_credentials(client_certificates=True)
-        return _added(lambda: server.add_secure_port(listen, credentials), "listen", listen)
+        return _add_services(lambda: server.add_secure_port(listen, credentials), "listen", listen)
     if not is_loopback(parse_address(listen)[0]):
         log.warning("connections are in plaintext and open to all who reach them; see --tls-cert", listen=listen)
-    return _added(lambda: server.add_insecure_port(listen), "listen", listen)
+    return _add_services(lambda: server.add_insecure_port(listen), "listen", listen)
 
 
 def _bind_clients(server: grpc.aio.Server, security: Security | None) -> str:
@@ -177,13 +242,13 @@ def _bind_clients(server: grpc.aio.Server, security: Security | None) -> str:
         return ""
     credentials = security.tls.server_credentials(client_certificates=False)
     listen = security.client_listen
-    port = _added(lambda: server.add_secure_port(listen, credentials), "client_listen", listen)
+    port = _add_services(lambda: server.add_secure_port(listen, credentials), "client_listen", listen)
     address = format_address(parse_address(listen)[0], port)
     log.info("clients with API keys connect here", address=address)
     return address
 
 
-def _added(add: Callable[[], int], field: str, listen: str) -> int:
+def _add_services(add: Callable[[], int], field: str, listen: str) -> int:
     try:
         return add()
     except RuntimeError as error:
@@ -201,7 +266,7 @@ def _handler(method: MethodDescriptor, servicer: object) -> grpc.RpcMethodHandle
     # Decoded in the method's own call, where the error mapping sees a malformed message. What a deserialiser raises
     # elsewhere gRPC logs, and goes on: on a stream with None in the message's place.
     behavior = _decoding(method, behavior)
-    serializer = codec.serializer(message_factory.GetMessageClass(method.output_type))
+    serializer = messages.serializer(message_factory.GetMessageClass(method.output_type))
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -214,7 +279,7 @@ def _handler(method: MethodDescriptor, servicer: object) -> grpc.RpcMethodHandle
 def _decoding(method: MethodDescriptor, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """The method `behavior` for requests that come as bytes."""
     cls = message_factory.GetMessageClass(method.input_type)
-    parse = codec.deserializer(cls)
+    parse = messages.deserializer(cls)
 
     def decode(data: bytes) -> Any:
         try:
@@ -224,13 +289,13 @@ def _decoding(method: MethodDescriptor, behavior: Callable[[Any, Any], Any]) -> 
             raise InvalidRequest("", f"malformed {cls.__name__}: {reason}") from error
 
     if method.client_streaming:
-        return lambda _, context: behavior(_Requests(context, decode), _StreamContext(context, decode))
+        return lambda _, context: behavior(_RequestIterator(context, decode), _StreamContext(context, decode))
     if method.server_streaming:
         return lambda data, context: behavior(decode(data), _StreamContext(context, decode))
     return lambda data, context: behavior(decode(data), context)
 
 
-class _Requests:
+class _RequestIterator:
     """The messages of a stream; reading raises where one is malformed.
 
     Read from the context: gRPC's own iterator does the same through a generator, which costs time for each message.
@@ -279,3 +344,96 @@ def _not_built(name: str) -> Any:
         raise Unsupported(f"{name} is not built yet")
 
     return behavior
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps what a servicer raises to status codes, for all four kinds of call, and logs what is not ours.
+
+    Counts the calls of each peer, and refuses those beyond the limits and of those who may not call.
+
+    Cancellation passes through. A method that answers with a stream may be an async generator or use `context.write`; a
+    generator is closed in the call's own task, so that its `finally` runs at once when the client has left.
+    """
+
+    def __init__(self, peers: PeerCalls, gate: RoleGate | None = None) -> None:
+        """Take the counts of calls, and who decides on callers; None: everybody may call everything."""
+        self._peers = peers
+        self._gate = gate
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the method's handler."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        method = handler_call_details.method
+        if handler.request_streaming and handler.response_streaming:
+            make, behavior, streaming = grpc.stream_stream_rpc_method_handler, handler.stream_stream, True
+        elif handler.response_streaming:
+            make, behavior, streaming = grpc.unary_stream_rpc_method_handler, handler.unary_stream, True
+        elif handler.request_streaming:
+            make, behavior, streaming = grpc.stream_unary_rpc_method_handler, handler.stream_unary, False
+        else:
+            make, behavior, streaming = grpc.unary_unary_rpc_method_handler, handler.unary_unary, False
+        counted = partial(_call_of, self._peers, self._gate, method, handler.request_streaming)
+        guarded = _guard_stream(method, behavior, counted) if streaming else _guard_unary(method, behavior, counted)
+        return make(guarded, handler.request_deserializer, handler.response_serializer)
+
+
+RpcBehavior = Callable[[Any, Any], Any]
+
+
+CallCounter = Callable[[Any], AbstractContextManager[None]]
+
+
+@contextmanager
+def _call_of(peers: PeerCalls, gate: RoleGate | None, method: str, stream: bool, context: Any) -> Iterator[None]:
+    with peers.call(context.peer(), stream=stream):
+        if gate is not None:
+            gate.admit(method, context)
+        yield
+
+
+def _guard_unary(method: str, behavior: RpcBehavior, counted: CallCounter) -> RpcBehavior:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            with counted(context):
+                return await behavior(request, context)
+        except Exception as exc:
+            await _abort(method, context, exc)
+
+    return guarded
+
+
+def _guard_stream(method: str, behavior: RpcBehavior, counted: CallCounter) -> RpcBehavior:
+    async def guarded(request: Any, context: Any) -> None:
+        try:
+            with counted(context):
+                answer = behavior(request, context)
+                if inspect.isawaitable(answer):
+                    await answer
+                    return
+                async with aclosing(answer) as responses:
+                    async for response in responses:
+                        await context.write(response)
+        except Exception as exc:
+            await _abort(method, context, exc)
+
+    return guarded
+
+
+async def _abort(method: str, context: Any, exc: Exception) -> None:
+    if isinstance(exc, grpc.aio.AbortError):  # the method chose its status itself
+        raise exc
+    if isinstance(exc, BaseExceptionGroup) and exc.split(asyncio.CancelledError)[0] is not None:
+        raise asyncio.CancelledError from exc
+    code, text, detail = to_status(exc)
+    if code is grpc.StatusCode.INTERNAL:
+        log.error("call failed", method=method, exc_info=exc)
+    try:
+        await context.abort(code, text, ((DETAIL_KEY, detail.SerializeToString()),))
+    except grpc.aio.InternalError as gone:  # the call has ended meanwhile, by its deadline: nobody waits for a status
+        raise asyncio.CancelledError from gone

@@ -1,6 +1,6 @@
-"""TLS between processes: a certificate of one's own, the authority that others' certificates must come from.
+"""TLS between processes: this process's certificate, the authority of its peers, and a service's security settings.
 
-Files are read again when they change: new connections use what they say now, those that are open stay.
+Files are read again when they change: new connections use the new contents, open ones stay.
 """
 
 from __future__ import annotations
@@ -8,19 +8,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from moonpool.config import ENV_PREFIX
+from moonpool.config import ENV_PREFIX, ServiceConfig
 from moonpool.errors import ConfigError
-from moonpool.rpc.files import Watched
+from moonpool.rpc.auth import ApiKeys, RoleGate, WatchedFiles
 from moonpool.telemetry.logs import get_logger
 
 NAME = "moonpool"
 """DNS name in every service's certificate. Channels check it whatever address they connect to: instances move."""
+
+
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [("grpc.ssl_target_name_override", NAME)]
+
 
 log = get_logger(__name__)
 
@@ -54,7 +58,7 @@ class Tls:
             raise ConfigError("tls_key" if key is None else "tls_cert", "certificate and key go together")
         self._paths = {"tls_ca": ca, "tls_cert": cert, "tls_key": key}
         self.generation = 0
-        self._watched = Watched([path for path in self._paths.values() if path is not None], clock)
+        self._watched = WatchedFiles([path for path in self._paths.values() if path is not None], clock)
         self._files = self._read()
 
     @classmethod
@@ -138,3 +142,39 @@ def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.channel_credentials(), options=[*options, *CHANNEL_OPTIONS])
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """Certificates, and who may call what.
+
+    Attributes:
+        client_listen: "host:port" at which peers need no certificate; "" for nowhere.
+    """
+
+    tls: Tls
+    gate: RoleGate
+    client_listen: str = ""
+
+    @classmethod
+    def of(cls, config: ServiceConfig, client_listen: str = "", api_keys: Path | None = None) -> Security | None:
+        """As the settings say; None: connections are in plaintext.
+
+        Args:
+            config: of the service.
+            client_listen: where clients may connect that have no certificate.
+            api_keys: file of their keys.
+
+        Raises:
+            ConfigError: a file cannot be used.
+        """
+        if config.tls_ca is None:
+            return None
+        keys = None if api_keys is None else ApiKeys(api_keys)
+        tls = Tls(config.tls_ca, config.tls_cert, config.tls_key)
+        return cls(tls, RoleGate(config.tls_revoked, keys), client_listen)
+
+    @staticmethod
+    def tls_of(security: Security | None) -> Tls | None:
+        """The certificates, where there are any."""
+        return None if security is None else security.tls

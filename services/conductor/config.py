@@ -9,14 +9,14 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moonpool.config import ListenAddress, read_mapping
-from moonpool.drive.config import CoreServiceConfig
 from moonpool.errors import ConfigError, InvalidRequest
-from moonpool.kv.selection import check_ttls
-from moonpool.rpc.client_port import ClientPortConfig
-from services.conductor.core.admission import Admission
-from services.conductor.core.policies import DEFAULT, POLICIES
+from moonpool.kv.delete_kv import check_ttls
+from moonpool.rpc.auth import ClientPortConfig
+from moonpool.runtime.driver import CoreServiceConfig
+from services.conductor.core.admission import AdmissionMode
+from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
 from services.conductor.core.roles import RoleLimits
-from services.conductor.core.stores import MAX_REPLICAS
+from services.conductor.core.router import MAX_REPLICAS
 
 
 def _positive(ttl_s: dict[str, float]) -> dict[str, float]:
@@ -43,7 +43,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         "suggests, where it has one; none = neutral (temperature 1); docs/sampling.md",
     )
     policy: str = Field(
-        DEFAULT,
+        DEFAULT_POLICY,
         description=f"how the prefill instance of a request is chosen: one of {', '.join(POLICIES)}, the name of an "
         "installed policy, or MODULE:OBJECT; docs/policies.md",
     )
@@ -119,8 +119,8 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     recovery_s: float = Field(
         15.0, ge=0, description="seconds a request whose instance failed waits for another one to appear"
     )
-    admission: Admission = Field(
-        Admission.PREDICTIVE,
+    admission: AdmissionMode = Field(
+        AdmissionMode.PREDICTIVE,
         description="which requests are refused before anything is computed for them: predictive = those that will "
         "miss their TTFT or TBT limit under the load that decode is expected to have once their prompt is computed; "
         "early = the same under the load of now; none; docs/overload.md",

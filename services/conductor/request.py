@@ -1,4 +1,4 @@
-"""From a client's message to a valid request: every field checked, every default set.
+"""From a client's message to a valid request: chat rendered, every field checked, every default set.
 
 Tokenises the prompt, so it runs on a worker thread.
 """
@@ -9,32 +9,84 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Any
 
 from google.protobuf.unknown_fields import UnknownFieldSet
+from pydantic_core import from_json
 
 from moonpool.checkpoint import ModelConfig, Tokenizer
 from moonpool.contracts import sampling_from_proto, sampling_to_proto
-from moonpool.core.fair import check_priority
 from moonpool.errors import InvalidRequest
 from moonpool.grammar import check_grammar
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.sampling import MAX_BAD_WORD_CHARS, SamplingParams, check_beams, check_end_tokens
+from moonpool.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams, check_beams, check_end_tokens
+from moonpool.scheduling.fair_share import check_priority
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor import chat
-from services.conductor.core.admission import Slo
-from services.conductor.core.messages import ATTEMPT_MARK
+from services.conductor.core.events import ATTEMPT_MARK
+from services.conductor.core.latency_model import SloLimits
+
+
+def chat_chars(chat: conductor_pb2.ChatPrompt) -> int:
+    """Characters of the client's that the template is given."""
+    calls = (call for turn in chat.messages for call in turn.tool_calls)
+    called = sum(len(call.name) + len(call.arguments) for call in calls)
+    return called + len(chat.tools) + sum(len(turn.role) + len(turn.content) for turn in chat.messages)
+
+
+def render_chat(chat: conductor_pb2.ChatPrompt, tokenizer: Tokenizer) -> str:
+    """Return the prompt's text.
+
+    Raises:
+        InvalidRequest: names what the chat template does not take, or what is wrong.
+    """
+    return tokenizer.render_chat(list(map(_chat_turn, chat.messages)), tools=_chat_tools(chat.tools))
+
+
+def _chat_turn(turn: conductor_pb2.ChatMessage) -> dict[str, Any]:
+    """What a turn does not have is left out: templates ask whether it is there."""
+    if unknown := UnknownFieldSet(turn):
+        raise InvalidRequest("messages", f"has field number {unknown[0].field_number}, which is not known here")
+    found: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if turn.tool_calls:
+        found["tool_calls"] = [_chat_tool_call(call) for call in turn.tool_calls]
+    if turn.tool_call_id:
+        found["tool_call_id"] = turn.tool_call_id
+    return found
+
+
+def _chat_tool_call(call: conductor_pb2.ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _chat_tools(text: str) -> list[dict[str, Any]]:
+    if not text:
+        return []
+    try:
+        tools = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest("tools", f"invalid JSON: {error}") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequest("tools", "must be a JSON list of objects")
+    return tools
+
 
 MAX_ID_CHARS = 128
+
+
 MAX_TENANT_CHARS = 256
+
+
 MAX_PROMPT_SCORES = 1 << 18
 """Log probabilities of one prompt: 2 MiB, which one message holds."""
-EVERY_OTHER = "*"
+
+
+OTHER_TENANTS = "*"
 """Stands for each tenant without a weight of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModelSpec:
     """What requests are checked against: the conductor's checkpoint and what the engines agreed on."""
 
     name: str
@@ -53,7 +105,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ValidRequest:
     """A valid request. `sampling` has a seed; `end_token_ids` end the generation."""
 
     id: str
@@ -62,7 +114,7 @@ class Request:
     sampling: SamplingParams
     stops: tuple[str, ...]
     end_token_ids: tuple[int, ...]
-    slo: Slo
+    slo: SloLimits
     chain_root: bytes
     prompt_keys: tuple[BlockKey, ...]
     block_tokens: int
@@ -135,8 +187,8 @@ class Request:
 
 
 def read_request(
-    message: conductor_pb2.GenerateRequest, served: Served, request_id: str, draw_seed: Callable[[], int]
-) -> Request:
+    message: conductor_pb2.GenerateRequest, served: ServedModelSpec, request_id: str, draw_seed: Callable[[], int]
+) -> ValidRequest:
     """Check a message and make a request of it.
 
     Args:
@@ -158,7 +210,7 @@ def read_request(
     check_beams(sampling, frozenset(end_token_ids), vocabulary, "sampling")
     _require("sampling.response_format", not sampling.response_format or bool(ends), "this model has no end token")
     check_grammar(sampling)
-    return Request(
+    return ValidRequest(
         id=request_id,
         tenant=message.tenant,
         prompt=prompt,
@@ -176,7 +228,7 @@ def read_request(
     )
 
 
-def _read_bad_words(sampling: SamplingParams, served: Served, ends: int) -> tuple[tuple[int, ...], ...]:
+def _read_bad_words(sampling: SamplingParams, served: ServedModelSpec, ends: int) -> tuple[tuple[int, ...], ...]:
     """Tokens of the words, and of each behind a space where that begins another token; as vLLM does it."""
     runs: dict[tuple[int, ...], None] = {}
     for word in sampling.bad_words:
@@ -191,7 +243,7 @@ def _read_bad_words(sampling: SamplingParams, served: Served, ends: int) -> tupl
     return tuple(runs)
 
 
-def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> None:
+def _check_envelope(message: conductor_pb2.GenerateRequest, served: ServedModelSpec) -> None:
     # Ignoring a newer client's field would answer another request than the one asked.
     for field, part in (
         ("", message), ("sampling", message.sampling), ("slo", message.slo), ("messages", message.chat),
@@ -208,7 +260,7 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: Served) -> N
     _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
 
 
-def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> array[int]:
+def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModelSpec) -> array[int]:
     kind = message.WhichOneof("prompt")
     match kind:
         case "text":
@@ -223,8 +275,8 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> arra
         case "chat":
             field = "messages"
             _require(field, 0 < len(message.chat.messages) <= served.max_tokens, f"1 to {served.max_tokens} turns")
-            _check_chars(field, chat.chars(message.chat), served)
-            tokens = _encode(field, chat.render(message.chat, served.tokenizer), served, add_special=False)
+            _check_chars(field, chat_chars(message.chat), served)
+            tokens = _encode(field, render_chat(message.chat, served.tokenizer), served, add_special=False)
         case _:
             raise InvalidRequest("prompt", "one of text, tokens and chat must be set")
     _check_length(field, len(tokens), served)
@@ -233,27 +285,27 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: Served) -> arra
     return tokens
 
 
-def _check_length(field: str, tokens: int, served: Served) -> None:
+def _check_length(field: str, tokens: int, served: ServedModelSpec) -> None:
     _require(field, tokens > 0, "the prompt has no tokens")
     room = f"prompt and answer together may have {served.max_tokens}"
     _require(field, tokens < served.max_tokens, f"the prompt has {tokens} tokens; {room}")
 
 
-def _encode(field: str, text: str, served: Served, *, add_special: bool) -> array[int]:
+def _encode(field: str, text: str, served: ServedModelSpec, *, add_special: bool) -> array[int]:
     """Tokenise a text; one that is too long is refused before it costs more than one that is not."""
     longer = served.tokenizer.is_longer(text, served.max_tokens)
     _require(field, not longer, f"the prompt has more than {served.max_tokens} tokens, the model's length")
     return array("i", served.tokenizer.encode(text, add_special))
 
 
-def _check_chars(field: str, chars: int, served: Served) -> None:
+def _check_chars(field: str, chars: int, served: ServedModelSpec) -> None:
     """Refuse text that is too long whatever its tokens are, before it is looked at."""
     limit = served.max_tokens * served.tokenizer.longest_token_chars
     _require(field, chars <= limit, f"{chars} characters make more than {served.max_tokens} tokens, the model's length")
 
 
 def _read_sampling(
-    given: kv_pb2.Sampling, served: Served, prompt_tokens: int, draw_seed: Callable[[], int]
+    given: kv_pb2.Sampling, served: ServedModelSpec, prompt_tokens: int, draw_seed: Callable[[], int]
 ) -> SamplingParams:
     """Return the checked parameters; `max_tokens` is cut to what the model's length leaves. Beams have no seed."""
     params = sampling_from_proto(given).suggested(served.suggested)
@@ -272,17 +324,17 @@ def _read_sampling(
 
 def weight_of(tenant: str, weights: Mapping[str, float]) -> float:
     """A tenant's share, relative to others'."""
-    return weights.get(tenant, weights.get(EVERY_OTHER, 1.0))
+    return weights.get(tenant, weights.get(OTHER_TENANTS, 1.0))
 
 
-def _read_slo(slo: conductor_pb2.Slo, queue_s: float) -> Slo:
+def _read_slo(slo: conductor_pb2.Slo, queue_s: float) -> SloLimits:
     ttft = slo.ttft_s if slo.HasField("ttft_s") else None
     tbt = slo.tbt_s if slo.HasField("tbt_s") else None
     _require("slo.ttft_s", ttft is None or ttft > 0, "must be above 0")
     _require("slo.tbt_s", tbt is None or tbt > 0, "must be above 0")
     queue = slo.queue_s if slo.HasField("queue_s") else queue_s
     _require("slo.queue_s", queue >= 0 and isfinite(queue), "must be a number of seconds, 0 or more")
-    return Slo(ttft, tbt, queue)
+    return SloLimits(ttft, tbt, queue)
 
 
 def _require(field: str, condition: bool, message: str) -> None:

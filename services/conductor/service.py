@@ -8,35 +8,26 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from moonpool.drive.driver import Driver
-from moonpool.kv.selection import Selection
+from moonpool.kv.delete_kv import KVSelection
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
-from moonpool.rpc.security import Security
 from moonpool.rpc.server import serving
+from moonpool.rpc.tls import Security
+from moonpool.runtime.driver import Driver
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.calls import Calls
-from services.conductor.checkpoint import Checkpoint
-from services.conductor.cluster import Cluster
 from services.conductor.config import ConductorConfig
-from services.conductor.contexts import Contexts
-from services.conductor.core.conductor import ConductorCore
-from services.conductor.core.messages import Action, Event
-from services.conductor.core.picture import Picture
-from services.conductor.core.placing import Limits
-from services.conductor.desk import Desk
-from services.conductor.explain import Decisions
-from services.conductor.forgetting import Forgetting
-from services.conductor.intake import Intake
-from services.conductor.keeping import ContextKeeper
-from services.conductor.ledger import Ledger
-from services.conductor.policy import load_policy, seed_of
-from services.conductor.predictions import Predictions
-from services.conductor.recent import Recent
-from services.conductor.recording import Recording
+from services.conductor.contexts import ContextRecords, NamedContextManager
+from services.conductor.core.cluster_state import ClusterView
+from services.conductor.core.events import Action, Event
+from services.conductor.core.policies import load_policy, seed_of
+from services.conductor.core.scheduler import ConductorCore, SchedulerLimits
+from services.conductor.deletion import KVDeletions, RecordLedger
+from services.conductor.dispatcher import Dispatcher, InstanceCalls, RequestReader
+from services.conductor.explain import DecisionLog, PredictionMetrics, RecentRequests, TraceRecording
+from services.conductor.registry import Checkpoint, ClusterMembers
 from services.conductor.servicer import ConductorServicer
 
 log = get_logger(__name__)
@@ -92,15 +83,17 @@ async def assembled(
         )
         group = await stack.enter_async_context(asyncio.TaskGroup())
         stack.callback(group.create_task(driver.failure()).cancel)
-        cluster = Cluster(checkpoint.served(), channels, driver.post, driver.tell)
+        cluster = ClusterMembers(checkpoint.served(), channels, driver.post, driver.tell)
         stack.callback(driver.close)
         stack.push_async_callback(cluster.steps.aclose)
         reserve_limit_s = RESERVE_LIMIT * config.reserve_timeout_s
-        calls = Calls(channels, cluster.steps, cluster.find, driver.post, driver.tell, reserve_limit_s, clock)
+        calls = InstanceCalls(channels, cluster.steps, cluster.find, driver.post, driver.tell, reserve_limit_s, clock)
         stack.push_async_callback(calls.aclose)
-        decisions, recent = Decisions(config.explain_history, config.policy), Recent(clock)
-        desk = Desk(calls, decisions, Predictions(metrics), recent, recording, cluster.order, driver.post, clock)
-        intake = Intake(checkpoint, cluster.registry, desk, tokenizing, config, clock)
+        decisions, recent = DecisionLog(config.explain_history, config.policy), RecentRequests(clock)
+        desk = Dispatcher(
+            calls, decisions, PredictionMetrics(metrics), recent, recording, cluster.order, driver.post, clock
+        )
+        intake = RequestReader(checkpoint, cluster.registry, desk, tokenizing, config, clock)
         forgetting, keeper = await _records(config, channels, cluster, desk, intake, core, stack)
         yield ConductorServicer(
             config, cluster, core, desk, intake, decisions, recent, keeper, forgetting, tokenizing, spans, clock
@@ -110,31 +103,31 @@ async def assembled(
 async def _records(
     config: ConductorConfig,
     channels: Channels,
-    cluster: Cluster,
-    desk: Desk,
-    intake: Intake,
+    cluster: ClusterMembers,
+    desk: Dispatcher,
+    intake: RequestReader,
     core: ConductorCore,
     stack: AsyncExitStack,
-) -> tuple[Forgetting, ContextKeeper]:
+) -> tuple[KVDeletions, NamedContextManager]:
     """What outlives conductors: deletions and contexts."""
     registry = cluster.registry
 
     def stores() -> list[kv_pb2.Instance]:
         return [member.instance for member in registry.of_kind(kv_pb2.INSTANCE_KIND_KVSTORE)]
 
-    def on_its_way(selection: Selection) -> None:
+    def on_its_way(selection: KVSelection) -> None:
         desk.forget(selection, registry.model.namespace if registry.model is not None else b"")
 
-    ledger = Ledger(channels, stores)
+    ledger = RecordLedger(channels, stores)
     stack.push_async_callback(ledger.aclose)
     members = lambda: [member.instance for member in registry]  # noqa: E731
-    forgetting = Forgetting(ledger, channels, members, on_its_way, config.tenant_ttl_s)
+    forgetting = KVDeletions(ledger, channels, members, on_its_way, config.tenant_ttl_s)
     sweeping = asyncio.create_task(forgetting.run())
     stack.push_async_callback(asyncio.wait, [sweeping])
     stack.callback(sweeping.cancel)
     held = core.picture.index.lengths
-    contexts = Contexts(ledger, config.id)
-    keeper = ContextKeeper(
+    contexts = ContextRecords(ledger, config.id)
+    keeper = NamedContextManager(
         contexts, ledger, forgetting, channels, stores, intake.model, intake.read, intake.compute, held
     )
     stack.push_async_callback(keeper.aclose)
@@ -142,7 +135,7 @@ async def _records(
 
 
 def _core(config: ConductorConfig) -> ConductorCore:
-    limits = Limits(
+    limits = SchedulerLimits(
         retries=config.retries,
         recovery_s=config.recovery_s,
         room_wait_s=config.room_wait_s,
@@ -152,7 +145,7 @@ def _core(config: ConductorConfig) -> ConductorCore:
         max_queued=config.max_queued,
         max_queued_bytes=config.max_queued_bytes,
     )
-    picture = Picture(
+    picture = ClusterView(
         config.max_index_keys,
         config.balancing_threshold,
         config.kvstore_replicas,
@@ -166,10 +159,10 @@ def _core(config: ConductorConfig) -> ConductorCore:
     return ConductorCore(limits, picture, config.role_limits)
 
 
-async def _recording(config: ConductorConfig, stack: AsyncExitStack) -> Recording | None:
+async def _recording(config: ConductorConfig, stack: AsyncExitStack) -> TraceRecording | None:
     if config.record_trace is None:
         return None
-    recording = await asyncio.to_thread(Recording, config.record_trace)
+    recording = await asyncio.to_thread(TraceRecording, config.record_trace)
     stack.push_async_callback(asyncio.to_thread, recording.close)
     return recording
 

@@ -13,30 +13,23 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from moonpool.cluster.selections import selection_from_proto
-from moonpool.core.fair import may_enter
+from moonpool.cluster.proto_conversion import selection_from_proto
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, PermissionDenied, Unavailable
-from moonpool.rpc.roles import is_client, tenant_of
-from moonpool.rpc.writing import bare_write, write_each
+from moonpool.rpc.auth import is_client, tenant_of
+from moonpool.rpc.stream_writes import bare_write, write_each
+from moonpool.scheduling.fair_share import may_admit
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.answer import Answer
-from services.conductor.cluster import Cluster
 from services.conductor.config import ConductorConfig
-from services.conductor.core.conductor import ConductorCore
-from services.conductor.desk import Desk
-from services.conductor.explain import Decisions
-from services.conductor.forgetting import Forgetting
-from services.conductor.intake import Intake
-from services.conductor.join import JoinServer
-from services.conductor.keeping import ContextKeeper
-from services.conductor.outgoing import Outgoing
-from services.conductor.queue import queue_state
-from services.conductor.recent import Recent
+from services.conductor.contexts import NamedContextManager
+from services.conductor.core.scheduler import ConductorCore
+from services.conductor.deletion import KVDeletions
+from services.conductor.dispatcher import Dispatcher, RequestReader
+from services.conductor.explain import DecisionLog, RecentRequests, queue_state
+from services.conductor.registry import ClusterMembers, JoinServer
 from services.conductor.request import weight_of
-from services.conductor.resume import Resume, read_resume
-from services.conductor.serving import Serving
+from services.conductor.session import OutputQueue, OutputState, ResumeRequest, Session, read_resume
 
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
 
@@ -55,7 +48,7 @@ class _Running:
 
     tenant: str
     resume: conductor_pb2.Resume | None
-    serving: Serving | None = None
+    serving: Session | None = None
     limit: asyncio.Timeout | None = None
 
     def again(self, earlier: _Running) -> bool:
@@ -77,14 +70,14 @@ class ConductorServicer:
     def __init__(
         self,
         config: ConductorConfig,
-        cluster: Cluster,
+        cluster: ClusterMembers,
         core: ConductorCore,
-        desk: Desk,
-        intake: Intake,
-        decisions: Decisions,
-        recent: Recent,
-        keeper: ContextKeeper,
-        forgetting: Forgetting,
+        desk: Dispatcher,
+        intake: RequestReader,
+        decisions: DecisionLog,
+        recent: RecentRequests,
+        keeper: NamedContextManager,
+        forgetting: KVDeletions,
         tokenizing: ThreadPoolExecutor,
         spans: Recorder,
         clock: Callable[[], float],
@@ -183,7 +176,7 @@ class ConductorServicer:
         served, use = self._intake.served(), await self._keeper.use(message, deadline - self._clock())
         message = use.request if use is not None else message
         request = await self._intake.read(message, request_id)
-        resume, answer = read_resume(message, request, served), Answer.begin(request, served, arrived)
+        resume, answer = read_resume(message, request, served), OutputState.begin(request, served, arrived)
         if resume is not None:
             self._resumed += 1
             await asyncio.get_running_loop().run_in_executor(self._tokenizing, answer.resume, resume.answers)
@@ -195,7 +188,7 @@ class ConductorServicer:
         if use is not None:
             self._keeper.used(use, answer.cached_tokens)
 
-    async def _tell(self, running: _Running, serving: Serving, deadline: float, context: _GenerateContext) -> None:
+    async def _tell(self, running: _Running, serving: Session, deadline: float, context: _GenerateContext) -> None:
         """Tells a client everything of its request, or as long as no other call takes its place."""
         outgoing = serving.outgoing
         try:
@@ -215,7 +208,7 @@ class ConductorServicer:
         same = secrets.compare_digest(message.resume.point.secret, serving.secret)
         return same and message.resume.count > serving.resumes
 
-    def _rejoined(self, message: conductor_pb2.GenerateRequest, serving: Serving) -> Serving | None:
+    def _rejoined(self, message: conductor_pb2.GenerateRequest, serving: Session) -> Session | None:
         """Lets a call take the place of an earlier one, of which the request is there still; None when it is not."""
         resume = read_resume(message, serving.answer.request, self._intake.served())
         if resume is None or not self._desk.rejoin(serving, resume):
@@ -231,7 +224,7 @@ class ConductorServicer:
 
     def _check_queue(self, tenant: str) -> None:
         limit = self._config.max_queue
-        if len(self._running) >= limit and not may_enter(self._tenants(), tenant, limit, self._weight_of):
+        if len(self._running) >= limit and not may_admit(self._tenants(), tenant, limit, self._weight_of):
             raise Overloaded(
                 f"{len(self._running)} requests are running, as many as this conductor takes",
                 reason="queue_full",
@@ -352,9 +345,9 @@ class ConductorServicer:
         )
 
 
-async def _tell_end(answer: Answer, resume: Resume, context: _GenerateContext) -> None:
+async def _tell_end(answer: OutputState, resume: ResumeRequest, context: _GenerateContext) -> None:
     """A client has all tokens, and lacks only the end."""
-    outgoing = Outgoing()
+    outgoing = OutputQueue()
     for choice in answer.choices:
         outgoing.delta(choice.rest())
     outgoing.finished(answer.finished(resume.point.placement, answer.arrived))

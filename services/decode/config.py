@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moonpool.engine.instance import EngineConfig
+from moonpool.engine.setup import EngineConfig
 
 
 class DecodeConfig(EngineConfig):

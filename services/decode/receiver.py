@@ -3,24 +3,24 @@
 from collections.abc import Callable, Sequence
 
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
-from moonpool.kv.frames import DamagedSliceError, Run, split_run, whole_runs
+from moonpool.kv.frames import DamagedSliceError, SliceRun, split_run, whole_runs
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.streams.lanes.beside import Beside
-from moonpool.streams.lanes.landing import Landing
-from moonpool.streams.outbox import Outbox
-from moonpool.streams.receiving import FrameReceiver
-from moonpool.streams.transfer import InboundTransfer, TransferState
+from moonpool.kv_transfer.read_server import FrameReceiver
+from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.telemetry.logs import get_logger
+from moonpool.transport.async_utils import ThreadOffload
+from moonpool.transport.base import ReceiveBuffer
+from moonpool.transport.grpc import SendQueue
 from moonpool.v1 import decode_pb2, kv_pb2
-from services.decode.live import LiveRequest
-from services.decode.shell import DecodeShell
+from services.decode.executor import DecodeExecutor
+from services.decode.live_requests import LiveRequest
 
 log = get_logger(__name__)
 
 
-class Receiver:
+class TransferReceiver:
     """The receiving end of one stream.
 
     Args:
@@ -36,12 +36,12 @@ class Receiver:
         self,
         sender: kv_pb2.Instance,
         instance: kv_pb2.Instance,
-        shell: DecodeShell,
+        shell: DecodeExecutor,
         pool: KVPool,
         forgotten: Callable[[Sequence[BlockKey], str], Sequence[str]],
-        beside: Beside,
+        beside: ThreadOffload,
     ) -> None:
-        self.outbox = Outbox()
+        self.outbox = SendQueue()
         self.received_bytes = 0
         self.stray_frames = 0
         self._sender = sender
@@ -124,7 +124,7 @@ class Receiver:
         if request.complete:
             self._complete(request)
 
-    def place(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> Landing | None:
+    def place(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
         """Where a frame's payload is to land: in its transfer's blocks, which nobody reads before they are verified.
 
         None for what is not whole slices that are expected; `take` deals with it.
@@ -142,7 +142,7 @@ class Receiver:
             return None
         blocks = ((run.layer, run.first_block + at) for run, _ in runs for at in range(run.block_count))
         targets = [self._pool.slice(layer, request.table[index]) for layer, index in blocks]
-        return Landing(
+        return ReceiveBuffer(
             targets,
             [value for _, hashes in runs for value in hashes],
             lambda: self._receives(request, header),
@@ -163,7 +163,7 @@ class Receiver:
         self,
         request: LiveRequest,
         header: kv_pb2.FrameHeader,
-        runs: list[tuple[Run, list[int]]],
+        runs: list[tuple[SliceRun, list[int]]],
         nbytes: int,
         intact: int,
         error: Exception | None,
@@ -216,7 +216,7 @@ class Receiver:
                 raise
 
     def _accept(
-        self, request: LiveRequest, runs: list[tuple[Run, list[int]]], intact: int, error: Exception | None
+        self, request: LiveRequest, runs: list[tuple[SliceRun, list[int]]], intact: int, error: Exception | None
     ) -> None:
         """Slices lie in the pool, so many of them intact. Runs before a damaged one count as having come."""
         if error is not None:

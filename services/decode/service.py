@@ -1,12 +1,503 @@
-"""A decode instance as a process."""
+"""A decode instance: its parts and its states open, draining and closing; its gRPC service; and its process."""
 
-from moonpool.engine.instance import InstanceContext, run_instance
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
+from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error, run_instance
+from moonpool.engine.kv_service import DeletionLog, KVDeletion, pool_reads, read_gauges
+from moonpool.engine.request import RequestReader
+from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from moonpool.kv_transfer.prefix_reader import BlockReader
+from moonpool.kv_transfer.read_server import check_hello
+from moonpool.kv_transfer.receiver import TransferState
+from moonpool.kv_transfer.store_writer import StoreWriter
+from moonpool.kv_transfer.write_back import WriteBack, WriteBackLimits
+from moonpool.rpc.messages import PayloadMessage
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service
-from moonpool.v1 import decode_pb2, kv_pb2
+from moonpool.rpc.stream_writes import write_each
+from moonpool.telemetry.gauges import Gauges, process_entries
+from moonpool.telemetry.logs import get_logger
+from moonpool.transport.base import ReceiveBuffer
+from moonpool.transport.grpc import STALL_S
+from moonpool.transport.streams import ServerStream, Write
+from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from services.decode.config import DecodeConfig
-from services.decode.instance import DecodeInstance
-from services.decode.servicer import DecodeServicer
+from services.decode.core.request import RequestStatus
+from services.decode.core.scheduler import DecodeScheduler
+from services.decode.core.settings import DecodeSettings, Preemption
+from services.decode.executor import DecodeExecutor
+from services.decode.live_requests import LiveRequest, Subscriber, conductor_identity, known_tokens
+from services.decode.receiver import TransferReceiver
+
+log = get_logger(__name__)
+
+
+PREEMPTED = (RequestStatus.PARKED, RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.LOADING)
+
+
+class DecodeInstance:
+    """One decode instance.
+
+    Attributes:
+        core: decides.
+        manager: the pool's blocks.
+        shell: does what the core decides; has the requests.
+        write_back: stores the answers' full blocks.
+        forgetting: deletes KV.
+        carried_out: what it has deleted.
+        reads: what other instances read here.
+        intake: reads requests.
+        beside: where what would keep the loop from dispatching steps is done.
+        subscribers: conductors on a Steps stream.
+        receivers: prefill processes on a ReceiveKV stream.
+        closing: set when long-lived streams are to end.
+        lanes: offers lanes to prefill processes.
+    """
+
+    def __init__(self, context: InstanceContext, config: DecodeConfig) -> None:
+        layout, engine = context.setup.layout, context.engine
+        self.setup, self.identity, self.layout, self.pool = context.setup, context.instance, layout, engine.pool
+        self.beside, self.intake = context.beside, RequestReader(context.setup.incoming, context.beside)
+        self.core = DecodeScheduler(core_config(context, config))
+        self.manager = self.core.blocks
+        self.carried_out = carried_out = DeletionLog(context.setup.namespace, time.monotonic)
+        self.write_back = WriteBack(
+            WriteBackLimits(config.write_back_limit(engine.blocks)),
+            lambda address: StoreWriter(
+                context.channels, address, context.hello(), layout, context.link, lanes=context.dialer
+            ),
+            engine.pool.read,
+            time.monotonic,
+            carried_out.concerning,
+        )
+        self.shell = DecodeExecutor(
+            self.core,
+            engine,
+            context.setup.max_tokens,
+            self.write_back,
+            lambda address: BlockReader(
+                context.channels,
+                address,
+                context.hello(),
+                layout,
+                lanes=context.dialer,
+                forgotten=carried_out.demanded,
+                beside=context.beside,
+            ),
+            context.spans,
+            context.notify,
+            config.journal(),
+        )
+        pool = self.shell.pool
+        self.forgetting = KVDeletion(layout.block_bytes, self.write_back, pool.forget, carried_out)
+        self.subscribers: set[Subscriber] = set()
+        self.receivers: set[TransferReceiver] = set()
+        self.closing = asyncio.Event()
+        self.reads = pool_reads(context, pool, self.core.blocks, self.closing, carried_out)
+        self.lanes = context.lanes
+        self.draining = False
+        self._notify = context.notify
+        self._link = context.link
+        self._further_gauges = [*context.dialer.gauges(), *context.lanes.gauges(), *context.engine_gauges()]
+        self._received_bytes = 0
+        self._stray_frames = 0
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raises Unavailable when new requests are refused."""
+        if self.shell.dead:
+            raise Unavailable(self.shell.dead)
+        if self.draining:
+            raise Unavailable(f"{self.identity.id} is draining")
+
+    def retire(self, receiver: TransferReceiver) -> None:
+        """A prefill process's stream has ended."""
+        receiver.broken()
+        self._received_bytes += receiver.received_bytes
+        self._stray_frames += receiver.stray_frames
+
+    # --- lifecycle -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Runs until cancelled.
+
+        Raises:
+            Unavailable: the engine died.
+            Internal: the core has failed.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.shell.run())
+                group.create_task(self.shell.failure())
+                group.create_task(self.write_back.run())
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from errors
+        finally:
+            self.shell.die("the instance stops")
+            self.closing.set()
+            for subscriber in self.subscribers:
+                subscriber.close()
+            self.shell.close()
+
+    def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
+        """Prompts are computed at prefill: nobody would ask for a copy here, and no conductor orders one."""
+        log.warning("order to copy blocks refused: decode keeps no copies", source=order.source.id)
+
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+        self.draining = True
+        self._notify()
+
+    async def drained(self) -> None:
+        """Waits until no request is left and what can be written back has been."""
+        await self.shell.empty.wait()
+        await self.write_back.idle(WRITE_BACK_GRACE_S)
+
+    # --- reports ---------------------------------------------------------------------------------------------------
+
+    def load(self) -> conductor_pb2.LoadReport:
+        """The load now."""
+        core = self.core
+        return conductor_pb2.LoadReport(
+            running=len(core.planner.batch),
+            waiting=core.sequences - len(core.planner.batch),
+            free_blocks=self.manager.num_free,
+            cached_blocks=self.manager.num_cached,
+            promised_blocks=core.room.promised + core.room.claims,
+            context_tokens=core.context_tokens,
+            speed=speeds_to_proto(core.planner.speeds(time.monotonic())),
+            draining=self.draining,
+            taken=self.shell.taken,
+            expected_answer_tokens=core.expected_answer_tokens,
+        )
+
+    def gauges(self) -> Gauges:
+        """Everything the instance holds."""
+        shell, core, manager = self.shell, self.core, self.manager
+        return Gauges(
+            [
+                ("sequences_running", lambda: len(core.planner.batch), 0),
+                ("sequences_waiting", lambda: len(core.planner.ready), 0),
+                ("sequences_parked", lambda: core.count(*PREEMPTED), 0),
+                ("sequences_catching_up", lambda: len(core.planner.catching), 0),
+                ("requests", lambda: len(shell), 0),
+                ("sequences_orphaned", lambda: len(core.orphans), 0),
+                ("sequences_adopted", lambda: shell.log.adopted, None),
+                ("logs", lambda: len(core.orphans.logs), None),
+                ("log_bytes", lambda: core.orphans.logs.bytes, None),
+                ("steps_in_flight", lambda: shell.step_in_flight, 0),
+                ("transfers_promised", lambda: shell.count(TransferState.PROMISED), 0),
+                ("transfers_receiving", lambda: shell.count(TransferState.RECEIVING), 0),
+                ("transfers_complete", lambda: shell.count(TransferState.COMPLETE), 0),
+                ("promised_blocks", lambda: core.room.promised, 0),
+                ("expected_blocks", lambda: core.room.claims, 0),
+                ("swapped_blocks", lambda: core.parking.saved, 0),
+                ("preemptions", lambda: core.parking.preemptions, None),
+                ("swaps", lambda: core.parking.swaps, None),
+                ("loads", lambda: shell.copies.loads.sessions, 0),
+                ("loaded_blocks", lambda: core.shelf.loaded_blocks, None),
+                ("load_failures", lambda: core.shelf.failures, None),
+                ("load_credits_kept_bytes", lambda: shell.copies.loads.traffic.credits_kept, 0),
+                ("recomputed_tokens", lambda: core.planner.recomputed_tokens, None),
+                ("prompts_computed", lambda: core.planner.prompts, None),
+                ("blocks_total", lambda: manager.num_blocks, None),
+                ("blocks_used", lambda: manager.num_used, 0),
+                ("blocks_cached", lambda: manager.num_cached, None),
+                ("blocks_free", lambda: manager.num_free, None),
+                ("context_tokens", lambda: core.context_tokens, 0),
+                ("tokens_unsent", lambda: sum(subscriber.waiting for subscriber in self.subscribers), 0),
+                *read_gauges(self.reads, core.lending),
+                ("credits_kept_bytes", lambda: sum(receiver.credits_kept for receiver in self.receivers), 0),
+                ("messages_unsent", lambda: self._messages_unsent(), 0),
+                ("link_waiting", lambda: self._link.waiting, 0),
+                ("write_back_blocks", lambda: self.write_back.blocks_held, 0),
+                ("write_back_puts", lambda: self.write_back.sessions, 0),
+                ("write_back_credits_out_bytes", lambda: self.write_back.traffic.credits_out, 0),
+                ("write_back_stored_blocks", lambda: self.write_back.blocks_stored, None),
+                ("write_back_present_blocks", lambda: self.write_back.blocks_present, None),
+                ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
+                ("conductor_streams", lambda: len(self.subscribers), None),
+                ("prefill_streams", lambda: len(self.receivers), None),
+                ("received_bytes", self._all_received_bytes, None),
+                ("stray_frames", self._all_stray_frames, None),
+                ("steps", lambda: shell.running.steps, None),
+                *self._further_gauges,
+                *process_entries(),
+            ]
+        )
+
+    def _messages_unsent(self) -> int:
+        stores = self.write_back.traffic + self.shell.copies.loads.traffic + self.reads.traffic
+        return stores.unsent + sum(len(receiver.outbox) for receiver in self.receivers)
+
+    def _all_received_bytes(self) -> float:
+        return self._received_bytes + sum(receiver.received_bytes for receiver in self.receivers)
+
+    def _all_stray_frames(self) -> float:
+        return self._stray_frames + sum(receiver.stray_frames for receiver in self.receivers)
+
+
+def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSettings:
+    """The core's settings, from the instance's."""
+    layout, engine = context.setup.layout, context.engine
+    return DecodeSettings(
+        num_blocks=engine.blocks,
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        max_batch=config.max_batch,
+        lease_s=config.lease_s,
+        promise_s=config.promise_s,
+        speeds=engine.speeds,
+        preemption=Preemption(config.preemption),
+        watermark_blocks=int(engine.blocks * config.watermark),
+        load_timeout_s=config.load_timeout_s,
+        step_tokens=config.step_tokens,
+        swap_blocks=config.swap_bytes // layout.block_bytes,
+        assumed_answer_tokens=config.assumed_answer_tokens,
+        grace_s=config.grace_s,
+        log_ttl_s=config.log_ttl_s,
+        run_steps=engine.run_steps,
+        ahead_steps=engine.run_steps if engine.run_steps > 1 else 0,
+        log_bytes=config.log_bytes,
+        preempt_every=config.preempt_every,
+    )
+
+
+MAX_STORES = 16
+
+
+SECRET_BYTES = (16, 64)
+
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class DecodeServicer:
+    """Serves one decode instance's instance."""
+
+    def __init__(self, instance: DecodeInstance, gauges: Gauges) -> None:
+        self._instance = instance
+        self._gauges = gauges
+
+    async def Reserve(  # noqa: N802
+        self, request: decode_pb2.ReserveRequest, context: Context
+    ) -> decode_pb2.ReserveResponse:
+        """Promises room, or refuses."""
+        instance = self._instance
+        instance.check_open()
+        stores = _stores(request)
+        if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
+            raise InvalidRequest("tbt_slo_s", "must be above 0")
+        if not 0 <= request.starts_in_s < math.inf:
+            raise InvalidRequest("starts_in_s", "must be finite and not negative")
+        _check_secret(request)
+        conductor = request.conductor if request.HasField("conductor") else None
+        incoming = await instance.intake.read(
+            request.sequence, "" if conductor is None else conductor_identity(conductor)
+        )
+        instance.check_open()  # it may have taken a while
+        left_s = context.time_remaining()
+        if left_s is not None and left_s <= 0:
+            raise DeadlineExceeded("nobody waits for this promise any more")
+        promised, predicted = instance.shell.reserve(
+            incoming,
+            stores,
+            request.tbt_slo_s,
+            conductor,
+            request.starts_in_s,
+            secret=request.resume_secret,
+            fence=request.fence,
+        )
+        return decode_pb2.ReserveResponse(
+            target=self._target(promised),
+            lease_s=instance.core.config.lease_s,
+            predicted_tbt_s=predicted,
+            number=instance.shell.taken,
+        )
+
+    async def ReceiveKV(  # noqa: N802
+        self, requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], context: Context
+    ) -> None:
+        """Receives KV of many transfers from one prefill process."""
+        await _ReceiveStream(self._instance).run(requests, context)
+
+    async def ReadKV(  # noqa: N802
+        self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: Context
+    ) -> None:
+        """Another instance reads blocks of the pool."""
+        await self._instance.reads.serve(requests, context)
+
+    async def Steps(  # noqa: N802
+        self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
+    ) -> None:
+        """Starts and cancels sequences; returns tokens."""
+        await _StepsStream(self._instance).run(requests, context)
+
+    async def Forget(  # noqa: N802
+        self, request: kv_pb2.ForgetRequest, context: Context
+    ) -> kv_pb2.ForgetResponse:
+        """Deletes KV from the pool."""
+        return await self._instance.forgetting.forget(request)
+
+    async def DecodeStats(  # noqa: N802
+        self, request: decode_pb2.DecodeStatsRequest, context: Context
+    ) -> decode_pb2.DecodeStatsResponse:
+        """Everything the instance holds."""
+        return decode_pb2.DecodeStatsResponse(instance=self._instance.identity, gauges=self._gauges.read())
+
+    def _target(self, request: LiveRequest) -> kv_pb2.TransferTarget:
+        return kv_pb2.TransferTarget(
+            decode=self._instance.identity,
+            transfer_id=request.transfer.transfer_id,
+            generation=request.transfer.generation,
+            held_blocks=request.transfer.held_blocks,
+        )
+
+
+def _stores(request: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
+    """The kvstores that the answer goes to."""
+    stores = [request.write_back] if request.HasField("write_back") else []
+    if stores:
+        check_instance(request.write_back, "write_back")
+    if len(request.replicas) > MAX_STORES:
+        raise InvalidRequest("replicas", f"at most {MAX_STORES} kvstores")
+    for index, replica in enumerate(request.replicas):
+        check_instance(replica, f"replicas[{index}]")
+    return [*stores, *request.replicas]
+
+
+def _check_secret(request: decode_pb2.ReserveRequest) -> None:
+    least, most = SECRET_BYTES
+    if request.resume_secret and not least <= len(request.resume_secret) <= most:
+        raise InvalidRequest("resume_secret", f"must have {least} to {most} bytes, or none")
+
+
+class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
+    """KV of many transfers from one prefill process."""
+
+    def __init__(self, instance: DecodeInstance) -> None:
+        super().__init__(instance.closing, lanes=instance.lanes)
+        self._instance = instance
+        self._receiver: TransferReceiver
+
+    async def on_hello(self, message: decode_pb2.ReceiveKVRequest) -> None:
+        """Takes the engine's own KV only."""
+        instance = self._instance
+        check_hello(message.hello, namespace=instance.setup.namespace, layout=instance.layout)
+        self._receiver = TransferReceiver(
+            message.hello.sender,
+            instance.identity,
+            instance.shell,
+            instance.pool,
+            instance.carried_out.demanded,
+            instance.beside,
+        )
+        self.outbox = self._receiver.outbox
+        instance.receivers.add(self._receiver)
+        self._receiver.welcome(self.offer_lane(message))
+
+    def on_message(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
+        """Opens, frames and closes of transfers."""
+        self._receiver.take(message, payload)
+
+    def place(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
+        """Whole slices land in the pool."""
+        return self._receiver.place(message, nbytes)
+
+    def end(self) -> None:
+        """What has not come whole will not come."""
+        if self._receiver in self._instance.receivers:
+            self._instance.receivers.discard(self._receiver)
+            self._instance.retire(self._receiver)
+
+
+class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
+    """Starts and cancels from one conductor, tokens to it."""
+
+    def __init__(self, instance: DecodeInstance) -> None:
+        super().__init__(instance.closing)
+        self._instance = instance
+        self._subscriber: Subscriber
+
+    async def on_hello(self, message: decode_pb2.StepsRequest) -> None:
+        """Any conductor is served."""
+        self._subscriber = Subscriber(message.hello.conductor)
+        self._instance.subscribers.add(self._subscriber)
+        self._instance.shell.subscribe(self._subscriber)
+
+    def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
+        """One order. A defect that it meets ends its request, and no other one."""
+        order = message.WhichOneof("message")
+        if order not in ("start", "cancel", "resume"):
+            raise InvalidRequest("message", f"{order or 'nothing'} has no place in the middle of a stream")
+        try:
+            self._carry_out(message)
+        except Exception:
+            its = getattr(message, order)
+            log.exception("an order cannot be carried out: its request ends", order=order, request=its.request_id)
+            self._instance.shell.give_up(self._subscriber, its, f"a defect: its {order} cannot be carried out")
+
+    def _carry_out(self, message: decode_pb2.StepsRequest) -> None:
+        match message.WhichOneof("message"):
+            case "start":
+                _start(message.start, self._subscriber, self._instance)
+            case "cancel" if message.cancel.HasField("choice"):
+                self._instance.shell.stop(message.cancel)
+            case "cancel":
+                outcome = self._cancel(message.cancel)
+                self._subscriber.cancelled(message.cancel.request_id, outcome)
+            case "resume":
+                self._instance.shell.resume(self._subscriber, message.resume)
+
+    def _cancel(self, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
+        outcome = self._instance.shell.cancel(self._subscriber, message)
+        if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN or message.transfer_id:
+            return outcome
+        read = self._instance.intake.cancel(message.request_id, conductor_identity(self._subscriber.conductor))
+        return kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else outcome
+
+    async def room(self) -> None:
+        """Waits while too many answers were not read."""
+        await self._subscriber.room()
+
+    async def write_answers(self, write: Write) -> None:
+        """Messages as they come, those that wait merged."""
+        try:
+            await write_each(write, self._subscriber.next, STALL_S)
+        except TimeoutError:
+            raise Unavailable(f"{self._subscriber.conductor.id} read nothing for {STALL_S:g} s") from None
+
+    def on_closing(self) -> None:
+        """What waits still goes out."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Nothing more will wait."""
+        self._subscriber.close()
+
+    def end(self) -> None:
+        """The conductor's sequences end, or wait for another conductor."""
+        self._instance.subscribers.discard(self._subscriber)
+        self._instance.shell.unsubscribe(self._subscriber)
+
+
+def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: DecodeInstance) -> None:
+    vocab, further = instance.setup.vocab_size, message.further_token_ids
+    tokens = [(message.first_token_id,), further, *known_tokens(message, 1 + len(further))]
+    if instance.shell.dead:
+        subscriber.failed(message.request_id, instance.shell.dead)
+    elif bad := [token for told in tokens for token in told if not 0 <= token < vocab]:
+        subscriber.failed(message.request_id, f"there is no token {bad[0]}")  # an engine must never meet one
+    else:
+        instance.shell.start(subscriber, message)
 
 
 def contract(instance: DecodeInstance) -> Service:

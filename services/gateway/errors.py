@@ -20,8 +20,14 @@ from moonpool.errors import (
 )
 
 RETRY_UNAVAILABLE_S = 1.0
+
+
 MAX_RETRY_S = 3600.0
+
+
 _INVALID, _NOT_FOUND, _SERVER = "invalid_request_error", "not_found_error", "server_error"
+
+
 _PARAMETERS = {"token_ids": "prompt_token_ids"}
 """The contract's names that HTTP clients know by another one."""
 
@@ -64,7 +70,7 @@ class BudgetSpentError(MoonpoolError):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ErrorResponse:
     """An error as it is answered. `detail` are fields beside OpenAI's four."""
 
     status: HTTPStatus
@@ -81,26 +87,28 @@ class Refusal:
         return {"error": error | self.detail}
 
 
-def refusal(error: Exception) -> Refusal:
+def error_response(error: Exception) -> ErrorResponse:
     """How an error is answered. What is not ours becomes 500 without its text."""
     match error:
         case HttpError():
-            return _of_http(error)
+            return _http_error(error)
         case BudgetSpentError():
-            return _of_budget(error)
+            return _budget_error(error)
         case InvalidRequest(field="model"):
-            return Refusal(HTTPStatus.NOT_FOUND, _NOT_FOUND, error.message, "model", "model_not_found")
+            return ErrorResponse(HTTPStatus.NOT_FOUND, _NOT_FOUND, error.message, "model", "model_not_found")
         case InvalidRequest():
-            return _of_invalid(error)
+            return _invalid_request_error(error)
         case Overloaded():
-            return _of_overload(error)
+            return _overloaded_error(error)
         case Unavailable():
             headers = _retry_headers(RETRY_UNAVAILABLE_S)
-            return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, _SERVER, error.message, code="unavailable", headers=headers)
+            return ErrorResponse(
+                HTTPStatus.SERVICE_UNAVAILABLE, _SERVER, error.message, code="unavailable", headers=headers
+            )
         case DeadlineExceeded():
-            return Refusal(HTTPStatus.GATEWAY_TIMEOUT, _SERVER, error.message, code="timeout")
+            return ErrorResponse(HTTPStatus.GATEWAY_TIMEOUT, _SERVER, error.message, code="timeout")
         case Unauthenticated():
-            return Refusal(
+            return ErrorResponse(
                 HTTPStatus.UNAUTHORIZED,
                 _INVALID,
                 error.message,
@@ -109,23 +117,23 @@ def refusal(error: Exception) -> Refusal:
                 headers={"www-authenticate": "Bearer"},
             )
         case PermissionDenied():
-            return Refusal(HTTPStatus.FORBIDDEN, _INVALID, error.message, code="permission_denied")
+            return ErrorResponse(HTTPStatus.FORBIDDEN, _INVALID, error.message, code="permission_denied")
         case NotFound():
-            return Refusal(HTTPStatus.NOT_FOUND, _NOT_FOUND, error.message, code="not_found")
+            return ErrorResponse(HTTPStatus.NOT_FOUND, _NOT_FOUND, error.message, code="not_found")
         case Unsupported():
-            return Refusal(HTTPStatus.BAD_REQUEST, _INVALID, str(error), code="unsupported")
+            return ErrorResponse(HTTPStatus.BAD_REQUEST, _INVALID, str(error), code="unsupported")
     message = str(error) if isinstance(error, MoonpoolError) else "internal error; the gateway's log tells more"
-    return Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, _SERVER, message, code="internal")
+    return ErrorResponse(HTTPStatus.INTERNAL_SERVER_ERROR, _SERVER, message, code="internal")
 
 
-def _of_http(error: HttpError) -> Refusal:
+def _http_error(error: HttpError) -> ErrorResponse:
     headers = {"connection": "close"} if error.close else {}
-    return Refusal(error.status, _INVALID, error.message, error.parameter or None, error.code, headers=headers)
+    return ErrorResponse(error.status, _INVALID, error.message, error.parameter or None, error.code, headers=headers)
 
 
-def _of_budget(error: BudgetSpentError) -> Refusal:
+def _budget_error(error: BudgetSpentError) -> ErrorResponse:
     """OpenAI's type of a rate limit says what was used up."""
-    return Refusal(
+    return ErrorResponse(
         HTTPStatus.TOO_MANY_REQUESTS,
         error.what,
         error.message,
@@ -135,10 +143,10 @@ def _of_budget(error: BudgetSpentError) -> Refusal:
     )
 
 
-def _of_invalid(error: InvalidRequest) -> Refusal:
+def _invalid_request_error(error: InvalidRequest) -> ErrorResponse:
     name = error.field.removeprefix("sampling.")
     name = _PARAMETERS.get(name, name)
-    return Refusal(
+    return ErrorResponse(
         HTTPStatus.BAD_REQUEST,
         _INVALID,
         f"{name}: {error.message}" if name else error.message,
@@ -147,12 +155,12 @@ def _of_invalid(error: InvalidRequest) -> Refusal:
     )
 
 
-def _of_overload(error: Overloaded) -> Refusal:
+def _overloaded_error(error: Overloaded) -> ErrorResponse:
     """The conductor's reason, prediction and retry time, also as headers that clients act on."""
     names = ("predicted_ttft_s", "predicted_tbt_s", "slo_s", "retry_after_s")
     detail = {"reason": error.reason, **{name: _finite(getattr(error, name)) for name in names}}
     headers = _retry_headers(error.retry_after_s)
-    return Refusal(
+    return ErrorResponse(
         HTTPStatus.TOO_MANY_REQUESTS,
         "rate_limit_error",
         error.message,

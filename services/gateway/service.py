@@ -10,18 +10,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from moonpool.checkpoint import Tokenizer, model_name, resolve
 from moonpool.client import AsyncClient
-from moonpool.rpc.keys import ApiKeys
+from moonpool.rpc.auth import ApiKeys
 from moonpool.rpc.process import ProcessContext
-from moonpool.rpc.security import Security
+from moonpool.rpc.tls import Security
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
-from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
-from services.gateway.endpoints import Endpoints
-from services.gateway.measuring import Meter
-from services.gateway.server import Server, http_serving
-from services.gateway.text import Texts
+from services.gateway.http_server import HttpServer, http_serving
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.routes import Endpoints, make_app
+from services.gateway.tokenization import GatewayTokenizer
 
 CONNECT_TIMEOUT_S = 2.0
 """Seconds for which a conductor that cannot be reached is tried again, before the client is told."""
@@ -48,8 +47,8 @@ async def gateway(config: GatewayConfig, tokenizer: Tokenizer) -> AsyncIterator[
             )
         )
         metrics = Metrics(config.service())
-        meter = Meter(metrics, time.monotonic)
-        texts = Texts(model_name(config.model), tokenizer, threads, config.tool_parser)
+        meter = GatewayMetrics(metrics, time.monotonic)
+        texts = GatewayTokenizer(model_name(config.model), tokenizer, threads, config.tool_parser)
         endpoints = Endpoints(config, client, texts, keys, meter, metrics.registry, int(time.time()))
         server, port = await stack.enter_async_context(http_serving(make_app(endpoints), config))
         metrics.watch(_gauges(server))
@@ -71,5 +70,5 @@ async def serve(context: ProcessContext, config: GatewayConfig) -> None:
         await context.stopping.wait()
 
 
-def _gauges(server: Server) -> Gauges:
+def _gauges(server: HttpServer) -> Gauges:
     return Gauges([("connections", lambda: server.open_connections, None), *process_entries()])

@@ -6,10 +6,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from moonpool.config import Folders, PeerAddresses, read_mapping
 from moonpool.errors import ConfigError
-from moonpool.rpc.client_port import ClientPortConfig
-from moonpool.streams.lanes.settings import LaneConfig
+from moonpool.rpc.auth import ClientPortConfig
+from moonpool.transport.config import TransportConfig
 from services.kvstore.policies import POLICIES
-from services.kvstore.tenancy.tenants import TenantRow, check_rows
+from services.kvstore.policies.tenants import TenantRow, check_rows
 
 
 def _policy_known(name: str) -> str:
@@ -18,7 +18,7 @@ def _policy_known(name: str) -> str:
     return name
 
 
-class KVStoreConfig(LaneConfig, ClientPortConfig):
+class KVStoreConfig(TransportConfig, ClientPortConfig):
     """Keeps KV blocks in DRAM and on SSD."""
 
     conductor: PeerAddresses = Field(

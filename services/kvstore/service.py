@@ -1,67 +1,164 @@
-"""One kvstore process: recover, serve, join the conductor, drain.
+"""One kvstore process: recover, serve, join the conductor, drain; and the servicer of its contract.
 
 It ends in this order: no new work, running sessions finish, streams end, visible blocks become durable, files close.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 
-from moonpool.cluster import HeldKeys, Joining
-from moonpool.cluster.journal import Journal
-from moonpool.kv.changes import KeyChanges
-from moonpool.kv.keys import BlockKey
-from moonpool.kv.landing import land
-from moonpool.kv.parts import PARTS
+from moonpool.cluster import ClusterMembership, HeldKeys
+from moonpool.cluster.kv_events import KVEventJournal
+from moonpool.cluster.proto_conversion import DELETION_PORTION
+from moonpool.kv.blocks import PARTS, KeyChanges
+from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.kv.native_copy import copy_verified
+from moonpool.kv.values import check_owned, tenant_tag
+from moonpool.rpc.auth import own_tenant, tenant_of
 from moonpool.rpc.channels import Channels
+from moonpool.rpc.messages import PayloadMessage
 from moonpool.rpc.process import ProcessContext
-from moonpool.rpc.security import Security
 from moonpool.rpc.server import Service, serving
+from moonpool.rpc.tls import Security
 from moonpool.rpc.tuning import raise_open_files_limit
-from moonpool.streams.credits import ByteCredits
-from moonpool.streams.deadlines import within
-from moonpool.streams.lanes.listening import LaneServer
-from moonpool.streams.lanes.settings import LaneSettings
-from moonpool.streams.open_streams import OpenStreams
+from moonpool.telemetry.gauges import Gauges
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
-from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
+from moonpool.transport.async_utils import run_in_steps, wait_within
+from moonpool.transport.config import TransportSettings
+from moonpool.transport.flow_control import ByteCredits
+from moonpool.transport.handshake import TransportListener
+from moonpool.transport.streams import OpenStreams
+from moonpool.v1 import conductor_pb2, kv_pb2
+from moonpool.v1 import kvstore_pb2 as pb
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.core.store import BlockStore
-from services.kvstore.core.tiered_store import StoreListener
+from services.kvstore.core.tiered_store import StoreListener, find_blocks
+from services.kvstore.core.writes import MAX_SESSION_BLOCKS
 from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.operate.deletions import Deletions
-from services.kvstore.operate.gauges import gauges_of
-from services.kvstore.operate.ledger import Ledger
-from services.kvstore.operate.observe import Observer
-from services.kvstore.operate.operations import Operations
-from services.kvstore.operate.writer import WriteBehind
+from services.kvstore.kv_streams import GetResources, GetStream, MemoryWaitQueue, PutResources, PutStream
+from services.kvstore.operations import DeletionWorker, StoreObserver, StoreOperations, store_gauges
 from services.kvstore.policies import POLICIES
-from services.kvstore.servicer import KVStoreServicer
-from services.kvstore.ssd.admission import Admission
-from services.kvstore.ssd.tier import SsdTier, open_tier
-from services.kvstore.streams.get_stream import GetResources
-from services.kvstore.streams.put_stream import PutResources
-from services.kvstore.streams.rooms import RoomQueue
-from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import Account
+from services.kvstore.policies.tenants import Pins, TenantAccount
+from services.kvstore.record_store import RecordStore
+from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from services.kvstore.write_behind import WriteBehind
+
+MAX_MATCH_KEYS = 1 << 15
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVStoreServicer:
+    """Answers the contract's methods. `closing` is set when the service ends its streams."""
+
+    put: PutResources
+    get: GetResources
+    deletions: DeletionWorker
+    operations: StoreOperations
+    journal: KVEventJournal
+    gauges: Gauges
+    closing: asyncio.Event
+    streams: OpenStreams
+    lanes: TransportListener | None = None
+
+    async def Put(self, requests: AsyncIterator[PayloadMessage[pb.PutRequest]], context: object) -> None:  # noqa: N802
+        stream = PutStream(self.put, self.closing, self.lanes)
+        with self.streams.running(stream):
+            await stream.run(requests, context)
+
+    async def Get(self, requests: AsyncIterator[pb.GetRequest], context: object) -> None:  # noqa: N802
+        stream = GetStream(self.get, self.closing, self.lanes)
+        with self.streams.running(stream):
+            await stream.run(requests, context)
+
+    async def MatchPrefix(self, request: pb.MatchPrefixRequest, context: object) -> pb.MatchPrefixResponse:  # noqa: N802
+        keys = unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
+        return pb.MatchPrefixResponse(blocks=self.operations.store.tiers.match(keys))
+
+    async def Find(self, request: pb.FindRequest, context: object) -> pb.FindResponse:  # noqa: N802
+        keys, tenant, store = _checked_keys(request.keys), tenant_of(request.tenant), self.operations.store
+        deletions, namespace = store.writes.deletions, request.namespace
+        concerning = deletions.concerning((), tenant, namespace)
+        if not keys:  # whoever puts asks for none, at first and after a refusal
+            named = await run_in_steps(deletions.with_ending(tenant_tag(tenant), DELETION_PORTION))
+            concerning = sorted({*concerning, *named})
+        found, known = find_blocks(store.tiers, keys, namespace)
+        layouts = [layout.to_proto() for layout in known]
+        return pb.FindResponse(layouts=layouts, found=found, deletions=concerning, tenant=tenant)
+
+    async def Remove(self, request: pb.RemoveRequest, context: object) -> pb.RemoveResponse:  # noqa: N802
+        dropped = await self.deletions.drop(_checked_keys(request.keys))
+        return pb.RemoveResponse(blocks=dropped.blocks, bytes=dropped.nbytes)
+
+    async def Pin(self, request: pb.PinRequest, context: object) -> pb.PinResponse:  # noqa: N802
+        keys = unpack_keys(request.keys, max_keys=MAX_SESSION_BLOCKS)
+        outcome = self.operations.pin(request.tenant, request.name, keys, request.ttl_s)
+        limit, ttl_s = pb.PinLimit.Value(f"PIN_LIMIT_{outcome.limit.name}"), request.ttl_s if outcome.blocks else 0.0
+        return pb.PinResponse(blocks=outcome.blocks, bytes=outcome.nbytes, ttl_s=ttl_s, limit=limit)
+
+    async def Unpin(self, request: pb.UnpinRequest, context: object) -> pb.UnpinResponse:  # noqa: N802
+        return pb.UnpinResponse(found=self.operations.unpin(request.tenant, request.name))
+
+    async def Watch(self, request: pb.WatchRequest, context: object) -> AsyncIterator[pb.WatchResponse]:  # noqa: N802
+        with self.streams.running(context):
+            async with aclosing(self.journal.watch(request.incarnation, request.after_sequence)) as messages:
+                async for events in messages:
+                    yield pb.WatchResponse(incarnation=self.put.instance.incarnation, events=events)
+
+    async def KVStoreStats(self, request: pb.KVStoreStatsRequest, context: object) -> pb.KVStoreStatsResponse:  # noqa: N802
+        return pb.KVStoreStatsResponse(instance=self.put.instance, gauges=self.gauges.read())
+
+    async def Forget(self, request: kv_pb2.ForgetRequest, context: object) -> kv_pb2.ForgetResponse:  # noqa: N802
+        done = await self.deletions.forget(request.deletions, request.ttl_s)
+        return kv_pb2.ForgetResponse(blocks=done.blocks, bytes=done.nbytes)
+
+    async def SyncRecords(self, request: pb.SyncRecordsRequest, context: object) -> pb.SyncRecordsResponse:  # noqa: N802
+        await self.deletions.ledger.take(request.records)
+        records, sequence, more = self.deletions.ledger.book.after(request.after)
+        return pb.SyncRecordsResponse(records=records, sequence=sequence, more=more)
+
+    async def Compact(self, request: pb.CompactRequest, context: object) -> pb.CompactResponse:  # noqa: N802
+        return pb.CompactResponse(segments=self.operations.compact(request.min_live_share))
+
+    async def Warm(self, request: pb.WarmRequest, context: object) -> pb.WarmResponse:  # noqa: N802
+        blocks, nbytes = await self.operations.warm(request.max_bytes)
+        return pb.WarmResponse(blocks=blocks, bytes=nbytes)
+
+    async def ReuseCurve(self, request: pb.ReuseCurveRequest, context: object) -> pb.ReuseCurveResponse:  # noqa: N802
+        reuse, capacity = self.operations.reuse, self.operations.capacity_bytes
+        points = [pb.ReusePoint(bytes=nbytes, hit_share=share) for nbytes, share in self.operations.sizes()]
+        uses, rate = reuse.uses, reuse.last_uses.rate
+        return pb.ReuseCurveResponse(points=points, references=uses, sampled=rate, capacity_bytes=capacity)
+
+
+def _checked_keys(packed: bytes) -> list[BlockKey]:
+    """Keys of a request; raises PermissionDenied unless its caller may name them."""
+    keys = unpack_keys(packed, max_keys=MAX_MATCH_KEYS)
+    check_owned(keys, own_tenant())
+    return keys
+
 
 log = get_logger(__name__)
 
+
 MAX_WAITING_FOR_ROOM = 512
+
+
 END_STREAMS_S = 2.0
 
 
 def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
     """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD, if any, with what it held before."""
-    pins = Pins(config.pin_budget_bytes, Account.of(config.tenants, "pins"), max_pins=config.max_pins)
-    account, arena = Account.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
+    pins = Pins(config.pin_budget_bytes, TenantAccount.of(config.tenants, "pins"), max_pins=config.max_pins)
+    account, arena = TenantAccount.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
     if not (config.data_dir and config.ssd_bytes):
         return dram, None
-    account, admission = Account.of(config.tenants, "ssd"), Admission(config.ssd_admission, pins)
+    account, admission = TenantAccount.of(config.tenants, "ssd"), SsdAdmission(config.ssd_admission, pins)
     sizes, how = (config.ssd_bytes, config.segment_size), config.durability
     return dram, open_tier(config.data_dir, *sizes, durability=how, account=account, admission=admission)
 
@@ -80,55 +177,55 @@ class KVStoreService(StoreListener):
         instance: kv_pb2.Instance,
         channels: Channels | None = None,
         on_drain: Callable[[], None] = lambda: None,
-        ledger: Ledger | None = None,
+        ledger: RecordStore | None = None,
     ) -> None:
         self.config = config
-        self.rooms = RoomQueue(MAX_WAITING_FOR_ROOM)
+        self.rooms = MemoryWaitQueue(MAX_WAITING_FOR_ROOM)
         self.idle = asyncio.Event()  # no session is open
         self.idle.set()
         self.streams = OpenStreams()
-        self.lanes = LaneServer(LaneSettings.of(config), instance.incarnation)
+        self.lanes = TransportListener(TransportSettings.of(config), instance.incarnation)
         self.metrics = Metrics(config.service())
         self._closing = asyncio.Event()
         self._draining = False
         threads = config.read_threads * max(1, len(config.data_dir))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-read")
-        self._observer = Observer(self.metrics)
-        self._ledger = ledger = ledger or Ledger()
+        self._observer = StoreObserver(self.metrics)
+        self._ledger = ledger = ledger or RecordStore()
         sessions, leases = config.max_sessions, config.lease_budget_bytes
         self.store = BlockStore(*tiers, self, max_sessions=sessions, lease_bytes=leases, deletions=ledger.deletions)
         ssd = self.store.tiers.ssd
         rate, queue, observe = config.ssd_write_bytes_per_s, self.store.writes.queue, self._observer.committed
         self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, self._ledger.leave_out, rate)
         held = HeldKeys(PARTS, self.store.tiers.part, self.store.tiers.cold)
-        self._journal = Journal(held, instance.incarnation)
+        self._journal = KVEventJournal(held, instance.incarnation)
         ahead = ByteCredits(config.read_ahead_bytes)
         rows = list(config.tenants)
-        self.gauges = gauges_of(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, rows)
+        self.gauges = store_gauges(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, rows)
         for name, read, at_rest in self.lanes.gauges():
             self.gauges.add(name, read, at_rest)
         self.metrics.watch(self.gauges)
         clock, reuse = asyncio.get_running_loop().time, self._observer.reuse
-        self._operations = Operations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)
+        self._operations = StoreOperations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)
         self.servicer = self._make_servicer(instance, ahead)
         size = config.capacity_bytes
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=size, tells_cold=ssd is not None)
-        self.agent: Joining | None = None
+        self.agent: ClusterMembership | None = None
         if channels is not None and config.conductor:
-            self.agent = Joining(channels, config.conductor, self.hello, self._load, None, held, on_drain)
+            self.agent = ClusterMembership(channels, config.conductor, self.hello, self._load, None, held, on_drain)
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s
         put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
         lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
         operations, journal, closing, streams = self._operations, self._journal, self._closing, self.streams
-        deletions = Deletions(operations, self._ledger, self.writer, config.session_timeout_s)
+        deletions = DeletionWorker(operations, self._ledger, self.writer, config.session_timeout_s)
         get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read, deletions)
         return KVStoreServicer(put, get, deletions, operations, journal, self.gauges, closing, streams, self.lanes)
 
     @property
     def contract(self) -> Service:
-        return kvstore_pb2.DESCRIPTOR.services_by_name["KVStoreService"], self.servicer
+        return pb.DESCRIPTOR.services_by_name["KVStoreService"], self.servicer
 
     def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey], cooled: Sequence[BlockKey] = ()) -> None:
         self._journal.changed(stored, removed, cooled)
@@ -203,19 +300,19 @@ class KVStoreService(StoreListener):
         self._draining = True
         if self.agent is not None:
             self.agent.notify()  # the store stays joined while it drains
-        await within(self.config.drain_s / 2, self.idle)
+        await wait_within(self.config.drain_s / 2, self.idle)
         self._closing.set()
         self._journal.close()
-        await within(END_STREAMS_S, self.streams.quiet)
+        await wait_within(END_STREAMS_S, self.streams.quiet)
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
     """A kvstore process, until it is told to stop; raises ConfigError, or Mismatch when a conductor refuses it."""
     raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config)
-    await asyncio.to_thread(land.prepare)
+    await asyncio.to_thread(copy_verified.prepare)
     folders = config.data_dir if tiers[1] is None else [disk.folder.path for disk in tiers[1].disks]
-    ledger = await asyncio.to_thread(Ledger, [folder / "records" for folder in folders])
+    ledger = await asyncio.to_thread(RecordStore, [folder / "records" for folder in folders])
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
     security = Security.of(config, config.client_listen, config.api_keys)
     async with Channels(Security.tls_of(security)) as channels:

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from moonpool.engine.instance import EngineConfig
+from moonpool.engine.setup import EngineConfig
 
 
 class PrefillConfig(EngineConfig):

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.conductor.core.messages import Ask, Target
-from services.conductor.core.plan import Plan
+from services.conductor.core.events import DecodeReservation, RequestSpec
+from services.conductor.core.router import RoutingDecision
+from simulator.clock import World, ps
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.requests import DONE, Request
-from simulator.cluster.requests import Sequence as Placed
-from simulator.kernel.clock import World, ps
+from simulator.cluster.requests import PlacedSequence as Placed
 
 RETRY_S = 1.0
 """Until a client notices that its conductor is lost; and the pause after which it tries again when nobody can take its
@@ -24,14 +24,14 @@ request."""
 class Serving:
     """A request at a conductor whose core has not ended it."""
 
-    ask: Ask
+    ask: RequestSpec
     request: Request
     continued: int = 0
     """Tokens of the answer that are not made again, as at the last placement."""
     sequence: Placed | None = None
     """The last one that engines have heard of."""
-    plan: Plan | None = None
-    target: Target | None = None
+    plan: RoutingDecision | None = None
+    target: DecodeReservation | None = None
     """The promise of the last placement."""
     fence: int = 0
     """How often its client had resumed it when it came here."""

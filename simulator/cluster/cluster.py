@@ -3,26 +3,19 @@
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from moonpool.kv.changes import KeyChanges
-from services.conductor.core.failures import Failure
-from services.conductor.core.messages import Target
+from moonpool.kv.blocks import KeyChanges
+from services.conductor.core.events import DecodeReservation, Failure
+from simulator.clock import PS, World, ps
 from simulator.cluster.clients import Clients
-from simulator.cluster.company import Company
 from simulator.cluster.conductor import Conductor, owner_of
-from simulator.cluster.config import ClusterConfig
-from simulator.cluster.decode import DecodeInstance, Ears
-from simulator.cluster.engines import Engines
-from simulator.cluster.machines import Engine, Machines
-from simulator.cluster.prefill import PrefillInstance
-from simulator.cluster.prompts import Peers
-from simulator.cluster.reading import Readable
-from simulator.cluster.requests import Request, keys_of, prompt_key_of
-from simulator.cluster.sequences import Told
-from simulator.cluster.settings import LEAPS, Runs
-from simulator.cluster.store import Store
-from simulator.kernel.calls import Calls
-from simulator.kernel.clock import PS, World, ps
-from simulator.kernel.links import Link, Network
+from simulator.cluster.config import LEAPS, ClusterConfig, Runs
+from simulator.cluster.decode import DecodeInstance, DecodeListener
+from simulator.cluster.engine import SharedMachine
+from simulator.cluster.machines import EngineInstance, Instances, Machines
+from simulator.cluster.prefill import Peers, PrefillInstance
+from simulator.cluster.requests import Request, SequenceReport, keys_of, prompt_key_of
+from simulator.cluster.store import Readable, Store
+from simulator.network import Calls, Link, Network
 from simulator.traces.mooncake import TraceRequest
 
 DETECTION_S = 3.0
@@ -49,11 +42,11 @@ class Cluster:
         self.world = World()
         self.network = Network(self.world)
         self.calls = Calls(self.world, config.delays, config.seed)
-        self._company = Company(config.company)
+        self._company = SharedMachine(config.company)
         self.stores = [self._store(number) for number in range(config.kvstore)]
         self.prefills = [self._prefill(number) for number in config.prefill_numbers]
         self.decodes = [self._decode(number, runs) for number in config.decode_numbers]
-        self._engines = Engines({it.name: it for it in self.prefills}, {it.name: it for it in self.decodes})
+        self._engines = Instances({it.name: it for it in self.prefills}, {it.name: it for it in self.decodes})
         self.machines = Machines(self.world, self._engines, config.role_change_s, self._gone, self._there)
         self.clients = Clients(self.world, config, ended)
         self.conductors: list[Conductor] = []
@@ -90,7 +83,7 @@ class Cluster:
     def _decode(self, number: int, runs: Runs) -> DecodeInstance:
         name = f"d{number}"
         up = not self.config.roles.swap or number >= self.config.prefill
-        ears = Ears(
+        ears = DecodeListener(
             partial(self._tokens, name), partial(self._failed, name), partial(self._keys, name),
             partial(self._changed, name),
         )  # fmt: skip
@@ -136,7 +129,7 @@ class Cluster:
         for conductor in self.conductors:
             conductor.members.changed(name)
 
-    def _tokens(self, name: str, stream: int, news: list[Told]) -> None:
+    def _tokens(self, name: str, stream: int, news: list[SequenceReport]) -> None:
         self._owner(stream).orders.streams.get(name).tell(stream, news)
 
     def _failed(self, name: str, stream: int, transfer: int, failure: Failure) -> None:
@@ -145,24 +138,24 @@ class Cluster:
     def _owner(self, stream: int) -> Conductor:
         return self.conductors[owner_of(stream, len(self.conductors))]
 
-    def _at(self, target: Target) -> DecodeInstance | None:
+    def _at(self, target: DecodeReservation) -> DecodeInstance | None:
         """The instance of a promise, if it is there still."""
         decode = self._engines.decodes[target.decode]
         return decode if decode.up and decode.incarnation == target.incarnation else None
 
-    def _open(self, target: Target) -> Link | None:
+    def _open(self, target: DecodeReservation) -> Link | None:
         decode = self._at(target)
         return decode.receives if decode is not None and decode.open(target.transfer_id) else None
 
-    def _heard(self, target: Target) -> None:
+    def _heard(self, target: DecodeReservation) -> None:
         if (decode := self._at(target)) is not None:
             decode.heard(target.transfer_id)
 
-    def _whole(self, target: Target) -> bool:
+    def _whole(self, target: DecodeReservation) -> bool:
         decode = self._at(target)
         return decode is not None and decode.kv_whole(target.transfer_id)
 
-    def _give_up(self, target: Target) -> None:
+    def _give_up(self, target: DecodeReservation) -> None:
         if (decode := self._at(target)) is not None:
             decode.give_up(target.transfer_id)
 
@@ -191,7 +184,7 @@ class Cluster:
         for conductor in self.conductors:
             conductor.lost(name)
 
-    def _gone(self, instance: Engine) -> None:
+    def _gone(self, instance: EngineInstance) -> None:
         """It has left, with nothing of its own under way."""
         self._lose_source(instance.name)
         for conductor in self.conductors:
@@ -214,11 +207,11 @@ class Cluster:
             conductor.crash()
             self.world.after(ps(down_s + 1.0), lambda _: conductor.begin_anew())
 
-    def _back(self, instance: Engine) -> None:
+    def _back(self, instance: EngineInstance) -> None:
         instance.up = True
         self._there(instance)
 
-    def _there(self, instance: Engine) -> None:
+    def _there(self, instance: EngineInstance) -> None:
         for conductor in self.conductors:
             conductor.back(instance)
 

@@ -7,52 +7,61 @@ Several side by side know nothing of each other; all instances join all of them.
 from collections.abc import Callable
 from dataclasses import replace
 
-from moonpool.core.kernel import Cancel
-from moonpool.kv.changes import KeyChanges
+from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
-from services.conductor.core.changes import ChangeRole
-from services.conductor.core.conductor import ConductorCore
-from services.conductor.core.failures import Failure, Kind
-from services.conductor.core.hot import Replicate
-from services.conductor.core.messages import (
+from moonpool.scheduling.state_machine import CancelIo
+from services.conductor.core.cluster_state import ClusterView
+from services.conductor.core.events import (
     Action,
-    Adopt,
-    Announce,
-    Arrived,
-    Ask,
+    AnnouncePlacement,
+    CallPrefill,
+    CallReserve,
+    CancelReservation,
+    ChangeRole,
     ClientGone,
-    Complete,
-    Drop,
+    CompleteRequest,
+    DropRequest,
     Event,
-    Fail,
+    FailRequest,
+    Failure,
+    FailureKind,
     Order,
-    Prefill,
     Rehash,
     Rehashed,
-    Renew,
-    Reserve,
-    Resumed,
+    RenewSession,
+    RequestArrived,
+    RequestSpec,
+    ResumeState,
     Resync,
-    Start,
-    Undo,
+    StartDecode,
+    TakeOverSequence,
 )
-from services.conductor.core.picture import Picture
-from services.conductor.policy import load_policy
-from services.prefill.core.actions import TellToken
+from services.conductor.core.policies import load_policy
+from services.conductor.core.router import ReplicatePrefix
+from services.conductor.core.scheduler import ConductorCore
+from services.prefill.core.actions import ReportFirstToken
+from simulator.clock import PS, World, ps
+from simulator.cluster.admission import FOREVER_S, LateCheck, PoolGate, limits_of, slo_of
 from simulator.cluster.clients import RETRY_S, Clients, Serving
 from simulator.cluster.config import ClusterConfig
+from simulator.cluster.core_host import CoreHost
 from simulator.cluster.decode import DecodeInstance
-from simulator.cluster.engines import Engines
-from simulator.cluster.entrance import FOREVER_S, LateCheck, PoolGate, limits_of, slo_of
-from simulator.cluster.host import Host
+from simulator.cluster.dispatcher import CallDispatcher, DecodeStreams
+from simulator.cluster.machines import Instances
 from simulator.cluster.members import Members
-from simulator.cluster.orders import Orders
 from simulator.cluster.prefill import PrefillInstance
-from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Made, Request, Sequence, keys_of_chain
+from simulator.cluster.requests import (
+    DONE,
+    GIVEN_UP,
+    REFUSED,
+    TOO_LARGE,
+    PlacedSequence,
+    Request,
+    TokenTimes,
+    keys_of_chain,
+)
 from simulator.cluster.store import Store
-from simulator.cluster.streams import DecodeStreams
-from simulator.kernel.calls import Calls
-from simulator.kernel.clock import PS, World, ps
+from simulator.network import Calls
 
 
 class Conductor:
@@ -74,7 +83,7 @@ class Conductor:
         world: World,
         config: ClusterConfig,
         calls: Calls,
-        engines: Engines,
+        engines: Instances,
         stores: list[Store],
         clients: Clients,
         change_role: Callable[[ChangeRole], None],
@@ -94,10 +103,10 @@ class Conductor:
         self._lives += 1
         name = f"conductor-{self._number}/{self._lives}"
         self.core = ConductorCore(limits_of(config), _picture(config, self._number), config.roles)
-        self.host: Host[Event, Action] = Host(self._world, self.core, self._perform)
+        self.host: CoreHost[Event, Action] = CoreHost(self._world, self.core, self._perform)
         self.members = Members(config, calls, self.host.post)
         streams = DecodeStreams(calls, self._engines.decodes, name, self._stream_number)
-        self.orders = Orders(
+        self.orders = CallDispatcher(
             calls, self._engines, self.members, config, self.host.post, self._first_token, streams, name
         )
         self._serving: dict[int, Serving] = {}
@@ -146,7 +155,7 @@ class Conductor:
         request.resumed += 1
         assert before.sequence is not None
         target = replace(before.target, held_blocks=0) if before.target is not None else None  # clients do not tell it
-        ask = self._asks(request, Resumed(request.kept, fence, before.sequence.id, target))
+        ask = self._asks(request, ResumeState(request.kept, fence, before.sequence.id, target))
         serving = Serving(ask, request, request.kept, before.sequence, before.plan, before.target, fence)
         self._take(serving, self._keys(request))
 
@@ -163,12 +172,12 @@ class Conductor:
     def _take(self, serving: Serving, keys: tuple[BlockKey, ...]) -> None:
         self._serving[serving.ask.number] = serving
         self._clients.taken(serving)
-        self.host.post(Arrived(serving.ask, keys))
+        self.host.post(RequestArrived(serving.ask, keys))
 
-    def _asks(self, request: Request, resumed: Resumed | None = None) -> Ask:
+    def _asks(self, request: Request, resumed: ResumeState | None = None) -> RequestSpec:
         """As it comes here now: of one that was elsewhere, or comes again, it is not known when it came first."""
         self._asked += 1
-        return Ask(
+        return RequestSpec(
             number=self._asked,
             id=f"r{request.number}",
             prompt_tokens=request.tokens,
@@ -186,7 +195,7 @@ class Conductor:
         """Of prompt and answer so far."""
         return keys_of_chain(request, (request.tokens + request.kept) // self._config.block_tokens)
 
-    def _first_token(self, number: int, told: TellToken) -> bool:
+    def _first_token(self, number: int, told: ReportFirstToken) -> bool:
         serving = self._serving[number]
         request = serving.request
         assert serving.plan is not None
@@ -199,16 +208,16 @@ class Conductor:
         now = self._world.now
         for answer in request.answers:
             if answer.made == serving.continued:  # several that began again have theirs
-                answer.take(Made(now, [], now))
+                answer.take(TokenTimes(now, [], now))
         return True
 
     def _end(self, number: int, outcome: str) -> None:
         self.pool_gate.load.ended(number, self._world.seconds)
         self._clients.end(self._serving.pop(number).request, outcome)
 
-    def _fail(self, action: Fail) -> None:
+    def _fail(self, action: FailRequest) -> None:
         request, failure = self._serving[action.request].request, action.failure
-        nobody = action.refused and failure.kind is Kind.UNAVAILABLE and not request.made
+        nobody = action.refused and failure.kind is FailureKind.UNAVAILABLE and not request.made
         if nobody and self._world.seconds + RETRY_S < request.arrived / PS + self._deadline_s:
             del self._serving[action.request]
             self._clients.again(request)
@@ -219,18 +228,18 @@ class Conductor:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Announce() | Rehash():
+            case AnnouncePlacement() | Rehash():
                 self._place(action, self._serving[action.request])
-            case Complete(request):
+            case CompleteRequest(request):
                 self._end(request, DONE)
-            case Fail():
+            case FailRequest():
                 self._fail(action)
-            case Drop(request) if self._serving[request].away:
+            case DropRequest(request) if self._serving[request].away:
                 self.pool_gate.load.ended(request, self._world.seconds)
                 del self._serving[request]
-            case Drop(request):
+            case DropRequest(request):
                 self._end(request, REFUSED)  # by the late check
-            case Replicate():
+            case ReplicatePrefix():
                 self.orders.replicate(action)
             case Resync(instance):
                 raise AssertionError(f"a message of {instance} is missing")
@@ -242,24 +251,24 @@ class Conductor:
     def _order(self, action: Order) -> None:
         """Something is to be done at an instance."""
         match action:
-            case Reserve():
+            case CallReserve():
                 self.orders.reserve(action, self._sequence(action))
-            case Prefill():
+            case CallPrefill():
                 self.orders.prefill(action, self._sequence(action))
-            case Start():
+            case StartDecode():
                 self.orders.start(action, self._sequence(action))
-            case Adopt():
+            case TakeOverSequence():
                 self.orders.adopt(action, self._sequence(action))
-            case Renew():
+            case RenewSession():
                 self.orders.renew(action)
-            case Undo():
+            case CancelReservation():
                 self.orders.undo(action)
-            case Cancel(io):
+            case CancelIo(io):
                 self.orders.cancel(io)
 
-    def _place(self, action: Announce | Rehash, serving: Serving) -> None:
+    def _place(self, action: AnnouncePlacement | Rehash, serving: Serving) -> None:
         request = serving.request
-        if isinstance(action, Announce):
+        if isinstance(action, AnnouncePlacement):
             request.attempts += action.sequence != serving.announced
             serving.announced = action.sequence
             if request.attempts == 1:
@@ -274,13 +283,13 @@ class Conductor:
         serving.continued = request.kept
         self.host.post(Rehashed(action.request, request.kept, self._keys(request)))
 
-    def _sequence(self, action: Reserve | Prefill | Start | Adopt) -> Sequence:
+    def _sequence(self, action: CallReserve | CallPrefill | StartDecode | TakeOverSequence) -> PlacedSequence:
         """What engines are told under the id of an order."""
         serving = self._serving[action.request]
         if serving.sequence is None or serving.sequence.id != action.sequence:
             request, made = serving.request, serving.continued
             tokens, left = request.tokens + made, request.answer - made
-            serving.sequence = Sequence(request, action.sequence, tokens, left, serving.fence, request.choices)
+            serving.sequence = PlacedSequence(request, action.sequence, tokens, left, serving.fence, request.choices)
         return serving.sequence
 
     # Instances
@@ -306,8 +315,8 @@ def owner_of(stream: int, conductors: int) -> int:
     return stream % conductors
 
 
-def _picture(config: ClusterConfig, number: int) -> Picture:
-    return Picture(
+def _picture(config: ClusterConfig, number: int) -> ClusterView:
+    return ClusterView(
         balancing_threshold=config.threshold,
         policy=load_policy(config.policy),
         seed=config.seed + number,
@@ -320,9 +329,9 @@ def _picture(config: ClusterConfig, number: int) -> Picture:
 
 def _outcome(failure: Failure) -> str:
     match failure.kind:
-        case Kind.INVALID:
+        case FailureKind.INVALID:
             return TOO_LARGE
-        case Kind.OVERLOADED:
+        case FailureKind.OVERLOADED:
             return REFUSED
         case _:
             return GIVEN_UP

@@ -1,15 +1,16 @@
-"""What a simulated cluster consists of."""
+"""What a simulated cluster consists of, and the settings that the services' cores get."""
 
 from dataclasses import dataclass, field
 
-from moonpool.cost import DEFAULT_BYTES_PER_S
 from moonpool.engine.emulated.profile import Profile
 from moonpool.errors import ConfigError
 from moonpool.frozen import frozen
-from services.conductor.core.policies import DEFAULT
+from moonpool.scheduling.latency import DEFAULT_BYTES_PER_S
+from services.conductor.core.policies import DEFAULT_POLICY
 from services.conductor.core.roles import RoleLimits
-from services.decode.core.config import Preemption
-from simulator.kernel.calls import CallDelays
+from services.decode.core.settings import DecodeSettings, Preemption
+from services.prefill.core.jobs import PrefillSettings
+from simulator.network import CallDelays
 from simulator.traces.mooncake import BLOCK_TOKENS
 
 GB = 10**9
@@ -73,8 +74,8 @@ class ClusterConfig:
         eviction: the kvstores' policy.
         rate: times as quick as in the trace requests come.
         slo: for goodput, and for refusing.
-        admission: who is let in, see `simulator.cluster.entrance`.
-        by_pool: who is let in is decided by the load of the whole decode pool, see `simulator.cluster.levels`.
+        admission: who is let in, see `simulator.cluster.admission`.
+        by_pool: who is let in is decided by the load of the whole decode pool, see `simulator.cluster.admission`.
         keep_tbt: requests tell decode the TBT limit also where nobody else refuses them.
         delays: of calls between services.
         seed: of delays, and of the policy's draws.
@@ -94,7 +95,7 @@ class ClusterConfig:
     roles: RoleLimits = field(default_factory=RoleLimits)
     role_change_s: float = 15.0
     company: float = 1.0
-    policy: str = DEFAULT
+    policy: str = DEFAULT_POLICY
     decode_prompt_tokens: int = 0
     threshold: float = 1.0
     peers: bool = True
@@ -175,3 +176,50 @@ class ClusterConfig:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_tokens)
+
+
+@frozen
+class Runs:
+    """Decode steps that an engine takes by itself."""
+
+    longest: int = 1 << 40
+    """So many at once at most."""
+    ahead: int = 0
+    """For so many steps to come sequences get blocks, while enough are free; 0 = a run ends where one needs a block."""
+
+
+LEAPS = Runs()
+"""As many steps at once as there is nothing to decide."""
+
+
+def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSettings:
+    """What the core of a prefill instance is told. Each stage holds its own layers of all blocks."""
+    return PrefillSettings(
+        blocks=stages * config.blocks,
+        block_tokens=config.block_tokens,
+        layers=config.profile.layers,
+        slice_bytes=config.block_bytes // config.profile.layers,
+        step_tokens=max(config.step_tokens, config.block_tokens),
+        stages=stages,
+        max_queue=config.max_queue,
+    )
+
+
+def decode_core_config(config: ClusterConfig, runs: Runs) -> DecodeSettings:
+    """What the core of a decode instance is told."""
+    memory = config.memory
+    return DecodeSettings(
+        num_blocks=config.blocks,
+        block_tokens=config.block_tokens,
+        block_bytes=config.block_bytes,
+        max_batch=config.max_batch,
+        lease_s=memory.lease_s,
+        speeds=config.profile.speeds,
+        preemption=memory.preemption,
+        watermark_blocks=int(memory.watermark * config.blocks),
+        step_tokens=memory.step_tokens,
+        swap_blocks=memory.swap_bytes // config.block_bytes,
+        assumed_answer_tokens=memory.assumed_answer_tokens,
+        run_steps=runs.longest,
+        ahead_steps=runs.ahead,
+    )

@@ -3,57 +3,142 @@
 Steps take the time of the profile (`simulator.cluster.engine`), copies and write-back that of their links.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from moonpool.frozen import frozen
-from moonpool.kv.changes import KeyChanges
+from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.lending import Lent
-from services.conductor.core.facts import LoadFacts
-from services.conductor.core.failures import FENCE, Failure, Kind
-from services.conductor.core.messages import Promised, Target
+from moonpool.scheduling.block_manager import BlocksLent
+from moonpool.scheduling.state_machine import IoEnded
+from services.conductor.core.events import FENCE_FIELD, DecodeReservation, Failure, FailureKind, ReserveGranted
+from services.conductor.core.instances import LoadFacts
 from services.decode.core import actions
 from services.decode.core.events import (
-    Adopt,
-    Arrived,
-    Compute,
+    AbortRequest,
+    AdoptRequest,
+    ComputePrompt,
     Event,
-    Heard,
-    Open,
-    Reserve,
-    Start,
-    StepDone,
-    Stepped,
-    Stop,
+    IoEnd,
+    LoadEnd,
+    ReceiveEnd,
+    ReserveBlocks,
+    RunDone,
+    RunProgress,
+    StartDecoding,
+    StoreEnd,
     StreamClosed,
     StreamOpened,
+    SwapEnd,
+    TransferComplete,
+    TransferOpened,
+    TransferProgress,
 )
-from services.decode.core.machine import DecodeCore
-from simulator.cluster.company import Company
-from simulator.cluster.config import ClusterConfig
-from simulator.cluster.copies import Copies, nothing_written
-from simulator.cluster.engine import STOPPED, Engine
-from simulator.cluster.host import Host
-from simulator.cluster.reading import PoolReads
-from simulator.cluster.requests import Sequence
-from simulator.cluster.sequences import DecodeSequence, DecodeUse, Resume, Told
-from simulator.cluster.settings import LEAPS, Runs, core_config
-from simulator.cluster.store import Store
-from simulator.kernel.clock import World, ps
-from simulator.kernel.links import Link, Network
+from services.decode.core.scheduler import DecodeScheduler
+from simulator.clock import PS, World, ps
+from simulator.cluster.config import LEAPS, ClusterConfig, Runs, decode_core_config
+from simulator.cluster.core_host import CoreHost
+from simulator.cluster.engine import STOPPED, DecodeEngine, SharedMachine
+from simulator.cluster.requests import DecodeSequence, DecodeUse, PlacedSequence, Resume, SequenceReport
+from simulator.cluster.store import PoolReads, Store
+from simulator.network import Link, Network
+
+
+class Copies:
+    """Copies of one instance, until it is lost. Each is answered by one `Ended`.
+
+    Args:
+        name: of the instance.
+        sends, receives: its links for KV that leaves, and for what comes.
+        tell: takes the ends.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        config: ClusterConfig,
+        name: str,
+        sends: Link,
+        receives: Link,
+        tell: Callable[[IoEnded[IoEnd]], None],
+    ) -> None:
+        self._world, self._network, self._config = world, network, config
+        self._sends, self._receives, self._tell = sends, receives, tell
+        self._bus = Link(f"{name} bus", config.load_bytes_per_s)
+        self._open: dict[int, Callable[[], None]] = {}  # with what is to be given back at their ends
+        self._copied_at = 0
+
+    def close(self) -> None:
+        """The instance is lost: nobody hears of its copies."""
+        for give_back in self._open.values():
+            give_back()
+        self._open.clear()
+
+    def swap(self, io: int, blocks: int) -> None:
+        """Between pool and DRAM."""
+        begun = self._begin(io)
+
+        def copied() -> None:
+            first, self._copied_at = max(begun, self._copied_at), self._world.now
+            self._end(io, SwapEnd(True, (self._world.now - first) / PS))
+
+        self._network.send([self._bus], blocks * self._config.block_bytes, copied)
+
+    def write(self, io: int, store: Store, chain: Sequence[BlockKey]) -> None:
+        """The last block of a chain, to a store."""
+        self._begin(io)
+        store.write(chain, self._sends, lambda: self._end(io, StoreEnd(store.holds(chain) == len(chain))))
+
+    def read(self, io: int, store: Store, chain: Sequence[BlockKey], first: int, timeout_s: float) -> None:
+        """The blocks of a chain from `first` on, as far as the store has them."""
+        blocks, give_back = store.lend(chain, first)
+        begun = self._begin(io, give_back)
+
+        def over(found: int, *, failed: bool = False) -> None:
+            self._end(io, LoadEnd(found, (self._world.now - begun) / PS, failed))
+
+        def ready() -> None:
+            path = store.sends, self._receives
+            self._network.send(path, blocks * self._config.block_bytes, lambda: over(blocks))
+
+        self._world.after(ps(timeout_s), lambda _: over(0, failed=True))
+        if blocks:
+            store.read(chain, first, first + blocks, ready)
+        else:
+            self._world.after(0, lambda _: over(0))
+
+    def _begin(self, io: int, give_back: Callable[[], None] = lambda: None) -> int:
+        self._open[io] = give_back
+        return self._world.now
+
+    def _end(self, io: int, result: IoEnd) -> None:
+        give_back = self._open.pop(io, None)
+        if give_back is not None:
+            give_back()
+            self._tell(IoEnded(io, result))
+
+
+def nothing_written(io: int) -> IoEnded[IoEnd]:
+    """Answers `StopReceiving`: what comes is in the pool at once."""
+    return IoEnded(io, ReceiveEnd())
+
 
 HEARD_PER_LEASE = 8
 """The core is told that a transfer lives so often in a lease, as in the service."""
+
+
 _TELL = ps(1.0)
 """The conductor is told of tokens with an answer's first and last one, and so often at least while things happen.
 
 The service tells it with each step. What the conductor makes of them, it makes of their times, which are told."""
+
+
 RETRY_S = 1.0
 """After which a refused request may try again, as the service says."""
 
 
 @frozen
-class Ears:
+class DecodeListener:
     """Who hears of an instance.
 
     Attributes:
@@ -63,7 +148,7 @@ class Ears:
         changed: load or keys are others now.
     """
 
-    tokens: Callable[[int, list[Told]], None]
+    tokens: Callable[[int, list[SequenceReport]], None]
     failed: Callable[[int, int, Failure], None]
     keys: Callable[[KeyChanges], None]
     changed: Callable[[], None]
@@ -87,9 +172,9 @@ class DecodeInstance:
         config: ClusterConfig,
         name: str,
         stores: Iterable[Store],
-        ears: Ears,
+        ears: DecodeListener,
         runs: Runs = LEAPS,
-        company: Company | None = None,
+        company: SharedMachine | None = None,
         *,
         up: bool = True,
     ) -> None:
@@ -98,8 +183,8 @@ class DecodeInstance:
         self.pool = PoolReads(Link(f"{name} out", config.transfer_bytes_per_s), self._tell)
         self._world, self._network, self._config, self._ears = world, network, config, ears
         self._stores = {store.name: store for store in stores}
-        self._core_config = core_config(config, runs)
-        self._company = company or Company()
+        self._core_config = decode_core_config(config, runs)
+        self._company = company or SharedMachine()
         self._heard_gap = ps(config.memory.lease_s) // HEARD_PER_LEASE
         self._came = self._preempted = 0
         self.incarnation, self.up = 0, up
@@ -109,15 +194,17 @@ class DecodeInstance:
     def begin_anew(self) -> None:
         """An empty instance, as after a crash; what was under way has no effect."""
         self.incarnation += 1
-        self.core = DecodeCore(self._core_config)
-        self.host: Host[Event, actions.Action] = Host(self._world, self.core, self._perform, before_tick=self._settle)
+        self.core = DecodeScheduler(self._core_config)
+        self.host: CoreHost[Event, actions.Action] = CoreHost(
+            self._world, self.core, self._perform, before_tick=self._settle
+        )
         links = self.pool.sends, self.receives
         self._copies = Copies(self._world, self._network, self._config, self.name, *links, self._tell)
         self._sequences: dict[int, DecodeSequence] = {}
         self._logged: dict[int, list[DecodeSequence]] = {}
-        self._answers: dict[int, Promised | Failure] = {}
+        self._answers: dict[int, ReserveGranted | Failure] = {}
         self._taken, self._told_at, self.draining = 0, self._world.now, False
-        self._engine = Engine(
+        self._engine = DecodeEngine(
             self._world, self._config, self.core, self._sequences, self.use, self._stepped, self._run_ended, self._say,
             self._company, int(self.name[1:]),
         )  # fmt: skip
@@ -136,15 +223,15 @@ class DecodeInstance:
 
     def reserve(
         self,
-        sequence: Sequence,
+        sequence: PlacedSequence,
         conductor: str,
         tbt_slo_s: float = 0.0,
         starts_in_s: float = 0.0,
         stores: tuple[str, ...] = (),
-    ) -> Promised | Failure:
+    ) -> ReserveGranted | Failure:
         """A conductor wants room for a sequence, or for several with one prompt."""
         if self.draining:
-            return Failure(Kind.UNAVAILABLE, f"{self.name} is draining")
+            return Failure(FailureKind.UNAVAILABLE, f"{self.name} is draining")
         number, request = self._came + 1, sequence.request
         self._came += sequence.width
         keys = sequence.keys(self._config.block_tokens)
@@ -153,14 +240,14 @@ class DecodeInstance:
             self._sequences[number + choice] = DecodeSequence(sequence, number + choice, stores, *counts, choice)
         asked = keys, sequence.tokens, request.tokens, request.longest, tbt_slo_s, conductor, len(stores)
         how = sequence.width, starts_in_s, None, True, sequence.fence
-        self._tell(Reserve(number, *asked, *how, tenant=request.tenant))
+        self._tell(ReserveBlocks(number, *asked, *how, tenant=request.tenant))
         return self._answers.pop(number)
 
     def open(self, transfer: int) -> bool:
         """The prompt's KV begins to come; returns whether it is wanted."""
         if self._wanted(transfer) is None:
             return False
-        self._tell(Open(transfer))
+        self._tell(TransferOpened(transfer))
         return self._wanted(transfer) is not None
 
     def heard(self, transfer: int) -> None:
@@ -168,7 +255,7 @@ class DecodeInstance:
         member, now = self._sequences.get(transfer), self._world.now
         if member is not None and now - member.heard_at >= self._heard_gap and not member.why:
             member.heard_at = now
-            self._tell(Heard(transfer))
+            self._tell(TransferProgress(transfer))
 
     def kv_whole(self, transfer: int) -> bool:
         """All of the prompt's KV has come; returns whether it is wanted."""
@@ -176,13 +263,13 @@ class DecodeInstance:
         if member is None:
             return False
         member.whole = True
-        self._tell(Arrived(transfer))
+        self._tell(TransferComplete(transfer))
         return True
 
     def give_up(self, transfer: int) -> None:
         """The prompt's KV does not come (any more)."""
         if self._wanted(transfer) is not None:
-            self._tell(Stop(transfer, "the sender gave up"))
+            self._tell(AbortRequest(transfer, "the sender gave up"))
 
     def stream_opened(self, stream: int, conductor: str) -> None:
         """A conductor has opened a stream."""
@@ -198,34 +285,38 @@ class DecodeInstance:
         """First tokens are known, and so many behind each; or with `compute` the prompt's rest is computed here."""
         member = self._wanted(transfer)
         if member is None:
-            self._ears.failed(stream, transfer, Failure(Kind.TRANSFER, "there is no such transfer here (any more)"))
+            self._ears.failed(
+                stream, transfer, Failure(FailureKind.TRANSFER, "there is no such transfer here (any more)")
+            )
             return
         members = self._members(transfer)
         for member in members:
             member.stream, member.started = stream, True
         if compute:
             member.begin_with_prompt(self._config.block_tokens)
-            self._tell(Compute(transfer, stream))
+            self._tell(ComputePrompt(transfer, stream))
         else:
             size = self._config.block_tokens
             keys = tuple([members[choice].begin_behind(count, size) for choice, count in enumerate(known)])
             first, *others = [0 if member.left else STOPPED for member in members]
-            self._tell(Start(transfer, stream, first, tuple(others), (), known, keys))
+            self._tell(StartDecoding(transfer, stream, first, tuple(others), (), known, keys))
 
     def resume(self, stream: int, order: Resume) -> None:
         """A conductor wants a request that was another's, or what is kept of one."""
         member = self._wanted(order.transfer) or self._logged.get(order.transfer, (None,))[0]
         if member is not None and member.started and member.sequence.id == order.sequence:
-            self._tell(Adopt(order.transfer, stream, order.fence, order.positions))
+            self._tell(AdoptRequest(order.transfer, stream, order.fence, order.positions))
         else:
-            self._ears.failed(stream, order.transfer, Failure(Kind.STREAM, "there is no such sequence here (any more)"))
+            self._ears.failed(
+                stream, order.transfer, Failure(FailureKind.STREAM, "there is no such sequence here (any more)")
+            )
 
     def cancel(self, transfer: int) -> None:
         """A sequence is not wanted any more; unknown ones are fine."""
         if self._wanted(transfer) is not None:
             for member in self._members(transfer):
                 member.stream = 0
-            self._tell(Stop(transfer, "cancelled"))
+            self._tell(AbortRequest(transfer, "cancelled"))
 
     def _members(self, transfer: int) -> list[DecodeSequence]:
         width = self._sequences[transfer].sequence.width
@@ -292,9 +383,9 @@ class DecodeInstance:
     def _settle(self) -> None:
         self._engine.settle()
 
-    def _stepped(self, event: Stepped | StepDone) -> None:
+    def _stepped(self, event: RunProgress | RunDone) -> None:
         self.host.post(event)
-        if event.filled or isinstance(event, StepDone):
+        if event.filled or isinstance(event, RunDone):
             self._note_keys()
 
     def _run_ended(self, news: list[DecodeSequence], changed: bool) -> None:
@@ -304,10 +395,10 @@ class DecodeInstance:
 
     def _say(self, members: Iterable[DecodeSequence]) -> None:
         """Tells the conductor of new tokens."""
-        told: dict[int, list[Told]] = {}
+        told: dict[int, list[SequenceReport]] = {}
         for member in members:
             if member.stream and member.made is not None:
-                told.setdefault(member.stream, []).append(Told(member.number, member.made, not member.left))
+                told.setdefault(member.stream, []).append(SequenceReport(member.number, member.made, not member.left))
             member.told, member.made = member.told or member.made is not None, None
         for stream, news in told.items():
             self._ears.tokens(stream, news)
@@ -316,59 +407,67 @@ class DecodeInstance:
 
     def _perform(self, action: actions.Action) -> None:
         match action:
-            case actions.Run():
+            case actions.StartRun():
                 self._engine.begin(action)
-            case actions.Cut():
+            case actions.StopRun():
                 self._engine.cut()
-            case actions.Promised() | actions.Refused():
+            case actions.ReservationGranted() | actions.ReservationRefused():
                 self._answer(action)
-            case actions.Table(number, blocks):
+            case actions.SetBlockTable(number, blocks):
                 self._sequences[number].blocks = len(blocks)
-            case actions.Grew(number):
+            case actions.AppendBlock(number):
                 self._sequences[number].blocks += 1
-            case actions.Finish(number):
-                self._ears.tokens(self._sequences[number].stream, [Told(number, None, over=True)])
-            case actions.Ending(number, why):
+            case actions.FinishSequence(number):
+                self._ears.tokens(self._sequences[number].stream, [SequenceReport(number, None, over=True)])
+            case actions.RequestAborted(number, why):
                 self._ending(number, why)
-            case Lent():
+            case BlocksLent():
                 self.pool.answered(action)
-            case actions.Gone() | actions.Adopted() | actions.Fenced() | actions.Forget():
+            case actions.RequestFreed() | actions.RequestAdopted() | actions.FenceConductor() | actions.DropOutputLog():
                 self._change_hands(action)
-            case actions.SwapOut() | actions.SwapIn() | actions.Store() | actions.Load():
+            case actions.SwapOut() | actions.SwapIn() | actions.StoreBlock() | actions.LoadStoredBlocks():
                 self._io(action)
             case actions.StopReceiving(io):
                 self.host.post(nothing_written(io))
 
-    def _answer(self, action: actions.Promised | actions.Refused) -> None:
-        if isinstance(action, actions.Promised):
+    def _answer(self, action: actions.ReservationGranted | actions.ReservationRefused) -> None:
+        if isinstance(action, actions.ReservationGranted):
             self._taken += 1
-            target = Target(self.name, self.incarnation, "", action.id, 0, action.held)
-            self._answers[action.id] = Promised(target, self._core_config.lease_s, self._taken)
+            target = DecodeReservation(self.name, self.incarnation, "", action.id, 0, action.held)
+            self._answers[action.id] = ReserveGranted(target, self._core_config.lease_s, self._taken)
             return
         self._leave(action.id)
         self._answers[action.id] = Failure(
-            Kind.OVERLOADED, action.why, reason=action.reason, predicted_tbt_s=action.tbt_s, retry_after_s=RETRY_S
+            FailureKind.OVERLOADED,
+            action.why,
+            reason=action.reason,
+            predicted_tbt_s=action.tbt_s,
+            retry_after_s=RETRY_S,
         )
 
-    def _change_hands(self, action: actions.Gone | actions.Adopted | actions.Fenced | actions.Forget) -> None:
+    def _change_hands(
+        self, action: actions.RequestFreed | actions.RequestAdopted | actions.FenceConductor | actions.DropOutputLog
+    ) -> None:
         """Sequences end, are kept for a while, and go from one conductor to another."""
         match action:
-            case actions.Gone(number, logged):
+            case actions.RequestFreed(number, logged):
                 if logged:
                     self._logged[number] = self._members(number)
                 self._leave(number)
-            case actions.Forget(number):
+            case actions.DropOutputLog(number):
                 if self._logged.pop(number, None) is None:
                     self._leave(number)
-            case actions.Fenced(number, stream):
-                self._ears.failed(stream, number, Failure(Kind.INVALID, "another conductor has it", field=FENCE))
-            case actions.Adopted(number, stream, positions):
+            case actions.FenceConductor(number, stream):
+                self._ears.failed(
+                    stream, number, Failure(FailureKind.INVALID, "another conductor has it", field=FENCE_FIELD)
+                )
+            case actions.RequestAdopted(number, stream, positions):
                 members = self._members(number) if number in self._sequences else self._logged[number]
                 now, pairs = self._world.now, zip(members, positions, strict=True)
-                news = [Told(it.number, it.again(at, stream, now), not it.left) for it, at in pairs]
+                news = [SequenceReport(it.number, it.again(at, stream, now), not it.left) for it, at in pairs]
                 self._ears.tokens(stream, [it for it in news if it.made is not None or it.over])
                 if members[0].why:
-                    self._ears.failed(stream, number, Failure(Kind.STREAM, members[0].why))
+                    self._ears.failed(stream, number, Failure(FailureKind.STREAM, members[0].why))
 
     def _leave(self, transfer: int) -> None:
         for member in self._members(transfer):
@@ -376,19 +475,19 @@ class DecodeInstance:
 
     def _ending(self, transfer: int, why: str) -> None:
         first = self._sequences[transfer]
-        stream, kind = first.stream, Kind.STREAM if first.whole else Kind.TRANSFER
+        stream, kind = first.stream, FailureKind.STREAM if first.whole else FailureKind.TRANSFER
         for member in self._members(transfer):
             member.why, member.stream = why, 0
         if stream:
             self._ears.failed(stream, transfer, Failure(kind, why))
 
-    def _io(self, action: actions.SwapOut | actions.SwapIn | actions.Store | actions.Load) -> None:
+    def _io(self, action: actions.SwapOut | actions.SwapIn | actions.StoreBlock | actions.LoadStoredBlocks) -> None:
         if isinstance(action, actions.SwapOut | actions.SwapIn):
             self._copies.swap(action.io, len(action.blocks))
             return
         member = self._sequences[action.id]
         store = self._stores[member.stores[action.store]]
-        if isinstance(action, actions.Store):
+        if isinstance(action, actions.StoreBlock):
             self._copies.write(action.io, store, member.chain(action.index + 1))
         else:
             chain = member.chain(action.first + len(action.blocks))

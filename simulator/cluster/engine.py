@@ -1,29 +1,134 @@
-"""The engine of a simulated decode instance: takes the steps that the core orders, many at once where it may.
+"""Engines in virtual time: step times, a decode engine, a prefill pipeline, and engines that share a machine.
 
-Steps take the time of the profile. Several of a run are one event, a leap: they end when steps taken one by one would.
-A run is one leap, unless its way to the engine takes time, a block becomes full in it, or another engine of the
-machine begins or ends to compute.
+Steps take the time of the profile. Several decode steps of a run are one event, a leap: they end when steps taken one
+by one would. All times are whole picoseconds. A prefill step computes layer by layer, in the stages of a pipeline.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import isqrt
 
-from moonpool.cost import prefill_seconds
+from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
-from services.decode.core.actions import Run
-from services.decode.core.events import StepDone, Stepped
-from services.decode.core.machine import DecodeCore
-from simulator.cluster.company import Company
+from moonpool.scheduling.latency import Speeds, prefill_seconds
+from moonpool.scheduling.steps import stage_ranges
+from services.decode.core.actions import StartRun
+from services.decode.core.events import RunDone, RunProgress
+from services.decode.core.scheduler import DecodeScheduler
+from simulator.clock import PS, World, ps
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.sequences import DecodeSequence, DecodeUse
-from simulator.cluster.steps import Leap, StepTimes
-from simulator.kernel.calls import exponential
-from simulator.kernel.clock import PS, World, ps
+from simulator.cluster.requests import DecodeSequence, DecodeUse
+from simulator.network import exponential
+
+
+class SharedMachine:
+    """The engines of one machine.
+
+    Args:
+        slow: times as long as alone that work takes while another one computes; 1 = each has cores of its own.
+    """
+
+    def __init__(self, slow: float = 1.0) -> None:
+        self.slow = slow
+        self._changed: list[Callable[[], None]] = []
+        self._computing: set[int] = set()
+
+    def joins(self, changed: Callable[[], None]) -> "MachineEngine":
+        """One more engine; `changed` is called when it is to look at its pace again."""
+        self._changed.append(changed)
+        return MachineEngine(self, len(self._changed) - 1)
+
+    def pace(self, member: int) -> float:
+        """Times as long as alone that the work of one of them takes now."""
+        return self.slow if self.slow != 1.0 and self._computing - {member} else 1.0
+
+    def note(self, member: int, *, computing: bool) -> None:
+        """One of them computes, or does not any more."""
+        if self.slow == 1.0 or (member in self._computing) == computing:
+            return
+        before = [self.pace(other) for other in range(len(self._changed))]
+        (self._computing.add if computing else self._computing.discard)(member)
+        for other, changed in enumerate(self._changed):
+            if other != member and self.pace(other) != before[other]:
+                changed()
+
+
+class MachineEngine:
+    """One engine of a machine."""
+
+    __slots__ = ("_company", "_number")
+
+    def __init__(self, company: SharedMachine, number: int) -> None:
+        self._company, self._number = company, number
+
+    @property
+    def pace(self) -> float:
+        """Times as long as alone that its work takes now."""
+        return self._company.pace(self._number)
+
+    def computes(self, computing: bool) -> None:
+        """It computes, or does not any more."""
+        self._company.note(self._number, computing=computing)
+
+
+@frozen
+class StepTimes:
+    """Picoseconds of decode steps, from an instance's speeds."""
+
+    base: int
+    per_sequence: int
+    per_context_token: int
+
+    @classmethod
+    def of(cls, speeds: Speeds) -> "StepTimes":
+        """Those of an instance."""
+        return cls(ps(speeds.decode_base_s), ps(speeds.decode_per_sequence_s), ps(speeds.decode_per_context_token_s))
+
+    def step(self, sequences: int, context: int) -> int:
+        """The time of one step over so many sequences with so many tokens of context in all."""
+        return self.base + self.per_sequence * sequences + self.per_context_token * context
+
+
+@frozen
+class Leap:
+    """Steps over the same sequences. The first takes `first`, each further one `more` longer than the one before."""
+
+    start: int
+    steps: int
+    first: int
+    more: int
+
+    def time_of(self, steps: int) -> int:
+        """When the first `steps` of them are over."""
+        return self.start + steps * self.first + self.more * (steps * (steps - 1) // 2)
+
+    @property
+    def end(self) -> int:
+        """When all are over."""
+        return self.time_of(self.steps)
+
+    def over_by(self, now: int) -> int:
+        """Steps that are over by a time."""
+        elapsed = max(0, now - self.start)
+        if self.more:  # the largest k with more k (k - 1) / 2 + first k <= elapsed
+            linear = 2 * self.first - self.more
+            over = (isqrt(linear * linear + 8 * self.more * elapsed) - linear) // (2 * self.more)
+        else:
+            over = elapsed // self.first
+        return min(over, self.steps)
+
+    def durations(self, begin: int, end: int) -> range | list[int]:
+        """The times of steps `begin` to `end` of this leap."""
+        if not self.more:
+            return [self.first] * (end - begin)
+        return range(self.first + begin * self.more, self.first + end * self.more, self.more)
+
 
 STOPPED = 1
 """Why answers end."""
 
 
-class Engine:
+class DecodeEngine:
     """Takes the steps of one core, until it is lost.
 
     Args:
@@ -42,20 +147,20 @@ class Engine:
         self,
         world: World,
         config: ClusterConfig,
-        core: DecodeCore,
+        core: DecodeScheduler,
         sequences: dict[int, DecodeSequence],
         use: DecodeUse,
-        post: Callable[[Stepped | StepDone], None],
+        post: Callable[[RunProgress | RunDone], None],
         ended: Callable[[list[DecodeSequence], bool], None],
         begun: Callable[[list[DecodeSequence]], None],
-        company: Company,
+        company: SharedMachine,
         number: int,
     ) -> None:
         self._number = number
         self._world, self._config, self._core, self._sequences, self._use = world, config, core, sequences, use
         self._post, self._ended, self._begun = post, ended, begun
         self._times = StepTimes.of(config.profile.speeds)
-        self._run: Run | None = None
+        self._run: StartRun | None = None
         self._leap = Leap(0, 0, 0, 0)
         self._told = 0
         """Steps of the leap that are counted."""
@@ -83,9 +188,9 @@ class Engine:
         if steps:
             seconds = self._advance(self._run, steps)
             filled = self._filled(self._batch(self._run)) if self._ahead else ()
-            self._post(Stepped(self._run.step, steps, seconds, filled))
+            self._post(RunProgress(self._run.step, steps, seconds, filled))
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: StartRun) -> None:
         """Begins a run."""
         self._member.computes(True)
         batch = self._batch(run)
@@ -129,7 +234,7 @@ class Engine:
         if self._run is not None:
             self._left += self._shorten()
 
-    def _first_step(self, run: Run) -> int:
+    def _first_step(self, run: StartRun) -> int:
         """Picoseconds of the run's first step; as emulated engines count, one token of a chunk is as any other."""
         ones = [chunk.start + 1 for chunk in run.chunks if chunk.count == 1]
         speeds = self._config.profile.speeds
@@ -140,11 +245,11 @@ class Engine:
         )
         return self._step(run, len(ones), sum(ones)) + ps(again)
 
-    def _step(self, run: Run, ones: int = 0, context: int = 0) -> int:
+    def _step(self, run: StartRun, ones: int = 0, context: int = 0) -> int:
         """Picoseconds of the next step of a run, with some more tokens and their context."""
         return self._times.step(len(run.batch) + ones, self._core.planner.batch.context + context)
 
-    def _first(self, begun: tuple[Run, list[DecodeSequence]]) -> None:
+    def _first(self, begun: tuple[StartRun, list[DecodeSequence]]) -> None:
         run, members = begun
         if run is self._run:
             self.settle()
@@ -169,14 +274,14 @@ class Engine:
         if self._run is None:
             self._member.computes(False)
 
-    def _tell(self, run: Run, sampled: list[DecodeSequence], steps: int, seconds: float) -> None:
+    def _tell(self, run: StartRun, sampled: list[DecodeSequence], steps: int, seconds: float) -> None:
         over, filled = [member for member in sampled if not member.left], self._filled(sampled)
         news = [member for member in sampled if not (member.left and member.told)]
         self._ended(news, bool(over or filled or run.chunks))
         ended = tuple((member.number, STOPPED) for member in over)
-        self._post(StepDone(run.step, False, seconds, ended, filled, steps))
+        self._post(RunDone(run.step, False, seconds, ended, filled, steps))
 
-    def _batch(self, run: Run) -> list[DecodeSequence]:
+    def _batch(self, run: StartRun) -> list[DecodeSequence]:
         return [self._sequences[number] for number in run.batch]
 
     def _filled(self, members: list[DecodeSequence]) -> tuple[tuple[int, BlockKey], ...]:
@@ -184,7 +289,7 @@ class Engine:
         size = self._config.block_tokens
         return tuple([(it.number, key) for it in members if (key := it.filled(size)) is not None])
 
-    def _advance(self, run: Run, steps: int) -> float:
+    def _advance(self, run: StartRun, steps: int) -> float:
         """Counts steps of the run; returns their seconds."""
         leap, begin, end = self._leap, self._told, self._told + steps
         first, gaps, last = leap.time_of(begin + 1), leap.durations(begin + 1, end), leap.time_of(end)
@@ -200,3 +305,107 @@ class Engine:
         self._use.tokens_time += elapsed * (tokens - batch * (steps + 1) / 2)
         self._use.slots_time += elapsed * blocks * self._config.block_tokens
         return elapsed / PS
+
+
+@dataclass(slots=True, eq=False)
+class PipelineStep:
+    """A step that is being computed. Times are picoseconds."""
+
+    io: int
+    duration: int
+    gate: int
+    """Layers up to this one may be computed."""
+    done: int = 0
+    """Layers that are computed."""
+    late: int = 0
+    """So much longer it has taken in company."""
+    computing: bool = False
+    aborted: bool = False
+
+
+class Pipeline:
+    """Steps under way, until the instance is lost.
+
+    Args:
+        layers: of the KV.
+        stages: that these are divided among.
+        layer_done: told of a step's io and a layer that is computed.
+        over: told of a step's io, whether it was given up, and the seconds that its computing took in all stages.
+        company: of the machine's engines.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        layers: int,
+        stages: int,
+        layer_done: Callable[[int, int], None],
+        over: Callable[[int, bool, float], None],
+        company: SharedMachine,
+    ) -> None:
+        self._world, self._layers = world, layers
+        self._ends = [end for begin, end in stage_ranges(layers, stages) for _ in range(begin, end)]  # by layer
+        self._layer_done, self._over = layer_done, over
+        self._steps: list[PipelineStep] = []
+        self._member = company.joins(lambda: None)  # its pace is looked at with each layer
+
+    def begin(self, io: int, duration: int, *, gated: bool) -> None:
+        """The next step; the gates of a gated one are opened afterwards."""
+        self._member.computes(True)
+        self._steps.append(PipelineStep(io, duration, -1 if gated else self._layers))
+        self._go_on()
+
+    def open_gate(self, io: int, layer: int) -> None:
+        """A step may compute all layers up to this one; steps that are over are fine."""
+        for step in self._steps:
+            if step.io == io:
+                step.gate = max(step.gate, layer)
+                self._go_on()
+                return
+
+    def abort(self, io: int) -> None:
+        """Gives a step up before its next layer; steps that are over are fine."""
+        for step in self._steps:
+            if step.io == io:
+                step.aborted = True
+                self._go_on()
+                return
+
+    def close(self) -> None:
+        """The instance is lost."""
+        self._steps.clear()
+        self._member.computes(False)
+
+    def _go_on(self) -> None:
+        while self._steps and not (step := self._steps[0]).computing and (step.aborted or step.done == self._layers):
+            del self._steps[0]
+            self._over(step.io, step.done < self._layers, (step.duration + step.late) / PS)
+        left = self._layers  # layers that all steps ahead have left behind
+        for step in self._steps:
+            if self._may_compute(step, left):
+                self._compute(step)
+            left = min(left, step.done if step.computing or not step.aborted else self._layers)
+        if not self._steps:
+            self._member.computes(False)
+
+    def _may_compute(self, step: PipelineStep, left: int) -> bool:
+        if step.computing or step.aborted or step.done > step.gate or step.done == self._layers:
+            return False
+        return left >= self._ends[step.done]
+
+    def _compute(self, step: PipelineStep) -> None:
+        step.computing = True
+        alone = step.duration * (step.done + 1) // self._layers - step.duration * step.done // self._layers
+        pace = self._member.pace
+        took = alone if pace == 1.0 else round(pace * alone)
+        step.late += took - alone
+        self._world.at(self._world.now + took, self._computed, step, first=True)
+
+    def _computed(self, step: PipelineStep) -> None:
+        if step not in self._steps:
+            return
+        step.computing = False
+        if not step.aborted:
+            step.done += 1
+            self._layer_done(step.io, step.done - 1)
+        self._go_on()

@@ -1,28 +1,46 @@
-"""Machines whose engine is a prefill or a decode instance, and changes its role when it is ordered to.
+"""Instances by name, and machines that change their role when ordered to.
 
-As in the service: it drains, which lets the conductor move what can be moved; when it is empty it leaves, and after a
-while the same machine joins again with an empty pool as an instance of the other kind.
+As in the service: an instance drains, which lets the conductor move its requests; when it is empty it leaves, and
+after a while the same machine joins again with an empty pool as an instance of the other role.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from moonpool.frozen import frozen
-from services.conductor.core.changes import ChangeRole
+from services.conductor.core.events import ChangeRole
+from simulator.clock import World, ps
 from simulator.cluster.decode import DecodeInstance
-from simulator.cluster.engines import Engines
 from simulator.cluster.prefill import PrefillInstance
-from simulator.kernel.clock import World, ps
+
+
+@frozen
+class Instances:
+    """Prefill instances are called "p0", "p1" and so on, decode instances "d0"."""
+
+    prefills: dict[str, PrefillInstance]
+    decodes: dict[str, DecodeInstance]
+
+    def __iter__(self) -> Iterator[PrefillInstance | DecodeInstance]:
+        """Prefill instances first."""
+        yield from self.prefills.values()
+        yield from self.decodes.values()
+
+    def __getitem__(self, name: str) -> PrefillInstance | DecodeInstance:
+        return self.prefills[name] if name in self.prefills else self.decodes[name]
+
 
 LOOK_S = 0.5
 """An instance that drains is looked at so often."""
-Engine = PrefillInstance | DecodeInstance
+
+
+EngineInstance = PrefillInstance | DecodeInstance
 
 
 @frozen
 class Draining:
     """An instance on its way out, and which life of it."""
 
-    instance: Engine
+    instance: EngineInstance
     incarnation: int
 
 
@@ -40,10 +58,10 @@ class Machines:
     def __init__(
         self,
         world: World,
-        engines: Engines,
+        engines: Instances,
         change_s: float,
-        left: Callable[[Engine], None],
-        back: Callable[[Engine], None],
+        left: Callable[[EngineInstance], None],
+        back: Callable[[EngineInstance], None],
     ) -> None:
         self._world, self._engines, self._change_s = world, engines, change_s
         self._left, self._back = left, back
@@ -68,10 +86,10 @@ class Machines:
         self._left(instance)
         self._world.after(ps(self._change_s), self._begin, self._other(instance.name))
 
-    def _begin(self, instance: Engine) -> None:
+    def _begin(self, instance: EngineInstance) -> None:
         instance.up = True
         self.changed.append((self._world.now, instance.name))
         self._back(instance)
 
-    def _other(self, name: str) -> Engine:
+    def _other(self, name: str) -> EngineInstance:
         return self._engines[("d" if name[0] == "p" else "p") + name[1:]]

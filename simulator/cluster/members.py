@@ -7,20 +7,25 @@ One without news says nothing: that it is alive is known here.
 from collections.abc import Callable
 from functools import partial
 
-from moonpool.kv.changes import KeyChanges, NetChanges
-from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
-from services.conductor.core.messages import Event, Joined, KeysChanged, Left, Reported
+from moonpool.kv.blocks import KeyChanges, NetChanges
+from services.conductor.core.events import Event, InstanceJoined, InstanceLeft, KeysChanged, LoadReported
+from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
+from services.conductor.core.latency_model import KVShape
+from simulator.clock import ps
 from simulator.cluster.config import ClusterConfig
-from simulator.kernel.calls import Calls, Wire
-from simulator.kernel.clock import ps
+from simulator.network import Calls, Connection
 
 FLUSH_S = 0.02
 """From a change to its report."""
+
+
 _FLUSH = ps(FLUSH_S)
-_KINDS = {"p": Kind.PREFILL, "d": Kind.DECODE, "s": Kind.KVSTORE}
 
 
-class Member:
+_KINDS = {"p": InstanceKind.PREFILL, "d": InstanceKind.DECODE, "s": InstanceKind.KVSTORE}
+
+
+class MemberInstance:
     """One instance, from its joining to its loss.
 
     Args:
@@ -42,7 +47,7 @@ class Member:
     ) -> None:
         self.incarnation = incarnation
         self._world, self._post, self._name, self._load = calls.world, post, name, load
-        self._wire = Wire(calls, lambda: None)
+        self._wire = Connection(calls, lambda: None)
         self._sequence = 1
         self._keys = NetChanges()
         self._gap, self._next_at = gap, 0
@@ -68,7 +73,7 @@ class Member:
         self._next_at = self._world.now + self._gap
         if self._wire.closed:
             return
-        keys, report = self._news_of_keys(), Reported(self._name, self._load())
+        keys, report = self._news_of_keys(), LoadReported(self._name, self._load())
         news: list[Event] = [report] if keys is None else [keys, report]
         self._wire.send(partial(self._arrive, news), reliable=True)
 
@@ -95,18 +100,18 @@ class Members:
 
     def __init__(self, config: ClusterConfig, calls: Calls, post: Callable[[Event], None]) -> None:
         self._config, self._calls, self._post = config, calls, post
-        self._shape = Shape(config.block_tokens, config.profile.token_bytes, config.profile.layers, emulated=True)
-        self._members: dict[str, Member] = {}
+        self._shape = KVShape(config.block_tokens, config.profile.token_bytes, config.profile.layers, emulated=True)
+        self._members: dict[str, MemberInstance] = {}
 
     def join(self, name: str, load: Callable[[], LoadFacts], held: KeyChanges, incarnation: int) -> None:
         """An instance joins with what it holds; who had its name before is lost."""
         self.leave(name, "was restarted")
         gap = ps(self._config.report_s)
-        member = self._members[name] = Member(self._calls, self._post, name, incarnation, load, gap)
-        self._post(Joined(self.facts(name, member.incarnation)))
+        member = self._members[name] = MemberInstance(self._calls, self._post, name, incarnation, load, gap)
+        self._post(InstanceJoined(self.facts(name, member.incarnation)))
         stored, removed, cooled = map(tuple, held)
         self._post(KeysChanged(name, 1, stored, removed, snapshot_begin=True, snapshot_end=True, cooled=cooled))
-        self._post(Reported(name, load()))
+        self._post(LoadReported(name, load()))
 
     def silence(self, name: str) -> None:
         """Nothing comes from an instance any more."""
@@ -126,7 +131,7 @@ class Members:
         if member is None:
             return 0
         member.lose()
-        self._post(Left(name, member.incarnation, why))
+        self._post(InstanceLeft(name, member.incarnation, why))
         return member.incarnation
 
     def incarnation(self, name: str) -> int:
@@ -149,8 +154,8 @@ class Members:
     def facts(self, name: str, incarnation: int) -> InstanceFacts:
         """What an instance says of itself as it joins."""
         config, kind = self._config, _KINDS[name[0]]
-        store = kind is Kind.KVSTORE
-        stages = config.stages_of(name) if kind is Kind.PREFILL else 1
+        store = kind is InstanceKind.KVSTORE
+        stages = config.stages_of(name) if kind is InstanceKind.PREFILL else 1
         return InstanceFacts(
             id=name,
             incarnation=incarnation,

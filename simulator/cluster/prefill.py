@@ -1,37 +1,193 @@
 """A prefill instance in virtual time: the service's own core decides, this does what it says.
 
-Steps take the time of the profile (`simulator.cluster.pipeline`); loads, slices and write-back that of their links. An
+Steps take the time of the profile (`simulator.cluster.engine`); loads, slices and write-back that of their links. An
 instance of several stages is a pipeline of as many machines.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from moonpool.core.kernel import Cancel, Ended, Tick
-from moonpool.cost import prefill_seconds
-from moonpool.engine.setup import WRITE_BACK_SHARE
+from moonpool.engine.messages import WRITE_BACK_SHARE
+from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.lending import Lent
-from services.conductor.core.facts import LoadFacts
-from services.conductor.core.failures import Failure, Kind, Stale
-from services.conductor.core.messages import Target
+from moonpool.scheduling.block_manager import BlocksLent
+from moonpool.scheduling.latency import prefill_seconds
+from moonpool.scheduling.state_machine import CancelIo, IoEnded, Tick
+from services.conductor.core.events import DecodeReservation, Failure, FailureKind, StalePlacement
+from services.conductor.core.instances import LoadFacts
 from services.prefill.core import actions, events
-from services.prefill.core.core import PrefillCore
-from simulator.cluster.company import Company
-from simulator.cluster.config import ClusterConfig
-from simulator.cluster.host import Host
-from simulator.cluster.loading import Loading
-from simulator.cluster.pipeline import Pipeline
-from simulator.cluster.prompts import Client, Peers, Prompt
-from simulator.cluster.reading import PoolReads, Readable
-from simulator.cluster.requests import Sequence
-from simulator.cluster.settings import core_settings
-from simulator.cluster.store import Store
-from simulator.kernel.calls import Calls
-from simulator.kernel.clock import PS, World, ps
-from simulator.kernel.links import Flow, Link, Network
+from services.prefill.core.events import IoResult, LayerLoaded, LoadEnded
+from services.prefill.core.scheduler import PrefillScheduler
+from simulator.clock import PS, World, ps
+from simulator.cluster.config import ClusterConfig, prefill_core_settings
+from simulator.cluster.core_host import CoreHost
+from simulator.cluster.engine import Pipeline, SharedMachine
+from simulator.cluster.requests import PlacedSequence
+from simulator.cluster.store import Loan, PoolReads, Readable, Store
+from simulator.network import Calls, Flow, Link, Network
 
-Event = events.Event | Ended[events.Result] | Tick
+
+class Client(Protocol):
+    """Who wants a prompt computed, and is told how that goes."""
+
+    def accepted(self, number: int) -> None:
+        """The prompt is in the queue, as the instance's so many-th."""
+
+    def token(self, told: actions.ReportFirstToken) -> None:
+        """Its first token is there."""
+
+    def delivered(self) -> None:
+        """Decode has all of its KV."""
+
+    def over(self, result: Failure | StalePlacement | None) -> None:
+        """Nothing more comes."""
+
+
+@dataclass(slots=True, frozen=True)
+class Peers:
+    """Whom an instance tells what.
+
+    Attributes:
+        keys: keys came into the pool, and left it.
+        changed: load or keys are others now.
+        open: a transfer begins; returns the link to send it over, None when decode does not know it.
+        heard: some of a transfer has come.
+        whole: all of a transfer has come; returns whether decode wants it.
+        give_up: nothing more comes of a transfer.
+    """
+
+    keys: Callable[[KeyChanges], None]
+    changed: Callable[[], None]
+    open: Callable[[DecodeReservation], Link | None]
+    heard: Callable[[DecodeReservation], None]
+    whole: Callable[[DecodeReservation], bool]
+    give_up: Callable[[DecodeReservation], None]
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A prompt at its prefill instance."""
+
+    sequence: PlacedSequence
+    keys: tuple[BlockKey, ...]
+    target: DecodeReservation | None
+    sources: tuple[events.KVSource, ...]
+    copies: tuple[events.WriteBackTarget, ...]
+    client: Client
+    begun: bool = False
+    """Some of it is computed, or is being."""
+    to: Link | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PrefixLoad:
+    """Blocks on their way."""
+
+    io: int
+    source: str
+    loan: Loan
+    missing: int | None
+    """The first block that it has not."""
+    begun: int
+    by_layer: bool
+    """Each layer is told."""
+    layers: int = 0
+    flow: Flow | None = None
+
+
+class PrefixLoader:
+    """Loads of one instance.
+
+    Args:
+        find: gives a store or another instance by name.
+        receives: the instance's link.
+        slice_bytes: one layer of one block.
+        layers: of the KV.
+        tell: takes what happens.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        find: Callable[[str], Readable],
+        receives: Link,
+        slice_bytes: int,
+        layers: int,
+        tell: Callable[[LayerLoaded | IoEnded[IoResult]], None],
+    ) -> None:
+        self._world, self._network, self._receives = world, network, receives
+        self._find = find
+        self._slice_bytes, self._layers, self._tell = slice_bytes, layers, tell
+        self._loads: dict[int, PrefixLoad] = {}
+
+    def begin(
+        self, io: int, name: str, keys: Sequence[BlockKey], first: int, timeout_s: float, *, by_layer: bool
+    ) -> None:
+        """Loads the blocks of a chain from `first` on, as far as the source holds it."""
+        source, wanted = self._find(name), len(keys) - first
+        loan = source.lend(keys, first)
+        blocks = loan.blocks
+        load = PrefixLoad(io, name, loan, blocks if blocks < wanted else None, self._world.now, by_layer)
+        self._loads[io] = load
+        self._world.after(ps(timeout_s), lambda _: self._end(load, failed=True))
+        if blocks:
+            source.read(keys, first, first + blocks, lambda: self._next(load))
+        else:
+            self._world.after(0, lambda _: self._end(load))
+
+    def cancel(self, io: int) -> None:
+        """A load is not wanted any more; others are fine."""
+        load = self._loads.get(io)
+        if load is not None:
+            self._world.after(0, lambda _: self._end(load, failed=False, cancelled=True))
+
+    def lose(self, source: str) -> None:
+        """A store or another instance is gone."""
+        for load in [load for load in self._loads.values() if load.source == source]:
+            self._end(load, failed=True)
+
+    def stop(self) -> None:
+        """The instance is gone: nobody hears of its loads."""
+        for load in self._loads.values():
+            self._drop(load)
+        self._loads.clear()
+
+    def _next(self, load: PrefixLoad) -> None:
+        """The next layer crosses the network."""
+        if self._loads.get(load.io) is load:
+            path = self._find(load.source).sends, self._receives
+            load.flow = self._network.send(path, load.loan.blocks * self._slice_bytes, lambda: self._came(load))
+
+    def _came(self, load: PrefixLoad) -> None:
+        load.flow = None
+        load.layers += 1
+        if load.by_layer and load.missing is None:
+            self._tell(LayerLoaded(load.io, load.layers - 1))
+        if load.layers == self._layers:
+            self._end(load)
+        else:
+            self._next(load)
+
+    def _end(self, load: PrefixLoad, *, failed: bool = False, cancelled: bool = False) -> None:
+        if self._loads.get(load.io) is not load:
+            return
+        del self._loads[load.io]
+        self._drop(load)
+        whole = load.layers == self._layers
+        missing = None if failed or cancelled else load.missing
+        blocks = load.loan.blocks if whole else 0
+        result: IoResult = LoadEnded(blocks, missing, failed, (self._world.now - load.begun) / PS)
+        self._tell(IoEnded(load.io, result))
+
+    def _drop(self, load: PrefixLoad) -> None:
+        if load.flow is not None:
+            self._network.cancel(load.flow)
+        load.loan.give_back()
+
+
+Event = events.Event | IoEnded[events.IoResult] | Tick
 
 
 @dataclass(slots=True)
@@ -66,7 +222,7 @@ class PrefillInstance:
         find: Callable[[str], Readable],
         calls: Calls,
         peers: Peers,
-        company: Company | None = None,
+        company: SharedMachine | None = None,
         *,
         up: bool = True,
     ) -> None:
@@ -77,9 +233,9 @@ class PrefillInstance:
         self._stores = {store.name: store for store in stores}
         self._find, self._calls, self._peers = find, calls, peers
         self.pool = PoolReads(self.sends, self._hear)
-        self._settings = core_settings(config, self.stages)
+        self._settings = prefill_core_settings(config, self.stages)
         self._receives = Link(f"{name} in", self.stages * config.load_bytes_per_s)
-        self._company = company or Company()
+        self._company = company or SharedMachine()
         self._came = self._copies_came = 0
         self.incarnation = 0
         self.up = up
@@ -89,17 +245,17 @@ class PrefillInstance:
     def begin_anew(self) -> None:
         """An empty instance, as after a crash; what was under way has no effect."""
         self.incarnation += 1
-        self.core = PrefillCore(self._settings, self._config.profile.speeds)
-        self.host: Host[Event, actions.Action] = Host(self._world, self.core, self._perform)
+        self.core = PrefillScheduler(self._settings, self._config.profile.speeds)
+        self.host: CoreHost[Event, actions.Action] = CoreHost(self._world, self.core, self._perform)
         self._prompts: dict[int, Prompt] = {}
         self._copies: dict[int, tuple[tuple[BlockKey, ...], str]] = {}
-        self._opened: dict[int, Target] = {}
+        self._opened: dict[int, DecodeReservation] = {}
         self._moving: dict[int, Flow | None] = {}
         self._write_back_room = max(1, self._settings.blocks // WRITE_BACK_SHARE)
         self._pipeline = Pipeline(
             self._world, self._settings.layers, self._settings.stages, self._layer_done, self._over, self._company
         )
-        self._loading = Loading(
+        self._loading = PrefixLoader(
             self._world, self._network, self._find, self._receives, self._settings.slice_bytes,
             self._settings.layers, self._came_in,
         )  # fmt: skip
@@ -118,11 +274,11 @@ class PrefillInstance:
 
     def submit(
         self,
-        sequence: Sequence,
-        target: Target | None,
+        sequence: PlacedSequence,
+        target: DecodeReservation | None,
         client: Client,
-        sources: tuple[events.Source, ...] = (),
-        copies: tuple[events.Copy, ...] = (),
+        sources: tuple[events.KVSource, ...] = (),
+        copies: tuple[events.WriteBackTarget, ...] = (),
         max_queue_s: float | None = None,
     ) -> int:
         """A prompt is to be computed, and sent to a target if there is one; returns its number."""
@@ -131,19 +287,19 @@ class PrefillInstance:
         self._prompts[self._came] = Prompt(sequence, keys, target, sources, copies, client)
         held = None if target is None else target.held_blocks
         asked = self._came, sequence.tokens, keys, held, sources, copies
-        self._tell(events.Arrive(*asked, tenant=sequence.request.tenant, max_queue_s=max_queue_s))
+        self._tell(events.SubmitJob(*asked, tenant=sequence.request.tenant, max_queue_s=max_queue_s))
         return self._came
 
-    def replicate(self, keys: tuple[BlockKey, ...], source: events.Source) -> None:
+    def replicate(self, keys: tuple[BlockKey, ...], source: events.KVSource) -> None:
         """Blocks of a chain are to be copied here."""
         self._copies_came += 1
         self._copies[self._copies_came] = keys, source.name
-        self._tell(events.CopyIn(self._copies_came, keys, source))
+        self._tell(events.ReplicateBlocks(self._copies_came, keys, source))
 
     def leave(self, number: int) -> None:
         """A prompt is not wanted any more; one that has ended is fine."""
         if number in self._prompts:
-            self._tell(events.Leave(number))
+            self._tell(events.CancelJob(number))
 
     def drain(self) -> None:
         """Takes nothing new."""
@@ -199,7 +355,7 @@ class PrefillInstance:
         if keys.stored or keys.removed:
             self._peers.keys(keys)
 
-    def _came_in(self, event: events.LayerLoaded | Ended[events.Result]) -> None:
+    def _came_in(self, event: events.LayerLoaded | IoEnded[events.IoResult]) -> None:
         (self._hear if isinstance(event, events.LayerLoaded) else self._tell)(event)
 
     # Steps
@@ -220,10 +376,10 @@ class PrefillInstance:
         self._hear(events.LayerComputed(io, layer))
 
     def _over(self, io: int, aborted: bool, seconds: float) -> None:
-        self._tell(Ended(io, events.StepEnded(aborted, seconds)))
+        self._tell(IoEnded(io, events.StepEnded(aborted, seconds)))
 
-    def _steer(self, order: actions.OpenGate | actions.AbortStep) -> None:
-        if isinstance(order, actions.OpenGate):
+    def _steer(self, order: actions.OpenKVGate | actions.GiveUpStep) -> None:
+        if isinstance(order, actions.OpenKVGate):
             self._pipeline.open_gate(order.step, order.layer)
         else:
             self._pipeline.abort(order.step)
@@ -238,54 +394,62 @@ class PrefillInstance:
                 self._transfer(action)
             case actions.RunStep():
                 self._begin(action)
-            case actions.OpenGate() | actions.AbortStep():
+            case actions.OpenKVGate() | actions.GiveUpStep():
                 self._steer(action)
-            case Cancel(io):
+            case CancelIo(io):
                 self._pipeline.abort(io)
                 self._loading.cancel(io)
                 moving = self._moving
-                self._world.after(0, lambda _: self._moved(moving, io, events.Failed()))
-            case actions.LoadBlocks() | actions.CopyBlocks():
+                self._world.after(0, lambda _: self._moved(moving, io, events.IoFailed()))
+            case actions.LoadBlocks() | actions.ReadReplica():
                 self._load(action)
-            case actions.EndCopy(number):
+            case actions.EndReplication(number):
                 del self._copies[number]
-            case Lent():
+            case BlocksLent():
                 self.pool.answered(action)
-            case actions.PutBlocks():
+            case actions.WriteBackBlocks():
                 self._put(action)
-            case actions.Accept() | actions.TellToken() | actions.EndJob() | actions.Refuse() | actions.Stale():
+            case (
+                actions.AcceptJob()
+                | actions.ReportFirstToken()
+                | actions.EndJob()
+                | actions.RefuseJob()
+                | actions.RefuseStaleJob()
+            ):
                 self._say(action)
             case actions.CloseTransfer(job, aborted=True) if (target := self._opened.pop(job, None)) is not None:
                 self._calls.send(lambda: self._peers.give_up(target), reliable=True)
 
-    def _say(self, action: actions.Answer) -> None:
+    def _say(self, action: actions.JobAnswer) -> None:
         prompt = self._prompts[action.job]
         match action:
-            case actions.Accept(job):
+            case actions.AcceptJob(job):
                 prompt.client.accepted(job)
-            case actions.TellToken():
+            case actions.ReportFirstToken():
                 self.use.reused_tokens += action.cached_tokens + action.loaded_tokens
                 prompt.client.token(action)
-            case actions.Refuse():
+            case actions.RefuseJob():
                 del self._prompts[action.job]
                 prompt.client.over(_refusal(action))
-            case actions.Stale(job, drain_s, taken):
+            case actions.RefuseStaleJob(job, drain_s, taken):
                 del self._prompts[job]
-                prompt.client.over(Stale(drain_s, taken))
+                prompt.client.over(StalePlacement(drain_s, taken))
             case actions.EndJob():
                 del self._prompts[action.job]
                 self._end(action, prompt)
 
     def _end(self, action: actions.EndJob, prompt: Prompt) -> None:
-        if action.outcome is actions.Outcome.DONE:
+        if action.outcome is actions.JobOutcome.DONE:
             prompt.client.delivered()
             prompt.client.over(None)
             return
-        failed = action.outcome is actions.Outcome.IO_FAILED
-        prompt.client.over(Failure(Kind.TRANSFER if failed else Kind.UNAVAILABLE, f"the prompt {action.outcome.value}"))
+        failed = action.outcome is actions.JobOutcome.IO_FAILED
+        prompt.client.over(
+            Failure(FailureKind.TRANSFER if failed else FailureKind.UNAVAILABLE, f"the prompt {action.outcome.value}")
+        )
 
-    def _load(self, action: actions.LoadBlocks | actions.CopyBlocks) -> None:
-        if isinstance(action, actions.CopyBlocks):
+    def _load(self, action: actions.LoadBlocks | actions.ReadReplica) -> None:
+        if isinstance(action, actions.ReadReplica):
             keys, source = self._copies[action.number]
         else:
             prompt = self._prompts[action.job]
@@ -293,7 +457,7 @@ class PrefillInstance:
         by_layer = isinstance(action, actions.LoadBlocks)  # nobody waits for single layers of a copy
         self._loading.begin(action.io, source, keys, action.first, action.timeout_s, by_layer=by_layer)
 
-    def _put(self, action: actions.PutBlocks) -> None:
+    def _put(self, action: actions.WriteBackBlocks) -> None:
         prompt, host = self._prompts[action.job], self.host
         store = self._stores[prompt.copies[action.copy].store]
         blocks = min(len(action.blocks), self._write_back_room)
@@ -302,7 +466,7 @@ class PrefillInstance:
         def over() -> None:
             if not host.closed:
                 self._write_back_room += blocks
-                self._tell(Ended(action.io, events.Done()))
+                self._tell(IoEnded(action.io, events.IoDone()))
 
         if blocks:
             store.write(prompt.keys[: action.first + blocks], self.sends, over)
@@ -319,22 +483,24 @@ class PrefillInstance:
         else:
             self._whole(action, prompt.target, moving)
 
-    def _whole(self, order: actions.AwaitVerdict, target: Target | None, moving: dict[int, Flow | None]) -> None:
+    def _whole(
+        self, order: actions.AwaitVerdict, target: DecodeReservation | None, moving: dict[int, Flow | None]
+    ) -> None:
         """Decode has all of a transfer, unless that was given up before, or the instance was lost."""
         if moving is not self._moving or order.io not in moving:
             return
         assert target is not None
         self._opened.pop(order.job, None)
-        result = events.Done() if self._peers.whole(target) else events.Failed()
+        result = events.IoDone() if self._peers.whole(target) else events.IoFailed()
         self._calls.send(lambda: self._moved(moving, order.io, result), reliable=True)
 
-    def _moved(self, moving: dict[int, Flow | None], io: int, result: events.Result) -> None:
+    def _moved(self, moving: dict[int, Flow | None], io: int, result: events.IoResult) -> None:
         """I/O of a transfer is over, unless it was given up before, or the instance was lost."""
         if moving is self._moving and io in moving:
             flow = moving.pop(io)
             if flow is not None:
                 self._network.cancel(flow)
-            self._tell(Ended(io, result))
+            self._tell(IoEnded(io, result))
 
     def _open(self, order: actions.OpenTransfer, prompt: Prompt, moving: dict[int, Flow | None]) -> None:
         assert prompt.target is not None
@@ -343,7 +509,7 @@ class PrefillInstance:
         prompt.to = self._peers.open(prompt.target)
         if prompt.to is not None:
             self._opened[order.job] = prompt.target
-        self._moved(moving, order.io, events.Failed() if prompt.to is None else events.Done())
+        self._moved(moving, order.io, events.IoFailed() if prompt.to is None else events.IoDone())
 
     def _send(self, action: actions.SendSlices) -> None:
         prompt, io, begun, moving = self._prompts[action.job], action.io, self._world.now, self._moving
@@ -358,7 +524,7 @@ class PrefillInstance:
 
         moving[io] = self._network.send((self.sends, link), nbytes, sent)
 
-    def _bytes(self, pieces: Iterable[actions.Piece], tokens: int) -> int:
+    def _bytes(self, pieces: Iterable[actions.LayerBlocks], tokens: int) -> int:
         """Of the tokens in the blocks; the last block of a prompt may be part-filled."""
         size, slice_bytes, nbytes = self._config.block_tokens, self._settings.slice_bytes, 0
         for piece in pieces:
@@ -367,10 +533,10 @@ class PrefillInstance:
         return nbytes
 
 
-def _refusal(refused: actions.Refuse) -> Failure:
-    if refused.why is actions.Refusal.QUEUE_FULL:
+def _refusal(refused: actions.RefuseJob) -> Failure:
+    if refused.why is actions.RefusalReason.QUEUE_FULL:
         return Failure(
-            Kind.OVERLOADED, "too many prompts wait", reason="queue_full", retry_after_s=refused.retry_after_s
+            FailureKind.OVERLOADED, "too many prompts wait", reason="queue_full", retry_after_s=refused.retry_after_s
         )
-    kind = Kind.INVALID if refused.why is actions.Refusal.TOO_LONG else Kind.UNAVAILABLE
+    kind = FailureKind.INVALID if refused.why is actions.RefusalReason.TOO_LONG else FailureKind.UNAVAILABLE
     return Failure(kind, f"the prompt is not taken: {refused.why.value}")

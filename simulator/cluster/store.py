@@ -1,19 +1,107 @@
-"""A kvstore in virtual time: blocks in DRAM under an eviction policy, more of them on SSD, and a link."""
+"""Where KV is read from: kvstores in virtual time (DRAM, SSD, a link) and the pools of instances."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from moonpool.frozen import frozen
-from moonpool.kv.changes import KeyChanges
+from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
-from services.conductor.core.facts import LoadFacts
+from moonpool.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
+from services.conductor.core.instances import LoadFacts
 from services.kvstore.policies import POLICIES
+from simulator.clock import World, ps
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.reading import Loan
-from simulator.kernel.clock import World
-from simulator.kernel.disks import Disk
-from simulator.kernel.links import Link, Network, Priority
-from simulator.policy_pool import Pool
+from simulator.eviction import Pool
+from simulator.network import Link, Network, Priority
+
+
+class Disk:
+    """One queue.
+
+    Args:
+        world: the time.
+        bytes_per_s: of reading or writing.
+        access_s: seconds that each request takes besides.
+
+    Attributes:
+        carried: bytes of all requests that have ended.
+    """
+
+    def __init__(self, world: World, bytes_per_s: float, access_s: float = 0.0) -> None:
+        self._world = world
+        self._bytes_per_s = bytes_per_s
+        self._access_s = access_s
+        self._free_at = 0
+        self.carried = 0
+
+    def request(self, nbytes: int, done: Callable[[], None]) -> None:
+        """Queues a request; `done` is called when it has been served."""
+        self._free_at = max(self._free_at, self._world.now) + ps(self._access_s + nbytes / self._bytes_per_s)
+        self._world.at(self._free_at, self._served, (nbytes, done))
+
+    def _served(self, request: tuple[int, Callable[[], None]]) -> None:
+        nbytes, done = request
+        self.carried += nbytes
+        done()
+
+
+class Loan(NamedTuple):
+    """Blocks that may be read: how many, and what to do when they are not read any more."""
+
+    blocks: int
+    give_back: Callable[[], None]
+
+
+class Readable(Protocol):
+    """Where KV can be read."""
+
+    @property
+    def sends(self) -> Link:
+        """The way out."""
+        ...
+
+    def lend(self, keys: Sequence[BlockKey], first: int) -> Loan:
+        """Holds the blocks of a chain from `first` on, as far as they are here."""
+        ...
+
+    def read(self, keys: Sequence[BlockKey], begin: int, end: int, ready: Callable[[], None]) -> None:
+        """Reads blocks that are held; `ready` is called when they can be sent."""
+        ...
+
+
+class PoolReads:
+    """The pool of an engine instance, as others read it.
+
+    Args:
+        sends: the instance's way out.
+        post: hands an event to its core.
+    """
+
+    def __init__(self, sends: Link, post: Callable[[LendBlocks | ReturnBlocks], None]) -> None:
+        self.sends = sends
+        self._post = post
+        self._asked = 0
+        self._lent: dict[int, tuple[int, ...]] = {}
+        self.read_blocks = 0
+
+    def answered(self, lent: BlocksLent) -> None:
+        """The core's answer."""
+        self._lent[lent.number] = lent.blocks
+
+    def lend(self, keys: Sequence[BlockKey], first: int) -> Loan:
+        """See `Readable.lend`."""
+        self._asked += 1
+        number = self._asked
+        self._post(LendBlocks(number, tuple(keys[first:])))
+        blocks = self._lent.pop(number, ())
+        return Loan(len(blocks), lambda: self._post(ReturnBlocks(number)))
+
+    def read(self, keys: Sequence[BlockKey], begin: int, end: int, ready: Callable[[], None]) -> None:
+        """See `Readable.read`."""
+        self.read_blocks += end - begin
+        ready()
+
 
 WRITES_AT_ONCE = 16
 """Puts that a store takes at once; further ones wait in their order, as for credits. Two fill its link."""

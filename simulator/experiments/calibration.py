@@ -1,28 +1,36 @@
-"""Fits a simulated cluster to what a real one was measured to do: what services and links add to a profile.
+"""Fits a simulated cluster to what a real one was measured to do, and compares both quantile by quantile.
 
-The profile says what computing takes. What else a stack takes (calls, its event loops, steps on a shared machine) is in
-a few named numbers (`Extras`), found by simulating the measured requests again and again. They are then used to foresee
-other requests; how well that works, only those tell.
+The profile says what computing takes. What else a stack takes (calls, event loops, steps on a shared machine) is in a
+few named numbers (`Extras`), found by simulating the measured requests.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
+from simulator.clock import PS
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.requests import DONE, Request
-from simulator.kernel.clock import PS
+from simulator.experiments.report import Chart
 from simulator.traces.mooncake import TraceRequest
 
 SHARES = tuple(tenth / 10 for tenth in range(1, 10))
 """Quantiles that are compared."""
+
+
 SIMULATIONS = 200
 """That a fit may take."""
+
+
 FIRST_STEP, LEAST_STEP = 0.8, 0.03
 """Steps of the search, in natural logarithms."""
+
+
 WORTH = 0.999
 """A try must be better by a thousandth: what hardly matters stays where it is."""
+
+
 FACTORS = {"prefill", "decode", "company", "links"}
 """Extras that multiply: their steps are a quarter of those of seconds, which can be of any size."""
 
@@ -80,9 +88,13 @@ STARTS = tuple(
     for prompt_s in (0.005, 0.03)
 )
 """Where the search may begin: at the best of these."""
-_Way = Mapping[str, int]
+
+
+_Direction = Mapping[str, int]
 """Numbers that a move changes, each up (1) or down (-1) together with the others."""
-WAYS: tuple[_Way, ...] = (
+
+
+DIRECTIONS: tuple[_Direction, ...] = (
     *({field.name: 1} for field in fields(Extras)),
     {"decode": -1, "decode_run_s": 1},
     {"prefill": -1, "prompt_s": 1},
@@ -116,16 +128,16 @@ class Times:
     @property
     def figures(self) -> dict[str, list[float]]:
         """Sorted values by name."""
-        return {"TTFT": sorted(self.ttft_s), "TPOT": _there(self.tpot_s)}
+        return {"TTFT": sorted(self.ttft_s), "TPOT": _present(self.tpot_s)}
 
     @property
     def points(self) -> list[float]:
         """Nine quantiles of each time."""
-        times = map(_there, (self.ttft_s, self.tpot_s, self.second_s))
+        times = map(_present, (self.ttft_s, self.tpot_s, self.second_s))
         return [quantile(values, share) for values in times for share in SHARES]
 
 
-def _there(values: Sequence[float]) -> list[float]:
+def _present(values: Sequence[float]) -> list[float]:
     return sorted(filter(None, values))
 
 
@@ -180,7 +192,7 @@ def fit(
         simulations: at most.
     """
     search = _Search(lambda extras: distance(Times.of(serve(extras.applied(config), requests)), measured), simulations)
-    ways = [way for way in WAYS if "company" not in way or config.company > 1.0]
+    ways = [way for way in DIRECTIONS if "company" not in way or config.company > 1.0]
     for start in STARTS:
         search.better(replace(start, company=config.company))
     step, tried = FIRST_STEP, ways
@@ -204,7 +216,7 @@ class _Search:
         self.best = Extras()
         self.least = off(self.best)
 
-    def moves(self, way: _Way, step: float) -> bool:
+    def moves(self, way: _Direction, step: float) -> bool:
         """Goes a way on or back as often as that helps; whether it does."""
         before = self.best
         for sign in (1, -1):
@@ -231,3 +243,61 @@ def _size(name: str, step: float) -> float:
 
 def _moved(extras: Extras, factors: Mapping[str, float]) -> Extras:
     return replace(extras, **{name: getattr(extras, name) * factor for name, factor in factors.items()})
+
+
+WANTED = {0.5: 0.15, 0.9: 0.25}
+"""How far a simulated quantile may be from the measured one, as a share of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One quantile of one figure, seconds."""
+
+    figure: str
+    measured_s: float
+    simulated_s: float
+    wanted: float
+
+    @property
+    def ratio(self) -> float:
+        """Simulated over measured."""
+        return self.simulated_s / self.measured_s
+
+    @property
+    def error(self) -> float:
+        """As a share of what was measured."""
+        return abs(self.ratio - 1.0)
+
+    def to_json(self) -> dict[str, object]:
+        """By name."""
+        return {**asdict(self), "ratio": self.ratio, "met": self.error <= self.wanted}
+
+
+def compare(measured: Times, simulated: Times) -> list[Line]:
+    """The quantiles for which there is a bound; of figures that were measured."""
+    return [
+        Line(f"{name} p{100 * share:.0f}", quantile(one, share), quantile(other, share), wanted)
+        for name, one, other in _figures(measured, simulated)
+        for share, wanted in WANTED.items()
+    ]
+
+
+def charts(measured: Times, simulated: Times) -> list[Chart]:
+    """Nine quantiles of each figure."""
+    return [
+        Chart(
+            f"{name}, measured and simulated",
+            "percentile",
+            "seconds",
+            {
+                kind: [(100 * share, quantile(values, share)) for share in SHARES]
+                for kind, values in (("measured", one), ("simulated", other))
+            },
+        )
+        for name, one, other in _figures(measured, simulated)
+    ]
+
+
+def _figures(measured: Times, simulated: Times) -> list[tuple[str, Sequence[float], Sequence[float]]]:
+    others = simulated.figures
+    return [(name, values, others[name]) for name, values in measured.figures.items() if values and others[name]]

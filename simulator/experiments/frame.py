@@ -7,19 +7,22 @@ from pathlib import Path
 
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
-from simulator.report.charts import Chart
-from simulator.report.collector import Collector, Summary
+from simulator.experiments.report import Chart, Collector, Summary
 from simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest
-from simulator.traces.workload import Mix, Workload
+from simulator.traces.workload import Workload, WorkloadMix
 
 Row = Mapping[str, object]
+
+
 Progress = Callable[[str], None]
 """Takes a line about how far an experiment is."""
+
+
 GENERATED_REQUESTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RequestSource:
     """Where requests come from: a trace's file, or a seed.
 
     Attributes:
@@ -32,7 +35,7 @@ class Source:
     path: Path | None = None
     requests: int = 0
     seed: int = 1
-    mix: Mix = field(default_factory=Mix)
+    mix: WorkloadMix = field(default_factory=WorkloadMix)
 
     def read(self) -> Iterable[TraceRequest]:
         """The requests; of a trace's file one after the other.
@@ -81,7 +84,7 @@ def simulate(config: ClusterConfig, requests: Iterable[TraceRequest]) -> tuple[S
     return collector.summary(), cluster
 
 
-def assumptions(config: ClusterConfig, source: Source) -> dict[str, object]:
+def assumptions(config: ClusterConfig, source: RequestSource) -> dict[str, object]:
     """What a cluster's result depends on."""
     return {
         "trace": source.describe(),

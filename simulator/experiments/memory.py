@@ -6,27 +6,28 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass, field, replace
 
-from moonpool.core.draws import draw_unit
 from moonpool.engine.emulated.profile import Profile
-from moonpool.kv.changes import KeyChanges
+from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
-from services.conductor.core.failures import Failure
-from services.conductor.core.messages import Promised
-from services.decode.core.config import Preemption
+from moonpool.scheduling.state_machine import draw_unit
+from services.conductor.core.events import Failure, ReserveGranted
+from services.decode.core.settings import Preemption
+from simulator.clock import PS, World
 from simulator.cluster.config import ClusterConfig, DecodeMemory
-from simulator.cluster.decode import DecodeInstance, Ears
-from simulator.cluster.requests import Made, Request, Sequence
-from simulator.cluster.sequences import Told
+from simulator.cluster.decode import DecodeInstance, DecodeListener
+from simulator.cluster.requests import PlacedSequence, Request, SequenceReport, TokenTimes
 from simulator.experiments.frame import Progress, Result
-from simulator.kernel.clock import PS, World
-from simulator.kernel.links import Network
-from simulator.report.charts import Chart
-from simulator.report.quantiles import digits
+from simulator.experiments.report import Chart, digits
+from simulator.network import Network
 
 _ANSWERS = 7
 """Counter of the draws of answers' lengths."""
+
+
 STREAM = 1
 """On which the answers come."""
+
+
 CONDUCTOR = "conductor"
 
 
@@ -61,7 +62,7 @@ class MemoryLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class FillPolicy:
     """A way of filling the pool.
 
     Attributes:
@@ -80,7 +81,7 @@ Group = tuple[Request, ...]
 """Samples that begin with one prompt and run together."""
 
 
-class Crowd:
+class WaitingRequests:
     """Requests that all want room on one decode instance, first come first; their KV is there at once.
 
     Args:
@@ -89,7 +90,7 @@ class Crowd:
 
     def __init__(self, config: ClusterConfig, groups: Listed[Group], at_once: int) -> None:
         self.world = World()
-        ears = Ears(self._tokens, _failed, _ignore, lambda: None)
+        ears = DecodeListener(self._tokens, _failed, _ignore, lambda: None)
         self.instance = DecodeInstance(self.world, Network(self.world), config, "d0", (), ears)
         self.instance.stream_opened(STREAM, CONDUCTOR)
         self._waiting, self._at_once = deque(groups), at_once
@@ -108,9 +109,9 @@ class Crowd:
         while self._waiting and not 0 < self._at_once <= len(self._running):
             group = self._waiting[0]
             first, width = group[0], len(group)
-            sequence = Sequence(first, f"r{first.number}", first.tokens, first.answer, width=width)
+            sequence = PlacedSequence(first, f"r{first.number}", first.tokens, first.answer, width=width)
             answer = self.instance.reserve(sequence, CONDUCTOR)
-            if not isinstance(answer, Promised):
+            if not isinstance(answer, ReserveGranted):
                 return
             self._waiting.popleft()
             self._start(group, answer.target.transfer_id)
@@ -118,12 +119,12 @@ class Crowd:
     def _start(self, group: Group, transfer: int) -> None:
         for place, request in enumerate(group):
             self._running[transfer + place] = request
-            request.take(Made(self.world.now, [], self.world.now))  # the first token comes from prefill
+            request.take(TokenTimes(self.world.now, [], self.world.now))  # the first token comes from prefill
         self.instance.open(transfer)
         self.instance.kv_whole(transfer)
         self.instance.start(STREAM, transfer)
 
-    def _tokens(self, stream: int, news: Listed[Told]) -> None:
+    def _tokens(self, stream: int, news: Listed[SequenceReport]) -> None:
         for told in news:
             if told.made is not None:
                 self._running[told.number].take(told.made)
@@ -162,19 +163,21 @@ def _sample(load: MemoryLoad, number: int, sample: int, prompt: int) -> Request:
     return Request(sample, 0, load.prompt_tokens, load.answer(number), keys, max_tokens=load.max_tokens)
 
 
-def run_pool(profile: Profile, load: MemoryLoad, way: Way) -> Crowd:
+def run_pool(profile: Profile, load: MemoryLoad, way: FillPolicy) -> WaitingRequests:
     """Serves the load on one decode instance."""
     config = ClusterConfig(
         profile=profile, prefill=1, decode=1, kvstore=0, block_tokens=load.block_tokens, memory=way.memory,
         pool_blocks=load.pool_blocks, max_batch=1_000_000,
     )  # fmt: skip
     longest = config.blocks_for(load.prompt_tokens + load.max_tokens)
-    crowd = Crowd(config, groups_of(load, sharing=way.sharing), load.pool_blocks // longest if way.longest_life else 0)
+    crowd = WaitingRequests(
+        config, groups_of(load, sharing=way.sharing), load.pool_blocks // longest if way.longest_life else 0
+    )
     crowd.run()
     return crowd
 
 
-def _row(name: str, load: MemoryLoad, way: Way, crowd: Crowd) -> dict[str, object]:
+def _row(name: str, load: MemoryLoad, way: FillPolicy, crowd: WaitingRequests) -> dict[str, object]:
     use, core, seconds = crowd.instance.use, crowd.instance.core, crowd.ended_at / PS
     longest = -(-(load.prompt_tokens + load.max_tokens) // load.block_tokens) * load.block_tokens
     slots = use.sequences_time * longest if way.longest_life else use.slots_time
@@ -191,27 +194,27 @@ def _row(name: str, load: MemoryLoad, way: Way, crowd: Crowd) -> dict[str, objec
     }
 
 
-def ways(load: MemoryLoad) -> Mapping[str, tuple[MemoryLoad, Way]]:
+def fill_policies(load: MemoryLoad) -> Mapping[str, tuple[MemoryLoad, FillPolicy]]:
     """What is compared. "tight" ones expect short answers, so that too many come and some are preempted."""
     several = replace(load, samples=8, requests=max(1, load.requests // 8))
     tight = DecodeMemory(watermark=0.0, assumed_answer_tokens=1)
     return {
-        "preallocation": (load, Way(longest_life=True)),
-        "on demand": (load, Way()),
-        "tight, auto": (load, Way(tight)),
-        "tight, cache": (load, Way(replace(tight, preemption=Preemption.CACHE))),
-        "tight, swap": (load, Way(replace(tight, preemption=Preemption.SWAP))),
-        "tight, recompute": (load, Way(replace(tight, preemption=Preemption.RECOMPUTE))),
-        "n = 8, each its own prompt": (several, Way(sharing=False)),
-        "n = 8, prompt shared": (several, Way()),
-        "uncrowded": (replace(load, pool_blocks=load.pool_blocks * 1000), Way()),
+        "preallocation": (load, FillPolicy(longest_life=True)),
+        "on demand": (load, FillPolicy()),
+        "tight, auto": (load, FillPolicy(tight)),
+        "tight, cache": (load, FillPolicy(replace(tight, preemption=Preemption.CACHE))),
+        "tight, swap": (load, FillPolicy(replace(tight, preemption=Preemption.SWAP))),
+        "tight, recompute": (load, FillPolicy(replace(tight, preemption=Preemption.RECOMPUTE))),
+        "n = 8, each its own prompt": (several, FillPolicy(sharing=False)),
+        "n = 8, prompt shared": (several, FillPolicy()),
+        "uncrowded": (replace(load, pool_blocks=load.pool_blocks * 1000), FillPolicy()),
     }
 
 
 def memory(profile: Profile, load: MemoryLoad, progress: Progress) -> Result:
     """A row per way of filling the pool."""
     rows: Listed[dict[str, object]] = []
-    for name, (wanted, way) in ways(load).items():
+    for name, (wanted, way) in fill_policies(load).items():
         rows = [*rows, _row(name, wanted, way, run_pool(profile, wanted, way))]
         progress(f"{name}: {rows[-1]['most_sequences']} sequences at most")
     names = tuple(str(row["mode"]) for row in rows[:-1])

@@ -8,31 +8,40 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log
 
-from moonpool.core.draws import draw_unit
-from moonpool.cost import prefill_seconds
 from moonpool.errors import ConfigError
+from moonpool.scheduling.latency import prefill_seconds
+from moonpool.scheduling.state_machine import draw_unit
+from simulator.clock import PS
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.requests import Request
 from simulator.experiments.frame import Progress, Result, Row
-from simulator.kernel.clock import PS
-from simulator.report.charts import Chart
-from simulator.report.quantiles import Quantiles, digits
+from simulator.experiments.report import Chart, Quantiles, digits
 from simulator.traces.mooncake import TraceRequest
 
 WIDTHS = (1, 2, 4, 8)
+
+
 LENGTHS = (2048, 16384, 131072)
+
+
 LOADS = (0.1, 0.4, 0.7)
 """Seconds of computing that come in a second, as a share of what all machines can compute."""
+
+
 SHORT, LONG = LENGTHS[0], LENGTHS[-1]
+
+
 SHORT_SHARE = 0.95
 """Of the prompts of the mix; most of the computing is that of the long ones."""
+
+
 BUSY_S = 0.001
 """A pipeline is busy for a prompt that is predicted to wait longer than this."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class PromptStream:
     """Prompts without a common prefix, whose answers have one token: decode has nothing to do.
 
     Attributes:
@@ -82,16 +91,16 @@ def pipeline(config: ClusterConfig, machines: int, requests: int, progress: Prog
     for load in LOADS:
         for widths in [(width,) * (machines // width) for width in WIDTHS]:
             for tokens in LENGTHS:
-                rows += _run(config, widths, Stream([(tokens, 1.0)], load, requests, config.seed))
+                rows += _run(config, widths, PromptStream([(tokens, 1.0)], load, requests, config.seed))
         half = machines // 2
         mix = [(SHORT, SHORT_SHARE), (LONG, 1.0 - SHORT_SHARE)]
         for widths in ((1,) * machines, (1,) * half + (half,), (machines,)):
-            rows += _run(config, widths, Stream(mix, load, 5 * requests, config.seed))
+            rows += _run(config, widths, PromptStream(mix, load, 5 * requests, config.seed))
         progress(f"load {load:g}: done")
     return Result("pipeline", _facts(config, machines, requests), rows, _chart(rows))
 
 
-def _run(config: ClusterConfig, widths: tuple[int, ...], stream: Stream) -> list[Row]:
+def _run(config: ClusterConfig, widths: tuple[int, ...], stream: PromptStream) -> list[Row]:
     ended: list[Request] = []
     wanted = replace(config, prefill=len(widths), widths=widths)
     cluster = Cluster(wanted, ended.append)
@@ -102,7 +111,7 @@ def _run(config: ClusterConfig, widths: tuple[int, ...], stream: Stream) -> list
     return [_row(widths, stream, kind, [r for r in ended if r.tokens == tokens]) for tokens, _ in stream.lengths]
 
 
-def _row(widths: tuple[int, ...], stream: Stream, kind: str, ended: Sequence[Request]) -> Row:
+def _row(widths: tuple[int, ...], stream: PromptStream, kind: str, ended: Sequence[Request]) -> Row:
     ttft, widest = Quantiles(), max(widths)
     for request in ended:
         ttft.add((request.first_at - request.arrived) / PS)

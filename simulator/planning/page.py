@@ -3,8 +3,8 @@
 import html
 from collections.abc import Iterable, Mapping, Sequence
 
-from simulator.planning.search import Mix, Plan
-from simulator.report.charts import Chart
+from simulator.experiments.report import Chart
+from simulator.planning.planner import CapacityPlan, InstanceMix
 
 _STYLE = (
     "body{font-family:sans-serif;max-width:60em;margin:2em auto;color:#222}table{border-collapse:collapse;margin:1em 0}"
@@ -12,7 +12,7 @@ _STYLE = (
 )
 
 
-def page(plan: Plan, facts: Mapping[str, object], goal: float) -> str:
+def page(plan: CapacityPlan, facts: Mapping[str, object], goal: float) -> str:
     """The whole file."""
     summary = plan.summary
     figures = {
@@ -51,19 +51,19 @@ def _table(head: Sequence[str], rows: Iterable[tuple[object, object]]) -> str:
     return f"<table><tr>{titles}</tr>{lines}</table>"
 
 
-def _prefill_chart(plan: Plan) -> Chart:
+def _prefill_chart(plan: CapacityPlan) -> Chart:
     best = plan.best
     points = [(m.prefill, share) for m, share in plan.tried.items() if _like(m, best, "prefill")]
     return _chart("Goodput by prefill instances", "prefill instances", points)
 
 
-def _decode_chart(plan: Plan) -> Chart:
+def _decode_chart(plan: CapacityPlan) -> Chart:
     best = plan.best
     points = [(m.decode, share) for m, share in plan.tried.items() if _like(m, best, "decode")]
     return _chart("Goodput by decode instances", "decode instances", points)
 
 
-def _like(mix: Mix, best: Mix, but: str) -> bool:
+def _like(mix: InstanceMix, best: InstanceMix, but: str) -> bool:
     """Whether a mix differs from the best one only in one number."""
     return all(getattr(mix, kind) == getattr(best, kind) for kind in ("prefill", "decode", "kvstore") if kind != but)
 

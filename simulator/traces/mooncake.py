@@ -21,7 +21,7 @@ from typing import Any
 from blake3 import blake3
 
 from moonpool.errors import MoonpoolError
-from moonpool.sampling import MAX_CHOICES
+from moonpool.sampling_params import MAX_CHOICES
 
 BLOCK_TOKENS = 512
 TRACE_VARIABLE = "MOONPOOL_TRACE"

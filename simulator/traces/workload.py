@@ -15,7 +15,7 @@ from simulator.traces.mooncake import BLOCK_TOKENS, TraceRequest, write_trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Mix:
+class WorkloadMix:
     """What comes.
 
     Attributes:
@@ -56,18 +56,26 @@ class Mix:
         return self.rate_per_s * (self.burst_factor if now % self.burst_every_s < self.burst_s else 1.0)
 
 
-CHAT = Mix(conversations=1.0, questions=0.0, applications=3, pause_s=4.0, goes_on=0.55, first_turn=0.2, later_turn=0.0,
-           answer_tokens=60.0)  # fmt: skip
+CHAT = WorkloadMix(
+    conversations=1.0,
+    questions=0.0,
+    applications=3,
+    pause_s=4.0,
+    goes_on=0.55,
+    first_turn=0.2,
+    later_turn=0.0,
+    answer_tokens=60.0,
+)
 """Short conversations only, for stacks on small machines."""
 
 
 class Workload:
     """Requests in order of time; equal seeds give equal ones."""
 
-    def __init__(self, seed: int, mix: Mix | None = None) -> None:
+    def __init__(self, seed: int, mix: WorkloadMix | None = None) -> None:
         self._random = random.Random(f"moonpool workload {seed}")
         self._wishes = random.Random(f"moonpool workload {seed} wishes")  # so that the rest does not depend on them
-        self._mix = Mix() if mix is None else mix
+        self._mix = WorkloadMix() if mix is None else mix
         self._next_id = 0
         self._prompts = [self._blocks(self._random.randint(1, 8)) for _ in range(self._mix.applications)]
         self._weights = [1 / (place + 1) for place in range(self._mix.applications)]
@@ -133,7 +141,7 @@ def main() -> None:
     parser.add_argument("--several", type=float, default=0.0, help="share of requests of 2 to 4 answers")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    mix = Mix(tenants=options.tenants, several=options.several)
+    mix = WorkloadMix(tenants=options.tenants, several=options.several)
     write_trace(options.out, Workload(options.seed, mix).requests(options.requests))
 
 

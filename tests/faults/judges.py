@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from moonpool.engine.emulated.content import continuation, token_seed
+from moonpool.engine.emulated.kv import continuation, token_seed
 from tests.integration.reference import GAP_TOLERANCE, Reference
 
 DRAW_TOLERANCE = 1e-4

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from moonpool.streams.lanes.settings import GRPC
+from moonpool.transport.config import GRPC_NAME
 from tests.faults.schedule import FAULTS, RESTARTED, Ask, Fault, FaultKind
 
 REQUEST_TIMEOUT_S = 40.0
@@ -133,9 +133,9 @@ class Report:
             found.append(f"{self.restarted} services were restarted, {ended} were ended")
         if self.plan.corrupt and not self.frames_damaged:
             found.append("no frame was damaged")
-        if self.plan.lanes != GRPC and not self.lanes_opened:
+        if self.plan.lanes != GRPC_NAME and not self.lanes_opened:
             found.append(f"KV never took the {self.plan.lanes} lane")
-        if self.plan.lanes != GRPC and self.plan.break_lanes and not self.lanes_broken:
+        if self.plan.lanes != GRPC_NAME and self.plan.break_lanes and not self.lanes_broken:
             found.append("no lane was broken")
         if not self.placed_anew:
             found.append("no request was placed anew")

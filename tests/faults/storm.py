@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from moonpool.cli.check import Reading, wait_at_rest
+from moonpool.cli.check import GaugeReading, wait_at_rest
 from moonpool.cli.stack import StackPlan
-from moonpool.client import AsyncClient, SamplingParams
+from moonpool.client import AsyncClient
 from moonpool.errors import DeadlineExceeded, MoonpoolError, Overloaded, Unavailable
-from moonpool.streams.faults import CORRUPT_FRAMES, FRAME_DAMAGED
-from moonpool.streams.lanes.faults import BREAK_LANES, LANE_BROKEN
-from moonpool.streams.lanes.faults import SEED as FAULT_SEED
+from moonpool.sampling_params import SamplingParams
+from moonpool.transport.fault_injection import BREAK_CONNECTIONS, CONNECTION_BROKEN, CORRUPT_FRAMES, FRAME_DAMAGED
+from moonpool.transport.fault_injection import SEED as FAULT_SEED
 from tests.faults.proxy import FaultProxies
 from tests.faults.report import REQUEST_TIMEOUT_S, Outcome, Report, StormPlan
 from tests.faults.schedule import Ask, Asks, Fault, kinds_for, plan_faults
@@ -65,7 +65,7 @@ def storm_stack_plan(base: StackPlan, plan: StormPlan) -> StackPlan:
 def damaged_frames(plan: StormPlan, setenv: Callable[[str, str], None]) -> Iterator[None]:
     """Lets the services of a storm damage what they send, and break their lanes."""
     setenv(CORRUPT_FRAMES, str(plan.corrupt))
-    setenv(BREAK_LANES, str(plan.break_lanes))
+    setenv(BREAK_CONNECTIONS, str(plan.break_lanes))
     setenv(FAULT_SEED, str(plan.seed))
     yield
 
@@ -109,7 +109,7 @@ class Storm:
         self._judge_all(report)
         report.restarted = self._stack.restarted
         report.frames_damaged = self._stack.count_in_logs(FRAME_DAMAGED)
-        report.lanes_broken = self._stack.count_in_logs(LANE_BROKEN)
+        report.lanes_broken = self._stack.count_in_logs(CONNECTION_BROKEN)
         report.lanes_opened = self._stack.count_in_logs(f"lane={self.plan.lanes}")
         self._say(report.summary())
         return report
@@ -188,7 +188,7 @@ class Storm:
             most = {name: max(count, most.get(name, 0)) for name, count in tasks.items()}
         return growing
 
-    def _round(self, report: Report, asks: Iterator[Ask]) -> list[Reading]:
+    def _round(self, report: Report, asks: Iterator[Ask]) -> list[GaugeReading]:
         after = asyncio.run(self._after(asks))
         report.outcomes += after
         report.failures += [

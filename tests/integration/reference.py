@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from moonpool.checkpoint.gguf_file import is_gguf
+from moonpool.checkpoint.gguf import is_gguf
 from moonpool.logprobs import TokenLogprobs
-from moonpool.model.draw import uniform
-from moonpool.model.sampler import sample
-from moonpool.sampling import SamplingParams
-from moonpool.sched.sampling import SequenceSampling
+from moonpool.sampling.draw import uniform
+from moonpool.sampling.sampler import sample
+from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.steps import SequenceSampling
 
 GAP_TOLERANCE = 1e-4
 """Greatest gap between the reference's best logit and the chosen token's at which float32 sums, rounded in another

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from moonpool.client import Client, GenerateResult, SamplingParams
+from moonpool.client import Client, GenerateResult
+from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack

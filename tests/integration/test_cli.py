@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.main import app
-from moonpool.client import Client, SamplingParams
+from moonpool.client import Client
+from moonpool.sampling_params import SamplingParams
 
 CLI = [sys.executable, "-m", "moonpool.cli.main"]
 EMULATED = ["--engine", "emulated:llama-70b-a800", "--time-scale", "20"]

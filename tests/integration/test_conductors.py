@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.cli.check import wait_at_rest
-from moonpool.client import Client, SamplingParams
+from moonpool.client import Client
+from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import small_plan, tokens
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from moonpool.cli.stack import StackPlan
-from moonpool.client import AsyncClient, Client, GenerateResult, SamplingParams
-from moonpool.model.create import create
-from moonpool.sampling import stream_seed
+from moonpool.client import AsyncClient, Client, GenerateResult
+from moonpool.models.random_checkpoint import create
+from moonpool.sampling_params import SamplingParams, stream_seed
 from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
 from tests.integration.stack import CheckedStack
 from tests.integration.topologies import BF16, ON_GPU, REST, SELECTED, Topology, missing

@@ -17,8 +17,9 @@ import pytest
 
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.stack import StackPlan
-from moonpool.client import Client, GenerateResult, SamplingParams
+from moonpool.client import Client, GenerateResult
 from moonpool.kv.keys import block_keys, chain_root, pack_keys, tokens_to_bytes
+from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub

@@ -18,8 +18,9 @@ import grpc
 import pytest
 
 from moonpool.cli.stack import StackPlan
-from moonpool.client import AsyncClient, Client, GenerateResult, SamplingParams
+from moonpool.client import AsyncClient, Client, GenerateResult
 from moonpool.rpc.tls import open_blocking_channel
+from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub

@@ -16,7 +16,8 @@ import pytest
 
 from moonpool.bundled import model_dir
 from moonpool.cli.stack import StackPlan
-from moonpool.client import AsyncClient, GenerateResult, SamplingParams
+from moonpool.client import AsyncClient, GenerateResult
+from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import tokens
 from tests.integration.stack import CheckedStack
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from moonpool.client import AsyncClient, GenerateResult, SamplingParams
-from moonpool.sampling import stream_seed
+from moonpool.client import AsyncClient, GenerateResult
+from moonpool.sampling_params import SamplingParams, stream_seed
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import quantized
+from kernels import kv_quantization
 from kernels.choice import VARIABLE
-from moonpool.client import Client, GenerateResult, SamplingParams
+from moonpool.client import Client, GenerateResult
 from moonpool.kv.layout import QUANTISED
+from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.stack import CheckedStack
-from tests.unit.model.forward import Runner, Sequence_
+from tests.unit.models.forward import Runner, Sequence_
 
 pytestmark = pytest.mark.slow
 ANSWER = 2 * BLOCK + 5
@@ -62,7 +63,9 @@ def served(
     plan = replace(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), kv_dtype=request.param)
     plan = with_flags(plan, "decode", "--preempt-every", "1", "--preemption", "swap")
     with torch_kernels():
-        reference = Runner(checkpoint, torch.float32, blocks=256, stored=quantized.DTYPES[QUANTISED[request.param]])
+        reference = Runner(
+            checkpoint, torch.float32, blocks=256, stored=kv_quantization.DTYPES[QUANTISED[request.param]]
+        )
     with CheckedStack(plan, invariants="decode") as stack, Client(stack.address) as client:
         yield Served(stack, client, reference)
 

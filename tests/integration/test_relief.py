@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.cli.stack import StackPlan
-from moonpool.client import AsyncClient, Client, GenerateResult, SamplingParams
+from moonpool.client import AsyncClient, Client, GenerateResult
+from moonpool.sampling_params import SamplingParams
 from tests.faults.judges import EmulatedJudge
 from tests.faults.scene import judge_of
 from tests.integration.conftest import BLOCK, tokens

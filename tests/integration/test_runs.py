@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.client import AsyncClient, GenerateResult, SamplingParams
-from moonpool.drive.rerun import journal_files, rerun
-from services.decode.core.events import Stepped
+from moonpool.client import AsyncClient, GenerateResult
+from moonpool.runtime.journal import journal_files, rerun
+from moonpool.sampling_params import SamplingParams
+from services.decode.core.events import RunProgress
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack
@@ -36,7 +37,7 @@ def borders(folder: Path) -> int:
     events: list[object] = []
     for path in journal_files(folder):
         rerun(path, lambda _, entry, __: events.append(entry.event))
-    return sum(len(event.filled) for event in events if isinstance(event, Stepped))
+    return sum(len(event.filled) for event in events if isinstance(event, RunProgress))
 
 
 @pytest.mark.parametrize("way", WAYS)

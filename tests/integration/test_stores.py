@@ -18,8 +18,9 @@ import pytest
 from moonpool.checkpoint import load_config
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.stack import StackPlan
-from moonpool.client import Client, GenerateResult, SamplingParams
-from moonpool.engine.emulated.content import continuation
+from moonpool.client import Client, GenerateResult
+from moonpool.engine.emulated.kv import continuation
+from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import prefill_pb2, prefill_pb2_grpc
 from tests.integration.conftest import BLOCK, slow_prefill, tokens, with_flags
 from tests.integration.stack import CheckedStack

@@ -8,12 +8,13 @@ import pytest
 from moonpool.cli.certs import Authority
 from moonpool.cli.health import run_health
 from moonpool.cli.stack import StackPlan
-from moonpool.client import AsyncClient, Client, SamplingParams
+from moonpool.client import AsyncClient, Client
 from moonpool.client.kv import KVClient
 from moonpool.errors import PermissionDenied, Unauthenticated, Unavailable
-from moonpool.model.create import create
-from moonpool.rpc.keys import hashed
+from moonpool.models.random_checkpoint import create
+from moonpool.rpc.auth import hash_key
 from moonpool.rpc.tls import Tls
+from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, SEED
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
@@ -46,7 +47,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
     folder = tmp_path_factory.mktemp("secured")
     create("tiny-llama", folder / "model", seed=SEED, dtype="float32")
     keys = folder / "keys"
-    keys.write_text(f"sha256:{hashed('ann-key')} ann\n")
+    keys.write_text(f"sha256:{hash_key('ann-key')} ann\n")
     extra: dict[str, Sequence[str]] = {kind: flags(certificates, kind) for kind in KINDS}
     for kind in ("conductor", "kvstore"):
         extra[kind] = [*extra[kind], "--client-listen", "127.0.0.1:0", "--api-keys", str(keys)]

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from moonpool.checkpoint import Tokenizer
-from moonpool.cli.named import cache_folder, cached
+from moonpool.cli.models import cache_folder, cached_model
 from moonpool.cli.stack import StackPlan
-from moonpool.client import Client, Message, SamplingParams
+from moonpool.client import Client, Message
+from moonpool.sampling_params import SamplingParams
 from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
 from tests.integration.stack import CheckedStack
 from tests.integration.test_parity import TIMES_ERROR
@@ -38,7 +39,7 @@ QUESTIONS = (
 @pytest.fixture(scope="module")
 def model() -> Path:
     """The fetched file."""
-    file = cached("smollm2", cache_folder())
+    file = cached_model("smollm2", cache_folder())
     if file is None:
         pytest.skip("SmolLM2 is not here; `moonpool model fetch smollm2` fetches it")
     return file

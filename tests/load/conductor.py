@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 from moonpool.bundled import model_dir
-from moonpool.cli.load.frame import Outcome, Send
+from moonpool.cli.load_generator import RequestOutcome, SendRequest
 from moonpool.cli.stack import LocalStack, StackPlan
-from moonpool.client import AsyncClient, SamplingParams, Slo
+from moonpool.client import AsyncClient, Slo
+from moonpool.sampling_params import SamplingParams
 from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
 from tests.load.program import Program
@@ -58,13 +59,15 @@ def target(options: argparse.Namespace) -> Iterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def sending(options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]) -> AsyncIterator[Send]:
+async def sending(
+    options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]
+) -> AsyncIterator[SendRequest]:
     """Requests through the SDK; their tokens follow from the seed and their index."""
     source = prompts.of(options, trace)
     slo = Slo(ttft_s=options.ttft_slo_s if math.isfinite(options.ttft_slo_s) else None)
     async with AsyncClient(address) as client:
 
-        async def send(index: int, outcome: Outcome, clock: Callable[[], float]) -> None:
+        async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
             sampling = SamplingParams(max_tokens=source.output_tokens(index), temperature=0.0, ignore_eos=True)
             async for event in client.stream(token_ids=source.tokens(index).tolist(), sampling=sampling, slo=slo):
                 outcome.note(len(event.token_ids), clock())

@@ -13,16 +13,16 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from moonpool.cli.load.frame import Outcome, Send
+from moonpool.cli.load_generator import RequestOutcome, SendRequest
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.frames import Slice
 from moonpool.kv.layout import KVLayout
+from moonpool.kv_transfer.sender import TransferSender
 from moonpool.rpc.channels import Channels
-from moonpool.streams.transfer_client import TransferSender
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
-from services.conductor.answer import NewTokens
-from services.conductor.steps import StepsPool
+from services.conductor.decode_streams import StepsPool
+from services.conductor.session import NewTokens
 from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
 from tests.load.instance import instance
@@ -86,7 +86,9 @@ class Tokens:
 
 
 @contextlib.asynccontextmanager
-async def sending(options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]) -> AsyncIterator[Send]:
+async def sending(
+    options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]
+) -> AsyncIterator[SendRequest]:
     """Whole lives of sequences at decode."""
     plan = prompts.plan_of(options, decode=True)
     options.shared_tokens = 0  # made-up KV must never be found again as somebody's prefix
@@ -103,7 +105,7 @@ async def sending(options: argparse.Namespace, address: str, trace: Sequence[Tra
         pool.conductor.CopyFrom(kv_pb2.Instance(id="load", incarnation=1, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR))
         stack.push_async_callback(pool.aclose)
 
-        async def send(index: int, outcome: Outcome, clock: Callable[[], float]) -> None:
+        async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
             tokens, count = source.tokens(index), max(2, source.output_tokens(index))
             request_id = f"load-{options.seed}-{next(numbers)}"
             spec = prompts.sequence(request_id, tokens, count, plan)

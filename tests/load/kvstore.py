@@ -14,14 +14,14 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
-from moonpool.cli.load.frame import Outcome, Send
+from moonpool.cli.load_generator import RequestOutcome, SendRequest
 from moonpool.cli.stack import ServiceProcess
 from moonpool.errors import NotFound, TransferFailed
 from moonpool.kv.keys import block_keys, chain_root, namespace
 from moonpool.kv.layout import KVLayout
+from moonpool.kv_transfer.prefix_reader import BlockReader
+from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
-from moonpool.streams.block_reader import BlockReader
-from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import kv_pb2
 from simulator.traces.mooncake import TraceRequest
 from tests.load.program import Program
@@ -97,7 +97,9 @@ class Chains:
 
 
 @contextlib.asynccontextmanager
-async def sending(options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]) -> AsyncIterator[Send]:
+async def sending(
+    options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]
+) -> AsyncIterator[SendRequest]:
     """Puts and gets."""
     layout = layout_of(options)
     chains = Chains(options, trace, layout)
@@ -110,14 +112,14 @@ async def sending(options: argparse.Namespace, address: str, trace: Sequence[Tra
         reader = BlockReader(channels, address, hello, layout)
         stack.push_async_callback(reader.aclose)
 
-        async def put(keys: Sequence[bytes], outcome: Outcome, clock: Callable[[], float]) -> None:
+        async def put(keys: Sequence[bytes], outcome: RequestOutcome, clock: Callable[[], float]) -> None:
             slices = {(layer, i): content(key, layer, layout) for i, key in enumerate(keys) for layer in layers}
             parents = [chains.root, *keys[:-1]]
             await writer.put(keys, parents, "", hashed(lambda layer, i: slices[layer, i]), timeout_s=REQUEST_S)
             outcome.first = clock()
             chains.stored(keys)
 
-        async def get(keys: Sequence[bytes], outcome: Outcome, clock: Callable[[], float]) -> None:
+        async def get(keys: Sequence[bytes], outcome: RequestOutcome, clock: Callable[[], float]) -> None:
             def on_slice(layer: int, index: int, data: memoryview, value: int) -> None:
                 if data != content(keys[index], layer, layout):
                     raise TransferFailed(f"layer {layer} of block {index} is not what was put")
@@ -130,7 +132,7 @@ async def sending(options: argparse.Namespace, address: str, trace: Sequence[Tra
             if found < len(keys):  # evicted from all tiers: a miss, which tests of small stores may have
                 raise NotFound(f"{len(keys) - found} of {len(keys)} blocks are gone")
 
-        async def send(index: int, outcome: Outcome, clock: Callable[[], float]) -> None:
+        async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
             puts, keys = chains.next(index)
             await (put if puts else get)(keys, outcome, clock)
             outcome.nbytes, outcome.tokens = len(keys) * layout.block_bytes, len(keys) * layout.block_tokens

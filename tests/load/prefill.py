@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from moonpool.cli.load.frame import Outcome, Send
+from moonpool.cli.load_generator import RequestOutcome, SendRequest
 from moonpool.errors import TransferFailed
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import prefill_pb2
@@ -38,7 +38,9 @@ def target(options: argparse.Namespace) -> Iterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def sending(options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]) -> AsyncIterator[Send]:
+async def sending(
+    options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]
+) -> AsyncIterator[SendRequest]:
     """Prompts to prefill, their KV to a sink."""
     plan = prompts.plan_of(options, decode=False)
     source = prompts.of(options, trace, plan.vocab_size)
@@ -46,7 +48,7 @@ async def sending(options: argparse.Namespace, address: str, trace: Sequence[Tra
     async with Channels() as channels, sink(plan) as receiver:
         stub = PrefillServiceStub(channels.get(address))
 
-        async def send(index: int, outcome: Outcome, clock: Callable[[], float]) -> None:
+        async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
             tokens = source.tokens(index)
             number = next(numbers)
             spec = prompts.sequence(f"load-{options.seed}-{number}", tokens, 2, plan)

@@ -13,17 +13,17 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 
 from benchmarks.frame import machine, today, versions
-from moonpool.cli.load.frame import (
-    Outcome,
-    Send,
-    Summary,
+from moonpool.cli.load_generator import (
+    LoadSummary,
+    RequestOutcome,
+    SendRequest,
     closed_loop,
+    latency_chart,
     open_loop,
     poisson_arrivals,
     summarize,
     trace_arrivals,
 )
-from moonpool.cli.load.picture import picture
 from simulator.traces.mooncake import TraceRequest, read_trace
 
 
@@ -44,7 +44,7 @@ class Program:
     about: str
     flags: Callable[[argparse.ArgumentParser], None]
     target: Callable[[argparse.Namespace], AbstractContextManager[str]]
-    sending: Callable[[argparse.Namespace, str, Sequence[TraceRequest]], AbstractAsyncContextManager[Send]]
+    sending: Callable[[argparse.Namespace, str, Sequence[TraceRequest]], AbstractAsyncContextManager[SendRequest]]
     generates: bool = True
 
 
@@ -72,7 +72,7 @@ def parse(program: Program, argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-async def load(program: Program, options: argparse.Namespace, address: str) -> list[Outcome]:
+async def load(program: Program, options: argparse.Namespace, address: str) -> list[RequestOutcome]:
     """Sends all requests and waits for their ends."""
     trace = read_trace(Path(options.trace), limit=options.requests) if options.trace else []
     async with program.sending(options, address, trace) as send:
@@ -84,7 +84,7 @@ async def load(program: Program, options: argparse.Namespace, address: str) -> l
         return await closed_loop(options.max_concurrency, options.requests, send)
 
 
-def report(program: Program, options: argparse.Namespace, summary: Summary) -> dict[str, object]:
+def report(program: Program, options: argparse.Namespace, summary: LoadSummary) -> dict[str, object]:
     """The JSON object of one run."""
     loop = "trace" if options.trace else "open" if options.request_rate > 0 else "closed"
     plain = {name: value for name, value in vars(options).items() if isinstance(value, int | float | str)}
@@ -112,7 +112,7 @@ def main(program: Program, argv: Sequence[str] | None = None) -> int:
     result = json.dumps(report(program, options, summary), indent=2)
     for path, text in (
         (options.out, result + "\n"),
-        (options.picture, picture(f"{program.name} under load", outcomes)),
+        (options.picture, latency_chart(f"{program.name} under load", outcomes)),
     ):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def main(program: Program, argv: Sequence[str] | None = None) -> int:
     return 1 if set(summary.errors) - {"Overloaded"} else 0
 
 
-def table(program: Program, options: argparse.Namespace, summary: Summary) -> str:
+def table(program: Program, options: argparse.Namespace, summary: LoadSummary) -> str:
     """The summary for people."""
     lines = [f"{program.name}, seed {options.seed}: {summary.requests} requests in {summary.duration_s:.3f} s"]
     lines.append(f"errors    {summary.errors or 'none'}")

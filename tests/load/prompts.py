@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
-from moonpool.cli.load.prompts import Prompts, Shape
+from moonpool.cli.bench_serve import PromptShape, PromptSource
 from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.kv.keys import chain_root as root_of
@@ -47,10 +47,10 @@ def plan_of(options: argparse.Namespace, *, decode: bool) -> EngineSetup:
     return engine_setup(config, decode=decode)
 
 
-def of(options: argparse.Namespace, trace: Sequence[TraceRequest], vocab_size: int = 0) -> Prompts:
+def of(options: argparse.Namespace, trace: Sequence[TraceRequest], vocab_size: int = 0) -> PromptSource:
     """The prompts that the flags ask for; `vocab_size` 0 = the bundled model's."""
-    shape = Shape(options.prompt_tokens, options.shared_tokens, options.conversations, options.output_tokens)
-    return Prompts(shape, trace, options.seed, vocab_size or load_config(model_dir()).vocab_size)
+    shape = PromptShape(options.prompt_tokens, options.shared_tokens, options.conversations, options.output_tokens)
+    return PromptSource(shape, trace, options.seed, vocab_size or load_config(model_dir()).vocab_size)
 
 
 def sequence(request_id: str, tokens: "array[int]", output_tokens: int, plan: EngineSetup) -> kv_pb2.SequenceSpec:

@@ -7,10 +7,10 @@ from typing import Any
 
 from moonpool.engine.setup import EngineSetup
 from moonpool.errors import MoonpoolError
+from moonpool.kv_transfer.read_server import FrameReceiver, check_hello
+from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.rpc.server import serving
-from moonpool.streams.outbox import Outbox
-from moonpool.streams.receiving import FrameReceiver, check_hello
-from moonpool.streams.transfer import InboundTransfer, TransferState
+from moonpool.transport.grpc import SendQueue
 from moonpool.v1 import decode_pb2, kv_pb2
 
 GENERATION = 1
@@ -38,7 +38,7 @@ class Sink:
 
     async def ReceiveKV(self, requests: AsyncIterator[Any], context: Any) -> None:
         """The contract's method."""
-        outbox, receiver = Outbox(), FrameReceiver()
+        outbox, receiver = SendQueue(), FrameReceiver()
         first = await anext(requests)
         check_hello(first.message.hello, namespace=self._plan.namespace, layout=self._plan.layout)
         outbox.post(decode_pb2.ReceiveKVResponse(welcome=receiver.welcome(self.instance)))
@@ -54,7 +54,7 @@ class Sink:
     def _receiving(self) -> bool:
         return any(transfer.state is TransferState.RECEIVING for transfer in self._transfers.values())
 
-    def _take(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview, outbox: Outbox) -> None:
+    def _take(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview, outbox: SendQueue) -> None:
         match message.WhichOneof("message"):
             case "open":
                 transfer = self._transfers.get(message.open.transfer_id)

@@ -26,11 +26,14 @@ from pathlib import Path
 import torch
 
 from moonpool.checkpoint import Tokenizer, load_config
-from moonpool.cli.named import chosen_model
+from moonpool.cli.models import chosen_model
 from moonpool.cli.stack import LocalStack, StackPlan
-from moonpool.client import AsyncClient, SamplingParams
+from moonpool.client import AsyncClient
 from moonpool.errors import MoonpoolError, Overloaded
-from moonpool.model import PackedBatch, StageModel, load_stage
+from moonpool.models.batch import PackedBatch
+from moonpool.models.loader import load_stage
+from moonpool.models.stage import StageModel
+from moonpool.sampling_params import SamplingParams
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.dram.arena import RESERVE_SHARE
 

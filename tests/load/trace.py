@@ -20,13 +20,14 @@ from pathlib import Path
 
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
-from moonpool.cli.check import Reading, wait_at_rest
-from moonpool.cli.load.frame import Outcome, Send, Summary, closed_loop, open_loop, summarize
+from moonpool.cli.check import GaugeReading, wait_at_rest
+from moonpool.cli.load_generator import LoadSummary, RequestOutcome, SendRequest, closed_loop, open_loop, summarize
 from moonpool.cli.stack import LocalStack, StackPlan
-from moonpool.client import AsyncClient, GenerateResult, SamplingParams, Slo
-from moonpool.engine.emulated.content import continuation
+from moonpool.client import AsyncClient, GenerateResult, Slo
+from moonpool.engine.emulated.kv import continuation
 from moonpool.engine.emulated.profile import emulated_profile
 from moonpool.errors import Unavailable
+from moonpool.sampling_params import SamplingParams
 from simulator.traces.mooncake import TraceRequest, read_trace, reusable_share, trace_path
 from simulator.traces.workload import CHAT, Workload
 
@@ -119,11 +120,11 @@ class Answers:
         self.decodes[result.placement.decode or "none"] += 1
 
 
-def sender(client: AsyncClient, trace: Sequence[TraceRequest], answers: Answers, slo: Slo) -> Send:
+def sender(client: AsyncClient, trace: Sequence[TraceRequest], answers: Answers, slo: Slo) -> SendRequest:
     """Sends a request of the trace and checks its answer."""
     model = load_config(model_dir())
 
-    async def send(index: int, outcome: Outcome, clock: Callable[[], float]) -> None:
+    async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
         request = trace[index]
         prompt = request.tokens(model.vocab_size).tolist()
         sampling = SamplingParams(max_tokens=request.output_length, temperature=0.0, ignore_eos=True)
@@ -146,7 +147,7 @@ class Report:
     time_scale: float
     trace: str
     instances: str
-    summary: Summary
+    summary: LoadSummary
     goodput_share: float
     """Requests within both limits, of all."""
     hit_rate: float
@@ -173,7 +174,7 @@ class Report:
         return not self.wrong_answers and not self.not_at_rest and not self.summary.errors
 
 
-def scaled(summary: Summary, scale: float) -> Summary:
+def scaled(summary: LoadSummary, scale: float) -> LoadSummary:
     """The summary in the profile's seconds."""
     return dataclasses.replace(
         summary,
@@ -189,7 +190,7 @@ def scaled(summary: Summary, scale: float) -> Summary:
 
 async def load(
     address: str, trace: Sequence[TraceRequest], scale: float, slo: Slo, at_once: int
-) -> tuple[list[Outcome], Answers]:
+) -> tuple[list[RequestOutcome], Answers]:
     """Sends the trace at its times, or so many requests at once, in its order."""
     answers = Answers()
     arrivals = [request.timestamp / 1000 / scale for request in trace]
@@ -236,14 +237,14 @@ def replay(options: argparse.Namespace, plan: StackPlan, trace: Sequence[TraceRe
     )
 
 
-def _at_rest(address: str) -> tuple[list[Reading], str]:
+def _at_rest(address: str) -> tuple[list[GaugeReading], str]:
     try:
         return wait_at_rest(address, REST_S), ""
     except Unavailable as error:
         return [], str(error)
 
 
-def _total(readings: Sequence[Reading], name: str) -> float:
+def _total(readings: Sequence[GaugeReading], name: str) -> float:
     return sum(reading.value for reading in readings if reading.name == name)
 
 

@@ -13,27 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.cluster import Notify
-from moonpool.engine.instance import EngineConfig, EngineSetup, InstanceContext, lanes_of
+from moonpool.engine.instance import InstanceContext, open_transports
 from moonpool.engine.messages import EngineSpec
+from moonpool.engine.setup import EngineConfig, EngineSetup
 from moonpool.errors import Internal, Unavailable
 from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import RunningServer, serving
-from moonpool.streams.lanes.beside import Beside
-from moonpool.streams.link import Link
 from moonpool.telemetry.gauges import restless
 from moonpool.telemetry.spans import Recorder
+from moonpool.transport.async_utils import ThreadOffload
+from moonpool.transport.flow_control import EgressLink
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
 from services.decode.config import DecodeConfig
-from services.decode.instance import DecodeInstance
+from services.decode.service import DecodeInstance
 from services.decode.service import contract as decode_contract
 from services.prefill.config import PrefillConfig
-from services.prefill.instance import PrefillInstance
+from services.prefill.service import PrefillInstance
 from services.prefill.service import contract as prefill_contract
 from tests.unit.fakes.engine import FakeEngine
-from tests.unit.streams.fakes import LAYOUT, NAMESPACE, ROOT
+from tests.unit.transport.fakes import LAYOUT, NAMESPACE, ROOT
 
 WAIT_S = 60.0
 LOOK_AGAIN_S = 0.05
@@ -151,7 +152,7 @@ def _parts(
     spans: Recorder,
     max_tokens: int = 512,
     config: EngineConfig,
-    beside: Beside,
+    beside: ThreadOffload,
 ) -> InstanceContext:
     layout = engine.layout
     plan = EngineSetup(
@@ -160,15 +161,15 @@ def _parts(
         256,
         max_tokens,
     )
-    dialer, lanes = lanes_of(config, engine, instance)
-    return InstanceContext(plan, engine, channels, Link(rate), instance, spans, notify, dialer, lanes, beside)
+    dialer, lanes = open_transports(config, engine, instance)
+    return InstanceContext(plan, engine, channels, EgressLink(rate), instance, spans, notify, dialer, lanes, beside)
 
 
 @asynccontextmanager
-async def _beside(executor: Executor | None) -> AsyncIterator[Beside]:
+async def _beside(executor: Executor | None) -> AsyncIterator[ThreadOffload]:
     """Everything that may be done beside the loop is."""
     with executor or ThreadPoolExecutor(2) as threads:
-        yield Beside(threads, least_bytes=1, least_tokens=1)
+        yield ThreadOffload(threads, least_bytes=1, least_tokens=1)
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import pytest
 
 from moonpool.errors import InvalidRequest
 from moonpool.grammar import check_grammar
-from moonpool.sampling import MAX_GRAMMAR_BYTES, SamplingParams
+from moonpool.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams
 from tests.unit.engine.schemas import SCHEMAS
 
 RULES = 1500

@@ -9,8 +9,7 @@
 Errors are those of `moonpool.errors`. Torch-free.
 """
 
-from moonpool.client.kv.aio import AsyncKVClient
-from moonpool.client.kv.blocking import KVClient
+from moonpool.client.kv.client import AsyncKVClient, KVClient
 from moonpool.errors import (
     InvalidRequest,
     MoonpoolError,

@@ -1,45 +1,68 @@
-"""A client's connection to one kvstore: calls, and a pair of streams for each size of values that is in use."""
+"""A client's connection to one kvstore: calls, and a pair of streams per size class of values.
+
+The blocking connection sends small values over direct lanes from the caller's thread, without an event loop. Its
+coroutines never suspend; the asyncio connection, on the background loop, does what direct lanes cannot. A direct
+lane, one for puts and one for reads per value size, is opened after a call of its kind went over an ordinary lane.
+"""
 
 from __future__ import annotations
 
+import itertools
 import secrets
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc.aio
 
-from moonpool.errors import DeadlineExceeded, StreamBroken, TransferFailed, Unavailable
+from moonpool.client.background import BackgroundLoop
+from moonpool.errors import DeadlineExceeded, InvalidRequest, StreamBroken, TransferFailed, Unavailable
+from moonpool.kv.frames import DamagedSliceError
+from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from moonpool.rpc.channels import Channels, Metadata, payload_stream
+from moonpool.kv.values import ValueTarget
+from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
+from moonpool.kv_transfer.prefix_reader import BlockReader, Into, OnSlice, PrefixLost
+from moonpool.kv_transfer.store_writer import BlocksToPut, PutOutcome, StoreWriter
+from moonpool.rpc.channels import Channels, Metadata
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.tls import Tls
-from moonpool.streams.block_reader import BlockReader
-from moonpool.streams.direct.opening import DirectStream
-from moonpool.streams.lanes.dialing import LaneDialer
-from moonpool.streams.prefix_read import Into, OnSlice
-from moonpool.streams.store_writer import PutBlocks, PutOutcome, StoreWriter
+from moonpool.telemetry.logs import get_logger
+from moonpool.transport.blocking import BlockingConnection, BlockingStream
+from moonpool.transport.framing import ONE_SHOT_BYTES
+from moonpool.transport.grpc import payload_stream
+from moonpool.transport.handshake import TransportDialer
+from moonpool.transport.shared_memory import SharedMemory
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
 if TYPE_CHECKING:
     from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceAsyncStub
 
-PORTION = 4096
+
+MAX_KEYS_PER_CALL = 4096
 """Values that travel in one session, or are asked for in one call."""
-PORTION_BYTES = 64 << 20
+
+
+MAX_BYTES_PER_CALL = 64 << 20
 """Of values that are put in one session, unless one alone is larger: the store needs room for all of them at once."""
-MAX_SIZES = 16
+
+
+MAX_SIZE_CLASSES = 16
 """Pairs of streams that stay open when they are idle."""
+
+
 WINDOW_BYTES = 8 << 20
 """How far the store may be ahead on one stream."""
 
 
 @dataclass(slots=True)
-class Streams:
+class SizeClassStreams:
     """The streams for values of one size class.
 
     Attributes:
@@ -56,7 +79,7 @@ class Streams:
         await self.reader.aclose()
 
 
-class Named:
+class ErrorTranslation:
     """A context manager that gives errors of connections the names that callers know.
 
     Raises:
@@ -78,17 +101,17 @@ class Named:
             raise Unavailable(str(error)) from error
 
 
-named = Named()
+translated_errors = ErrorTranslation()
 
 
-def _nothing(layer: int) -> None:
+def _ignore_layer(layer: int) -> None:
     """Values are of use when all their layers have come."""
 
 
-class Connection:
+class KVConnection:
     """Connects on first use, on the event loop that runs then."""
 
-    def __init__(self, address: str, namespace: bytes, tls: Tls | None, api_key: str, lanes: LaneDialer) -> None:
+    def __init__(self, address: str, namespace: bytes, tls: Tls | None, api_key: str, lanes: TransportDialer) -> None:
         """Takes "host:port", the namespace of the values, certificates, a key that is sent only over TLS, and lanes."""
         self._address = address
         self._namespace = namespace
@@ -96,16 +119,16 @@ class Connection:
         self._channels = Channels(tls)
         self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key and tls is not None else ()
         self._sender = kv_pb2.Instance(id="kv-client", incarnation=secrets.randbits(63) or 1)
-        self._streams: OrderedDict[KVLayout, Streams] = OrderedDict()
+        self._streams: OrderedDict[KVLayout, SizeClassStreams] = OrderedDict()
 
     def portion(self, layout: KVLayout) -> int:
         """Values of a layout that are put at once, at most."""
-        return min(PORTION, max(1, PORTION_BYTES // layout.block_bytes))
+        return min(MAX_KEYS_PER_CALL, max(1, MAX_BYTES_PER_CALL // layout.block_bytes))
 
-    async def put(self, layout: KVLayout, blocks: PutBlocks, timeout_s: float) -> PutOutcome:
+    async def put(self, layout: KVLayout, blocks: BlocksToPut, timeout_s: float) -> PutOutcome:
         """Puts values of one layout as `StoreWriter.put`; raises as `named`, and InvalidRequest, Overloaded."""
         async with self._using(layout) as streams:
-            with named:
+            with translated_errors:
                 return await streams.writer.put(*blocks, timeout_s=timeout_s)
 
     async def read(
@@ -118,30 +141,30 @@ class Connection:
         """
         layers = range(layout.layers)
         async with self._using(layout) as streams:
-            with named:
+            with translated_errors:
                 return await streams.reader.read(
-                    keys, layers=layers, on_slice=on_slice, on_layer=_nothing, timeout_s=timeout_s, into=into
+                    keys, layers=layers, on_slice=on_slice, on_layer=_ignore_layer, timeout_s=timeout_s, into=into
                 )
 
     async def find(self, keys: Sequence[bytes], tenant: str, timeout_s: float) -> kvstore_pb2.FindResponse:
         """Which values are there, and who the caller is; raises as `named`."""
         request = kvstore_pb2.FindRequest(keys=b"".join(keys), tenant=tenant, namespace=self._namespace)
-        with named:
+        with translated_errors:
             return await self._stub.Find(request, timeout=timeout_s, metadata=self._metadata)
 
     async def remove(self, keys: Sequence[bytes], timeout_s: float) -> int:
         """Drops values; how many there were. Raises as `named`."""
         request = kvstore_pb2.RemoveRequest(keys=b"".join(keys))
-        with named:
+        with translated_errors:
             answer = await self._stub.Remove(request, timeout=timeout_s, metadata=self._metadata)
         return int(answer.blocks)
 
     @asynccontextmanager
-    async def _using(self, layout: KVLayout) -> AsyncIterator[Streams]:
+    async def _using(self, layout: KVLayout) -> AsyncIterator[SizeClassStreams]:
         """The streams for values of this layout; they stay open as long as somebody uses them."""
         while (found := self._streams.get(layout)) is None:
             idle = [size for size, streams in self._streams.items() if not streams.users]
-            surplus = [self._streams.pop(size) for size in idle[: max(0, len(self._streams) + 1 - MAX_SIZES)]]
+            surplus = [self._streams.pop(size) for size in idle[: max(0, len(self._streams) + 1 - MAX_SIZE_CLASSES)]]
             for streams in surplus:
                 await streams.aclose()
             if not surplus:
@@ -156,14 +179,16 @@ class Connection:
     def _hello(self, layout: KVLayout) -> kv_pb2.StreamHello:
         return kv_pb2.StreamHello(sender=self._sender, namespace=self._namespace, layout=layout.to_proto())
 
-    def _open(self, layout: KVLayout) -> Streams:
+    def _open(self, layout: KVLayout) -> SizeClassStreams:
         where = self._channels, self._address, self._hello(layout), layout
         options: dict[str, Any] = {"lanes": self._lanes, "metadata": self._metadata}
-        return Streams(StoreWriter(*where, **options), BlockReader(*where, window_bytes=WINDOW_BYTES, **options))
+        return SizeClassStreams(
+            StoreWriter(*where, **options), BlockReader(*where, window_bytes=WINDOW_BYTES, **options)
+        )
 
     def direct_stream(
         self, layout: KVLayout, method: str, asked: type[Any], answers: type[Any], **options: Any
-    ) -> DirectStream[Any, Any]:
+    ) -> BlockingStream[Any, Any]:
         """A stream of one more lane for values of a layout, to be opened on the loop; `options` of `DirectStream`."""
         hello, channels, address, metadata = self._hello(layout), self._channels, self._address, self._metadata
         self._lanes.fill(hello)
@@ -172,7 +197,7 @@ class Connection:
             opener = payload_stream(channels.get(address), "moonpool.v1.KVStoreService", method, asked, answers)
             return opener(metadata=metadata)
 
-        return DirectStream(f"direct {method} to {address}", connect, asked(hello=hello), self._lanes, **options)
+        return BlockingStream(f"direct {method} to {address}", connect, asked(hello=hello), self._lanes, **options)
 
     def lane_of(self, layout: KVLayout) -> str:
         """How values of a layout travelled last in the usual way; as `lane`."""
@@ -195,3 +220,281 @@ class Connection:
         while self._streams:
             await self._streams.popitem()[1].aclose()
         await self._channels.aclose()
+
+
+@dataclass(slots=True, eq=False)
+class ValueRead:
+    """One value that a caller asks for.
+
+    Attributes:
+        key: of its block.
+        memory: where it is to lie; None for memory of its own.
+        target: what has come of it; complete once it is `found`.
+    """
+
+    key: BlockKey
+    memory: memoryview | None = None
+    target: ValueTarget | None = None
+    found: bool = False
+
+    def value(self) -> bytearray | None:
+        """The value; None when there is none."""
+        return self.target.value() if self.found and self.target is not None else None
+
+    def length(self) -> int | None:
+        """Bytes of the value in `memory`; None when there is none; raises InvalidRequest when it has no room there."""
+        nbytes = self.target.length() if self.found and self.target is not None else None
+        if nbytes is not None and self.memory is not None and nbytes > self.memory.nbytes:
+            raise InvalidRequest("buffer", f"has {self.memory.nbytes} bytes, the value {nbytes}")
+        return nbytes
+
+
+def remaining_s(until: float) -> float:
+    """Seconds until then, by `time.monotonic`; raises TransferFailed when there are none."""
+    seconds = until - time.monotonic()
+    if seconds <= 0:
+        raise TransferFailed("it took too long")
+    return seconds
+
+
+async def read_values(connection: KVConnection, layout: KVLayout, wanted: Sequence[ValueRead], until: float) -> int:
+    """Reads values of one layout up to the first that is not there; returns its index.
+
+    Values before it are `found`. A block that was lost or damaged counts as not there. `until`: see `remaining`.
+
+    Raises:
+        MoonpoolError: as `Connection.read`.
+    """
+    for one in wanted:
+        one.target = ValueTarget(layout, one.memory)
+
+    def take(layer: int, index: int, data: memoryview, value: int) -> None:
+        target = wanted[index].target
+        assert target is not None, "each has one"
+        target.take(layer, data)
+
+    def into(layer: int, index: int) -> memoryview | None:
+        target = wanted[index].target
+        assert target is not None, "each has one"
+        return target.place(layer)
+
+    keys = [one.key for one in wanted]
+    try:
+        count = await connection.read(layout, keys, on_slice=take, into=into, timeout_s=remaining_s(until))
+    except PrefixLost as lost:
+        return await read_values(connection, layout, wanted[: lost.blocks], until) if lost.blocks else 0
+    except DamagedSliceError as damaged:
+        return await read_values(connection, layout, wanted[: damaged.block], until) if damaged.block else 0
+    for one in wanted[:count]:
+        one.found = True
+    return count
+
+
+log = get_logger(__name__)
+
+
+DIRECT_LANES = ("local", "tcp")
+"""Lanes that can be direct ones."""
+
+
+REOPEN_AFTER_S = 10.0
+"""A direct lane of one kind and size is opened no sooner than this after the one before: it may break each time."""
+
+
+LaneUser = TypeVar("LaneUser", BlockingReader, BlockingWriter)
+
+
+@dataclass(slots=True, eq=False)
+class _OpenLane(Generic[LaneUser]):
+    """A direct lane that is in use, and its stream.
+
+    Attributes:
+        again_at: from when on another one may be opened.
+        used: when it was used last; higher is later.
+    """
+
+    user: LaneUser
+    stream: BlockingStream[Any, Any]
+    again_at: float
+    used: int
+
+
+_LaneFactory = tuple[BlockingStream[Any, Any], Callable[[BlockingConnection], LaneUser]]
+"""A stream, and what makes of its lane what is used."""
+
+
+class _LaneTable(Generic[LaneUser]):
+    """Direct lanes of one kind, by the layout of their values; they are used by several threads."""
+
+    def __init__(self, loop: BackgroundLoop, clock: Callable[[], float]) -> None:
+        self._loop = loop
+        self._clock = clock
+        self._open: dict[KVLayout, _OpenLane[LaneUser]] = {}
+        self._again_at: dict[KVLayout, float] = {}
+        self._changing = threading.Lock()  # `_open`
+        self._opening = threading.Lock()
+        self._uses = itertools.count(1)
+
+    def get(self, layout: KVLayout) -> LaneUser | None:
+        """The one for a layout; None when none is open."""
+        found = self._open.get(layout)
+        if found is None:
+            return None
+        if found.user.lane.error is not None:
+            self._close(layout, found)
+            return None
+        found.used = next(self._uses)
+        return found.user
+
+    def wants(self, layout: KVLayout) -> bool:
+        """There is none, and none was opened or failed a short time ago."""
+        return layout not in self._open and self._clock() >= self._again_at.get(layout, 0.0)
+
+    def open(self, layout: KVLayout, make: Callable[[], _LaneFactory[LaneUser]]) -> None:
+        """Opens one, unless another thread is about to open some. The call before has ended well: this never fails."""
+        if not self._opening.acquire(blocking=False):
+            return
+        try:
+            if self.wants(layout) and not self._opened(layout, *make()):
+                self._again_at[layout] = self._clock() + REOPEN_AFTER_S
+        except Exception as error:  # no memory or descriptor, or the client is being closed
+            self._again_at[layout] = self._clock() + REOPEN_AFTER_S
+            log.warning("no direct lane", error=str(error))
+        finally:
+            self._opening.release()
+
+    def _opened(
+        self, layout: KVLayout, stream: BlockingStream[Any, Any], user: Callable[[BlockingConnection], LaneUser]
+    ) -> bool:
+        lane = self._loop.run(stream.open())
+        if lane is None:
+            return False
+        if len(self._open) >= MAX_SIZE_CLASSES:
+            self._retire_one()
+        with self._changing:
+            self._open[layout] = _OpenLane(user(lane), stream, self._clock() + REOPEN_AFTER_S, next(self._uses))
+        return True
+
+    def _retire_one(self) -> None:
+        """Closes the one that was used longest ago, of those that are not in use."""
+        with self._changing:
+            every = sorted(self._open.items(), key=lambda item: item[1].used)
+        for layout, found in every:
+            if found.user.lane.retire():
+                self._close(layout, found)
+                return
+
+    def _close(self, layout: KVLayout, found: _OpenLane[LaneUser]) -> None:
+        """For whoever comes first: several threads may find that it has ended."""
+        with self._changing:
+            if self._open.get(layout) is not found:
+                return
+            self._again_at[layout] = found.again_at
+            del self._open[layout]
+        self._loop.run(found.stream.aclose())
+
+    async def aclose(self) -> None:
+        """Ends all; on the loop."""
+        with self._changing:
+            every = [self._open.popitem()[1] for _ in list(self._open)]
+        for found in every:
+            await found.stream.aclose()
+
+
+class BlockingKVConnection(KVConnection):
+    """A `Connection` whose calls are driven by the threads that make them; `aclose` alone belongs to the loop."""
+
+    def __init__(self, loop: BackgroundLoop, *arguments: Any) -> None:
+        """Takes the loop in the background, and what a `Connection` takes."""
+        super().__init__(*arguments)
+        self._loop = loop
+        self._writers = _LaneTable[BlockingWriter](loop, time.monotonic)
+        self._readers = _LaneTable[BlockingReader](loop, time.monotonic)
+
+    def portion(self, layout: KVLayout) -> int:
+        writer = self._writers.get(layout)
+        return writer.most if writer is not None and writer.most else super().portion(layout)
+
+    async def find(self, keys: Sequence[bytes], tenant: str, timeout_s: float) -> kvstore_pb2.FindResponse:
+        return self._loop.run(super().find(keys, tenant, timeout_s))
+
+    async def remove(self, keys: Sequence[bytes], timeout_s: float) -> int:
+        return self._loop.run(super().remove(keys, timeout_s))
+
+    async def put(self, layout: KVLayout, blocks: BlocksToPut, timeout_s: float) -> PutOutcome:
+        until, writer = time.monotonic() + timeout_s, self._writers.get(layout)
+        if writer is not None and len(blocks.keys) <= writer.most:
+            with translated_errors:
+                outcome = writer.put(blocks, timeout_s)
+            if outcome is not None:
+                return outcome
+        outcome = self._loop.run(super().put(layout, blocks, until - time.monotonic()))
+        if (
+            self._writers.wants(layout)
+            and layout.block_bytes <= ONE_SHOT_BYTES
+            and self.lane_of(layout) in DIRECT_LANES
+        ):
+            self._writers.open(layout, lambda: self._new_writer(layout))
+        return outcome
+
+    async def read(
+        self, layout: KVLayout, keys: Sequence[bytes], *, on_slice: OnSlice, into: Into, timeout_s: float
+    ) -> int:
+        until, reader = time.monotonic() + timeout_s, self._readers.get(layout)
+        if reader is not None and reader.most:
+            with translated_errors:
+                if len(keys) <= reader.most:
+                    count = reader.read(keys, into=into, on_slice=on_slice, timeout_s=timeout_s)
+                else:
+                    count = _read_direct(reader, keys, on_slice, into, timeout_s)
+            if count is not None:
+                return count
+        left_s = until - time.monotonic()
+        count = self._loop.run(super().read(layout, keys, on_slice=on_slice, into=into, timeout_s=left_s))
+        if (
+            self._readers.wants(layout)
+            and layout.block_bytes <= ONE_SHOT_BYTES
+            and self.lane_of(layout) in DIRECT_LANES
+        ):
+            self._readers.open(layout, lambda: self._new_reader(layout))
+        return count
+
+    def _new_writer(self, layout: KVLayout) -> _LaneFactory[BlockingWriter]:
+        staging = SharedMemory(ONE_SHOT_BYTES) if self.lane_of(layout) == "local" else None
+        share = () if staging is None else (staging.shared,)
+        stream = self.direct_stream(layout, "Put", kvstore_pb2.PutRequest, kvstore_pb2.PutResponse, share=share)
+        return stream, lambda lane: BlockingWriter(lane, layout, staging if lane.name == "local" else None)
+
+    def _new_reader(self, layout: KVLayout) -> _LaneFactory[BlockingReader]:
+        kinds = kvstore_pb2.GetRequest, kvstore_pb2.GetResponse
+        stream = self.direct_stream(layout, "Get", *kinds, lend_bytes=WINDOW_BYTES)
+        return stream, lambda lane: BlockingReader(lane, layout)
+
+    async def aclose(self) -> None:
+        await self._writers.aclose()
+        await self._readers.aclose()
+        await super().aclose()
+
+
+def _read_direct(
+    reader: BlockingReader, keys: Sequence[bytes], on_slice: OnSlice, into: Into, timeout_s: float
+) -> int | None:
+    """Reads as many as there are, some at a time; None where that takes a session."""
+    done, until = 0, time.monotonic() + timeout_s
+    while done < len(keys):
+        some = keys[done : done + reader.most]
+        left_s = until - time.monotonic()
+        count = reader.read(
+            some, into=_offset_index(into, done), on_slice=_offset_index(on_slice, done), timeout_s=left_s
+        )
+        if count is None:
+            return None
+        done += count
+        if count < len(some):
+            break
+    return done
+
+
+def _offset_index(function: Callable[..., Any], first: int) -> Callable[..., Any]:
+    """The function for indices that count from `first` on."""
+    return function if not first else lambda layer, index, *rest: function(layer, first + index, *rest)

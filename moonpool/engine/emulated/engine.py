@@ -1,7 +1,7 @@
 """The emulated engine: an `Engine` whose steps take the time that a profile gives and compute nothing.
 
 It runs in the I/O process, on its event loop. Protocol, frames, leases, store and scheduling around it are real; so are
-the pool's bytes (`moonpool.engine.emulated.sequence`): a block with wrong bytes fails the engine, and with it the
+the pool's bytes (`moonpool.engine.emulated.kv`): a block with wrong bytes fails the engine, and with it the
 instance.
 
 A step's layers are spread evenly over its time, and its stages work as a pipeline. The processor time of emulating and
@@ -15,41 +15,43 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from moonpool.cost import Speeds
-from moonpool.engine.emulated.content import EmulatedKV
+from moonpool.engine.emulated.kv import EmulatedKV, EmulatedSequences, SequenceWork, WrongKV
 from moonpool.engine.emulated.profile import EmulatedCompute, copy_seconds, load_seconds, step_seconds
-from moonpool.engine.emulated.sequence import EmulatedSequences, Share, WrongKV
 from moonpool.errors import Internal, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sched.stages import stage_ranges
-from moonpool.sched.steps import LayerDone, Several, Step, StepResult, finished_blocks
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.steps import LayerDone, SampledCandidates, Step, StepResult, finished_blocks, stage_ranges
 from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
 
 CARRY_S = 0.005
 """Lateness of a step that the next one makes up for at most: event loops have timers of milliseconds."""
+
+
 TIMER_S = 0.0005
 """No timer is set for a shorter wait."""
 
+
 log = get_logger(__name__)
+
 
 OnLayer = Callable[[LayerDone], None] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class EngineClock:
     """Time of an emulated engine."""
 
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
-MONOTONIC = Clock()
+MONOTONIC = EngineClock()
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _StepControl:
     """Gates, dropped shares and abort of a step; they may come before the step begins."""
 
     open_layer: int = -1
@@ -60,7 +62,7 @@ class _Flight:
 
 
 @dataclass(slots=True)
-class _Schedule:
+class _LayerSchedule:
     """When a step's layers are due, seconds of the engine's clock."""
 
     due: float
@@ -76,7 +78,7 @@ class _Schedule:
 
 
 class EmulatedEngine:
-    """Satisfies `moonpool.engine.handle.Engine`.
+    """Satisfies `moonpool.engine.interface.Engine`.
 
     Attributes:
         step_s: seconds that all steps were to take.
@@ -85,7 +87,7 @@ class EmulatedEngine:
     """
 
     def __init__(
-        self, emulated: EmulatedCompute, pool: KVPool, *, gate_timeout_s: float, clock: Clock = MONOTONIC
+        self, emulated: EmulatedCompute, pool: KVPool, *, gate_timeout_s: float, clock: EngineClock = MONOTONIC
     ) -> None:
         self._gate_timeout_s = gate_timeout_s
         self._emulated = emulated
@@ -96,7 +98,7 @@ class EmulatedEngine:
         self._turns = [asyncio.Lock() for _ in self._ranges]
         self._sequences = EmulatedSequences(emulated, EmulatedKV(pool.layout), pool)
         self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, _StepControl] = {}
         self._tasks: set[asyncio.Task[StepResult]] = set()
         self._last_step_id: int | None = None
         self._last_done: int | None = None
@@ -213,10 +215,10 @@ class EmulatedEngine:
 
     # --- one step --------------------------------------------------------------------------------------------------
 
-    def _flight(self, step_id: int) -> _Flight:
+    def _flight(self, step_id: int) -> _StepControl:
         if self._last_done is not None and step_id <= self._last_done:
-            return _Flight()  # the step has ended
-        return self._flights.setdefault(step_id, _Flight())
+            return _StepControl()  # the step has ended
+        return self._flights.setdefault(step_id, _StepControl())
 
     def _over(self, task: "asyncio.Task[StepResult]") -> None:
         self._tasks.discard(task)
@@ -245,13 +247,13 @@ class EmulatedEngine:
             raise flight.error
         return result
 
-    async def _timed(self, step: Step, flight: _Flight, on_layer: OnLayer) -> StepResult:
+    async def _timed(self, step: Step, flight: _StepControl, on_layer: OnLayer) -> StepResult:
         start_ns = time.monotonic_ns()
         for part in self._pool.parts:
             for source, block in step.copies:
                 part.copy(source, block)
         schedule = self._schedule(step)
-        shares: list[Share] = []
+        shares: list[SequenceWork] = []
         whole = True
         for stage, turn in enumerate(self._turns):
             waits = turn.locked()
@@ -263,15 +265,21 @@ class EmulatedEngine:
                 whole = whole and await self._stage(stage, step, flight, schedule, shares, on_layer)
         return self._finished(step, flight, shares, start_ns, schedule) if whole else self._aborted(step, start_ns)
 
-    def _schedule(self, step: Step) -> _Schedule:
+    def _schedule(self, step: Step) -> _LayerSchedule:
         begins = [self._sequences.begin(sequence) for sequence in step.sequences]
         seconds = step_seconds(self._speeds, step, decode=self._emulated.decode, begins=begins)
         seconds += copy_seconds(self._speeds, len(step.copies) * self.layout.block_tokens)
         seconds *= self._emulated.noise.factor(step.step_id, slowed=self.slowed)
-        return _Schedule(self._clock.now() - self._carry_s, seconds / self.layout.layers)
+        return _LayerSchedule(self._clock.now() - self._carry_s, seconds / self.layout.layers)
 
     async def _stage(
-        self, stage: int, step: Step, flight: _Flight, schedule: _Schedule, shares: Sequence[Share], on_layer: OnLayer
+        self,
+        stage: int,
+        step: Step,
+        flight: _StepControl,
+        schedule: _LayerSchedule,
+        shares: Sequence[SequenceWork],
+        on_layer: OnLayer,
     ) -> bool:
         """All layers of a stage; False when the step was aborted before the last."""
         first, end = self._ranges[stage]
@@ -297,7 +305,7 @@ class EmulatedEngine:
                     flight.error = error
         return True
 
-    async def _gate(self, flight: _Flight, layer: int, schedule: _Schedule) -> None:
+    async def _gate(self, flight: _StepControl, layer: int, schedule: _LayerSchedule) -> None:
         """Waits until a layer's gate is open or the step is aborted; aborts it after `gate_timeout_s`."""
         if flight.open_layer < layer and not flight.aborted:
             try:
@@ -310,7 +318,7 @@ class EmulatedEngine:
             schedule.not_before(self._clock.now())
 
     def _finished(
-        self, step: Step, flight: _Flight, shares: Sequence[Share], start_ns: int, schedule: _Schedule
+        self, step: Step, flight: _StepControl, shares: Sequence[SequenceWork], start_ns: int, schedule: _LayerSchedule
     ) -> StepResult:
         late = self._clock.now() - schedule.due
         self._carry_s = min(late, CARRY_S) if self.stages == 1 else 0.0
@@ -319,7 +327,9 @@ class EmulatedEngine:
         for index, sequence in enumerate(step.sequences):
             self._sequences.done(sequence, aborted=index in flight.dropped)
         sampled = tuple(share.tokens[0] if share.tokens else None for share in shares)
-        several = {index: Several(share.tokens) for index, share in enumerate(shares) if len(share.tokens) > 1}
+        several = {
+            index: SampledCandidates(share.tokens) for index, share in enumerate(shares) if len(share.tokens) > 1
+        }
         return StepResult(sampled, False, start_ns, time.monotonic_ns(), several)
 
     def _aborted(self, step: Step, start_ns: int) -> StepResult:
@@ -358,9 +368,9 @@ async def start_emulated(
     *,
     stages: int,
     gate_timeout_s: float,
-    clock: Clock = MONOTONIC,
+    clock: EngineClock = MONOTONIC,
 ) -> AsyncIterator["EmulatedEngine"]:
-    """An emulated engine; leaving the context ends it and frees the pool. See `moonpool.engine.start.start_engine`.
+    """An emulated engine; leaving the context ends it and frees the pool. See `moonpool.engine.executor.start_engine`.
 
     Raises:
         ConfigError: a value is refused (stages, blocks, memory).

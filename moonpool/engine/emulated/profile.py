@@ -1,4 +1,6 @@
-"""Profiles of emulated compute: how long steps take on some hardware and how much KV it holds, from YAML files.
+"""Profiles of emulated compute.
+
+How long steps take on some hardware, how much KV it holds, and noise on these times.
 
 The bundled profiles are in `profiles`; `docs/emulation.md` explains the fields.
 """
@@ -11,22 +13,66 @@ from typing import Any, Self
 
 import yaml
 
-from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
-from moonpool.engine.emulated.noise import NO_NOISE, Noise
 from moonpool.errors import ConfigError
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.steps import Step
+from moonpool.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.scheduling.state_machine import draw_unit
+from moonpool.scheduling.steps import Step
+
+_SPEED_DRAW, _STEP_DRAW = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How far an instance's steps are from its profile. Nothing that the instance reports tells of it."""
+
+    seed: int = 0
+    """Of the draws; each instance has one of its own."""
+    jitter: float = 0.0
+    """A step takes up to this share longer or shorter, uniformly drawn for each step; in [0, 1)."""
+    speed_error: float = 0.0
+    """All steps of the instance are slower or quicker by one factor, drawn from 1 ± this; in [0, 1)."""
+    slowdown: float = 0.0
+    """So many times longer all steps take from SIGUSR1 to SIGUSR2; 0 = these signals are not taken."""
+
+    def factor(self, step_id: int, *, slowed: bool = False) -> float:
+        """Seconds of a step over those of the profile; `slowed`: between the two signals."""
+        slower = self.slowdown if slowed else 1.0
+        return slower * self._around(self.speed_error, _SPEED_DRAW) * self._around(self.jitter, _STEP_DRAW, step_id)
+
+    def _around(self, width: float, *counters: int) -> float:
+        return 1.0 + width * (2.0 * draw_unit(self.seed, *counters) - 1.0) if width else 1.0
+
+
+NO_NOISE = Noise()
+
 
 SCHEME = "emulated:"
 """Prefix of `--engine` that asks for emulated compute; the profile's name or path follows."""
+
+
 _FORMER_SCHEME = "paced:"
+
+
 SLOT_BYTES = 8
 """Bytes of one token's K (or V) of one head in one layer of emulated KV."""
+
+
 KV_DTYPE = "float16"
+
+
 _SUFFIX = ".yaml"
+
+
 _FOLDER = Path(__file__).resolve().parent / "profiles"
+
+
 _PREFILL = ("base_s", "per_token_s", "per_pair_s")
+
+
 _PROMPT = ("per_prompt_s", "per_cached_token_s")
+
+
 _DECODE = ("base_s", "per_sequence_s", "per_context_token_s")
 
 

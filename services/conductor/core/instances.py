@@ -1,22 +1,634 @@
-"""An instance of any kind, as it is when it joins."""
+"""Instances as the conductor knows them: facts, load reports, health, and pools ranked by load."""
 
-from services.conductor.core.corrections import Corrections
-from services.conductor.core.decodes import Decode
-from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts
-from services.conductor.core.prefills import Prefill
-from services.conductor.core.stores import Store
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import inf, log
+from operator import itemgetter
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-Instance = Prefill | Decode | Store
+from moonpool.frozen import frozen
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.state_machine import digest_of
+from services.conductor.core.latency_model import KVShape
+from services.conductor.core.prefix_index import slots_in
 
 
-def instance_of(facts: InstanceFacts, now: float) -> Instance:
-    """The instance, idle since `now`, not in any pool yet."""
-    match facts.kind:
-        case Kind.PREFILL:
-            emulated = facts.shape is not None and facts.shape.emulated
-            return Prefill(facts, -1, Corrections(facts.speeds, alone=emulated), now)
-        case Kind.DECODE:
-            load = LoadFacts(free_blocks=facts.total_blocks)
-            return Decode(facts, -1, facts.speeds, load)
-        case Kind.KVSTORE:
-            return Store(facts, -1)
+class InstanceKind(Enum):
+    """What an instance does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    KVSTORE = "kvstore"
+
+
+@frozen
+class InstanceFacts:
+    """An instance as it joins.
+
+    Attributes:
+        id: stable name.
+        incarnation: changes at every start.
+        kind: what it does.
+        total_blocks: of its pool.
+        shape: of an engine's KV; None for a kvstore.
+        speeds: first ones.
+        stages: of a prefill instance's pipeline; so many steps overlap.
+        step_tokens: a prefill step computes at most; 0 = a whole prompt.
+        capacity_bytes: of a kvstore; 0 = not known.
+        either: an engine that comes back in the other role when it is ordered to.
+        host: of its address: engines of one host may slow each other down; empty = not known.
+        tells_cold: a kvstore that tells which of its blocks are on SSD only.
+    """
+
+    id: str
+    incarnation: int
+    kind: InstanceKind
+    total_blocks: int
+    shape: KVShape | None = None
+    speeds: Speeds = field(default_factory=Speeds)
+    stages: int = 1
+    step_tokens: int = 0
+    capacity_bytes: int = 0
+    either: bool = False
+    host: str = ""
+    tells_cold: bool = False
+
+
+@frozen
+class LoadFacts:
+    """A load report.
+
+    Attributes:
+        running, waiting: requests, or sessions of a kvstore.
+        free_blocks, cached_blocks, promised_blocks: of the pool; `promised_blocks` are free or cached and spoken for.
+        context_tokens: of all running sequences (decode).
+        drain_s: predicted seconds until all prompts that are there are computed (prefill); None = not told.
+        speeds: measured; None = as before.
+        draining: takes no new requests.
+        taken: prompts or promises so far: those numbered up to it are included (`Picture.known`).
+        answer_tokens: that a new answer is expected to have, for which room is kept (decode); 0 = not told.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    promised_blocks: int = 0
+    context_tokens: int = 0
+    drain_s: float | None = None
+    speeds: Speeds | None = None
+    draining: bool = False
+    taken: int = 0
+    answer_tokens: int = 0
+
+
+MIN_REPORTS = 20
+"""Reports of something new, about five seconds of work, before an instance is judged. What it tells as it joins is from
+few steps, or from a profile, and may be far from what it tells once it works."""
+
+
+SLOW_HOLD_S = 0.75
+"""Seconds for which an instance must seem slow: a moment is no failure."""
+
+
+MIN_SLOWDOWN_S = 0.05
+"""Seconds that its typical work must take longer: what takes next to nothing is easily many times slower."""
+
+
+FOLLOW_SLOWER_S, FOLLOW_FASTER_S = 1800.0, 10.0
+"""What is usual follows what is told, within so many seconds: for good, an instance is as slow as it is."""
+
+
+RECOVERED_SHARE = 0.5
+"""An instance is well again when it is slower than usual by less than this share of what makes it slow."""
+
+
+FIRST_TRIAL_S, LAST_TRIAL_S = 5.0, 60.0
+"""Seconds until an instance that was found slow gets its trial; they double with each that it fails."""
+
+
+TRIAL_S = 2.0
+"""Seconds from a trial's first measurement to its verdict: the first ones count for little."""
+
+
+@dataclass(slots=True)
+class HealthMonitor:
+    """What is known of one instance's quickness.
+
+    Attributes:
+        slow: it gets nothing new, but for its trial.
+        trial: it gets one request.
+        usual_s: seconds that its typical work usually takes.
+        fine: speeds as it told them last when it was well.
+        told_s: seconds of the typical work by the last report.
+        lessons: reports of something new so far.
+    """
+
+    slow: bool = False
+    trial: bool = False
+    usual_s: float = 0.0
+    fine: Speeds | None = None
+    told_s: float = 0.0
+    lessons: int = 0
+    _at: float = 0.0
+    _odd_since: float | None = None
+    _trial_at: float = 0.0
+    _pause_s: float = FIRST_TRIAL_S
+    _measured_at: float | None = None
+
+    def hear(self, speeds: Speeds, seconds: float, now: float, factor: float, *, idle: bool) -> Speeds:
+        """Takes a report.
+
+        Args:
+            speeds: as the instance tells them.
+            seconds: of its typical work by these speeds.
+            now: seconds.
+            factor: so many times slower than usual is slow; 0 = nothing is.
+            idle: nothing is there.
+
+        Returns:
+            The speeds to be believed.
+        """
+        measured, self.told_s = seconds != self.told_s, seconds
+        self.lessons += measured
+        if self.lessons <= MIN_REPORTS or not factor:
+            self.usual_s, self.fine, self._at = seconds, speeds, now
+            return speeds
+        if not self.slow:
+            self._look(speeds, seconds, now, factor)
+        elif self._is_well(seconds, factor):
+            self.slow = self.trial = False
+            self.fine, self._odd_since, self._pause_s = speeds, None, FIRST_TRIAL_S
+        elif self.trial:
+            return self._on_trial(speeds, now, measured=measured)
+        elif idle and now >= self._trial_at:
+            self.trial, self._measured_at = True, None
+            return self.fine or speeds
+        self._follow(seconds, now)
+        return speeds
+
+    def _look(self, speeds: Speeds, seconds: float, now: float, factor: float) -> None:
+        if seconds < factor * self.usual_s or seconds < self.usual_s + MIN_SLOWDOWN_S:
+            self._odd_since = None
+            if self._is_well(seconds, factor):
+                self.fine = speeds
+        elif self._odd_since is None:
+            self._odd_since = now
+        elif now - self._odd_since >= SLOW_HOLD_S:
+            self._found_slow(now)
+
+    def _on_trial(self, speeds: Speeds, now: float, *, measured: bool) -> Speeds:
+        if self._measured_at is None:
+            if not measured:
+                return self.fine or speeds
+            self._measured_at = now
+        if now - self._measured_at >= TRIAL_S:
+            self._pause_s = min(2 * self._pause_s, LAST_TRIAL_S)
+            self._found_slow(now)
+        return speeds
+
+    def _found_slow(self, now: float) -> None:
+        self.slow, self.trial, self._trial_at = True, False, now + self._pause_s
+
+    def _is_well(self, seconds: float, factor: float) -> bool:
+        return seconds <= max(RECOVERED_SHARE * factor, 1.0) * self.usual_s
+
+    def _follow(self, seconds: float, now: float) -> None:
+        within_s = FOLLOW_SLOWER_S if seconds > self.usual_s else FOLLOW_FASTER_S
+        self.usual_s += (seconds - self.usual_s) * min(1.0, (now - self._at) / within_s)
+        self._at = now
+
+
+SHORTLIST = 8
+"""Instances that a search finds; they are then compared by their own speeds."""
+
+
+CLASS_JOIN, CLASS_LEAVE = 0.5, 0.75
+"""An instance joins a class whose middle is at most half a class width from each of its speeds, and leaves it at three
+quarters. In between it stays, so that a speed at a border does not move it with every report."""
+
+
+ENUMERATE_UP_TO = 24
+"""A set of so few instances is enumerated instead of walking its class in order."""
+
+
+SpeedLevels = tuple[float | None, ...]
+
+
+@frozen
+class SpeedClassKey:
+    """What members of a class have in common. `levels`: its middle, in logarithms of typical times; None for 0."""
+
+    levels: SpeedLevels
+    stages: int = 1
+    step_tokens: int = 0
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """What must be equal."""
+        return self.stages, self.step_tokens
+
+    def distance(self, levels: SpeedLevels) -> float:
+        """The largest distance from the middle, in class widths."""
+        pairs = zip(self.levels, levels, strict=True)
+        return max([0.0 if a is b else inf if a is None or b is None else abs(a - b) for a, b in pairs])
+
+
+@dataclass(slots=True)
+class SpeedClass:
+    """Instances of about equal speed; `speeds` are those of the first, its middle, and stand for all in a search."""
+
+    key: SpeedClassKey
+    speeds: Speeds
+    mask: int = 0
+    order: list["RankedInstance"] = field(default_factory=list)
+
+
+class RankedInstance(NamedTuple):
+    """An instance's rank in its class: the least load first, then who was chosen least recently, then by name."""
+
+    load: float
+    turn: int
+    name: str
+    slot: int
+
+
+class RankedMatch(NamedTuple):
+    """An instance that a search found: its predicted seconds by its class, its rank, and its prefix in blocks."""
+
+    seconds: float
+    place: RankedInstance
+    blocks: int
+
+
+class LoadRanking:
+    """All instances of one kind.
+
+    Args:
+        width: ratio of speeds within one class.
+        typical: seconds by which speeds are compared.
+    """
+
+    def __init__(self, width: float, typical: Callable[[Speeds], Sequence[float]]) -> None:
+        self._log_width = log(width)
+        self._typical = typical
+        self._classes: dict[SpeedClassKey, SpeedClass] = {}
+        self._of: dict[int, tuple[SpeedClass, RankedInstance]] = {}
+        self._speeds: dict[int, tuple[Speeds, Sequence[float]]] = {}  # by which each was put into its class
+        self.mask = 0
+        """Slots of all instances."""
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def put(
+        self,
+        slot: int,
+        speeds: Speeds,
+        load: Callable[[Speeds], float],
+        turn: int,
+        name: str = "",
+        stages: int = 1,
+        step_tokens: int = 0,
+    ) -> None:
+        """Adds an instance, or ranks one anew. `load` computes its load with its class's speeds."""
+        before = self._of.get(slot)
+        if before is not None and self._speeds[slot][0] is speeds:
+            self.move(slot, load, turn)
+            return
+        seconds = self._typical(speeds)
+        if before is not None and self._speeds[slot][1] == seconds:
+            self._speeds[slot] = speeds, seconds
+            self.move(slot, load, turn)
+            return
+        levels = tuple([log(it) / self._log_width if it > 0.0 else None for it in seconds])
+        key = before[0].key if before is not None else None
+        if key is not None and key.kind == (stages, step_tokens) and key.distance(levels) <= CLASS_LEAVE:
+            self.move(slot, load, turn)
+        else:
+            if before is not None:
+                self.remove(slot)
+            found = self._class_for(SpeedClassKey(levels, stages, step_tokens), speeds)
+            found.mask |= 1 << slot
+            self.mask |= 1 << slot
+            place = RankedInstance(load(found.speeds), turn, name, slot)
+            insort(found.order, place)
+            self._of[slot] = found, place
+        self._speeds[slot] = speeds, seconds
+
+    def _class_for(self, key: SpeedClassKey, speeds: Speeds) -> SpeedClass:
+        """The nearest class that an instance may join, or a new one."""
+        alike = [one for one in self._classes.values() if one.key.kind == key.kind]
+        nearest = min(alike, key=lambda one: one.key.distance(key.levels), default=None)
+        if nearest is None or nearest.key.distance(key.levels) > CLASS_JOIN:
+            nearest = self._classes[key] = SpeedClass(key, speeds)
+        return nearest
+
+    def move(self, slot: int, load: Callable[[Speeds], float], turn: int) -> None:
+        """Ranks an instance anew after its load has changed."""
+        found, before = self._of[slot]
+        place = RankedInstance(load(found.speeds), turn, before.name, slot)
+        if place != before:
+            del found.order[bisect_left(found.order, before)]
+            insort(found.order, place)
+            self._of[slot] = found, place
+
+    def remove(self, slot: int) -> None:
+        """Takes an instance out."""
+        found, place = self._of.pop(slot)
+        del self._speeds[slot]
+        del found.order[bisect_left(found.order, place)]
+        found.mask &= ~(1 << slot)
+        self.mask &= ~(1 << slot)
+        if not found.order:
+            del self._classes[found.key]
+
+    def search(
+        self,
+        allowed: int,
+        prefixes: Sequence[tuple[int, int]],
+        cost: Callable[[SpeedClass, int], float],
+        wait: Callable[[float], float],
+        limit: int = SHORTLIST,
+        fits: Callable[[int], bool] | None = None,
+    ) -> list[RankedMatch]:
+        """The best instances, best first: by seconds, then by rank.
+
+        Args:
+            allowed: mask of the instances that may be chosen.
+            prefixes: (blocks, mask) as `Forest.match` gives them.
+            cost: seconds of the request on an idle member of a class that holds so many leading blocks.
+            wait: seconds that an instance's load adds; must not fall when load grows.
+            limit: so many at most.
+            fits: tells of a slot whether it may be chosen; None = all allowed ones.
+        """
+        best: list[RankedMatch] = []
+        worst_s = inf
+        for seconds, blocks, found, mask in self._groups(allowed & self.mask, prefixes, cost):
+            if seconds + wait(found.order[0].load) > worst_s:
+                continue
+            # A few slots are looked at each. In a class's order the rest cannot be better once one is not.
+            few = mask.bit_count() <= ENUMERATE_UP_TO
+            for place in [self._of[slot][1] for slot in slots_in(mask)] if few else found.order:
+                if not (few or mask >> place.slot & 1) or not (fits is None or fits(place.slot)):
+                    continue
+                one = RankedMatch(seconds + wait(place.load), place, blocks)
+                if one.seconds <= worst_s and (len(best) < limit or one < best[-1]):
+                    insort(best, one)
+                    del best[limit:]
+                    worst_s = best[-1].seconds if len(best) == limit else inf
+                elif not few:
+                    break
+        return best
+
+    def _groups(
+        self, allowed: int, prefixes: Sequence[tuple[int, int]], cost: Callable[[SpeedClass, int], float]
+    ) -> list[tuple[float, int, SpeedClass, int]]:
+        """(seconds, blocks, class, mask) for each class and length of prefix that some allowed instance has."""
+        exact: list[tuple[int, int]] = []
+        for blocks, mask in reversed(prefixes):
+            if here := mask & allowed:
+                exact.append((blocks, here))
+                allowed ^= here
+        if allowed:
+            exact.append((0, allowed))
+        groups = [
+            (cost(found, blocks), blocks, found, here)
+            for found in self._classes.values()
+            for blocks, mask in exact
+            if (here := mask & found.mask)
+        ]
+        groups.sort(key=itemgetter(0))
+        return groups
+
+    def levels(self, slot: int) -> SpeedLevels:
+        """The levels of an instance's class."""
+        return self._of[slot][0].key.levels
+
+    def place(self, slot: int) -> RankedInstance:
+        """An instance's rank in its class."""
+        return self._of[slot][1]
+
+    def class_speeds(self, slot: int) -> Speeds:
+        """The speeds that stand for an instance's class."""
+        return self._of[slot][0].speeds
+
+    def stages(self, slot: int) -> int:
+        """Stages of an instance's pipeline."""
+        return self._of[slot][0].key.stages
+
+    def check_invariants(self) -> None:
+        """Asserts that classes, orders and masks agree."""
+        seen = 0
+        for key, found in self._classes.items():
+            assert found.key == key
+            assert found.order
+            assert found.order == sorted(found.order)
+            assert found.mask == sum(1 << place.slot for place in found.order)
+            assert not seen & found.mask
+            seen |= found.mask
+            assert all(self._of[place.slot] == (found, place) for place in found.order)
+        assert seen == self.mask
+        assert len(self._of) == seen.bit_count()
+        assert self._speeds.keys() == self._of.keys()
+
+
+UNPROVEN_DOUBT = 0.25
+"""How much less is believed that an instance is slow which has served nothing, with each request that goes elsewhere,
+counted per instance. Its speeds were measured at its start only, perhaps at a bad moment. Its first request has them
+measured at work, so a bad measurement costs it one request."""
+
+
+TRIAL_FACTOR = 0.5
+"""Factor of the predicted seconds of an instance that has its trial."""
+
+
+OVERLOOKED_TURNS = 4
+"""So many times a request may go to each other instance before an instance counts as overlooked."""
+
+
+class PoolInstance(Protocol):
+    """What a pool needs to know of an instance."""
+
+    slot: int
+    load: LoadFacts
+    turn: int
+    vigil: HealthMonitor
+
+    @property
+    def facts(self) -> InstanceFacts:
+        """Who it is."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether something that we have placed is there."""
+        ...
+
+
+I = TypeVar("I", bound=PoolInstance)  # noqa: E741
+
+
+class InstancePool(Generic[I]):
+    """Instances of one kind; `rank` of the subclass keeps the ranks.
+
+    Attributes:
+        ranks: their order.
+        by_slot: instance at each slot.
+        draining: mask of those that take nothing new.
+        resting: mask of those that are slow and get nothing new where there are others (`Vigil`).
+        largest_blocks: of the largest pool that has ever been here.
+    """
+
+    def __init__(self, ranks: LoadRanking) -> None:
+        self.ranks = ranks
+        self.by_slot: dict[int, I] = {}
+        self.draining = self.resting = self._tried = 0
+        self.largest_blocks = 0
+        self._by_id: dict[str, I] = {}
+        self._by_size: dict[int, int] = {}
+        self._turn = 0
+        self._unproven: dict[str, int] = {}  # those that served nothing yet, and the turn before which each joined
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[I]:
+        """All, in order of joining."""
+        return iter(self._by_id.values())
+
+    @property
+    def mask(self) -> int:
+        """Slots of all."""
+        return self.ranks.mask
+
+    def rank(self, instance: I) -> None:
+        """Ranks an instance anew."""
+        raise NotImplementedError
+
+    def get(self, instance_id: str) -> I | None:
+        """The instance of that id."""
+        return self._by_id.get(instance_id)
+
+    def add(self, instance: I) -> None:
+        """Takes an instance in."""
+        blocks, bit = instance.facts.total_blocks, 1 << instance.slot
+        self._by_id[instance.facts.id] = self.by_slot[instance.slot] = instance
+        self._by_size[blocks] = self._by_size.get(blocks, 0) | bit
+        self.largest_blocks = max(self.largest_blocks, blocks)
+        if not instance.turn:
+            self._unproven[instance.facts.id] = self._turn
+        self.changed(instance)
+
+    def remove(self, instance: I) -> None:
+        """Takes an instance out."""
+        blocks, bit = instance.facts.total_blocks, 1 << instance.slot
+        del self._by_id[instance.facts.id], self.by_slot[instance.slot]
+        self._unproven.pop(instance.facts.id, None)
+        self._by_size[blocks] &= ~bit
+        if not self._by_size[blocks]:
+            del self._by_size[blocks]
+        self.draining &= ~bit
+        self.resting &= ~bit
+        self._tried &= ~bit
+        self.ranks.remove(instance.slot)
+
+    def changed(self, instance: I) -> None:
+        """Notes that load or speeds of an instance have changed."""
+        bit = 1 << instance.slot
+        self.draining = self.draining | bit if instance.load.draining else self.draining & ~bit
+        tried = instance.vigil.trial and not instance.busy
+        self._tried = self._tried | bit if tried else self._tried & ~bit
+        self.resting = self.resting | bit if instance.vigil.slow and not tried else self.resting & ~bit
+        self.rank(instance)
+
+    def chose(self, instance: I) -> None:
+        """Notes that a request goes to an instance."""
+        self._turn += 1
+        instance.turn = self._turn
+        self._unproven.pop(instance.facts.id, None)
+        self.changed(instance)
+
+    def belief(self, instance: I) -> float:
+        """Factor of an instance's predicted seconds: less than 1 when it has served nothing while others served much.
+
+        Only use corrects what was measured at its start. So the more requests go elsewhere, the less is it believed
+        that the instance is slow, until one goes there. Likewise one that has its trial gets a request soon.
+        """
+        if self._tried and self._tried >> instance.slot & 1:
+            return TRIAL_FACTOR
+        since = self._unproven.get(instance.facts.id)
+        if since is None:
+            return 1.0
+        elsewhere = (self._turn - since) / len(self._by_id) - OVERLOOKED_TURNS
+        return 1.0 / (1.0 + UNPROVEN_DOUBT * elsewhere) if elsewhere > 0.0 else 1.0
+
+    def overlooked(self, allowed: int) -> int | None:
+        """Slot of an allowed instance that others were preferred to for long, or that has its trial.
+
+        A search may not find it.
+        """
+        if self._tried & allowed:
+            return next(iter(slots_in(self._tried & allowed)))
+        unproven = (self._by_id[name] for name in self._unproven)
+        instance = next((one for one in unproven if allowed >> one.slot & 1), None)
+        return instance.slot if instance is not None and self.belief(instance) < 1.0 else None
+
+    def move(self, instance: I, slot: int) -> None:
+        """Gives an instance another slot."""
+        self.remove(instance)
+        instance.slot = slot
+        self.add(instance)
+
+    def able(self, blocks: int) -> int:
+        """Mask of the instances that take requests and have pools of so many blocks; slow ones where all are."""
+        mask = 0
+        for size, slots in self._by_size.items():
+            if size >= blocks:
+                mask |= slots
+        mask &= ~self.draining
+        return mask & ~self.resting or mask
+
+    def relieved(self, instance_id: str, leaving: int | None = None) -> bool:
+        """Whether an instance is one of the mask `leaving`, by default the slow ones, and another one is well."""
+        leaving = self.resting if leaving is None else leaving
+        instance = self._by_id.get(instance_id) if leaving else None
+        if instance is None:
+            return False
+        bit = 1 << instance.slot
+        others = self.mask & ~self.draining & ~self.resting & ~bit
+        return bool(others) and bool(leaving & bit) and not instance.vigil.trial
+
+    def mask_of(self, ids: Iterable[str]) -> int:
+        """Mask of those of these instances that are here."""
+        return sum([1 << self._by_id[one].slot for one in ids if one in self._by_id])
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        classes = [(slot, self.ranks.levels(slot), self.ranks.class_speeds(slot)) for slot in self.by_slot]
+        return digest_of(list(self._by_id.items()), classes, self.largest_blocks, self._turn, self._unproven)
+
+    def check_invariants(self) -> None:
+        """Asserts that ids, slots, sizes and ranks agree."""
+        self.ranks.check_invariants()
+        assert self.by_slot == {instance.slot: instance for instance in self._by_id.values()}
+        assert self.mask == sum(1 << slot for slot in self.by_slot)
+        assert self.draining == sum(1 << i.slot for i in self._by_id.values() if i.load.draining)
+        assert self.resting & ~self.mask == 0
+        assert all(self.by_slot[slot].vigil.slow for slot in slots_in(self.resting))
+        assert sum(self._by_size.values()) == self.mask
+        assert self._unproven.keys() == {name for name, one in self._by_id.items() if not one.turn}
+        for instance_id, instance in self._by_id.items():
+            assert instance.facts.id == instance_id
+            assert self._by_size[instance.facts.total_blocks] >> instance.slot & 1
+            assert self.largest_blocks >= instance.facts.total_blocks
+
+
+def blocks_at(prefixes: Sequence[tuple[int, int]], slot: int) -> int:
+    """Leading blocks that a slot holds, by what `Forest.match` gives."""
+    for blocks, mask in reversed(prefixes):  # the longest first
+        if mask >> slot & 1:
+            return blocks
+    return 0

@@ -1,18 +1,127 @@
-"""The policies that come with Moonpool: how the prefill instance of a request is chosen (docs/policies.md).
+"""Placement policies: how the prefill instance of a request is chosen (docs/policies.md).
 
-All but the first are the baselines of the Mooncake paper, to compare with: they know nothing of kvstores.
+To add a policy, write a class like `PlacementPolicy` and an entry in `POLICIES`, or an entry point of the group
+`moonpool.policies`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import nsmallest
+from importlib import import_module
+from importlib.metadata import entry_points
 from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
+from blake3 import blake3
+
+from moonpool.errors import ConfigError
 from moonpool.frozen import frozen
-from services.conductor.core.candidates import Candidates, Policy
-from services.conductor.core.cost import PrefillChoice
+from moonpool.scheduling.fair_share import QueueKey as Turn
+from services.conductor.core.instances import LoadRanking, RankedInstance, SpeedClass, blocks_at
+from services.conductor.core.latency_model import PrefillChoice, PrefillCost
+from services.conductor.core.prefix_index import slots_in
+
+
+class TtftLimit(NamedTuple):
+    """The first token is wanted within so many seconds from now, of a request with this place among others."""
+
+    within_s: float
+    place: Turn
+
+
+@frozen
+class Candidates:
+    """Those that are large enough and take requests, and what the prompt is predicted to take on each.
+
+    Attributes:
+        now: seconds of the clock of `Place.load`, which is when an instance will be free.
+        draw: `draw(limit, counter)` gives a whole number in [0, limit), random by the conductor's seed, the number of
+            this decision and the counter.
+    """
+
+    now: float
+    draw: Callable[[int, int], int]
+    _allowed: int
+    _ranks: LoadRanking
+    _prefixes: Sequence[tuple[int, int]]
+    _cost: Callable[[SpeedClass, int], PrefillCost]
+    _predict: Callable[[int, int], PrefillChoice]
+    _overlooked: int | None
+    _keeps: Callable[[PrefillChoice], bool]
+
+    def __len__(self) -> int:
+        return self._allowed.bit_count()
+
+    def __iter__(self) -> Iterator[RankedInstance]:
+        """All of them, in a fixed order: when each will be free, when it was chosen last, and its name."""
+        return (self._ranks.place(slot) for slot in slots_in(self._allowed))
+
+    def predict(self, place: RankedInstance) -> PrefillChoice:
+        """What the prompt is predicted to take on one of them; the costs of this call are those of one prediction."""
+        return self._predict(place.slot, blocks_at(self._prefixes, place.slot))
+
+    def least(
+        self, limit: int, by: Callable[[PrefillChoice], float], cost: Callable[[PrefillCost], float]
+    ) -> list[PrefillChoice]:
+        """Those for which some seconds are least, best first, without a look at each.
+
+        Among equals the narrower pipeline comes first: a wide one is worth more to a long prompt. Then the one that was
+        idle longest, then the one that was chosen least recently. One that others were preferred to for long, although
+        it has served nothing yet, is looked at as well.
+
+        Args:
+            limit: so many, and perhaps one more.
+            by: the seconds.
+            cost: what they are on an idle instance; `by` must be that and the wait, or the wait alone.
+        """
+        found = self._ranks.search(
+            self._allowed,
+            self._prefixes,
+            lambda ranked, blocks: cost(self._cost(ranked, blocks)),
+            lambda free_at: max(free_at - self.now, 0.0),
+            limit,
+        )
+        places = [(place, blocks) for _, place, blocks in found]
+        slot = self._overlooked
+        if slot is not None and all(place.slot != slot for place, _ in places):
+            places.append((self._ranks.place(slot), blocks_at(self._prefixes, slot)))
+        rated = []
+        for place, blocks in places:
+            choice = self._predict(place.slot, blocks)
+            rated.append((by(choice), self._ranks.stages(place.slot), place, choice))
+        rated.sort()
+        return [choice for *_, choice in rated]
+
+    def keeping(self, choices: Sequence[PrefillChoice]) -> Sequence[PrefillChoice]:
+        """The same choices, where the first that keeps the request's limit goes before those that do not."""
+        at = next((at for at, choice in enumerate(choices) if self._keeps(choice)), 0)
+        return [choices[at], *choices[:at], *choices[at + 1 :]] if at else choices
+
+
+class PlacementPolicy(Protocol):
+    """How the prefill instance of a request is chosen. It keeps no state: equal arguments give equal answers.
+
+    Attributes:
+        stores: kvstores and other instances' pools count. A prefix is loaded from there where that is predicted to be
+            quicker than computing it, and new blocks are written to kvstores. Otherwise instances have their own only.
+    """
+
+    @property
+    def stores(self) -> bool: ...
+
+    def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
+        """The best of the candidates, best first; at least one, and not many more than `limit`.
+
+        The first one is taken. The others are kept for `explain`.
+        """
+        ...
+
 
 _KNOWN_S = attrgetter("known_s")
+
+
 _QUEUE_S = attrgetter("queue_s")
+
+
 _ALONE_S = attrgetter("alone_s")
 
 
@@ -81,12 +190,65 @@ class Random:
         return [candidates.predict(place) for place in places[:limit]]
 
 
-DEFAULT = "kvcache_centric"
-POLICIES: Mapping[str, Policy] = {
+DEFAULT_POLICY = "kvcache_centric"
+
+
+POLICIES: Mapping[str, PlacementPolicy] = {
     "random": Random(),
     "round_robin": RoundRobin(),
     "load_balance": LoadBalance(),
     "cache_aware": CacheAware(),
-    DEFAULT: KVCacheCentric(),
+    DEFAULT_POLICY: KVCacheCentric(),
 }
 """By name, the simplest first."""
+
+
+ENTRY_POINT_GROUP = "moonpool.policies"
+"""Entry points of this group are policies that other packages bring along."""
+
+
+def seed_of(conductor: str) -> int:
+    """Seed of the draws of a conductor of this name. Another name gives another one."""
+    return int.from_bytes(blake3(conductor.encode()).digest(8), "little")
+
+
+def load_policy(name: str) -> PlacementPolicy:
+    """The policy of a name, or the object of `MODULE:OBJECT`; of a class, one that is made without arguments.
+
+    Raises:
+        ConfigError: naming `policy`: there is none of this name, it cannot be loaded, or it is no policy.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    found = _policy_object(name) if ":" in name else _installed_policy(name)
+    try:
+        policy = found() if isinstance(found, type) else found
+    except Exception as error:  # of the class: whatever it raises, the setting is wrong
+        raise ConfigError("policy", f"{name!r} cannot be made: {error!r}") from error
+    if not callable(getattr(policy, "order", None)) or not isinstance(getattr(policy, "stores", None), bool):
+        raise ConfigError("policy", f"{name!r} is no policy: it needs a method `order` and a bool `stores`")
+    checked: PlacementPolicy = policy
+    return checked
+
+
+def _installed_policy(name: str) -> Any:
+    installed = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name not in installed:
+        raise ConfigError(
+            "policy", f"there is no policy {name!r}; there are {', '.join([*POLICIES, *sorted(installed)])}"
+        )
+    try:
+        return installed[name].load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("policy", f"{name!r} of {ENTRY_POINT_GROUP} cannot be loaded: {error}") from error
+
+
+def _policy_object(name: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: the module has no name
+        raise ConfigError("policy", f"{name!r} cannot be loaded: {error}") from error
+    return found

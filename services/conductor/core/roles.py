@@ -17,27 +17,35 @@ from dataclasses import dataclass, field
 from math import exp
 from statistics import fmean
 
-from moonpool.core.digest import digest_of
-from moonpool.cost import decode_step_seconds
 from moonpool.frozen import frozen
-from services.conductor.core.changes import ChangeRole
-from services.conductor.core.decodes import Decode, Decodes
-from services.conductor.core.facts import InstanceFacts, Kind
-from services.conductor.core.messages import Action
-from services.conductor.core.outlook import running_now
-from services.conductor.core.prefills import Prefill, Prefills
+from moonpool.scheduling.latency import decode_step_seconds
+from moonpool.scheduling.state_machine import digest_of
+from services.conductor.core.decode_pool import DecodeInstanceState, DecodePool, load_now
+from services.conductor.core.events import Action, ChangeRole
+from services.conductor.core.instances import InstanceFacts, InstanceKind
+from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool
 
 SAMPLE_S = 1.0
 """Pressures are looked at so often, when instances report."""
+
+
 MEMORY_S = 30.0
 """A pressure is a mean over about so many seconds."""
-LEAST = 0.5
+
+
+MIN_PRESSURE = 0.5
 """A pool that is less than half used needs no help, however much less the other one is."""
+
+
 SETTLE_S = 40.0
 """From a change's end to the next one to the same pool."""
+
+
 CHANGE_S = 180.0
 """A change that has not ended after so long is not waited for any more."""
-OTHER = {Kind.PREFILL: Kind.DECODE, Kind.DECODE: Kind.PREFILL}
+
+
+OTHER_ROLE = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
 
 
 @frozen
@@ -63,16 +71,16 @@ FIXED_ROLES = RoleLimits()
 
 
 @dataclass(slots=True)
-class Change:
+class RoleChange:
     """An instance is on its way to another pool."""
 
     instance: str
-    kind: Kind
+    kind: InstanceKind
     since: float
 
 
 @dataclass(slots=True)
-class Pressure:
+class PoolPressure:
     """Of one pool, as a running mean; `since` when it began to be so much higher than the other's."""
 
     value: float = 0.0
@@ -80,7 +88,7 @@ class Pressure:
 
 
 @dataclass(slots=True)
-class Roles:
+class RoleBalancer:
     """Decides about roles.
 
     Args:
@@ -89,11 +97,13 @@ class Roles:
     """
 
     limits: RoleLimits
-    prefills: Prefills
-    decodes: Decodes
-    change: Change | None = None
+    prefills: PrefillPool
+    decodes: DecodePool
+    change: RoleChange | None = None
     """What is under way."""
-    pressures: dict[Kind, Pressure] = field(default_factory=lambda: {kind: Pressure() for kind in OTHER})
+    pressures: dict[InstanceKind, PoolPressure] = field(
+        default_factory=lambda: {kind: PoolPressure() for kind in OTHER_ROLE}
+    )
     _stays_until: dict[str, float] = field(default_factory=dict)
     _hung: set[str] = field(default_factory=set)
     """Instances that drain, but their changes have not ended in time."""
@@ -101,10 +111,12 @@ class Roles:
 
     def order(self, now: float, instance: str, out: list[Action]) -> None:
         """An instance is told to change its role, whatever the pressures are; unknown ones are fine."""
-        place: Prefill | Decode | None = self.prefills.get(instance) or self.decodes.get(instance)
+        place: PrefillInstanceState | DecodeInstanceState | None = self.prefills.get(instance) or self.decodes.get(
+            instance
+        )
         if place is not None:
-            kind = OTHER[place.facts.kind]
-            self.change = Change(instance, kind, now)
+            kind = OTHER_ROLE[place.facts.kind]
+            self.change = RoleChange(instance, kind, now)
             self._anew()
             out.append(ChangeRole(instance, place.facts.incarnation, kind))
 
@@ -126,14 +138,14 @@ class Roles:
             return
         for kind, pressure in self.pressures.items():
             if pressure.since is not None and now - pressure.since >= self.limits.hold_s:
-                chosen = self._chosen(OTHER[kind], now)
+                chosen = self._chosen(OTHER_ROLE[kind], now)
                 if chosen is not None:
                     self.order(now, chosen, out)
                     return
 
     def _under_way(self, now: float) -> bool:
         """Whether a change is waited for: one of ours, or one that another conductor seems to have ordered."""
-        pools: tuple[Iterable[Prefill | Decode], ...] = self.prefills, self.decodes
+        pools: tuple[Iterable[PrefillInstanceState | DecodeInstanceState], ...] = self.prefills, self.decodes
         drain = {it.facts.id: it.facts.kind for pool in pools for it in pool if it.facts.either and it.load.draining}
         if self.change is not None and now - self.change.since >= CHANGE_S:
             self._hung.add(self.change.instance)
@@ -141,7 +153,7 @@ class Roles:
         self._hung.intersection_update(drain)
         if self.change is None and (new := drain.keys() - self._hung):
             instance = min(new)
-            self.change = Change(instance, OTHER[drain[instance]], now)
+            self.change = RoleChange(instance, OTHER_ROLE[drain[instance]], now)
             self._anew()
         return self.change is not None
 
@@ -149,7 +161,10 @@ class Roles:
         """Takes the pressures of now into the means, and notes since when one pool is in need."""
         share = 1.0 if self._sampled_at is None else 1.0 - exp((self._sampled_at - now) / MEMORY_S)
         self._sampled_at = now
-        for kind, value in ((Kind.PREFILL, self._prefill_pressure(now)), (Kind.DECODE, self._decode_pressure())):
+        for kind, value in (
+            (InstanceKind.PREFILL, self._prefill_pressure(now)),
+            (InstanceKind.DECODE, self._decode_pressure()),
+        ):
             pressure = self.pressures[kind]
             pressure.value += (value - pressure.value) * share
         for kind, pressure in self.pressures.items():
@@ -158,11 +173,11 @@ class Roles:
             elif pressure.since is None:
                 pressure.since = now
 
-    def _in_need(self, kind: Kind) -> bool:
+    def _in_need(self, kind: InstanceKind) -> bool:
         """Whether a pool needs an instance more than the other one, which can give it."""
-        needs, gives = self.pressures[kind].value, self.pressures[OTHER[kind]].value
-        givers = len(self._usable(OTHER[kind]))
-        if needs < LEAST or needs < self.limits.ratio * gives or givers < 2:
+        needs, gives = self.pressures[kind].value, self.pressures[OTHER_ROLE[kind]].value
+        givers = len(self._usable(OTHER_ROLE[kind]))
+        if needs < MIN_PRESSURE or needs < self.limits.ratio * gives or givers < 2:
             return False
         return gives * givers / (givers - 1) < min(1.0, needs)
 
@@ -170,7 +185,7 @@ class Roles:
         pool = [one for one in self.prefills if not one.load.draining]
         return fmean([self._busy(one, now) for one in pool]) if pool else 0.0
 
-    def _busy(self, one: Prefill, now: float) -> float:
+    def _busy(self, one: PrefillInstanceState, now: float) -> float:
         waiting_s = max(0.0, one.free_at - now)
         return 0.0 if not waiting_s else 1.0 + waiting_s / self.limits.ttft_s
 
@@ -178,23 +193,25 @@ class Roles:
         pool = [one for one in self.decodes if not one.load.draining]
         return fmean([self._crowded(one) for one in pool]) if pool else 0.0
 
-    def _crowded(self, one: Decode) -> float:
-        now, base_s = running_now(one), one.speeds.decode_base_s
+    def _crowded(self, one: DecodeInstanceState) -> float:
+        now, base_s = load_now(one), one.speeds.decode_base_s
         step_s = decode_step_seconds(one.speeds, now.sequences, now.context_tokens)
         at_limit = max(1.0 - base_s / self.limits.tbt_s, 0.1)
         # What is promised is not in use: prompts that wait for prefill would make decode seem full.
         used = 1.0 - (one.load.free_blocks + one.load.cached_blocks) / one.facts.total_blocks
         return max((1.0 - base_s / step_s) / at_limit if step_s else 0.0, used)
 
-    def _chosen(self, kind: Kind, now: float) -> str | None:
+    def _chosen(self, kind: InstanceKind, now: float) -> str | None:
         """The instance of a pool that has least to do, of those that can change and have stayed long enough."""
         able = [
             one for one in self._usable(kind) if one.facts.either and self._stays_until.get(one.facts.id, now) <= now
         ]
         return min(able, key=lambda one: (_work(one, now), one.facts.id)).facts.id if able else None
 
-    def _usable(self, kind: Kind) -> list[Prefill | Decode]:
-        pool: Iterable[Prefill | Decode] = self.prefills if kind is Kind.PREFILL else self.decodes
+    def _usable(self, kind: InstanceKind) -> list[PrefillInstanceState | DecodeInstanceState]:
+        pool: Iterable[PrefillInstanceState | DecodeInstanceState] = (
+            self.prefills if kind is InstanceKind.PREFILL else self.decodes
+        )
         return [one for one in pool if not one.load.draining]
 
     def _anew(self) -> None:
@@ -206,6 +223,6 @@ class Roles:
         return digest_of(self.change, self.pressures, self._stays_until, self._hung, self._sampled_at)
 
 
-def _work(one: Prefill | Decode, now: float) -> float:
+def _work(one: PrefillInstanceState | DecodeInstanceState, now: float) -> float:
     """Seconds of queue, or sequences."""
-    return max(0.0, one.free_at - now) if isinstance(one, Prefill) else float(one.sequences)
+    return max(0.0, one.free_at - now) if isinstance(one, PrefillInstanceState) else float(one.sequences)

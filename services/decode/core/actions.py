@@ -1,12 +1,11 @@
 """Actions of the decode core. Plain values: counts, keys and reasons, never tokens or bytes."""
 
 from moonpool.frozen import frozen
-from moonpool.sched.forgetting import Forgot
-from moonpool.sched.lending import Lent
+from moonpool.scheduling.block_manager import BlocksLent, KVDeleted
 
 
 @frozen
-class Promised:
+class ReservationGranted:
     """Room is promised."""
 
     id: int
@@ -17,7 +16,7 @@ class Promised:
 
 
 @frozen
-class Refused:
+class ReservationRefused:
     """There is no room, or the time between tokens could not be kept."""
 
     id: int
@@ -28,7 +27,7 @@ class Refused:
 
 
 @frozen
-class Table:
+class SetBlockTable:
     """A sequence's blocks from now on, in order."""
 
     id: int
@@ -36,7 +35,7 @@ class Table:
 
 
 @frozen
-class Grew:
+class AppendBlock:
     """One block more, behind the others."""
 
     id: int
@@ -57,7 +56,7 @@ class Chunk:
 
 
 @frozen
-class Run:
+class StartRun:
     """Run a step: one token for each sequence of the batch, and some chunks. Answered by one `StepDone`.
 
     The same batch may go on for `steps` steps without asking: until then nobody needs a block, and nobody who waits
@@ -76,7 +75,7 @@ class Run:
 
 
 @frozen
-class Cut:
+class StopRun:
     """End the run with the step that is being computed: there is something to decide."""
 
     step: int
@@ -85,7 +84,7 @@ class Cut:
 
 
 @frozen
-class Finish:
+class FinishSequence:
     """The sequence has ended with its first token."""
 
     id: int
@@ -93,7 +92,7 @@ class Finish:
 
 
 @frozen
-class Select:
+class SelectBeams:
     """The beams of a request go on: each takes the tokens of its parent and one more."""
 
     id: int
@@ -106,7 +105,7 @@ class Select:
 
 
 @frozen
-class Ranked:
+class BeamsRanked:
     """A beam search is over."""
 
     id: int
@@ -115,7 +114,7 @@ class Ranked:
 
 
 @frozen
-class Ending:
+class RequestAborted:
     """The request ends early: no KV is taken for it and no token told any more."""
 
     id: int
@@ -123,7 +122,7 @@ class Ending:
 
 
 @frozen
-class Gone:
+class RequestFreed:
     """The request has ended and its blocks are not its any more."""
 
     id: int
@@ -132,21 +131,21 @@ class Gone:
 
 
 @frozen
-class Parked:
+class RequestParked:
     """The request has lost its conductor and gives its blocks up. It is kept until it is `Adopted`, or `Forget`."""
 
     id: int
 
 
 @frozen
-class Forget:
+class DropOutputLog:
     """What was kept of the sequence is not wanted any more."""
 
     id: int
 
 
 @frozen
-class Adopted:
+class RequestAdopted:
     """The stream has the request now: send it each answer's tokens from a position on, and the end if it has ended."""
 
     id: int
@@ -155,7 +154,7 @@ class Adopted:
 
 
 @frozen
-class Fenced:
+class FenceConductor:
     """Tell the stream that another conductor has the sequence."""
 
     id: int
@@ -189,7 +188,7 @@ class SwapDrop:
 
 
 @frozen
-class Store:
+class StoreBlock:
     """Write a full block to one of the request's kvstores; it stays as it is until it has `Ended`."""
 
     io: int
@@ -202,7 +201,7 @@ class Store:
 
 
 @frozen
-class Load:
+class LoadStoredBlocks:
     """Read the sequence's full blocks from `first` on from one of its kvstores into these blocks of the pool."""
 
     io: int
@@ -225,27 +224,27 @@ class StopReceiving:
 
 
 Action = (
-    Promised
-    | Refused
-    | Table
-    | Grew
-    | Run
-    | Cut
-    | Finish
-    | Select
-    | Ranked
-    | Ending
-    | Gone
-    | Parked
-    | Forget
-    | Adopted
-    | Fenced
+    ReservationGranted
+    | ReservationRefused
+    | SetBlockTable
+    | AppendBlock
+    | StartRun
+    | StopRun
+    | FinishSequence
+    | SelectBeams
+    | BeamsRanked
+    | RequestAborted
+    | RequestFreed
+    | RequestParked
+    | DropOutputLog
+    | RequestAdopted
+    | FenceConductor
     | SwapOut
     | SwapIn
     | SwapDrop
-    | Store
-    | Load
+    | StoreBlock
+    | LoadStoredBlocks
     | StopReceiving
-    | Forgot
-    | Lent
+    | KVDeleted
+    | BlocksLent
 )

@@ -1,17 +1,16 @@
 """Events of the decode core. Plain values: counts, keys and reasons, never tokens or bytes."""
 
-from moonpool.core.kernel import Ended, Tick
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.forgetting import ForgetKV
-from moonpool.sched.lending import LendBlocks, TakeBack
+from moonpool.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks
+from moonpool.scheduling.state_machine import IoEnded, Tick
 
-Candidates = tuple[tuple[float, bool], ...]
+BeamCandidates = tuple[tuple[float, bool], ...]
 """What may follow one beam: of each token its log probability and whether the sequence ends with it; the best first."""
 
 
 @frozen
-class Beams:
+class BeamRules:
     """How the beams of a request are chosen; names as in `transformers`."""
 
     length_penalty: float
@@ -21,7 +20,7 @@ class Beams:
 
 
 @frozen
-class Reserve:
+class ReserveBlocks:
     """Room is asked for; answered by `Promised` or `Refused`."""
 
     id: int
@@ -45,7 +44,7 @@ class Reserve:
     """Sequences that begin with these tokens and run together."""
     starts_in_s: float = 0.0
     """Seconds until it is expected to start: the time between tokens is to be kept from then on."""
-    beams: Beams | None = None
+    beams: BeamRules | None = None
     """The sequences are beams; None = each goes its own way."""
     resumable: bool = False
     """Another conductor may `Adopt` it: it outlives its own, and what it has said is kept for a while after its end."""
@@ -62,7 +61,7 @@ class Reserve:
 
 
 @frozen
-class Open:
+class TransferOpened:
     """The KV begins to come: the promise becomes blocks, named by `Table`."""
 
     id: int
@@ -71,21 +70,21 @@ class Open:
 
 
 @frozen
-class Heard:
+class TransferProgress:
     """Something of the transfer came: its lease is renewed."""
 
     id: int
 
 
 @frozen
-class Arrived:
+class TransferComplete:
     """All KV has come and was verified."""
 
     id: int
 
 
 @frozen
-class Start:
+class StartDecoding:
     """The first token is known."""
 
     id: int
@@ -95,7 +94,7 @@ class Start:
     """Why the sequence has ended with its first token; 0 = it goes on."""
     others: tuple[int, ...] = ()
     """The same for the further sequences of a group."""
-    candidates: Candidates = ()
+    candidates: BeamCandidates = ()
     """What may follow the prompt, where beams are wanted: there is no first token then."""
     known: tuple[int, ...] = ()
     """Of each sequence, tokens behind the first one that are known too; empty where there are none. Not of beams."""
@@ -106,7 +105,7 @@ class Start:
 
 
 @frozen
-class Compute:
+class ComputePrompt:
     """No KV comes: what is not held of the prompt is computed here, and the first token with it."""
 
     id: int
@@ -117,7 +116,7 @@ class Compute:
 
 
 @frozen
-class Stop:
+class AbortRequest:
     """The request is not wanted any more, or cannot go on."""
 
     id: int
@@ -127,7 +126,7 @@ class Stop:
 
 
 @frozen
-class Adopt:
+class AdoptRequest:
     """A conductor wants a started sequence, or what is kept of one; ignored when there is nothing of it."""
 
     id: int
@@ -160,7 +159,7 @@ class StreamClosed:
 
 
 @frozen
-class Stepped:
+class RunProgress:
     """Some steps of the run are over, which goes on. Nobody ended in them."""
 
     step: int
@@ -175,7 +174,7 @@ class Stepped:
 
 
 @frozen
-class StepDone:
+class RunDone:
     """The run is over, and nothing writes to its blocks any more."""
 
     step: int
@@ -189,7 +188,7 @@ class StepDone:
     """Sequences whose last block became full, with its key."""
     steps: int = 1
     """Steps that took these seconds: those of the run that were not told by `Stepped`."""
-    candidates: tuple[tuple[int, Candidates], ...] = ()
+    candidates: tuple[tuple[int, BeamCandidates], ...] = ()
     """What may follow each beam of the step."""
     waited_s: float = 0.0
     """As in `Stepped`."""
@@ -230,7 +229,7 @@ class ReceiveEnd:
 
 
 @frozen
-class Died:
+class EngineDied:
     """The engine computes no more; its step is over."""
 
     why: str
@@ -238,23 +237,24 @@ class Died:
 
 IoEnd = SwapEnd | StoreEnd | LoadEnd | ReceiveEnd
 
+
 Event = (
-    Reserve
-    | Open
-    | Heard
-    | Arrived
-    | Start
-    | Compute
-    | Stop
-    | Adopt
+    ReserveBlocks
+    | TransferOpened
+    | TransferProgress
+    | TransferComplete
+    | StartDecoding
+    | ComputePrompt
+    | AbortRequest
+    | AdoptRequest
     | StreamOpened
     | StreamClosed
-    | Stepped
-    | StepDone
-    | Died
-    | ForgetKV
+    | RunProgress
+    | RunDone
+    | EngineDied
+    | DeleteKV
     | LendBlocks
-    | TakeBack
-    | Ended[IoEnd]
+    | ReturnBlocks
+    | IoEnded[IoEnd]
     | Tick
 )

@@ -1,19 +1,97 @@
-"""One request at a decode instance, as the core sees it: one sequence, or a group of them."""
+"""A request in the decode scheduler: its sequences, its beam search, and the table of all requests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
 
-from moonpool.core.fair import rank
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.block_manager import Owner
-from services.decode.core.events import Candidates, Reserve
-from services.decode.core.search import Search
+from moonpool.scheduling.block_manager import KVOwner
+from moonpool.scheduling.fair_share import priority_rank
+from services.decode.core.events import BeamCandidates, BeamRules, ReserveBlocks
 
 
-class State(Enum):
+@frozen
+class Hypothesis:
+    """A sequence that has ended."""
+
+    number: int
+    """In the order in which they ended."""
+    score: float
+
+
+@dataclass(slots=True)
+class BeamSearch:
+    """A beam search; see `services.decode.core.batch` for its rules."""
+
+    width: int
+    longest: int
+    """Most tokens of an answer."""
+    rules: BeamRules
+    length: int = 0
+    """Tokens of each beam's answer."""
+    scores: list[float] = field(default_factory=lambda: [0.0])
+    """Of the beams, the best first: sums of log probabilities."""
+    kept: list[Hypothesis] = field(default_factory=list)
+    """The best hypotheses so far, the best first; at most `width`."""
+    ended: int = 0
+    """Hypotheses that were found, also those not kept."""
+    over: bool = False
+
+    def step(self, candidates: Sequence[BeamCandidates]) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """Takes what may follow each beam, in their order.
+
+        Returns:
+            The beams that go on, the best first, as (parent, candidate); none when the search is over. And what has
+            ended and is kept, as (number, parent, candidate).
+        """
+        self.length += 1
+        order = sorted(
+            (-(self.scores[beam] + log_probability), beam, index, ends)
+            for beam, found in enumerate(candidates)
+            for index, (log_probability, ends) in enumerate(found)
+        )
+        going = [it for it in order if not it[3]][: self.width]
+        ended = self._end([it for it in order[: self.width] if it[3]])
+        self.over = len(going) < self.width or self._is_decided(-going[0][0])
+        if self.over:
+            return [], ended
+        self.scores = [-negative for negative, *_ in going]
+        return [(beam, index) for _, beam, index, _ in going], ended
+
+    def _end(self, found: list[tuple[float, int, int, bool]]) -> list[tuple[int, int, int]]:
+        """Keeps the best hypotheses; returns which of the new ones are among them."""
+        new = {}
+        for negative, beam, index, _ in found:
+            self.kept.append(Hypothesis(self.ended, self._scored(-negative, self.length)))
+            new[self.ended] = (self.ended, beam, index)
+            self.ended += 1
+        self.kept = sorted(self.kept, key=lambda it: -it.score)[: self.width]
+        return [new[it.number] for it in self.kept if it.number in new]
+
+    def _scored(self, total: float, length: int) -> float:
+        return float(total / length**self.rules.length_penalty)
+
+    def _is_decided(self, best: float) -> bool:
+        """Whether no beam is to be waited for: there are enough hypotheses, and none is expected to become better."""
+        if len(self.kept) < self.width:
+            return False
+        if self.rules.early_stopping is True:
+            return True
+        grows = self.rules.early_stopping == "never" and self.rules.length_penalty > 0
+        return self._scored(best, self.longest if grows else self.length) <= self.kept[-1].score
+
+    def check_invariants(self) -> None:
+        """Asserts that beams and hypotheses are in order and no more than wanted."""
+        assert self.scores == sorted(self.scores, reverse=True)
+        scores = [it.score for it in self.kept]
+        assert scores == sorted(scores, reverse=True)
+        assert len(scores) <= min(self.width, self.ended)
+        assert 0 <= self.length < self.longest or self.over
+
+
+class RequestStatus(Enum):
     """Where a request stands."""
 
     PROMISED = "promised"
@@ -40,12 +118,12 @@ class State(Enum):
     """Parked without a conductor: not one of the core's requests until it is adopted."""
 
 
-NOBODY = 0
+NO_STREAM = 0
 """The stream of those that have lost their conductor."""
 
 
 @frozen
-class Shape:
+class BlockSharing:
     """How the members of a request share its blocks, apart from where these lie."""
 
     blocks: int
@@ -55,14 +133,16 @@ class Shape:
     with those before it are leading blocks."""
 
 
-TRANSFERRING = (State.PROMISED, State.RECEIVING, State.WHOLE)
+TRANSFERRING = (RequestStatus.PROMISED, RequestStatus.RECEIVING, RequestStatus.WHOLE)
 """States of a request that has not begun: it is one sequence still."""
-ACTIVE = (State.READY, State.RUNNING, State.CATCHING_UP)
+
+
+ACTIVE = (RequestStatus.READY, RequestStatus.RUNNING, RequestStatus.CATCHING_UP)
 """States in which a sequence may be preempted, when no step is running."""
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class RequestSequence:
     """One sequence of a request."""
 
     id: int
@@ -81,7 +161,7 @@ class Member:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class DecodeRequest:
     """A request: a group of sequences that runs, is preempted and comes back together; mostly a group of one.
 
     Members share blocks by reference. A full block never changes. A part-filled one is copied for whoever writes to it
@@ -89,7 +169,7 @@ class Request:
     """
 
     id: int
-    members: list[Member]
+    members: list[RequestSequence]
     """Its sequences: one until it starts, then as many as have not ended, at most `width`. Their ids are its own and
     the following ones."""
     width: int
@@ -100,14 +180,14 @@ class Request:
     conductor: str
     stores: int
     rank: float = 0.0
-    """When it came, and later by its priority (`moonpool.core.fair.rank`)."""
-    owner: Owner = field(default_factory=Owner)
+    """When it came, and later by its priority (`moonpool.scheduling.fair_share.priority_rank`)."""
+    owner: KVOwner = field(default_factory=KVOwner)
     """Whose KV it is, and whether its blocks may be kept."""
     starts_at: float = 0.0
     """When it is expected to start, by who has asked for room."""
     until: float = 0.0
     """When it ends if it was not started, however often its lease is renewed."""
-    state: State = State.PROMISED
+    state: RequestStatus = RequestStatus.PROMISED
     promised: int = 0
     """Blocks promised and not bound."""
     expected_blocks: int = 0
@@ -120,9 +200,9 @@ class Request:
     fence: int = 0
     finishes: tuple[int, ...] = ()
     """Why its members end with their first token; 0 = they go on."""
-    search: Search | None = None
+    search: BeamSearch | None = None
     """Set when its sequences are beams."""
-    opening: Candidates = ()
+    opening: BeamCandidates = ()
     """What may follow the prompt, where beams are wanted."""
     known: tuple[int, ...] = ()
     """Of each sequence, tokens behind the first one that are known, until it begins."""
@@ -139,15 +219,15 @@ class Request:
     """Its prompt, or known tokens behind it, are computed here: nobody else writes these to its kvstores."""
     recompute: bool = False
     """Was parked to be computed anew wholly."""
-    shape: Shape | None = None
+    shape: BlockSharing | None = None
     """Which blocks it had when it was preempted."""
     saved: int = 0
     """Blocks of `shape` that are swapped out, from the first on."""
 
     @classmethod
-    def of(cls, event: Reserve, now: float, until: float) -> Self:
+    def of(cls, event: ReserveBlocks, now: float, until: float) -> Self:
         """One that asks for room."""
-        first = Member(event.id, list(event.keys), event.tokens, stored=[len(event.keys)] * event.stores)
+        first = RequestSequence(event.id, list(event.keys), event.tokens, stored=[len(event.keys)] * event.stores)
         longest = event.total_tokens - event.prompt_tokens
         return cls(
             event.id,
@@ -158,14 +238,14 @@ class Request:
             event.tbt_slo_s,
             event.conductor,
             event.stores,
-            rank(now, event.priority),
-            Owner(event.tenant, event.transient),
+            priority_rank(now, event.priority),
+            KVOwner(event.tenant, event.transient),
             now + event.starts_in_s,
             until,
             resumable=event.resumable,
             fence=event.fence,
             logprob_bytes=event.logprob_bytes,
-            search=Search(event.width, longest, event.beams) if event.beams is not None else None,
+            search=BeamSearch(event.width, longest, event.beams) if event.beams is not None else None,
         )
 
     @property
@@ -188,7 +268,7 @@ class Request:
         """Places that it takes in a step, now or once it has forked."""
         return self.width if self.state in TRANSFERRING else len(self.members)
 
-    def member(self, number: int) -> Member | None:
+    def member(self, number: int) -> RequestSequence | None:
         """Its sequence of this id; None when that has ended."""
         return next((member for member in self.members if member.id == number), None)
 
@@ -199,7 +279,7 @@ class Request:
             return self.members[0].table
         return list(dict.fromkeys(block for member in self.members for block in member.table))
 
-    def blocks_of(self, shape: Shape) -> Iterator[int]:
+    def blocks_of(self, shape: BlockSharing) -> Iterator[int]:
         """The blocks that a shape counts, in order; they are still the members'."""
         seen = set[int]()
         for member, table in zip(self.members, shape.tables, strict=True):
@@ -231,5 +311,43 @@ class Request:
         assert 1 <= len(self.members) <= self.width
         for member in self.members:
             assert len(set(member.table)) == len(member.table), "a block is twice in a table"
-        assert (self.promised > 0) <= (self.state is State.PROMISED)
+        assert (self.promised > 0) <= (self.state is RequestStatus.PROMISED)
         assert leased == (self.state in TRANSFERRING)
+
+
+class RequestTable:
+    """All requests but those that are kept without blocks until they are adopted."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, DecodeRequest] = {}
+        self._of: dict[int, DecodeRequest] = {}  # by the ids of all members that they may have
+
+    def add(self, request: DecodeRequest) -> None:
+        """It has come, or come back."""
+        self.requests[request.id] = request
+        self._of |= dict.fromkeys(range(request.id, request.id + request.width), request)
+
+    def remove(self, request: DecodeRequest) -> None:
+        """It is not here any more."""
+        del self.requests[request.id]
+        for number in range(request.id, request.id + request.width):
+            del self._of[number]
+
+    def of(self, number: int) -> DecodeRequest:
+        """The request of a sequence, which may have ended."""
+        return self._of[number]
+
+    def get(self, number: int) -> DecodeRequest | None:
+        """The request of a sequence; None when it is not here any more."""
+        return self._of.get(number)
+
+    def find(self, number: int) -> RequestSequence | None:
+        """A sequence; None when it is not here any more."""
+        request = self._of.get(number)
+        return request.member(number) if request is not None else None
+
+    def check_invariants(self) -> None:
+        """Asserts that each sequence leads to its request."""
+        for request in self.requests.values():
+            assert all(self._of[member.id] is request for member in request.members)
+        assert len(self._of) == sum(request.width for request in self.requests.values())

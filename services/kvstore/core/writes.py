@@ -1,33 +1,269 @@
-"""Writing sessions: they bring blocks, whole blocks become VISIBLE, blocks committed to the SSD tier DURABLE.
+"""Writing sessions: they bring blocks; whole blocks become VISIBLE, blocks committed to the SSD tier DURABLE.
 
-DRAM for a block is reserved when its first bytes come, or those of a block shortly before it. Blocks that come whole,
-all of a session in one frame with its opening, need no session (`put_whole`): the usual way of a few small blocks.
+Several sessions may write one block, each its own layers and heads or the same ones. DRAM for a block is reserved
+when its first bytes come, or those of a block shortly before it. Blocks that come whole, all of a session in one
+frame with its opening, need no session (`put_whole`).
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from moonpool.errors import InvalidRequest, Overloaded
-from moonpool.kv.blocks import DramBlock
-from moonpool.kv.deletions import Deletions
-from moonpool.kv.frames import OpenRun
-from moonpool.kv.keys import BlockKey
-from moonpool.kv.scattered import Bytes
-from moonpool.kv.selection import Selection
-from services.kvstore.core.assembly import PORTION_BLOCKS, PORTION_BYTES, Assembly, Indices, PutSession, PutSpec, landed
-from services.kvstore.core.tiered_store import TieredStore
-from services.kvstore.core.write_queue import WriteQueue
+from moonpool.errors import FrameError, InvalidRequest, Overloaded
+from moonpool.kv.blocks import MAX_TENANT_BYTES, NO_PARENT, BlockFormat, BlockInfo, DramBlock
+from moonpool.kv.delete_kv import DeletionIndex, KVSelection
+from moonpool.kv.frames import DamagedSliceError, FrameOpener, OpenedRun, SliceRun, bind_all, frame_shape
+from moonpool.kv.keys import BlockKey, bind, slice_hash
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.native_copy import copy_verified
+from moonpool.kv.pool import BytesLike
+from moonpool.kv_transfer.receiver import SliceBitmap
+from services.kvstore.core.tiered_store import TieredStore, WriteQueue
 from services.kvstore.dram.arena import RETRY_AFTER_S
-from services.kvstore.tenancy.tenants import sum_by_tenant
+from services.kvstore.policies.tenants import sum_by_tenant
+
+MAX_SESSION_BLOCKS = 16384
+
+
+PORTION_BLOCKS, PORTION_BYTES = 128, 4 << 20  # written at once: the event loop is held for a few ms at most
+
+
+RESERVED_AHEAD_BYTES = 4 << 20  # most DRAM that is reserved for the next blocks of a session with that of a frame's
+
+
+_NO_DATA = memoryview(b"")
+
+
+Indices = Callable[[Sequence[int]], None]
+
+
+Allocate = Callable[[int], memoryview]
+
+
+@dataclasses.dataclass(slots=True)
+class PutSpec:
+    """What a writing session has declared: its blocks, and the layers and heads of them that it brings.
+
+    Raises:
+        InvalidRequest: naming the field of PutOpen that is wrong.
+    """
+
+    format: BlockFormat
+    keys: Sequence[BlockKey]
+    parents: Sequence[BlockKey]  # one for each key, or none when they are unknown
+    tenant: str
+    layers: range
+    heads: range
+    written_at: int = 0  # what its blocks get
+    forgotten: Collection[str] = ()  # deletions of which its writer knows that the blocks are younger
+    durable: bool = False  # its writer needs them so, whatever the SSD tier admits
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.keys) <= MAX_SESSION_BLOCKS:
+            raise InvalidRequest("keys", f"a session has 1 to {MAX_SESSION_BLOCKS} keys, not {len(self.keys)}")
+        if len(set(self.keys)) != len(self.keys):
+            raise InvalidRequest("keys", "a key occurs twice")
+        if self.parents and len(self.parents) != len(self.keys):
+            raise InvalidRequest("parent_keys", f"{len(self.parents)} parents for {len(self.keys)} keys")
+        if len(self.tenant.encode()) > MAX_TENANT_BYTES:
+            raise InvalidRequest("tenant", f"has more than {MAX_TENANT_BYTES} bytes")
+        self.format.layout.check_part(self.layers, self.heads)
+
+    @property
+    def all_heads(self) -> bool:
+        return len(self.heads) == self.format.layout.kv_heads
+
+    @property
+    def whole_blocks(self) -> bool:
+        return len(self.layers) == self.format.layout.layers and self.all_heads
+
+    def is_among(self, selection: KVSelection) -> bool:
+        """Whether some of its blocks are chosen."""
+        named = self.tenant in selection.tenants or self.format.namespace in selection.namespaces
+        return named or not selection.keys.isdisjoint(self.keys)
+
+    def info(self, index: int) -> BlockInfo:
+        parent = self.parents[index] if self.parents else NO_PARENT
+        return BlockInfo(self.keys[index], parent, self.tenant, self.format, self.written_at)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Assembly:
+    """One unfinished block. A session may open thousands, so that most is made with the first bytes only."""
+
+    spec: PutSpec  # of the session that opened it first, which gives tenant and parent
+    index: int  # of the block in that session
+    data: memoryview = _NO_DATA  # memory of the DRAM tier from its first bytes on
+    hashes: dict[int, int] = dataclasses.field(init=False)  # by layer, of layers that are whole
+    parts: dict[int, int] = dataclasses.field(init=False)  # layer -> one bit per head that has come, of other layers
+    reserved: bool = False  # its bytes are, in DRAM
+    writers: dict["PutSession", int] = dataclasses.field(default_factory=dict)  # with the index of the block there
+
+    @property
+    def key(self) -> BlockKey:
+        return self.spec.keys[self.index]
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.format.layout.block_bytes
+
+    def target(self, layer: int, place: slice, heads: int, allocate: Allocate) -> memoryview | None:
+        """Memory for some heads (a bit each) of a layer, which lie at `place`; None when that layer has come.
+
+        Of what is overwritten now nothing counts until the new bytes are known to be intact.
+        """
+        if not self.data:
+            self.data, self.hashes, self.parts = allocate(self.nbytes), {}, {}
+        elif layer in self.hashes:
+            return None
+        if self.parts and (have := self.parts.pop(layer, 0) & ~heads):
+            self.parts[layer] = have
+        return self.data[place]
+
+    def landed(self, layer: int, heads: int, value: int | None) -> bool:
+        """Some heads of a layer have come, intact; whether the block is whole with them.
+
+        `value` is the hash of the whole layer; without it the hash is made here when the layer is whole.
+        """
+        layout = self.spec.format.layout
+        if value is None:
+            have = self.parts.pop(layer, 0) | heads
+            if have.bit_count() < layout.kv_heads:
+                self.parts[layer] = have
+                return False
+            size = layout.slice_bytes
+            value = bind(slice_hash(self.data[layer * size : (layer + 1) * size]), self.key, layer)
+        self.hashes[layer] = value
+        return len(self.hashes) == layout.layers
+
+    def block(self) -> DramBlock:
+        hashes = [self.hashes[layer] for layer in range(self.spec.format.layout.layers)]
+        return DramBlock(self.spec.info(self.index), self.data, hashes)
+
+
+class PutSession:
+    """One writing session; `Writes.open` has what it tells."""
+
+    def __init__(
+        self, spec: PutSpec, present: list[int], on_visible: Indices, on_durable: Indices, on_ended: Callable[[], None]
+    ) -> None:
+        self.spec = spec
+        self.present = present  # indices of blocks that existed when it was opened
+        self.on_visible = on_visible
+        self.on_durable = on_durable
+        self.on_ended = on_ended
+        self.unfinished: dict[int, Assembly] = {}  # by index
+        self.reserved_bytes = 0  # of DRAM since it was opened
+        self.closed = False
+        self.opener = FrameOpener(spec.format.layout, spec.heads, spec.keys)
+        self.ledger = SliceBitmap(spec.layers, len(spec.keys), spec.heads)
+
+    @property
+    def complete(self) -> bool:
+        return not self.unfinished
+
+    def begun_by(self, runs: Sequence[OpenedRun]) -> list[Assembly]:
+        """Blocks for which a frame brings bytes and no DRAM is reserved yet."""
+        begun: dict[int, Assembly] = {}
+        for run, _, _ in runs:
+            for index in range(run.first_block, run.first_block + run.block_count):
+                block = self.unfinished.get(index)
+                if block is not None and not block.reserved:
+                    begun[index] = block
+        return list(begun.values())
+
+    def next_blocks(self, first: int) -> list[Assembly]:
+        """Blocks from `first` on without DRAM, in all no more bytes than have been reserved so far."""
+        count = min(self.reserved_bytes, RESERVED_AHEAD_BYTES) // self.spec.format.layout.block_bytes
+        found = map(self.unfinished.get, range(first, first + count))
+        return [block for block in found if block is not None and not block.reserved]
+
+    def take(self, runs: Sequence[OpenedRun], allocate: Allocate) -> Iterator[Assembly]:
+        """Writes a parsed frame into its blocks; yields those that are whole, which the caller must finish at once.
+
+        Raises DamagedSliceError, FrameError when it does not belong to the session, Overloaded without memory.
+        """
+        unfinished, layout, all_heads = self.unfinished, self.spec.format.layout, self.spec.all_heads
+        for run, data, hashes in runs:
+            _check_full(run, layout)
+            values = self.opener.unbound(run, hashes)
+            self.ledger.accept(run)
+            layer, first, count = run.layer, run.first_block, run.block_count
+            size, begin = len(data) // count, layer * layout.slice_bytes + run.head_begin * layout.head_bytes
+            place, heads = slice(begin, begin + size), (1 << run.head_end) - (1 << run.head_begin)
+            wanted: list[Assembly | None] = []
+            targets: list[memoryview] = []
+            for index in range(first, first + count):
+                block = unfinished.get(index)  # None: present, or finished by another session
+                target = None if block is None else block.target(layer, place, heads, allocate)
+                wanted.append(None if target is None else block)
+                targets.append(memoryview(bytearray(size)) if target is None else target)
+            good = copy_verified(targets, data, values)
+            for block, value in zip(wanted[:good], hashes, strict=False):
+                if block is not None and block.landed(layer, heads, value if all_heads else None):
+                    yield block
+            if good < count:
+                raise DamagedSliceError(layer, first + good)
+
+
+def copy_whole_blocks(
+    spec: PutSpec, data: BytesLike, hashes: Sequence[int], present: Collection[int], allocate: Allocate
+) -> list[DramBlock]:
+    """Copies and verifies all slices of a session's whole blocks; returns those blocks that are not `present`.
+
+    Raises what `PutSession.take` does.
+    """
+    layout, count, size = spec.format.layout, len(spec.keys), spec.format.layout.slice_bytes
+    memory = {at: allocate(layout.block_bytes) for at in range(count) if at not in present}
+    spare = memoryview(bytearray(size if present else 0))  # for slices that nobody needs
+    shape = frame_shape(spec.layers, count, spec.heads, layout.block_tokens)
+    targets = [
+        memory[block][layer * size : (layer + 1) * size] if block in memory else spare for layer, block in shape.cells
+    ]
+    good = copy_verified(targets, data, bind_all(hashes, shape.bindings(spec.keys)))
+    if good < len(targets):
+        raise DamagedSliceError(*shape.cells[good])
+    return [DramBlock(spec.info(at), memory[at], hashes[at::count]) for at in memory]
+
+
+def _check_full(run: SliceRun, layout: KVLayout) -> None:
+    if run.valid_tokens != layout.block_tokens:
+        raise FrameError(f"{run}: only full blocks are stored")
+
+
+def split_portions(runs: Sequence[OpenedRun]) -> list[list[OpenedRun]]:
+    """Splits a parsed frame into parts that hold the event loop for a moment only, of at least a slice each."""
+    first = min((run.first_block for run, _, _ in runs), default=0)
+    last = max((run.first_block + run.block_count for run, _, _ in runs), default=0)
+    if last - first <= PORTION_BLOCKS and sum(len(data) for _, data, _ in runs) <= PORTION_BYTES:
+        return [list(runs)]
+    parts: list[list[OpenedRun]] = [[]]
+    slices = nbytes = 0
+    for run, data, hashes in runs:
+        size, at = len(data) // run.block_count, 0
+        while at < run.block_count:
+            count = min(PORTION_BLOCKS - slices, (PORTION_BYTES - nbytes) // size, run.block_count - at)
+            if count <= 0 and parts[-1]:
+                parts.append([])
+                slices = nbytes = 0
+                continue
+            count = max(1, count)
+            some = run._replace(first_block=run.first_block + at, block_count=count)
+            parts[-1].append(OpenedRun(some, data[at * size : (at + count) * size], hashes[at : at + count]))
+            slices, nbytes, at = slices + count, nbytes + count * size, at + count
+    return parts
+
 
 MAX_OPEN_KEYS = 1 << 18  # of all open sessions together
+
+
 PUTS_AHEAD = 8  # for which room is made at once
 
 
-class DeletedBlocks(InvalidRequest):
+class DeletedBlocksError(InvalidRequest):
     """Blocks may be older than a deletion of such blocks."""
 
 
-class Writes:
+class WriteSessions:
     """All writing sessions, at most `max_sessions`.
 
     Attributes:
@@ -37,7 +273,7 @@ class Writes:
         deletions: those that this store knows of: what is older must not come back.
     """
 
-    def __init__(self, tiers: TieredStore, deletions: Deletions, *, max_sessions: int, batch_bytes: int) -> None:
+    def __init__(self, tiers: TieredStore, deletions: DeletionIndex, *, max_sessions: int, batch_bytes: int) -> None:
         self._tiers = tiers
         self._max_sessions = max_sessions
         self.open_keys = 0  # of all open sessions
@@ -78,7 +314,7 @@ class Writes:
         tiers.listener.sessions_changed()
         return session
 
-    def put_whole(self, spec: PutSpec, data: Bytes, hashes: Sequence[int], now: float) -> list[int] | None:
+    def put_whole(self, spec: PutSpec, data: BytesLike, hashes: Sequence[int], now: float) -> list[int] | None:
         """Stores whole blocks, all in one piece, layer after layer; None, without effect, when it takes a session.
 
         Returns the indices of those that were here already. It takes a session when there is no room, or when it would
@@ -91,14 +327,14 @@ class Writes:
         present = self._present(spec)
         nbytes = size * (count - len(present))
         if not tiers.dram.has_room(nbytes, spec.tenant):  # nothing is evicted for bytes that are not intact
-            landed(spec, data, hashes, range(count), tiers.dram.arena.allocate)
+            copy_whole_blocks(spec, data, hashes, range(count), tiers.dram.arena.allocate)
         if present:
             self._offered(spec, present)  # before others are evicted
         if not tiers.reserve({spec.tenant: nbytes}):
             tiers.dram.check_possible(nbytes, spec.tenant, now)
             return None
         try:
-            blocks = landed(spec, data, hashes, set(present), tiers.dram.arena.allocate)
+            blocks = copy_whole_blocks(spec, data, hashes, set(present), tiers.dram.arena.allocate)
         except BaseException:
             tiers.unreserve({spec.tenant: nbytes})
             raise
@@ -156,7 +392,7 @@ class Writes:
     def durable_of(self, session: PutSession, indices: Sequence[int]) -> list[int]:
         return [index for index in indices if self._tiers.durable(session.spec.keys[index])]
 
-    def reserve(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
+    def reserve(self, session: PutSession, runs: Sequence[OpenedRun], *, now: float = 0.0) -> bool:
         """Reserves DRAM for those blocks of a frame whose first bytes it brings, all or (False) none.
 
         Where there is room, the session's next blocks get theirs too: as much as it has had so far. Raises Overloaded
@@ -177,7 +413,7 @@ class Writes:
             session.reserved_bytes += block.nbytes
         return True
 
-    def write(self, session: PutSession, runs: Sequence[OpenRun], *, now: float = 0.0) -> bool:
+    def write(self, session: PutSession, runs: Sequence[OpenedRun], *, now: float = 0.0) -> bool:
         """Takes an opened frame of a session and makes whole blocks visible; False, with no effect, without room.
 
         What it raises ends the session: FrameError, or Overloaded for want of memory.
@@ -251,9 +487,9 @@ class Writes:
         if self.deletions:
             known = self.deletions.concerning(spec.keys, spec.tenant, spec.format.namespace)
             if not set(spec.forgotten).issuperset(known):
-                raise DeletedBlocks("keys", "they may be older than a deletion of such blocks")
+                raise DeletedBlocksError("keys", "they may be older than a deletion of such blocks")
 
-    def forget(self, selection: Selection) -> None:
+    def forget(self, selection: KVSelection) -> None:
         """Blocks are being deleted: sessions that bring such blocks end."""
         self._end({session for session in self.sessions if session.spec.is_among(selection)})
 

@@ -6,13 +6,11 @@ A block that is in use is held. Held blocks and pinned blocks are never evicted,
 from collections.abc import Iterable, Sequence
 
 from moonpool.errors import InvalidRequest, Overloaded
-from moonpool.kv.blocks import DramBlock
+from moonpool.kv.blocks import DramBlock, PartTable
 from moonpool.kv.keys import BlockKey
-from moonpool.kv.parts import PartTable
 from services.kvstore.dram.arena import RETRY_AFTER_S, Arena
 from services.kvstore.policies.base import EvictionPolicy
-from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import Account, TenantBytes, sum_by_tenant
+from services.kvstore.policies.tenants import Pins, TenantAccount, TenantBytes, sum_by_tenant
 
 
 class DramTier(PartTable[DramBlock]):
@@ -28,13 +26,13 @@ class DramTier(PartTable[DramBlock]):
         policy: EvictionPolicy,
         *,
         pins: Pins | None = None,
-        account: Account | None = None,
+        account: TenantAccount | None = None,
         arena: Arena | None = None,
     ) -> None:
         super().__init__()
         self.capacity_bytes = capacity_bytes
         self.pins = Pins() if pins is None else pins
-        self.account = account or Account()
+        self.account = account or TenantAccount()
         self.arena = arena or Arena(capacity_bytes)
         self.policy = policy
         self.reserved = TenantBytes()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from moonpool.kv.blocks import NO_PARENT, BlockInfo
 from moonpool.kv.keys import BlockKey
-from moonpool.kv.returns import ReturnRates
+from moonpool.kv.reuse_stats import ReturnRates
 from services.kvstore.policies.base import EvictionPolicy
 
 MEMORY = 8  # what was seen loses half its weight after this many times as many references as blocks are held

@@ -17,17 +17,38 @@ from typing import Any
 
 import lmdb
 
-from moonpool.kv.reading import Outcome, Span, read_slice_by_slice, slice_reader
-from moonpool.kv.writing import SECTOR, Buffer, write_all, write_direct
+from moonpool.kv.file_io import (
+    SECTOR,
+    Buffer,
+    FileSpan,
+    ReadOutcome,
+    read_slice_by_slice,
+    slice_reader,
+    write_all,
+    write_direct,
+)
 
 MAX_OPEN = 512  # segments that stay open; a process may have 1,024 open files unless it is told otherwise
+
+
 PROBE_BYTES = 1 << 20
 
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
 _CACHED = os.O_RDONLY | os.O_CLOEXEC
+
+
 _DIRECT = _CACHED | getattr(os, "O_DIRECT", 0)
+
+
 _WRITE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+
+
 _WRITE_DIRECT = _WRITE | (_DIRECT & ~_CACHED)
+
+
 _ALL_FLAGS = _CACHED, _DIRECT, _WRITE, _WRITE_DIRECT
 
 
@@ -47,7 +68,7 @@ class _File:
         os.close(self.fd)
 
 
-class Files:
+class FileLayer:
     """Files and folders of one data folder. Failing operations raise OSError, or lmdb.Error where LMDB failed.
 
     `direct` keeps segments out of the page cache: reads and writes go past it where the file system can. At most
@@ -75,14 +96,14 @@ class Files:
                 closed += [self._open.pop(key) for key in idle[: len(self._open) - self._max_open]]
         return file
 
-    def read(self, path: Path, spans: Sequence[Span]) -> Outcome:
+    def read(self, path: Path, spans: Sequence[FileSpan]) -> ReadOutcome:
         """Reads spans of a file and hashes them, as far as they come; OSError where the file cannot be opened."""
         if self._reads_direct:
             try:
                 file = self._file(path, _DIRECT)
                 outcome = self._read(file.fd, SECTOR, spans)
             except OSError as error:
-                outcome = Outcome(0, [], error)
+                outcome = ReadOutcome(0, [], error)
             if outcome.error is None or outcome.error.errno != errno.EINVAL:
                 return outcome
             self._reads_direct = False  # the file system has no direct reads
@@ -234,3 +255,6 @@ def open_lmdb(path: Path, **settings: Any) -> lmdb.Environment:
     """Opens an LMDB database as the index needs it, with more settings for `lmdb.open`."""
     # lock=False: the data folder has its own lock, and a device may be too full to map a lock file.
     return lmdb.open(str(path), max_dbs=8, lock=False, readahead=False, **settings)
+
+
+ALIGN = 4096

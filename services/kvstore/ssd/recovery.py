@@ -1,16 +1,18 @@
-"""What a data folder holds: what its index names, and what its segments hold besides. Everything here blocks.
+"""Recovery of a data folder from its index and segments, and the check of a folder that no kvstore uses.
 
 Records that the index does not name are read and adopted: all of them where the index is lost, else those of segments
-and ends of segments that are newer than it.
+and ends of segments that are newer than it. `verify` changes nothing. All functions block.
 """
 
 import collections
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -18,18 +20,41 @@ from typing import Literal
 import lmdb
 
 from moonpool.errors import ConfigError
+from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.catalogue import ENTRY, Catalogue, Kind, Segment, Slot
-from services.kvstore.ssd.files import Files, is_full
-from services.kvstore.ssd.index import MAP_BYTES, Index, IndexChange, IndexImage, IndexLostError
-from services.kvstore.ssd.reader import Found, list_segments, read_record, scan, segment_path
-from services.kvstore.ssd.records import ALIGN, BadRecordError
+from services.kvstore.ssd.files import ALIGN, FileLayer, is_full
+from services.kvstore.ssd.index import (
+    ENTRY,
+    MAP_BYTES,
+    Catalogue,
+    Index,
+    IndexChange,
+    IndexImage,
+    IndexLostError,
+    RecordKind,
+    Segment,
+    Slot,
+)
+from services.kvstore.ssd.records import (
+    BadRecordError,
+    ScannedRecord,
+    list_segments,
+    read_record,
+    scan_segment,
+    segment_path,
+)
 
 log = get_logger(__name__)
 
+
 _SCAN_THREADS = 8
+
+
 _PROGRESS_STEPS = 10
+
+
 _SPARE_BYTES = 1 << 20
+
 
 Durability = Literal["power", "process"]  # whose loss a committed block survives: that of power, or of this process
 
@@ -40,7 +65,7 @@ class DataFolder:
     Raises ConfigError naming `data_dir` when it cannot be made or written, or another process has it.
     """
 
-    def __init__(self, path: Path, files: Files, durability: Durability = "power", disk: int = 0) -> None:
+    def __init__(self, path: Path, files: FileLayer, durability: Durability = "power", disk: int = 0) -> None:
         self.path = path
         self.files = files
         self.disk = disk
@@ -169,7 +194,7 @@ class Recovery:
             if records is not None:  # else it could not be read: another start may
                 deleted_bytes += _trim(folder.files, segment, size, records)
             if segment.size:
-                adopted = _pack(segment, records or ())
+                adopted = _pack_slots(segment, records or ())
                 dead = image.dropped.get(number, set())
                 rows = enumerate(ENTRY.iter_unpack(known) if size < image.segments.get(number, 0) else ())
                 cut_off = {slot for slot, (_, start, length, *_) in rows if (start + length) * ALIGN > size} - dead
@@ -188,10 +213,10 @@ class Recovery:
             )
         return entries
 
-    def _scan(self, parts: Mapping[int, tuple[int, int]]) -> Iterator[Sequence[Found] | None]:
+    def _scan(self, parts: Mapping[int, tuple[int, int]]) -> Iterator[Sequence[ScannedRecord] | None]:
         """Of each segment the records between two offsets, None if it cannot be read; several are read at once."""
         blocks, step = 0, max(1, len(parts) // _PROGRESS_STEPS)
-        waiting, ahead = iter(parts.items()), collections.deque[Future[list[Found] | None]]()
+        waiting, ahead = iter(parts.items()), collections.deque[Future[list[ScannedRecord] | None]]()
         with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
             for done in range(1, len(parts) + 1):
                 for number, part in itertools.islice(waiting, 2 * _SCAN_THREADS - len(ahead)):  # they take memory
@@ -202,14 +227,14 @@ class Recovery:
                     log.info("segments read", segments=done, of=len(parts), blocks=blocks)
                 yield found
 
-    def _read(self, path: Path, start: int, end: int) -> list[Found] | None:
+    def _read(self, path: Path, start: int, end: int) -> list[ScannedRecord] | None:
         """Records in a part of a segment; where there is an index, only those whose data are whole too.
 
         With syncs, they are on the device: the process that wrote them may have ended before its own sync.
         """
         files = self.folder.files
         try:
-            found = scan(files, path, end, start)
+            found = scan_segment(files, path, end, start)
             records = [one for one in found if self.index is None or _is_whole(files, path, one)]
             if records and self._sync:
                 files.sync(path)
@@ -258,7 +283,7 @@ class Recovery:
                 log.warning("the device is too full to update the index; the next start does", error=str(error))
 
 
-def _trim(files: Files, segment: Segment, size: int, records: Sequence[Found]) -> int:
+def _trim(files: FileLayer, segment: Segment, size: int, records: Sequence[ScannedRecord]) -> int:
     """Cuts a file of `size` bytes behind its last record, or deletes it when it has none; the bytes that went."""
     segment.size = records[-1].end if records else segment.size
     if not segment.size:
@@ -268,15 +293,134 @@ def _trim(files: Files, segment: Segment, size: int, records: Sequence[Found]) -
     return size - segment.size
 
 
-def _is_whole(files: Files, path: Path, found: Found) -> bool:
+def _is_whole(files: FileLayer, path: Path, found: ScannedRecord) -> bool:
     with contextlib.suppress(BadRecordError):
         return bool(read_record(files, path, found.info.key, found.offset, found.nbytes))
     return False
 
 
-def _pack(segment: Segment, found: Sequence[Found]) -> bytes:
+def _pack_slots(segment: Segment, found: Sequence[ScannedRecord]) -> bytes:
     packed = bytearray()
     for at, nbytes, info in found:
-        kind = segment.number_of(Kind(info.format, info.tenant))
+        kind = segment.number_of(RecordKind(info.format, info.tenant))
         packed += ENTRY.pack(info.key, at // ALIGN, nbytes // ALIGN, kind, info.written_at)
     return bytes(packed)
+
+
+_MAX_FAULTS = 1000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FolderFault:
+    """One difference between the folder and a consistent store; `offset` and `key` are None for a whole segment."""
+
+    segment: int
+    offset: int | None
+    key: BlockKey | None
+    what: str
+
+
+@dataclasses.dataclass(slots=True)
+class VerifyReport:
+    """What a check found: segments that were read, whole records in them, and faults."""
+
+    segments: int = 0
+    records: int = 0
+    blocks: int = 0  # intact records that the index names
+    dead: int = 0  # records that the index does not name: replaced, dropped, or never committed
+    bytes_read: int = 0  # of records whose checksums were computed
+    faults: list[FolderFault] = dataclasses.field(
+        default_factory=list
+    )  # the first thousand: a store would answer a miss
+    fault_count: int = 0
+    index_error: str | None = None  # why the index cannot be used; a store would rebuild it from the segments
+
+    @property
+    def ok(self) -> bool:
+        return not self.fault_count and self.index_error is None
+
+    def add(self, fault: FolderFault) -> None:
+        self.fault_count += 1
+        if len(self.faults) < _MAX_FAULTS:
+            self.faults.append(fault)
+
+
+def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
+    """Checks a data folder; `on_segment` is called with the number of segments done, and of all.
+
+    Raises ConfigError when `path` holds no store, cannot be read, or is used by a kvstore.
+    """
+    try:
+        lock = (path / "lock").open("rb")
+    except OSError as error:
+        raise ConfigError("data_dir", f"{path} holds no store: {error.strerror or error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return _verify(path, on_segment)
+        except BlockingIOError as error:
+            raise ConfigError("data_dir", f"{path} is used by another process") from error
+        except (OSError, lmdb.Error) as error:
+            raise ConfigError("data_dir", f"{path} cannot be read: {error}") from error
+
+
+def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> VerifyReport:
+    folder, reading, catalogue = path / "segments", FileLayer(direct=True), None
+    files = list_segments(folder)
+    report = VerifyReport()
+    try:
+        with contextlib.closing(Index(None, path / "index")) as index:
+            image = index.load()
+        catalogue = _catalogue(folder, files, image)
+        newer = len(files.keys() - image.segments.keys())  # may have the files of as many that it does name
+        for number in sorted(image.segments.keys() - files.keys())[newer:]:
+            report.add(FolderFault(number, None, None, "the index names a segment that is not there"))
+    except (IndexLostError, lmdb.Error) as error:
+        report.index_error = str(error)
+
+    for done, number in enumerate(files, 1):
+        _check_segment(report, reading, segment_path(folder, number), number, files[number], catalogue)
+        on_segment(done, len(files))
+    reading.close_all()
+    return report
+
+
+def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -> Catalogue:
+    catalogue = Catalogue()
+    for number in files:
+        path, kinds = segment_path(folder, number), image.kinds.get(number, [])
+        segment = Segment(number, path, image.segments.get(number, 0), named=kinds)
+        catalogue.add(segment, image.entries.get(number, b""), image.dropped.get(number, ()))
+    return catalogue
+
+
+def _check_segment(
+    report: VerifyReport, files: FileLayer, path: pathlib.Path, number: int, size: int, catalogue: Catalogue | None
+) -> None:
+    report.segments += 1
+    named: dict[int, int] = {}
+    segment = None if catalogue is None else catalogue.segments[number]
+    if catalogue is not None and segment is not None:
+        named = {segment.offset(slot): slot for slot in catalogue.live_slots(segment)}
+        if size < segment.size:
+            report.add(FolderFault(number, None, None, f"the segment has {size} bytes instead of {segment.size}"))
+    for found in scan_segment(files, path, size):
+        report.records += 1
+        slot = named.pop(found.offset, None)
+        if segment is not None and slot is None:
+            report.dead += 1
+            continue
+        report.bytes_read += found.nbytes
+        try:
+            if segment is not None and slot is not None:
+                if (segment.keys[slot], segment.nbytes(slot)) != (found.info.key, found.nbytes):
+                    raise BadRecordError("the index names another block")
+                if segment.kind(slot) != (found.info.format, found.info.tenant):
+                    raise BadRecordError("the index names another format or tenant")
+            read_record(files, path, found.info.key, found.offset, found.nbytes)
+            report.blocks += 1
+        except (BadRecordError, OSError) as error:
+            report.add(FolderFault(number, found.offset, found.info.key, str(error)))
+    for offset, slot in named.items():
+        assert segment is not None
+        report.add(FolderFault(number, offset, segment.keys[slot], "the index names a record that is not there"))

@@ -1,31 +1,71 @@
 """The SSD tier: blocks as records in segment files, found through an index that LMDB keeps.
 
 Methods belong to the event loop, are quick and touch no device, but for those that say they block. Between `plan` and
-`committed` or `failed` a disk's segment files and index are a writer thread's (commit.py). A segment that is reclaimed
-stays readable until the plan is done: what is carried over has its place there till then.
+`committed` or `failed` a disk's segment files and index are a writer thread's (commit.py). A segment that is
+reclaimed stays readable until the plan is done: what is carried over has its place there till then.
 """
 
+import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import lmdb
 
 from moonpool.errors import ConfigError
-from moonpool.kv.blocks import DramBlock
+from moonpool.kv.blocks import BlockInfo, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.ssd.admission import Admission
-from services.kvstore.ssd.catalogue import Catalogue, Kind, Place, Segment, Slot
-from services.kvstore.ssd.commit import Append, Committer, Victim, WritePlan, ends, pack
-from services.kvstore.ssd.files import MAX_OPEN, Files, is_full
-from services.kvstore.ssd.index import MAP_BYTES
-from services.kvstore.ssd.reader import SsdReader
-from services.kvstore.ssd.records import ALIGN, record_size, resembles_records
+from services.kvstore.policies.tenants import TenantAccount
+from services.kvstore.ssd.files import ALIGN, MAX_OPEN, FileLayer, is_full
+from services.kvstore.ssd.index import MAP_BYTES, Catalogue, RecordKind, RecordLocation, Segment, Slot
+from services.kvstore.ssd.records import SsdReader, record_size, resembles_records
 from services.kvstore.ssd.recovery import DataFolder, Durability, Recovery
-from services.kvstore.ssd.space import Space
-from services.kvstore.tenancy.tenants import Account
+from services.kvstore.ssd.segment_log import (
+    Append,
+    Committer,
+    SegmentSpace,
+    Victim,
+    WritePlan,
+    pack_entries,
+    segment_ends,
+)
+
+ADMIT_ALL, ADMIT_REUSED = "all", "reused"
+
+
+MAX_GHOSTS = 1 << 18  # refused keys that are remembered, some 130 bytes each
+
+
+class SsdAdmission:
+    """The rule "reused": a block is admitted once it is used again; the rule "all" admits each when it comes.
+
+    A use is a read, another Put of it, or that it comes back after it was evicted: keys of refused blocks are
+    remembered, as in LARC (Huang et al., "Improving flash-based disk cache with lazy adaptive replacement", MSST'13).
+    Blocks in `pins` are admitted always.
+    """
+
+    def __init__(self, rule: str = ADMIT_ALL, pins: Container[BlockKey] = ()) -> None:
+        self.reused = rule == ADMIT_REUSED
+        self.pins = pins
+        self.refused_blocks = self.refused_bytes = 0
+        self.ghosts: collections.OrderedDict[BlockKey, None] = collections.OrderedDict()
+
+    def admits(self, info: BlockInfo, room: int) -> bool:
+        """Judges a block that comes; as many refused keys are remembered as the tier has `room` for such blocks."""
+        if not self.reused or info.key in self.pins:
+            return True
+        if info.key in self.ghosts:
+            del self.ghosts[info.key]
+            return True
+        self.ghosts[info.key] = None
+        if len(self.ghosts) > min(room, MAX_GHOSTS):
+            self.ghosts.popitem(last=False)
+        self.refused_blocks += 1
+        self.refused_bytes += info.nbytes
+        return False
+
 
 log = get_logger(__name__)
 
@@ -35,12 +75,12 @@ class Disk:
     """One folder of the tier, its room, and what its next plan tells the index or the device."""
 
     folder: DataFolder
-    space: Space
+    space: SegmentSpace
     committer: Committer
     out: bool = False  # it failed: nothing of it is found, and nothing is written to it
     full: bool = False  # the last plan found it so
     dead: list[Slot] = dataclasses.field(default_factory=list)  # the index does not know it
-    doomed: list[Place] = dataclasses.field(default_factory=list)  # to be overwritten
+    doomed: list[RecordLocation] = dataclasses.field(default_factory=list)  # to be overwritten
     dooming: bool = False  # a plan does so, or deletes the files of the next two
     nameless: list[Segment] = dataclasses.field(default_factory=list)  # forgotten by the index; the file is there yet
     forgotten: list[Segment] = dataclasses.field(default_factory=list)  # the file may go; the index knows it yet
@@ -73,7 +113,7 @@ class SsdTier:
     `durability` says. A disk that fails is left out: its blocks are here no more.
     """
 
-    def __init__(self, disks: Sequence[Disk], catalogue: Catalogue, admission: Admission) -> None:
+    def __init__(self, disks: Sequence[Disk], catalogue: Catalogue, admission: SsdAdmission) -> None:
         self.catalogue = catalogue
         self.account = catalogue.account
         self.disks = disks
@@ -137,7 +177,7 @@ class SsdTier:
         for segment, slot in filter(None, map(self.catalogue.forget, keys)):
             self.disks[segment.disk].dead.append((segment.number, slot))
 
-    def erase(self, places: Iterable[Place]) -> list[BlockKey]:
+    def erase(self, places: Iterable[RecordLocation]) -> list[BlockKey]:
         """Blocks are not here any more, and their records are overwritten with the next plans; keys of live ones."""
         places = list(places)
         live = [segment.keys[slot] for segment, slot in places if self.catalogue.is_live(segment, slot)]
@@ -186,7 +226,7 @@ class SsdTier:
         disk.space.used_bytes += nbytes
         free = [] if full else disk.space.reusable(victims, {segment for segment, _ in disk.doomed})
         carry, store, reuse = _place(disk.space, taken, free, victims)
-        sizes = ends((*carry, *store))
+        sizes = segment_ends((*carry, *store))
         tails = {one: end for one in disk.space.tails if (end := sizes.get(one, one.size)) < one.room and not one.going}
         disk.hear()
         disk.dooming = bool(disk.doomed or disk.forgotten or disk.nameless or tails)
@@ -253,7 +293,7 @@ class SsdTier:
         self.dropped_segments += len(removed)
         self._gone(disk, [*plan.nameless, *removed])
 
-    def _note_doubles(self) -> list[Place]:
+    def _note_doubles(self) -> list[RecordLocation]:
         """Has the indexes learn with the next plans which copies are dead for another one's sake; returns these."""
         segments, doubles = self.catalogue.segments, self.catalogue.doubles
         self.catalogue.doubles = []
@@ -271,9 +311,9 @@ class SsdTier:
         disk.leaving = [segment for segment in dict.fromkeys((*disk.leaving, *segments)) if segment.readers]
 
     def _add(self, plan: WritePlan, appends: Sequence[Append]) -> None:
-        for segment, size in ends(appends).items():
+        for segment, size in segment_ends(appends).items():
             segment.size = size
-        for segment, packed in pack(appends).items():
+        for segment, packed in pack_entries(appends).items():
             self.catalogue.add(segment, packed)
         nbytes = sum(append.row[2] * ALIGN for append in appends)
         plan.written_bytes += nbytes
@@ -286,7 +326,7 @@ class SsdTier:
             segment.room = 0
         for block in plan.blocks:
             self.catalogue.coming.add(block.info.tenant, -record_size(block.info))
-        for segment in ends((*plan.carry, *plan.store)):
+        for segment in segment_ends((*plan.carry, *plan.store)):
             if not segment.size and self.catalogue.segments.pop(segment.id, None) is not None:
                 disk.nameless.append(segment)
                 disk.space.active = None
@@ -335,7 +375,7 @@ class SsdTier:
 
 
 def _place(
-    space: Space, blocks: Sequence[DramBlock], free: list[Segment], victims: Sequence[Victim]
+    space: SegmentSpace, blocks: Sequence[DramBlock], free: list[Segment], victims: Sequence[Victim]
 ) -> tuple[list[Append], list[Append], dict[Segment, Segment]]:
     """Gives every record its place, and new segments the files of `free` ones, which are told.
 
@@ -352,7 +392,7 @@ def _place(
         info, length = block.info, record_size(block.info) // ALIGN
         segment, start = space.place(length, sizes, free, reuse)
         segment.overwritable = segment.overwritable and not resembles_records(block.data)
-        number = segment.number_of(Kind(info.format, info.tenant))
+        number = segment.number_of(RecordKind(info.format, info.tenant))
         store.append(Append(segment, (info.key, start, length, number, info.written_at), block))
     return carry, store, reuse
 
@@ -363,9 +403,9 @@ def open_tier(
     segment_bytes: int,
     *,
     durability: Durability = "power",
-    account: Account | None = None,
-    admission: Admission | None = None,
-    files: Sequence[Files] = (),
+    account: TenantAccount | None = None,
+    admission: SsdAdmission | None = None,
+    files: Sequence[FileLayer] = (),
     map_bytes: int = MAP_BYTES,
 ) -> SsdTier:
     """Blocking. Locks data folders, made if need be, finds out what they hold, and opens the tier on them.
@@ -375,8 +415,8 @@ def open_tier(
     date. `map_bytes` is the size of an index's memory map to begin with. Of several folders those that cannot be used
     are left out; raises ConfigError naming `data_dir` when none can.
     """
-    admission, catalogue, disks = admission or Admission(), Catalogue(account), list[Disk]()
-    layers = files or [Files(direct=durability == "power", max_open=MAX_OPEN // len(paths)) for _ in paths]
+    admission, catalogue, disks = admission or SsdAdmission(), Catalogue(account), list[Disk]()
+    layers = files or [FileLayer(direct=durability == "power", max_open=MAX_OPEN // len(paths)) for _ in paths]
     for path, layer in zip(paths, layers, strict=True):
         try:
             folder = DataFolder(path, layer, durability, len(disks))
@@ -388,7 +428,7 @@ def open_tier(
             failure = error
             continue
         where, first = (folder.disk, folder.segments), found.next_segment
-        space = Space(catalogue, *where, capacity_bytes, segment_bytes, first, admission.pins)
+        space = SegmentSpace(catalogue, *where, capacity_bytes, segment_bytes, first, admission.pins)
         committer = Committer(layer, found.index, folder.segments, sync=folder.durability == "power")
         disks.append(Disk(folder, space, committer))
         blocks, nbytes = sum(len(one.keys) for one in space.segments), space.used_bytes

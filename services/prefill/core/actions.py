@@ -2,13 +2,12 @@
 
 from enum import Enum
 
-from moonpool.core.kernel import Cancel
 from moonpool.frozen import frozen
-from moonpool.sched.forgetting import Forgot
-from moonpool.sched.lending import Lent
+from moonpool.scheduling.block_manager import BlocksLent, KVDeleted
+from moonpool.scheduling.state_machine import CancelIo
 
 
-class Refusal(Enum):
+class RefusalReason(Enum):
     """Why a job is not taken."""
 
     DRAINING = "draining"
@@ -18,7 +17,7 @@ class Refusal(Enum):
     """The pool can never hold it."""
 
 
-class Outcome(Enum):
+class JobOutcome(Enum):
     """How a job has ended."""
 
     DONE = "done"
@@ -31,7 +30,7 @@ class Outcome(Enum):
 
 
 @frozen
-class Accept:
+class AcceptJob:
     """The job is queued."""
 
     job: int
@@ -39,16 +38,16 @@ class Accept:
 
 
 @frozen
-class Refuse:
+class RefuseJob:
     """The job is not taken, and nothing of it is kept."""
 
     job: int
-    why: Refusal
+    why: RefusalReason
     retry_after_s: float = 0.0
 
 
 @frozen
-class Stale:
+class RefuseStaleJob:
     """The job is not taken, as the queue is longer than it was thought to be; nothing of it is kept."""
 
     job: int
@@ -84,7 +83,7 @@ class RunStep:
 
 
 @frozen
-class OpenGate:
+class OpenKVGate:
     """The step may compute all layers up to this one."""
 
     step: int
@@ -92,7 +91,7 @@ class OpenGate:
 
 
 @frozen
-class DropShare:
+class DropSequenceSlice:
     """A job's share of a step counts for nothing any more; its prefix may not be there."""
 
     step: int
@@ -101,7 +100,7 @@ class DropShare:
 
 
 @frozen
-class AbortStep:
+class GiveUpStep:
     """Give the step up before its next layer."""
 
     step: int
@@ -123,7 +122,7 @@ class LoadBlocks:
 
 
 @frozen
-class CopyBlocks:
+class ReadReplica:
     """Read blocks of a copy from its source into the pool."""
 
     io: int
@@ -136,7 +135,7 @@ class CopyBlocks:
 
 
 @frozen
-class EndCopy:
+class EndReplication:
     """A copy is over."""
 
     number: int
@@ -153,7 +152,7 @@ class OpenTransfer:
 
 
 @frozen
-class Piece:
+class LayerBlocks:
     """Consecutive blocks of one layer."""
 
     layer: int
@@ -170,7 +169,7 @@ class SendSlices:
 
     io: int
     job: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LayerBlocks, ...]
 
 
 @frozen
@@ -191,7 +190,7 @@ class AwaitVerdict:
 
 
 @frozen
-class PutBlocks:
+class WriteBackBlocks:
     """Write full blocks to a kvstore, as far as there is room for it."""
 
     io: int
@@ -204,7 +203,7 @@ class PutBlocks:
 
 
 @frozen
-class Miss:
+class PrefixMiss:
     """A kvstore did not hold a block that it was believed to hold."""
 
     source: int
@@ -214,7 +213,7 @@ class Miss:
 
 
 @frozen
-class Loaded:
+class PrefixLoaded:
     """A source gave all that it was asked for."""
 
     source: int
@@ -224,7 +223,7 @@ class Loaded:
 
 
 @frozen
-class TellToken:
+class ReportFirstToken:
     """The prompt is computed and its next token is known: say so at once."""
 
     job: int
@@ -233,8 +232,8 @@ class TellToken:
     computed_tokens: int
     queue_s: float
     prefill_s: float
-    misses: tuple[Miss, ...]
-    loads: tuple[Loaded, ...] = ()
+    misses: tuple[PrefixMiss, ...]
+    loads: tuple[PrefixLoaded, ...] = ()
 
 
 @frozen
@@ -242,30 +241,31 @@ class EndJob:
     """The job is over; the last action for it but `CloseTransfer`, `PutBlocks` and `Cancel`."""
 
     job: int
-    outcome: Outcome
+    outcome: JobOutcome
     tail_s: float = 0.0
     """From the token to the verdict, seconds."""
     sent_bytes: int = 0
 
 
-Answer = Accept | Refuse | Stale | TellToken | EndJob
+JobAnswer = AcceptJob | RefuseJob | RefuseStaleJob | ReportFirstToken | EndJob
 """What the conductor is told of a job."""
 
+
 Action = (
-    Answer
+    JobAnswer
     | RunStep
-    | OpenGate
-    | DropShare
-    | AbortStep
+    | OpenKVGate
+    | DropSequenceSlice
+    | GiveUpStep
     | LoadBlocks
-    | CopyBlocks
-    | EndCopy
+    | ReadReplica
+    | EndReplication
     | OpenTransfer
     | SendSlices
     | CloseTransfer
     | AwaitVerdict
-    | PutBlocks
-    | Forgot
-    | Lent
-    | Cancel
+    | WriteBackBlocks
+    | KVDeleted
+    | BlocksLent
+    | CancelIo
 )

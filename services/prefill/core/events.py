@@ -2,12 +2,11 @@
 
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.forgetting import ForgetKV
-from moonpool.sched.lending import LendBlocks, TakeBack
+from moonpool.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks
 
 
 @frozen
-class Source:
+class KVSource:
     """A kvstore, or another engine instance, to load a prefix from."""
 
     name: str
@@ -19,7 +18,7 @@ class Source:
 
 
 @frozen
-class Copy:
+class WriteBackTarget:
     """A kvstore that blocks are written to."""
 
     store: str
@@ -28,7 +27,7 @@ class Copy:
 
 
 @frozen
-class Arrive:
+class SubmitJob:
     """A prompt is to be computed. Answered by `Accept`, `Refuse` or `Stale`, and an accepted one by one `EndJob`."""
 
     job: int
@@ -38,9 +37,9 @@ class Arrive:
     """One per full block."""
     held_blocks: int | None
     """Leading blocks that the decode instance holds; None = the KV goes nowhere."""
-    sources: tuple[Source, ...] = ()
+    sources: tuple[KVSource, ...] = ()
     """The best first."""
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[WriteBackTarget, ...] = ()
     tenant: str = ""
     priority: int = 0
     """Among the tenant's own; lower ones go first."""
@@ -55,7 +54,7 @@ class Arrive:
 
 
 @frozen
-class Leave:
+class CancelJob:
     """Nobody wants the job any more. Without effect on one that has ended."""
 
     job: int
@@ -67,7 +66,7 @@ class Drain:
 
 
 @frozen
-class Stop:
+class StopAllJobs:
     """The engine has died, or the instance stops: every job ends, and nothing new begins."""
 
 
@@ -88,17 +87,29 @@ class LayerLoaded:
 
 
 @frozen
-class CopyIn:
+class ReplicateBlocks:
     """A chain's blocks are to be read from a peer and kept. Answered by one `EndCopy`."""
 
     number: int
     """Never used twice."""
     keys: tuple[BlockKey, ...]
-    source: Source
+    source: KVSource
     tenant: str = ""
 
 
-Event = Arrive | Leave | Drain | Stop | LayerComputed | LayerLoaded | CopyIn | ForgetKV | LendBlocks | TakeBack
+Event = (
+    SubmitJob
+    | CancelJob
+    | Drain
+    | StopAllJobs
+    | LayerComputed
+    | LayerLoaded
+    | ReplicateBlocks
+    | DeleteKV
+    | LendBlocks
+    | ReturnBlocks
+)
+
 
 # --- results of I/O: each comes in one `Ended` --------------------------------------------------------------------
 
@@ -136,16 +147,16 @@ class SlicesSent:
 
 
 @frozen
-class Done:
+class IoDone:
     """A transfer is open, a verdict was good, or a put is over in any way."""
 
 
 @frozen
-class Failed:
+class IoFailed:
     """Opening a transfer, sending or the verdict has failed; the shell knows the error. Also after `Cancel`."""
 
     damaged_block: int | None = None
     """Index in the sequence of a block that came to decode damaged."""
 
 
-Result = StepEnded | LoadEnded | SlicesSent | Done | Failed
+IoResult = StepEnded | LoadEnded | SlicesSent | IoDone | IoFailed

@@ -1,23 +1,38 @@
-"""Prefixes loaded from kvstores and other instances, ahead of the steps that need them.
+"""Prefix loads from kvstores and other instances, ahead of the steps that need them; and replication of hot blocks.
 
-A source that fails is not asked for a while: its failure delays one request by one deadline, not every request.
+A source that fails is skipped for a while: the failure delays one request by one deadline, not every request.
+
+Replication takes spare capacity only: one order at a time, none while prompts wait for blocks, and at most half of
+the free or cached blocks. Until a request uses them, replicated blocks are evicted first (`BlockManager`).
 """
 
-from moonpool.core.digest import digest_of
-from moonpool.cost import Speeds, load_is_cheaper, load_seconds
-from services.prefill.core.actions import LoadBlocks, Loaded, Miss
-from services.prefill.core.awaited import awaited_until, is_brought
-from services.prefill.core.events import LoadEnded, Source
-from services.prefill.core.sends import Sends
-from services.prefill.core.state import Job, Load, LoadFlight, State
-from services.prefill.core.steps import Steps
+from collections.abc import Iterator
 
-PAUSE_S = 2.0
-SLACK = 4.0
+from moonpool.kv.keys import BlockKey
+from moonpool.scheduling.block_manager import KVOwner
+from moonpool.scheduling.latency import Speeds, load_is_cheaper, load_seconds
+from moonpool.scheduling.state_machine import digest_of
+from services.prefill.core.actions import EndReplication, LoadBlocks, PrefixLoaded, PrefixMiss, ReadReplica
+from services.prefill.core.events import KVSource, LoadEnded, ReplicateBlocks
+from services.prefill.core.forecast import is_computed_by_other, wait_for_other_load_until
+from services.prefill.core.jobs import (
+    LoadFlight,
+    OutgoingTransfers,
+    PrefillJob,
+    PrefillState,
+    PrefixLoad,
+    ReplicaFlight,
+)
+from services.prefill.core.step_planner import StepPlanner
+
+FAILED_SOURCE_PAUSE_S = 2.0
+
+
+LOAD_SLACK = 4.0
 """A load may take so many times its predicted seconds, and the configured timeout on top."""
 
 
-class Loads:
+class PrefixLoads:
     """Loads prefixes into the pool.
 
     Attributes:
@@ -26,7 +41,7 @@ class Loads:
         undecided: jobs for which is decided again (`decide_again`).
     """
 
-    def __init__(self, state: State, steps: Steps, sends: Sends) -> None:
+    def __init__(self, state: PrefillState, steps: StepPlanner, sends: OutgoingTransfers) -> None:
         self._state = state
         self._steps = steps
         self._sends = sends
@@ -35,7 +50,7 @@ class Loads:
         self.loaded_blocks = 0
         self.failures = 0
 
-    def decide(self, job: Job) -> None:
+    def decide(self, job: PrefillJob) -> None:
         """Loads a prefix into the blocks of a job that starts, from the best source from which it is worth it.
 
         Not what comes for another job: then it is decided again when that is over (`decide_again`).
@@ -61,9 +76,11 @@ class Loads:
                 self._steps.match_again(job)
                 self.decide(job)
 
-    def _comes(self, job: Job) -> bool:
+    def _comes(self, job: PrefillJob) -> bool:
         """Whether what a job could load comes for another one."""
-        return bool(job.sources) and (awaited_until(self._state, job) is not None or is_brought(self._state, job))
+        return bool(job.sources) and (
+            wait_for_other_load_until(self._state, job) is not None or is_computed_by_other(self._state, job)
+        )
 
     def layer_loaded(self, io: int, layer: int) -> None:
         """All slices of a layer are in the pool."""
@@ -85,9 +102,9 @@ class Loads:
             return
         load = job.load
         if result.missing is not None and not flight.source.peer:  # peers may lend fewer, and tell what they lose
-            job.misses.append(Miss(load.source, load.first + result.missing))
+            job.misses.append(PrefixMiss(load.source, load.first + result.missing))
         if result.blocks == flight.wanted:
-            job.loads.append(Loaded(load.source, result.blocks, result.seconds))
+            job.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
             self._settle(job, load.end)
         # Once a layer is handed on, its blocks may be on their way to decode: another source's copy must not be written
         # over them, it may differ in the last bit.
@@ -100,7 +117,7 @@ class Loads:
         """Hash of which sources are left alone until when, of who waits for others' loads, and of the counts."""
         return digest_of(self._paused, self.undecided, self.loaded_blocks, self.failures)
 
-    def _settle(self, job: Job, end: int) -> None:
+    def _settle(self, job: PrefillJob, end: int) -> None:
         """The load is over: blocks up to `end` are whole."""
         tokens = self._state.settings.reused_tokens(job.num_tokens, end)
         job.load, job.prefix_blocks = None, end
@@ -109,7 +126,7 @@ class Loads:
         self._sends.leading(job, end)
         self._steps.open_gates(job)
 
-    def _try_next(self, job: Job, load: Load) -> bool:
+    def _try_next(self, job: PrefillJob, load: PrefixLoad) -> bool:
         for source in range(load.source + 1, len(job.sources)):
             if not self.is_paused(job.sources[source]):
                 job.next_source = source
@@ -117,7 +134,7 @@ class Loads:
                 return True
         return False
 
-    def _begin(self, job: Job, first: int, end: int) -> None:
+    def _begin(self, job: PrefillJob, first: int, end: int) -> None:
         state = self._state
         assert job.table is not None
         assert first < end <= state.reusable_blocks(job)
@@ -125,11 +142,11 @@ class Loads:
         source = job.sources[index]
         flight = LoadFlight(job.number, source, nbytes, end - first, (job.table,))
         io = state.begin(flight)
-        job.load = Load(io, index, first, end, state.now)
+        job.load = PrefixLoad(io, index, first, end, state.now)
         blocks = tuple(job.table.blocks[first:end])
         state.do(LoadBlocks(io, job.number, index, first, blocks, self.timeout_s(source, nbytes)))
 
-    def _worth(self, job: Job) -> int:
+    def _worth(self, job: PrefillJob) -> int:
         """Leading blocks that the prompt should have after loading from its next source; 0: computing is cheaper."""
         source, settings = job.sources[job.next_source], self._state.settings
         blocks = min(source.blocks, self._state.reusable_blocks(job))
@@ -145,30 +162,100 @@ class Loads:
         )
         return blocks if cheaper else 0
 
-    def timeout_s(self, source: Source, nbytes: int) -> float:
+    def timeout_s(self, source: KVSource, nbytes: int) -> float:
         """Longest time for reading so much."""
-        return self._state.settings.load_timeout_s + SLACK * load_seconds(self._speeds(source), nbytes)
+        return self._state.settings.load_timeout_s + LOAD_SLACK * load_seconds(self._speeds(source), nbytes)
 
-    def learn(self, source: Source, nbytes: int, blocks: int, result: LoadEnded) -> None:
+    def learn(self, source: KVSource, nbytes: int, blocks: int, result: LoadEnded) -> None:
         """How a read of so many blocks has gone: a source that fails is left alone for a while."""
         if result.failed:
             self.failures += 1
             self._paused = {name: at for name, at in self._paused.items() if at > self._state.now}
-            self._paused[source.name] = self._state.now + PAUSE_S
+            self._paused[source.name] = self._state.now + FAILED_SOURCE_PAUSE_S
         elif result.blocks == blocks:
             self._state.tracker.observe_load(nbytes, result.seconds, peer=source.peer)
 
-    def _speeds(self, source: Source) -> Speeds:
+    def _speeds(self, source: KVSource) -> Speeds:
         """The instance's speeds, with the rate at which this kind of source is read."""
         speeds = self._state.tracker.speeds
         return speeds.loading_from_peers() if source.peer else speeds
 
-    def is_paused(self, source: Source) -> bool:
+    def is_paused(self, source: KVSource) -> bool:
         """Whether a source is left alone now."""
         return self._paused.get(source.name, 0.0) > self._state.now
 
-    def _job_of(self, io: int) -> Job | None:
+    def _job_of(self, io: int) -> PrefillJob | None:
         """The job that the running load is for; None when it has ended or does without it."""
         flight = self._state.ios.get(io)
         job = self._state.jobs.get(flight.job) if isinstance(flight, LoadFlight) else None
         return job if job is not None and job.load is not None and job.load.io == io else None
+
+
+REPLICA_PART = 2
+"""A copy takes one of so many blocks that are free or cached at most."""
+
+
+class Replication:
+    """Carries copies out.
+
+    Attributes:
+        copied_blocks: blocks that came whole.
+    """
+
+    def __init__(self, state: PrefillState, loads: PrefixLoads) -> None:
+        self._state = state
+        self._loads = loads
+        self._io: int | None = None
+        self.copied_blocks = 0
+
+    @property
+    def flight(self) -> ReplicaFlight | None:
+        """The copy under way."""
+        found = self._state.ios.get(self._io) if self._io is not None else None
+        return found if isinstance(found, ReplicaFlight) else None
+
+    @property
+    def owners(self) -> Iterator[tuple[KVOwner, tuple[BlockKey, ...]]]:
+        """Whose KV is under way, with its keys."""
+        flight = self.flight
+        if flight is not None:
+            yield flight.owner, flight.keys
+
+    def begin(self, event: ReplicateBlocks) -> None:
+        """Reads the blocks of a chain that are not here, or passes it over."""
+        state, manager = self._state, self._state.manager
+        held = manager.match(event.keys)
+        missing = len(event.keys) - len(held)
+        spare = manager.num_available - sum(map(manager.is_cached, held))
+        busy = self._io is not None or len(state.waiting) or self._loads.is_paused(event.source)
+        if busy or not missing or missing * REPLICA_PART > spare:
+            state.do(EndReplication(event.number, 0))
+            return
+        manager.acquire(held)
+        blocks = (*held, *manager.allocate(missing))
+        nbytes = missing * state.settings.layers * state.settings.slice_bytes
+        flight = ReplicaFlight(event.number, event.keys, KVOwner(event.tenant), blocks, len(held), event.source, nbytes)
+        self._io = state.begin(flight)
+        timeout_s = self._loads.timeout_s(event.source, nbytes)
+        state.do(ReadReplica(self._io, event.number, len(held), blocks[len(held) :], timeout_s))
+
+    def ended(self, flight: ReplicaFlight, result: LoadEnded) -> None:
+        """What has come whole is kept."""
+        self._io = None
+        self._loads.learn(flight.source, flight.nbytes, len(flight.keys) - flight.first, result)
+        manager, end = self._state.manager, flight.first + result.blocks
+        fresh = flight.blocks[flight.first : end]
+        for block, key in zip(fresh, flight.keys[flight.first : end], strict=True):
+            manager.register(block, key, flight.owner)
+        manager.release(flight.blocks)
+        manager.note_copies(fresh)
+        self.copied_blocks += result.blocks
+        self._state.do(EndReplication(flight.number, result.blocks))
+
+    def stop(self) -> None:
+        """Nothing is wanted any more."""
+        self._state.cancel(self._io)
+
+    def digest(self) -> bytes:
+        """Hash of what is under way, and of the count."""
+        return digest_of(self._io, self.flight, self.copied_blocks)

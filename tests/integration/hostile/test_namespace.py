@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.model.create import create
+from moonpool.models.random_checkpoint import create
 from moonpool.rpc.process import EXIT_MISMATCH
 from tests.integration.conftest import BLOCK
 from tests.integration.hostile.raw import Stack

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from moonpool.client import Client, SamplingParams
+from moonpool.client import Client
+from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, tokens
 from tests.integration.stack import REST_TIMEOUT_S, CheckedStack
 

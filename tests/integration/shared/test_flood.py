@@ -2,7 +2,8 @@
 
 import asyncio
 
-from moonpool.client import AsyncClient, SamplingParams, Slo
+from moonpool.client import AsyncClient, Slo
+from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import tokens
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack

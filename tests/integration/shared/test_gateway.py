@@ -15,11 +15,11 @@ import jsonschema
 import openai
 import pytest
 
+from moonpool.cli.bench_serve import BenchPlan, PromptShape, run_serve
 from moonpool.cli.check import wait_at_rest
-from moonpool.cli.load.prompts import Shape
-from moonpool.cli.load.serve import Plan, run_serve
 from moonpool.cli.up import curl_line
-from moonpool.client import Client, Message, SamplingParams
+from moonpool.client import Client, Message
+from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, tokens, wait_busy
 from tests.integration.reference import LOGPROB_TOLERANCE, Reference
 from tests.integration.shared.conftest import MODEL, TURNS
@@ -121,9 +121,9 @@ def test_special_tokens_in_the_text(address: str, client: openai.OpenAI) -> None
 
 def test_load_through_both_doors(stack: CheckedStack, address: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`moonpool bench serve` at the conductor and at the gateway: every request is answered and timed."""
-    shape = Shape(prompt_tokens=40, shared_tokens=16, conversations=2, output_tokens=5)
+    shape = PromptShape(prompt_tokens=40, shared_tokens=16, conversations=2, output_tokens=5)
     for target in (stack.address, f"http://{address}"):
-        plan = Plan([target], Path(stack.plan.model), 6, 100.0, None, 1.0, shape, 1, math.inf, math.inf, 3)
+        plan = BenchPlan([target], Path(stack.plan.model), 6, 100.0, None, 1.0, shape, 1, math.inf, math.inf, 3)
         assert run_serve(plan, as_json=True, out=None, picture_file=None) == 0
         summary = json.loads(capsys.readouterr().out)["summary"]
         assert (summary["requests"], summary["errors"]) == (5, {})

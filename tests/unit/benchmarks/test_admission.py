@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.admission import measure, replay, sizes
 from benchmarks.frame import Absent, Row
-from services.kvstore.ssd.admission import ALL, REUSED, Admission
+from services.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission
 from simulator.traces.mooncake import write_trace
 from simulator.traces.workload import Workload
 from tests.unit.kvstore.helpers import keys_of
@@ -18,9 +18,9 @@ KEYS = keys_of(40)
 def test_a_block_that_is_read_once_is_written_by_one_rule_only(tmp_path: Path) -> None:
     """Four blocks asked for thrice among others asked for once; two fit into DRAM."""
     chains = [KEYS[:4], KEYS[4:12], KEYS[:4], KEYS[12:20], KEYS[:4]]
-    every = replay(chains, Admission(ALL), 4, 400, tmp_path / "all")
+    every = replay(chains, SsdAdmission(ADMIT_ALL), 4, 400, tmp_path / "all")
     assert (every.hit_share, every.written_share) == (8 / 28, 1.0)
-    reused = replay(chains, Admission(REUSED), 4, 400, tmp_path / "reused")
+    reused = replay(chains, SsdAdmission(ADMIT_REUSED), 4, 400, tmp_path / "reused")
     assert (reused.hit_share, reused.written_share) == (4 / 28, 4 / 24)
 
 

@@ -9,7 +9,7 @@ from benchmarks.gateway_load import Found, http, prompts
 from moonpool.client.testing import FakeConductor
 from moonpool.errors import Overloaded
 from tests.unit.gateway.fakes import ready
-from tests.unit.gateway.test_server import serving
+from tests.unit.gateway.test_http_server import serving
 
 
 def options(port: int) -> argparse.Namespace:

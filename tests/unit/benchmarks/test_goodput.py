@@ -7,13 +7,13 @@ import pytest
 from benchmarks.emulated import late, lateness
 from benchmarks.frame import Skipped
 from benchmarks.goodput import MODES, MOST_TOKENS, Figures, arrivals, rows
-from moonpool.cli.check import Reading
-from moonpool.cli.replay import Replay
+from moonpool.cli.check import GaugeReading
+from moonpool.cli.replay import TraceReplay
 from moonpool.client import Slo as Limits
 from moonpool.engine.emulated.profile import load_profile
-from services.conductor.core.admission import Admission
+from services.conductor.core.admission import AdmissionMode
+from simulator.cluster.admission import keeps_tbt, limits_of, slo_of
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.entrance import keeps_tbt, limits_of, slo_of
 from simulator.traces.mooncake import TraceRequest
 
 CONFIG = ClusterConfig(profile=load_profile("llama-70b-a800"))
@@ -32,11 +32,11 @@ def test_the_simulated_cluster_lets_in_whom_the_stack_lets_in() -> None:
             "--admission": mode.admission.value,
             "--policy-seed": str(config.seed),
         }
-    assert {mode.admission for mode in MODES.values() if mode.limited} == set(Admission)
+    assert {mode.admission for mode in MODES.values() if mode.limited} == set(AdmissionMode)
 
 
 def test_limits_are_told_in_seconds_of_the_stack() -> None:
-    replay = Replay([], 512, 0.5, 4096, CONFIG.slo, Limits(ttft_s=6.0, tbt_s=0.05))
+    replay = TraceReplay([], 512, 0.5, 4096, CONFIG.slo, Limits(ttft_s=6.0, tbt_s=0.05))
     assert replay.told() == Limits(ttft_s=12.0, tbt_s=0.1)
     assert replace(replay, limits=Limits(ttft_s=6.0)).told() == Limits(ttft_s=12.0)
     assert replace(replay, limits=None).told() is None
@@ -60,9 +60,9 @@ def test_rows_say_how_far_the_simulator_is_off() -> None:
 
 
 def test_lateness_is_of_the_steps_since() -> None:
-    def read(step_s: float, late_s: float) -> list[Reading]:
+    def read(step_s: float, late_s: float) -> list[GaugeReading]:
         kinds = ("emulated_step_seconds", step_s), ("emulated_late_seconds", late_s), ("other", 9.0)
-        return [Reading(f"decode-{at}", name, value, None) for at in range(2) for name, value in kinds]
+        return [GaugeReading(f"decode-{at}", name, value, None) for at in range(2) for name, value in kinds]
 
     assert late(read(10.0, 5.0), read(30.0, 6.0)) == 5.0
     assert late(read(10.0, 5.0), read(10.0, 5.0)) == 0.0

@@ -21,7 +21,7 @@ from benchmarks.lending_engines import (
     threads_compared,
 )
 from moonpool.errors import Unavailable
-from moonpool.sched.steps import Step, StepResult
+from moonpool.scheduling.steps import Step, StepResult
 from tests.unit.fakes.engine import FakeEngine
 
 ONE, OTHER = Kind(0), Kind(0, 1)

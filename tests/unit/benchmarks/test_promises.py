@@ -4,11 +4,11 @@ from benchmarks.eviction import SHIPPED
 from benchmarks.promises import looks
 from moonpool.engine.emulated.profile import load_profile
 from simulator.cluster.config import ClusterConfig
-from simulator.experiments.frame import Source
+from simulator.experiments.frame import RequestSource
 
 
 def test_promises_wait_where_prompts_do() -> None:
-    profile, source = load_profile("llama-70b-a800"), Source(SHIPPED, requests=16)
+    profile, source = load_profile("llama-70b-a800"), RequestSource(SHIPPED, requests=16)
     crowded, idle = (
         looks(ClusterConfig(profile=profile, prefill=prefills, decode=2, kvstore=0, rate=4.0), source)
         for prefills in (1, 16)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.frame import Skipped
 from benchmarks.simulated import KINDS, shrunk, slices, stacked
-from simulator.report.charts import Chart
+from simulator.experiments.report import Chart
 from simulator.traces.mooncake import TraceRequest
 
 REAL = replace(KINDS["real"], requests=2)

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.eviction import SHIPPED
 from benchmarks.frame import Absent, Row
 from benchmarks.simulator import NO_TRACE, Cost, Size, flags, measure, rows
-from simulator.experiments.frame import Source
+from simulator.experiments.frame import RequestSource
 
 MIB = 2**20
 
@@ -19,7 +19,7 @@ def told(path: Path | None) -> list[Row | Absent]:
         (Cost(50.0, 120 * MIB, 3600.0), Cost(30.0, 100 * MIB, 1800.0), Cost(40.0, 900 * MIB, 60.0)),
         (Cost(90.0, 105 * MIB, 3600.0), Cost(30.0, 100 * MIB, 1800.0), Cost(20.0, 900 * MIB, 60.0)),
     ]
-    return rows(Source(path), Size(16, 12_031), Size(1000, 3000, 62.5), runs)
+    return rows(RequestSource(path), Size(16, 12_031), Size(1000, 3000, 62.5), runs)
 
 
 def test_rows_say_how_quick_the_simulator_is_and_whether_its_memory_is_flat() -> None:

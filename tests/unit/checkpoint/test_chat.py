@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moonpool.checkpoint.chat import ChatTemplate
+from moonpool.checkpoint.tokenizer import ChatTemplate
 from moonpool.errors import CheckpointError, InvalidRequest
 
 TOOL = {

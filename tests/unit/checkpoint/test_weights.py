@@ -9,7 +9,7 @@ import pytest
 
 from moonpool.checkpoint import inspect_checkpoint, weights_fingerprint
 from moonpool.checkpoint.formats import tensor_index, weight_files
-from moonpool.checkpoint.weights import read_header
+from moonpool.checkpoint.huggingface import read_header
 from moonpool.errors import CheckpointError, InvalidRequest
 from tests.unit.checkpoint.folder import write_config, write_weights
 

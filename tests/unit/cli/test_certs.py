@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moonpool.cli.certs import app
-from moonpool.rpc.roles import ROLES, fingerprint
+from moonpool.rpc.auth import ROLES, fingerprint
 
 
 def create(folder: Path, *arguments: str) -> str:

@@ -5,12 +5,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from moonpool.cli.advice import advice
-from moonpool.cli.chat import Conversation, run_chat
-from moonpool.client import SamplingParams
+from moonpool.cli.generate import ChatSession, error_advice, run_chat
 from moonpool.client.testing import FakeConductor, Script, answer
 from moonpool.client.transport import NotConnected
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
+from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 
 
@@ -20,7 +19,7 @@ def talk(
     """What a conversation writes."""
     out, err = io.StringIO(), io.StringIO()
     with fake.client() as client:
-        conversation = Conversation(client, SamplingParams(max_tokens=8), system, context, "ann")
+        conversation = ChatSession(client, SamplingParams(max_tokens=8), system, context, "ann")
         run_chat(conversation, lines, out, err, forgiving=forgiving)
     return out.getvalue(), err.getvalue()
 
@@ -80,7 +79,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_came() -> None:
     fake = FakeConductor()
     out, err = Interrupting(), io.StringIO()
     with fake.client() as client:
-        conversation = Conversation(client, SamplingParams())
+        conversation = ChatSession(client, SamplingParams())
         run_chat(conversation, ["Hi"], out, err, forgiving=True)
         assert conversation.turns == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "1 2 "}]
         run_chat(conversation, ["Go on"], out, err, forgiving=True)
@@ -99,5 +98,5 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_came() -> None:
     ],
 )
 def test_errors_say_what_to_do_next(error: MoonpoolError, words: str) -> None:
-    assert words in advice(error)
-    assert bool(advice(error)) == bool(words)
+    assert words in error_advice(error)
+    assert bool(error_advice(error)) == bool(words)

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from moonpool.cli.hit_curve import advice, draw, hit_share, size_text
+from moonpool.cli.kvstore import capacity_advice, draw_hit_curve, hit_share, size_text
 
 
 def test_the_hit_share_between_two_points_is_that_of_the_smaller() -> None:
@@ -28,9 +28,9 @@ def test_sizes_in_words() -> None:
 
 def test_the_picture_answers_the_question() -> None:
     curve = [(10**9, 0.1), (2 * 10**9, 0.3), (40 * 10**9, 0.35)]
-    text = advice(curve, 10**9, 10**9)
+    text = capacity_advice(curve, 10**9, 10**9)
     assert text == "1 GB hit 10.0 %; another 1 GB would add 20.0 points; no size hits more than 35.0 %"
-    drawing = ET.fromstring(draw(curve, 10**9, 10**9))  # our own
+    drawing = ET.fromstring(draw_hit_curve(curve, 10**9, 10**9))  # our own
     texts = [element.text for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert text in texts
     assert "now" in texts
@@ -44,4 +44,4 @@ def test_the_picture_answers_the_question() -> None:
 
 @pytest.mark.parametrize("curve", [[], [(5, 0.0)], [(5, 0.5)]])
 def test_a_picture_of_little_is_drawn_too(curve: list[tuple[int, float]]) -> None:
-    ET.fromstring(draw(curve, 5, 1))  # our own
+    ET.fromstring(draw_hit_curve(curve, 5, 1))  # our own

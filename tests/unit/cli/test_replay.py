@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from moonpool.bundled import model_dir
-from moonpool.cli.replay import Foreseen, note_tokens, run_replay, show_fit
+from moonpool.cli.replay import FittedSimulation, note_tokens, print_fit, run_replay
 from moonpool.errors import ConfigError
+from simulator.clock import PS
 from simulator.cluster.config import Slo
-from simulator.cluster.requests import Made, Request
+from simulator.cluster.requests import Request, TokenTimes
 from simulator.experiments.calibration import Extras
-from simulator.kernel.clock import PS
 from simulator.traces.mooncake import TraceRequest, write_trace
 
 NOBODY = "127.0.0.1:1"
@@ -18,7 +18,7 @@ NOBODY = "127.0.0.1:1"
 
 def ended(number: int, ttft_s: int, tpot_s: int) -> Request:
     request = Request(number, 0, 10, 2, (), outcome="done")
-    request.take(Made(ttft_s * PS, [tpot_s * PS], (ttft_s + tpot_s) * PS))
+    request.take(TokenTimes(ttft_s * PS, [tpot_s * PS], (ttft_s + tpot_s) * PS))
     return request
 
 
@@ -49,8 +49,8 @@ def test_tokens_that_come_together_share_the_time() -> None:
 
 
 def test_a_fit_is_shown_with_what_was_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    found = Foreseen(Extras(), 0.1, [ended(1, 2, 10)], [[ended(1, 2, 11)], [ended(1, 4, 11)]])  # of two draws
-    show_fit(found)
+    found = FittedSimulation(Extras(), 0.1, [ended(1, 2, 10)], [[ended(1, 2, 11)], [ended(1, 4, 11)]])  # of two draws
+    print_fit(found)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("fitted to the first requests: prefill 1, prefill_step_s 0.002, decode 1,")
     assert [line.split() for line in lines[3:5]] == [

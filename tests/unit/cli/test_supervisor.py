@@ -1,6 +1,6 @@
 import pytest
 
-from moonpool.cli.supervisor import MAX_FAILURES, STABLE_S, Supervisor
+from moonpool.cli.stack import MAX_FAILURES, STABLE_S, Supervisor
 from moonpool.errors import Unavailable
 from moonpool.rpc.process import EXIT_ROLE
 

@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from moonpool.cli.top import BAR, bar, figures, picture, run_top
+from moonpool.cli.cluster import BAR_WIDTH, bar, render_cluster, run_top, state_figures
 from moonpool.client.testing import FakeConductor
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
@@ -49,13 +49,13 @@ def test_figures_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_was_answered() -> None:
     with FakeConductor().client() as client:
-        assert figures(client.cluster_state())["hit_rate"] is None
+        assert state_figures(client.cluster_state())["hit_rate"] is None
 
 
 def test_picture() -> None:
     out = StringIO()
     with cluster().client() as client:
-        Console(file=out, width=160).print(picture(client.cluster_state()))
+        Console(file=out, width=160).print(render_cluster(client.cluster_state()))
     lines = out.getvalue().splitlines()
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
     assert lines[0].endswith("ready, serves tiny (4,096 tokens, blocks of 0)")
@@ -70,9 +70,11 @@ def test_picture() -> None:
     ]
 
 
-@pytest.mark.parametrize(("used", "total", "filled"), [(0, 100, 0), (1, 100_000, 1), (50, 100, BAR // 2), (9, 9, BAR)])
+@pytest.mark.parametrize(
+    ("used", "total", "filled"), [(0, 100, 0), (1, 100_000, 1), (50, 100, BAR_WIDTH // 2), (9, 9, BAR_WIDTH)]
+)
 def test_bar(used: int, total: int, filled: int) -> None:
-    assert bar(used, total) == "█" * filled + "░" * (BAR - filled)
+    assert bar(used, total) == "█" * filled + "░" * (BAR_WIDTH - filled)
 
 
 def test_output_that_is_no_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,15 +15,14 @@ from moonpool.client import (
     NotFound,
     Overloaded,
     Placement,
-    SamplingParams,
     Slo,
     StreamBroken,
     Unavailable,
 )
-from moonpool.client.conductors import backoffs
 from moonpool.client.testing import FakeConductor, Script, answer
-from moonpool.client.transport import NotConnected
+from moonpool.client.transport import NotConnected, backoff_pauses
 from moonpool.errors import DeadlineExceeded
+from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
@@ -233,9 +232,9 @@ def test_the_deadline_bounds_the_tries(dial: Dial) -> None:
 
 
 def test_backoffs_double_and_sum_up_to_the_limit() -> None:
-    assert list(backoffs(0.7)) == [0.05, 0.1, 0.2]
-    assert list(backoffs(0.0)) == []
-    assert max(backoffs(10.0)) == 1.0
+    assert list(backoff_pauses(0.7)) == [0.05, 0.1, 0.2]
+    assert list(backoff_pauses(0.0)) == []
+    assert max(backoff_pauses(10.0)) == 1.0
 
 
 def test_lost_tokens_and_early_ends_are_noticed(dial: Dial) -> None:

@@ -10,10 +10,10 @@ import grpc.aio
 import pytest
 
 from moonpool.cluster import HeldKeys, JoinAgent
-from moonpool.kv.changes import KeyChanges, NetChanges
+from moonpool.kv.blocks import KeyChanges, NetChanges
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.core.index import Applied, PrefixIndex
+from services.conductor.core.prefix_index import KeyEventResult, PrefixIndex
 
 PARTS = 8
 KEYS = [bytes([number]) * 32 for number in range(64)]
@@ -57,7 +57,7 @@ class Listener:
                     snapshot_begin=events.snapshot_begin,
                     snapshot_end=events.snapshot_end,
                 )
-                assert applied is Applied.DONE
+                assert applied is KeyEventResult.DONE
                 self.heard.set()
                 if events.snapshot_end and self.snapshots == 1:
                     yield conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder())

@@ -1,12 +1,12 @@
 """Records: the later write wins, whatever clocks say, and what is over is forgotten."""
 
-from moonpool.cluster.records import RecordBook
+from moonpool.cluster.records import ReplicatedRecords
 from moonpool.v1 import kv_pb2
 
 HOUR = 3600.0
 
 
-def write(book: RecordBook, now: float, value: bytes, expires_at: float = 1e12) -> kv_pb2.Record:
+def write(book: ReplicatedRecords, now: float, value: bytes, expires_at: float = 1e12) -> kv_pb2.Record:
     """What a conductor writes that knows the records of a book, at a time by its own clock."""
     version = book.version(("kind", "ours", "a"), now)
     record = kv_pb2.Record(kind="kind", tenant="ours", id="a", version=version, value=value, expires_at=expires_at)
@@ -14,13 +14,13 @@ def write(book: RecordBook, now: float, value: bytes, expires_at: float = 1e12) 
     return record
 
 
-def value_of(book: RecordBook) -> bytes | None:
+def value_of(book: ReplicatedRecords) -> bytes | None:
     found = book.get("kind", "ours", "a")
     return None if found is None else found.value
 
 
 def test_who_knows_of_a_record_replaces_it_although_its_clock_is_an_hour_behind() -> None:
-    fast, slow = RecordBook(), RecordBook()
+    fast, slow = ReplicatedRecords(), ReplicatedRecords()
     first = write(fast, 10 * HOUR, b"first")
     slow.merge([first])
     second = write(slow, 9 * HOUR, b"second")
@@ -36,7 +36,7 @@ def test_who_knows_of_a_record_replaces_it_although_its_clock_is_an_hour_behind(
 
 
 def test_two_that_do_not_know_of_each_other_agree_in_the_end() -> None:
-    books = RecordBook(), RecordBook()
+    books = ReplicatedRecords(), ReplicatedRecords()
     written = [
         write(book, now, value) for book, now, value in zip(books, (10 * HOUR, 9 * HOUR), (b"x", b"y"), strict=True)
     ]
@@ -46,7 +46,7 @@ def test_two_that_do_not_know_of_each_other_agree_in_the_end() -> None:
 
 
 def test_what_is_over_is_forgotten_also_when_its_time_was_changed() -> None:
-    book = RecordBook()
+    book = ReplicatedRecords()
     write(book, 1.0, b"short", expires_at=10.0)
     write(book, 2.0, b"longer", expires_at=20.0)
     assert book.prune(15.0) == []

@@ -11,7 +11,7 @@ from typing import Any
 from moonpool.cluster import JoinAgent
 from moonpool.contracts import sampling_from_proto
 from moonpool.errors import MoonpoolError, Overloaded
-from moonpool.kv.changes import KeyChanges
+from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import tokens_from_bytes
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import moonpool.bundled
+from moonpool.bundled import model_dir
 from moonpool.checkpoint import DefaultSampling
 from moonpool.client import AsyncClient
 from moonpool.cluster import HeldKeys, JoinAgent
@@ -19,15 +18,14 @@ from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
-from services.conductor.checkpoint import Checkpoint
-from services.conductor.cluster import Cluster
 from services.conductor.config import ConductorConfig
+from services.conductor.registry import Checkpoint, ClusterMembers
 from services.conductor.service import conductor
 from services.conductor.servicer import ConductorServicer
 
 from .fakes import FakeMember, model_info
 
-TINY = Path(moonpool.bundled.__file__).parent / "tiny"
+TINY = model_dir()
 WAIT_S = 60.0
 
 SERVICES = {
@@ -49,7 +47,7 @@ class Stack:
     metrics: Metrics
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> ClusterMembers:
         return self.servicer.cluster
 
     async def serve(self, member: FakeMember, model: conductor_pb2.ModelInfo | None = None) -> conductor_pb2.JoinHello:

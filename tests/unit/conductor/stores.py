@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moonpool.cluster.records import RecordBook
+from moonpool.cluster.records import ReplicatedRecords
 from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import unpack_keys
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -21,7 +21,7 @@ class FakeStore(FakeMember):
 
     id: str = "kvstore-0"
     kind: kv_pb2.InstanceKind.ValueType = kv_pb2.INSTANCE_KIND_KVSTORE
-    book: RecordBook = field(default_factory=RecordBook)
+    book: ReplicatedRecords = field(default_factory=ReplicatedRecords)
     pins: dict[str, kvstore_pb2.PinRequest] = field(default_factory=dict)
     forgotten: list[kv_pb2.ForgetRequest] = field(default_factory=list)
     refusals: list[MoonpoolError] = field(default_factory=list)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from moonpool.client import AsyncClient, SamplingParams
-from moonpool.core.kernel import Ended
+from moonpool.client import AsyncClient
 from moonpool.errors import Internal
+from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.state_machine import IoEnded
 from moonpool.v1 import kv_pb2
-from services.conductor.answer import NewTokens
-from services.conductor.core.messages import Announce, Complete, Event, Stopped
-from services.conductor.following import Following
-from services.conductor.outgoing import Outgoing
+from services.conductor.core.events import AnnouncePlacement, CompleteRequest, Event, StopRequested
+from services.conductor.decode_streams import SequenceSubscription
+from services.conductor.session import NewTokens, OutputQueue
 
 from .fakes import decode, expected, prefill
 from .scores import told
@@ -63,7 +63,9 @@ async def test_a_first_token_that_cannot_be_told_ends_its_request() -> None:
         await s.rest()
 
 
-@pytest.mark.parametrize(("order", "broken"), [(Announce, {"plan": None}), (Complete, {"finish": None})])
+@pytest.mark.parametrize(
+    ("order", "broken"), [(AnnouncePlacement, {"plan": None}), (CompleteRequest, {"finish": None})]
+)
 async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone(order: Any, broken: dict[str, None]) -> None:
     p, d = prefill(), decode()
     async with stack(p, d) as s, asyncio.timeout(WAIT_S):
@@ -90,7 +92,7 @@ async def test_a_core_that_fails_outside_a_request_ends_the_conductor() -> None:
             handle = s.servicer.core.handle
 
             def fails(now: float, event: Any, out: list[Any]) -> None:
-                if isinstance(event, Ended):
+                if isinstance(event, IoEnded):
                     raise KeyError("the core has a defect")
                 handle(now, event, out)
 
@@ -115,12 +117,12 @@ async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_re
     choices = [SimpleNamespace(index=0, finish=kv_pb2.FINISH_REASON_UNSPECIFIED)]
     answer = SimpleNamespace(choices=choices, finish=kv_pb2.FINISH_REASON_UNSPECIFIED)
     serving: Any = SimpleNamespace(
-        ask=SimpleNamespace(id="doomed", number=7), answer=answer, tokens=taken, outgoing=Outgoing()
+        ask=SimpleNamespace(id="doomed", number=7), answer=answer, tokens=taken, outgoing=OutputQueue()
     )
-    following = Following(5, serving, post, lambda *_, **__: None, lambda _: None)
+    following = SequenceSubscription(5, serving, post, lambda *_, **__: None, lambda _: None)
     assert following.tokens(NewTokens(0, 1, [9]))
     assert [type(event).__name__ for event in posted] == ["Tokens", "Stopped"]
-    assert isinstance(posted[1], Stopped)
+    assert isinstance(posted[1], StopRequested)
     assert posted[1].request == 7
     with pytest.raises(Internal):
         await serving.outgoing.next()

@@ -7,10 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from moonpool.cli.main import app
-from moonpool.client import SamplingParams
-from moonpool.drive.journal import JournalWriter, read_journal
-from moonpool.drive.rerun import journal_files, rerun
 from moonpool.errors import MoonpoolError, TransferFailed, Unavailable
+from moonpool.runtime.journal import JournalWriter, journal_files, read_journal, rerun
+from moonpool.sampling_params import SamplingParams
 from tests.journals import check_journals
 
 from .fakes import decode, expected, no_room, prefill, store

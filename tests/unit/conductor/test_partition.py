@@ -6,9 +6,9 @@ from typing import Any
 import grpc
 import pytest
 
-from moonpool.client import SamplingParams
 from moonpool.errors import Mismatch
 from moonpool.rpc.errors import from_rpc_error
+from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2
 from tests.faults.proxy import FaultProxies
 

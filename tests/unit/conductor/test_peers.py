@@ -1,9 +1,9 @@
 """Engine instances as sources of prefixes, and orders to copy hot ones, as prefill instances are told of them."""
 
-from moonpool.client import SamplingParams
-from moonpool.cluster.speeds import speeds_to_proto
-from moonpool.cost import Speeds
+from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.kv.keys import block_keys, chain_root
+from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.latency import Speeds
 from moonpool.v1 import kv_pb2, prefill_pb2
 
 from .fakes import BLOCK_TOKENS, FakeMember, decode, prefill

@@ -8,11 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from moonpool.cli.main import app
-from moonpool.client import SamplingParams
-from moonpool.drive.journal import JournalError
 from moonpool.errors import ConfigError
-from services.conductor.core.policies import DEFAULT, POLICIES
-from services.conductor.policy import load_policy, seed_of
+from moonpool.runtime.journal import JournalError
+from moonpool.sampling_params import SamplingParams
+from services.conductor.core.policies import DEFAULT_POLICY, POLICIES, load_policy, seed_of
 
 from .core.worlds import SECOND_PER_TOKEN, World, facts
 from .fakes import decode, prefill
@@ -36,7 +35,7 @@ def sticky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_the_page_lists_the_policies_there_are() -> None:
     listed = re.findall(r"^\| `(\w+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(listed) == sorted(POLICIES)
-    assert load_policy(DEFAULT) is POLICIES[DEFAULT]
+    assert load_policy(DEFAULT_POLICY) is POLICIES[DEFAULT_POLICY]
 
 
 @pytest.mark.parametrize(("drain_s", "chosen"), [(1.9, "prefill-1"), (2.1, "prefill-0")])

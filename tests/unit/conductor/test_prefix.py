@@ -1,11 +1,9 @@
 """What the conductor tells engines of kvstores, and what it learns from a miss."""
 
-from moonpool.client import (
-    SamplingParams,
-)
-from moonpool.cluster.speeds import speeds_to_proto
-from moonpool.cost import Speeds
+from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.kv.keys import block_keys, chain_root
+from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.latency import Speeds
 from moonpool.v1 import prefill_pb2
 
 from .fakes import BLOCK_TOKENS, decode, prefill, store

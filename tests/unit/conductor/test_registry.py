@@ -3,9 +3,8 @@ import pytest
 from moonpool.errors import InvalidRequest, Mismatch
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.cluster import Cluster
-from services.conductor.core.messages import Event, Left
-from services.conductor.registry import Registry, ServedModel
+from services.conductor.core.events import Event, InstanceLeft
+from services.conductor.registry import ClusterMembers, Registry, ServedModel
 
 from .fakes import model_info
 
@@ -106,8 +105,8 @@ def test_an_instance_at_whose_joining_the_core_fails_is_not_there() -> None:
     def post(event: Event) -> None:
         raise ValueError("the core has a defect")
 
-    cluster = Cluster(SERVED, Channels(), post, left.append)
+    cluster = ClusterMembers(SERVED, Channels(), post, left.append)
     with pytest.raises(ValueError, match="defect"):
         cluster.join(hello("prefill-0"), lambda message: None)
     assert (len(cluster.registry), cluster.find("prefill-0")) == (0, None)
-    assert left == [Left("prefill-0", 1)], "it may have got as far as the core's picture"
+    assert left == [InstanceLeft("prefill-0", 1)], "it may have got as far as the core's picture"

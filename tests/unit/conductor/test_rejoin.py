@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.client import SamplingParams
 from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Unavailable
+from moonpool.sampling_params import SamplingParams
 
 from .fakes import decode, expected, prefill
 from .resuming import GREEDY, Call, request, two

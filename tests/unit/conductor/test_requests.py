@@ -3,12 +3,9 @@
 import pytest
 
 from moonpool.checkpoint import DefaultSampling
-from moonpool.client import (
-    InvalidRequest,
-    SamplingParams,
-    Slo,
-)
+from moonpool.client import InvalidRequest, Slo
 from moonpool.contracts import sampling_from_proto
+from moonpool.sampling_params import SamplingParams
 
 from .fakes import decode, prefill
 from .stack import stack

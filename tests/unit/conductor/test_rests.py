@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from moonpool.client import SamplingParams
-from moonpool.cluster.speeds import speeds_to_proto
-from moonpool.cost import Speeds
+from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.kv.keys import block_keys, chain_root
+from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.latency import Speeds
 
 from .fakes import BLOCK_TOKENS, ScriptedDecode, decode, expected, prefill
 from .stack import Stack, stack

@@ -2,11 +2,11 @@
 
 import pytest
 
-from moonpool.client import SamplingParams
-from moonpool.cluster.speeds import speeds_to_proto
-from moonpool.cost import Speeds
+from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import block_keys, chain_root
+from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.latency import Speeds
 
 from .fakes import BLOCK_TOKENS, decode, expected, prefill, store
 from .stack import stack

@@ -1,11 +1,11 @@
 """A prefill instance that is busier than it has told says so when it is asked, and the prompt goes elsewhere."""
 
-from moonpool.client import SamplingParams
+from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2
+from tests.unit.conductor.test_explain_predictions import counts
 
 from .fakes import decode, expected, prefill
 from .stack import stack
-from .test_predictions import counts
 
 PROMPT = list(range(30, 70))
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)

@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
-from moonpool.client import NotFound, SamplingParams
+from moonpool.client import NotFound
+from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import prefill_pb2
-from services.conductor.recent import REMEMBERED, TOLD, Recent, quantiles
+from services.conductor.explain import MAX_LISTED, MAX_REMEMBERED, RecentRequests, quantiles
 
 from .fakes import decode, prefill
 from .stack import WAIT_S, stack
@@ -78,7 +79,7 @@ def ended(ttft_s: float, tpot_s: float, prompt: int = 10, cached: int = 4) -> pb
 
 def test_only_the_last_minute_counts() -> None:
     now = 100.0
-    recent = Recent(lambda: now)
+    recent = RecentRequests(lambda: now)
     assert recent.state() == pb.RecentState()
     recent.add("old", ended(9.0, 9.0))
     now = 130.0
@@ -95,12 +96,12 @@ def test_only_the_last_minute_counts() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    recent = Recent(lambda: 1.0)
-    for number in range(REMEMBERED + 10):
+    recent = RecentRequests(lambda: 1.0)
+    for number in range(MAX_REMEMBERED + 10):
         recent.add(str(number), ended(0.1, 0.1))
     state = recent.state()
-    assert state.requests == REMEMBERED
-    assert [it.request_id for it in state.last] == [str(REMEMBERED + 9 - back) for back in range(TOLD)]
+    assert state.requests == MAX_REMEMBERED
+    assert [it.request_id for it in state.last] == [str(MAX_REMEMBERED + 9 - back) for back in range(MAX_LISTED)]
 
 
 def test_quantiles() -> None:

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 import grpc.aio
 
 from moonpool.kv.frames import Slice
+from moonpool.kv_transfer.sender import TransferSender
 from moonpool.rpc.errors import from_rpc_error
-from moonpool.streams.lanes.dialing import LaneDialer
-from moonpool.streams.transfer_client import TransferSender
+from moonpool.transport.handshake import TransportDialer
 from moonpool.v1 import decode_pb2, kv_pb2
 from tests.slices import slice_to_send
 from tests.unit.fakes.engine import slice_of_tokens
 from tests.unit.instances import WAIT_S, Decode
-from tests.unit.streams.fakes import HELLO, LAYOUT
+from tests.unit.transport.fakes import HELLO, LAYOUT
 
 
 class Served(Protocol):
@@ -36,7 +36,7 @@ async def reserve(it: Served, sequence: kv_pb2.SequenceSpec, **fields: Any) -> k
 
 
 @asynccontextmanager
-async def sending(it: Decode, lanes: LaneDialer | None = None) -> AsyncIterator[TransferSender]:
+async def sending(it: Decode, lanes: TransportDialer | None = None) -> AsyncIterator[TransferSender]:
     sender = TransferSender(it.channels, it.instance.address, HELLO, LAYOUT, lanes=lanes)
     try:
         yield sender

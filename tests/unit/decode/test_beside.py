@@ -9,7 +9,7 @@ from moonpool.v1 import decode_pb2, kv_pb2
 from tests.unit.decode.calls import conducting, reserve, sending, slices, transfer
 from tests.unit.fakes.beside import Held
 from tests.unit.instances import BLOCK, WAIT_S, Decode, decoding, prompt, spec
-from tests.unit.streams.fakes import LAYOUT
+from tests.unit.transport.fakes import LAYOUT
 
 TOKENS = prompt(2 * BLOCK)
 THE_POOL = 32

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from moonpool.errors import Internal
-from moonpool.sched.steps import Step, StepResult
+from moonpool.scheduling.steps import Step, StepResult
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import decode_pb2, kv_pb2
-from services.decode.core.actions import Run
-from services.decode.core.events import Stop
-from services.decode.running import Running
-from services.decode.subscriber import Subscriber
+from services.decode.core.actions import StartRun
+from services.decode.core.events import AbortRequest
+from services.decode.executor import RunLoop
+from services.decode.live_requests import Subscriber
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
 from tests.unit.fakes.engine import GARBLED, continuation
 from tests.unit.instances import Decode, decoding, prompt, spec
@@ -67,13 +67,13 @@ async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_l
     engine: Any = SimpleNamespace(run=run, layout=SimpleNamespace(block_tokens=16))
     live: Any = SimpleNamespace(sequences={7: sequence})
     calls = posted.append, lambda _, why: ends.append(why), lambda *, soon=False: None
-    running = Running(engine, live, 99, Recorder("d", None), *calls)
-    running.order(Run(1, (7,), steps=3))
+    running = RunLoop(engine, live, 99, Recorder("d", None), *calls)
+    running.order(StartRun(1, (7,), steps=3))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.0):
             await running.run()
     assert (taken, ends) == ([], ["a defect: its tokens cannot be taken"])
-    assert [type(event).__name__ for event in posted] == ["Stepped", "Stepped", "StepDone"]
+    assert [type(event).__name__ for event in posted] == ["RunProgress", "RunProgress", "RunDone"]
 
 
 @pytest.mark.parametrize(("run_steps", "at_once"), [(1, False), (4, False), (1, True)])
@@ -125,7 +125,7 @@ async def test_a_core_that_fails_outside_a_request_ends_the_instance() -> None:
         handle, shell = it.service.core.handle, it.service.shell
 
         def fails(now: float, event: Any, out: list[Any]) -> None:
-            if isinstance(event, Stop):
+            if isinstance(event, AbortRequest):
                 raise KeyError("the core has a defect")
             handle(now, event, out)
 

@@ -11,7 +11,7 @@ from moonpool.v1 import kv_pb2
 from tests.unit.decode.calls import conducting, reserve, sending, slices, transfer
 from tests.unit.fakes.engine import UNFOLLOWED, continuation
 from tests.unit.instances import BLOCK, WAIT_S, decoding, prompt, read_spans, spec
-from tests.unit.streams.fakes import ROOT
+from tests.unit.transport.fakes import ROOT
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 5])

@@ -13,12 +13,12 @@ import pytest
 from moonpool.errors import MoonpoolError, StreamBroken, TransferFailed
 from moonpool.kv.frames import Slice
 from moonpool.kv.pool import KVPool
-from moonpool.streams.transfer_client import TransferSender
+from moonpool.kv_transfer.sender import TransferSender
 from tests.unit.decode.calls import conducting, reserve, sending
 from tests.unit.fakes.engine import slice_of_tokens
 from tests.unit.instances import BLOCK, WAIT_S, Decode, decoding, prompt, spec
-from tests.unit.streams.fakes import LAYOUT
-from tests.unit.streams.lanes.pairs import Cuttable, shared
+from tests.unit.transport.fakes import LAYOUT
+from tests.unit.transport.pairs import Cuttable, shared
 
 TOKENS = prompt(3 * BLOCK + 5)
 LANES = ["local", "tcp", "grpc"]

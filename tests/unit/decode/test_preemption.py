@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from moonpool.drive.rerun import journal_files, rerun
 from moonpool.errors import Overloaded
+from moonpool.runtime.journal import journal_files, rerun
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
 from tests.unit.fakes.engine import continuation
 from tests.unit.instances import BLOCK, Decode, decoding, prompt, spec

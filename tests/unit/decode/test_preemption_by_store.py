@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from moonpool.drive.rerun import journal_files, rerun
 from moonpool.kv.keys import block_keys
+from moonpool.runtime.journal import journal_files, rerun
 from moonpool.v1 import kv_pb2
-from services.decode.core.request import State
+from services.decode.core.request import RequestStatus
 from tests.unit.decode.calls import conducting, reserve, transfer
 from tests.unit.fakes.engine import continuation, slice_of_tokens
 from tests.unit.instances import BLOCK, Decode, decoding, prompt, spec
-from tests.unit.streams.fakes import LAYOUT, ROOT, STORE, FakeStore, served
+from tests.unit.transport.fakes import LAYOUT, ROOT, STORE, FakeStore, served
 
 TOKENS = prompt(2 * BLOCK + 3)
 ANSWER = 2 * BLOCK
@@ -97,7 +97,7 @@ async def test_cancelled_while_it_is_loaded() -> None:
         target = await reserve(it, spec("a", TOKENS, max_tokens=ANSWER), write_back=place)
         await transfer(it, target, TOKENS)
         await conductor.start("a", target, continuation(TOKENS, 1)[0])
-        await it.until(lambda: it.service.core.count(State.LOADING) == 1)
+        await it.until(lambda: it.service.core.count(RequestStatus.LOADING) == 1)
         await conductor.cancel("a", target)
         await conductor.until(lambda: len(conductor.outcomes) == 1)
         await it.rest()

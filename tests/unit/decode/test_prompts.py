@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.drive.rerun import journal_files, rerun
+from moonpool.runtime.journal import journal_files, rerun
 from tests.unit.decode.calls import conducting, reserve, transfer
 from tests.unit.fakes.engine import continuation
 from tests.unit.instances import BLOCK, decoding, prompt, spec

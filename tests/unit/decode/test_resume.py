@@ -10,13 +10,11 @@ from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, tokens_digest
 from moonpool.logprobs import Logprobs
 from moonpool.v1 import decode_pb2, kv_pb2
-from services.decode.said import Said
-from services.decode.subscriber import Subscriber
-from services.decode.token_log import Transcript
+from services.decode.live_requests import AnswerOutput, RequestOutput, Subscriber
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
 from tests.unit.fakes.engine import continuation
 from tests.unit.instances import Decode, decoding, prompt, spec
-from tests.unit.streams.fakes import ROOT
+from tests.unit.transport.fakes import ROOT
 
 TOKENS = prompt(20)
 SECRET = secrets.token_bytes(16)
@@ -194,7 +192,7 @@ async def test_what_waits_for_a_conductor_is_sent_once_when_it_resumes_on_the_sa
     subscriber = Subscriber(kv_pb2.Instance(id="conductor"))
     subscriber.tokens("a", 3, [13, 14])
     said = array("i", [10, 11, 12, 13, 14])
-    transcript = Transcript("a", 1, SECRET, BlockKey(ROOT), [Said(said)], "")
+    transcript = RequestOutput("a", 1, SECRET, BlockKey(ROOT), [AnswerOutput(said)], "")
     transcript.tell(subscriber, [2])
     subscriber.tokens("a", 5, [15])
     message = await subscriber.next()
@@ -211,7 +209,7 @@ async def test_log_probabilities_come_from_the_position_on_as_far_as_they_are_kn
     """Those of an earlier placement were told by another instance: here the sequence is not known then."""
     root, running = BlockKey(ROOT), kv_pb2.FINISH_REASON_UNSPECIFIED
     said, found = array("i", [10, 11, 12, 13]), Logprobs(array("f", [-1.0, -2.0, -4.0]), array("I", [1, 2, 3]))
-    transcript = Transcript("a", 1, SECRET, root, [Said(said, running, None, found, 1)], "")
+    transcript = RequestOutput("a", 1, SECRET, root, [AnswerOutput(said, running, None, found, 1)], "")
     subscriber = Subscriber(kv_pb2.Instance(id="conductor"))
     transcript.tell(subscriber, [2])
     message = await subscriber.next()

@@ -4,11 +4,11 @@ import pytest
 
 from moonpool.kv.keys import block_keys
 from moonpool.v1 import kv_pb2
-from services.decode.live import GATHERED_TOKENS
+from services.decode.live_requests import GATHERED_TOKENS
 from tests.unit.decode.calls import conducting, reserve, transfer
 from tests.unit.fakes.engine import continuation
 from tests.unit.instances import BLOCK, decoding, prompt, spec
-from tests.unit.streams.fakes import ROOT
+from tests.unit.transport.fakes import ROOT
 
 MANY = 3 * BLOCK
 

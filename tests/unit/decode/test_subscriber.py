@@ -3,7 +3,7 @@
 import asyncio
 
 from moonpool.v1 import decode_pb2, kv_pb2
-from services.decode.subscriber import MAX_ANSWERS, Subscriber
+from services.decode.live_requests import MAX_CANCEL_ANSWERS, Subscriber
 
 STOP, UNKNOWN = kv_pb2.FINISH_REASON_STOP, kv_pb2.CANCEL_OUTCOME_UNKNOWN
 
@@ -38,15 +38,15 @@ async def test_tokens_of_what_was_cancelled_are_not_sent() -> None:
 
 async def test_who_does_not_read_is_not_listened_to() -> None:
     reader = Subscriber(kv_pb2.Instance())
-    for _ in range(MAX_ANSWERS):
+    for _ in range(MAX_CANCEL_ANSWERS):
         await asyncio.wait_for(reader.room(), 60)
         reader.cancelled("a", UNKNOWN)
     waiting = asyncio.ensure_future(reader.room())
     await asyncio.sleep(0)
     assert not waiting.done()
-    assert len((await told(reader)).cancelled) == MAX_ANSWERS
+    assert len((await told(reader)).cancelled) == MAX_CANCEL_ANSWERS
     await asyncio.wait_for(waiting, 60)
-    for _ in range(MAX_ANSWERS):
+    for _ in range(MAX_CANCEL_ANSWERS):
         reader.failed("a", "gone")
     waiting = asyncio.ensure_future(reader.room())
     await asyncio.sleep(0)

@@ -3,12 +3,12 @@
 import pytest
 
 from moonpool.errors import MoonpoolError, StreamBroken, TransferFailed
-from moonpool.streams.transfer_client import TransferSender
+from moonpool.kv_transfer.sender import TransferSender
 from moonpool.v1 import kv_pb2
 from tests.unit.decode.calls import conducting, reserve, sending, slices, transfer
 from tests.unit.fakes.engine import continuation
 from tests.unit.instances import BLOCK, WAIT_S, decoding, prompt, spec
-from tests.unit.streams.fakes import HELLO, LAYOUT
+from tests.unit.transport.fakes import HELLO, LAYOUT
 
 
 async def test_broken_transfer_stream() -> None:

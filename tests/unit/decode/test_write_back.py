@@ -8,7 +8,7 @@ from moonpool.v1 import kv_pb2
 from tests.unit.decode.calls import conducting, reserve, transfer
 from tests.unit.fakes.engine import continuation, slice_of_tokens
 from tests.unit.instances import BLOCK, decoding, prompt, spec
-from tests.unit.streams.fakes import LAYOUT, ROOT, STORE, FakeStore, served
+from tests.unit.transport.fakes import LAYOUT, ROOT, STORE, FakeStore, served
 
 
 @pytest.mark.parametrize("length", [5, BLOCK - 1, BLOCK + 4])

@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from moonpool.engine.channel import BlockingChannel
-from moonpool.engine.gates import Gates
-from moonpool.engine.messages import Failed, Footprint, Ready, Shutdown, StageSpec, StepDone
-from moonpool.engine.worker import Receiver
-from moonpool.sched.steps import LayerDone, Step
+from moonpool.engine.kv_gate import KVGates
+from moonpool.engine.messages import Footprint, Shutdown, StageDone, StageSpec, WorkerFailed, WorkerReady
+from moonpool.engine.worker import OrderReceiver
+from moonpool.scheduling.steps import LayerDone, Step
 
 
-def run(step: Step, spec: StageSpec, gates: Gates, channel: BlockingChannel) -> Step | None:
+def run(step: Step, spec: StageSpec, gates: KVGates, channel: BlockingChannel) -> Step | None:
     sums = tuple(sum(struct.unpack(f"<{len(s.token_ids) // 4}i", s.token_ids)) for s in step.sequences)
     order = struct.unpack_from("<i", step.sequences[0].token_ids)[0]
     last = spec.stage == spec.engine.stages - 1
@@ -29,7 +29,7 @@ def run(step: Step, spec: StageSpec, gates: Gates, channel: BlockingChannel) -> 
     if order == 2:
         threading.Event().wait()
     if order == 3:
-        channel.send(Failed("no more"))
+        channel.send(WorkerFailed("no more"))
     aborted = False
     for layer in range(spec.layer_begin, spec.layer_end):
         if step.gated and not gates.wait(step.step_id, layer, spec.engine.gate_timeout_s):
@@ -43,7 +43,7 @@ def run(step: Step, spec: StageSpec, gates: Gates, channel: BlockingChannel) -> 
     if over:
         gates.done(step.step_id)
     sampled = sums if last and not aborted else ()
-    channel.send(StepDone(step.step_id, spec.stage, sampled, aborted, spec.stage, 10, over=over))
+    channel.send(StageDone(step.step_id, spec.stage, sampled, aborted, spec.stage, 10, over=over))
     return following
 
 
@@ -60,16 +60,16 @@ def main() -> None:
     if checkpoint == "mute" and spec.stage == 0:
         threading.Event().wait()
     if checkpoint == "refuses" and spec.stage == spec.engine.stages - 1:
-        channel.send(Failed("not this one", "UnsupportedModel", "rope"))
+        channel.send(WorkerFailed("not this one", "UnsupportedModel", "rope"))
         return
     if checkpoint == "refuses":
         threading.Event().wait()  # the other stage waits for it in vain
     if spec.rendezvous:
         assert Path(spec.rendezvous).is_dir()
-    gates = Gates()
-    receiver = Receiver(channel, gates, spec.engine.stages, spec.rendezvous)
+    gates = KVGates()
+    receiver = OrderReceiver(channel, gates, spec.engine.stages, spec.rendezvous)
     receiver.start()
-    channel.send(Ready(0.0, 0, Footprint(4, 3, 2, 1, 0), "nothing"))
+    channel.send(WorkerReady(0.0, 0, Footprint(4, 3, 2, 1, 0), "nothing"))
     following: Step | None = None
     while not isinstance(order := receiver.next_order(wait=following is None) or following, Shutdown):
         if isinstance(order, Step):

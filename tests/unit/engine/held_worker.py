@@ -11,15 +11,15 @@ from typing import Any
 from unittest import mock
 
 from moonpool.engine import worker
-from moonpool.engine.devices import opening
-from moonpool.engine.devices.names import DeviceName
-from moonpool.engine.devices.staged import StagedDevice, StagedLane
+from moonpool.platforms import stage_platform
+from moonpool.platforms.names import DeviceName
+from moonpool.platforms.staged import StagedDevice, StagedStream
 
 
 class Held(StagedDevice):
     """See above."""
 
-    def give(self, lane: StagedLane, work: Callable[[], None] | Any) -> None:
+    def give(self, lane: StagedStream, work: Callable[[], None] | Any) -> None:
         held = self.up if os.environ["HELD_LANE"] == "up" else self.down
         super().give(lane, hold if lane is held and callable(work) else work)
 
@@ -34,5 +34,5 @@ def held_device(name: DeviceName) -> Held:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(opening, "open_device", held_device):
+    with mock.patch.object(stage_platform, "open_device", held_device):
         worker.main()

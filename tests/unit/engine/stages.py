@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from moonpool.checkpoint import kv_layout, load_config
-from moonpool.engine.devices.lanes import Device
-from moonpool.engine.devices.opening import place_on
-from moonpool.engine.gates import Gates
-from moonpool.engine.messages import Fetched, StepDone
+from moonpool.engine.kv_gate import KVGates
+from moonpool.engine.messages import BlocksFetched, StageDone
+from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
-from moonpool.engine.step import StageRunner
 from moonpool.kv.pool import KVPool
-from moonpool.model.load import load_stage
-from moonpool.sampling import SampleSpec
-from moonpool.sched.steps import LayerDone, SequenceStep, Step
+from moonpool.models.loader import load_stage
+from moonpool.platforms.interface import Device
+from moonpool.platforms.stage_platform import stage_platform
+from moonpool.sampling_params import SampleSpec
+from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
 
 BLOCKS = 8
 GREEDY = SampleSpec()
@@ -48,24 +48,24 @@ class Stages:
 
     def __init__(self, path: Path, pool: KVPool, device: Device | None) -> None:
         config = load_config(path)
-        self.events: list[LayerDone | StepDone | Fetched] = []
+        self.events: list[LayerDone | StageDone | BlocksFetched] = []
         self.failures: list[BaseException] = []
-        self.gates = [Gates() for _ in pool.parts]
+        self.gates = [KVGates() for _ in pool.parts]
         self.links = ListLinks()
         self.pool = pool
         self.runners = []
         for stage, part in enumerate(pool.parts):
             model = load_stage(path, config, torch.float32, part.layer_begin, part.layer_end)
             links = NoLinks() if len(pool.parts) == 1 else _End(self.links, last=model.is_last)
-            place = place_on(device, part, self.failures.append)
+            place = stage_platform(device, part, self.failures.append)
             self.runners.append(StageRunner(stage, model, place, links, self.gates[stage], self.events.append, 0.05))
 
-    def run(self, step: Step) -> list[StepDone]:
+    def run(self, step: Step) -> list[StageDone]:
         """A step of all stages, or a run of one."""
         goes_on = [runner.run(step) for runner in self.runners][-1]
         while goes_on:
             goes_on = self.runners[-1].go_on()
-        done = [event for event in self.events if isinstance(event, StepDone)]
+        done = [event for event in self.events if isinstance(event, StageDone)]
         assert not self.links.sent
         return done
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.cost import Speeds
-from moonpool.engine.calibration import fit, fit_profile, measure_decode, measure_prefill
+from moonpool.engine.calibration import PrefillTime, StepTimer, fit, fit_profile, measure_decode, measure_prefill
 from moonpool.engine.emulated.profile import step_seconds
-from moonpool.engine.warmup import PrefillTime, StepTimer
 from moonpool.errors import ConfigError
 from moonpool.kv.layout import KVLayout
-from moonpool.sched.steps import Step, StepResult
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.steps import Step, StepResult
 
 LAYOUT = KVLayout(4, 1, 4, 64, "float16")
 SPEEDS = Speeds(0.004, 3e-5, 2e-8, 0.005, 2e-4, 1e-7)

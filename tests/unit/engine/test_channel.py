@@ -4,9 +4,9 @@ import threading
 import pytest
 
 from moonpool.engine.channel import AsyncChannel, BlockingChannel, ChannelClosed
-from moonpool.engine.messages import OpenGate
-from moonpool.sampling import SampleSpec
-from moonpool.sched.steps import SequenceStep, Step
+from moonpool.engine.messages import OpenKVGate
+from moonpool.sampling_params import SampleSpec
+from moonpool.scheduling.steps import SequenceStep, Step
 
 STEP = Step(7, (SequenceStep(b"\1\0\0\0" * 100_000, 0, tuple(range(3000)), SampleSpec(history=b"abcd")),), gated=True)
 
@@ -25,11 +25,11 @@ async def test_messages_arrive_whole_and_in_order_both_ways() -> None:
     thread.start()
     channel = await AsyncChannel.open(ours)
     channel.send(STEP)
-    channel.send(OpenGate(7, 3))
+    channel.send(OpenKVGate(7, 3))
     assert await channel.receive() == STEP
-    assert await channel.receive() == OpenGate(7, 3)
+    assert await channel.receive() == OpenKVGate(7, 3)
     thread.join(10)
-    assert got == [STEP, OpenGate(7, 3)]
+    assert got == [STEP, OpenKVGate(7, 3)]
     engine.close()
     with pytest.raises(ChannelClosed):
         await channel.receive()

@@ -17,25 +17,23 @@ import pytest
 import torch
 
 from moonpool.checkpoint import kv_layout, load_config
-from moonpool.engine.captures import Captures
-from moonpool.engine.devices.courier import Courier
-from moonpool.engine.devices.cuda import CudaDevice
-from moonpool.engine.devices.lanes import Device, Graph, Immediate
-from moonpool.engine.devices.memory import OnePool
-from moonpool.engine.devices.opening import Place
-from moonpool.engine.devices.staged import StagedDevice
-from moonpool.engine.devices.tiers import TwoTiers
-from moonpool.engine.gates import Gates
-from moonpool.engine.graphs import DecodeGraphs
-from moonpool.engine.messages import Fetch, Fetched, StepDone
+from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
+from moonpool.engine.kv_gate import KVGates
+from moonpool.engine.messages import BlocksFetched, FetchBlocks, StageDone
+from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
-from moonpool.engine.step import StageRunner
 from moonpool.kv.pool import KVPool
-from moonpool.model.batch import PackedBatch
-from moonpool.model.load import load_stage
-from moonpool.model.stage import StageModel
-from moonpool.sampling import SampleSpec
-from moonpool.sched.steps import LayerDone, SequenceStep, Step
+from moonpool.models.batch import PackedBatch
+from moonpool.models.loader import load_stage
+from moonpool.models.stage import StageModel
+from moonpool.platforms.cpu import CpuKVMemory, CpuStream
+from moonpool.platforms.cuda import CudaDevice
+from moonpool.platforms.interface import CapturedGraph, Device
+from moonpool.platforms.kv_memory import CallbackThread, TieredKVMemory
+from moonpool.platforms.stage_platform import StagePlatform
+from moonpool.platforms.staged import StagedDevice
+from moonpool.sampling_params import SampleSpec
+from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
 
 BLOCKS, SIZE = 12, 16
 FEW = [int(os.environ["SEED"])] if "SEED" in os.environ else list(range(6))
@@ -61,9 +59,9 @@ class Rig:
 
     model: StageModel
     pool: KVPool
-    place: Place
-    gates: Gates = field(default_factory=Gates)
-    events: list[LayerDone | StepDone | Fetched] = field(default_factory=list)
+    place: StagePlatform
+    gates: KVGates = field(default_factory=KVGates)
+    events: list[LayerDone | StageDone | BlocksFetched] = field(default_factory=list)
     watched: tuple[int, ...] = ()
     seen: dict[tuple[int, int], list[bytes]] = field(default_factory=dict)
     loading: dict[int, Slices] = field(default_factory=dict)
@@ -73,7 +71,7 @@ class Rig:
         self.runner = StageRunner(0, self.model, self.place, NoLinks(), self.gates, self._emit, 5.0)
         self._next = 1
 
-    def _emit(self, event: LayerDone | StepDone | Fetched) -> None:
+    def _emit(self, event: LayerDone | StageDone | BlocksFetched) -> None:
         if isinstance(event, LayerDone):  # at this moment the slices may leave
             self.seen[event.step_id, event.layer] = [bytes(self.pool.slice(event.layer, it)) for it in self.watched]
             if self.aborting:
@@ -81,7 +79,7 @@ class Rig:
             self._open(event.step_id, event.layer + 1)
         self.events.append(event)
 
-    def run(self, *sequences: SequenceStep, **how: object) -> StepDone:
+    def run(self, *sequences: SequenceStep, **how: object) -> StageDone:
         """Runs a step and waits until it is said to be done."""
         step = Step(self._next, sequences, **how)  # type: ignore[arg-type]
         self._next += 1
@@ -92,7 +90,7 @@ class Rig:
             goes_on = self.runner.go_on()
         self.settle()
         done = self.events[-1]
-        assert isinstance(done, StepDone)
+        assert isinstance(done, StageDone)
         return done
 
     def go_on(self, tokens: list[int], table: tuple[int, ...], count: int) -> None:
@@ -100,7 +98,7 @@ class Rig:
         run = 1 if self.place.device is None else count
         for _ in range(0, count, run):
             step = self.run(part(tokens, len(tokens) - 1, table), steps=run).step_id
-            done = [event for event in self.events if isinstance(event, StepDone) and event.step_id == step]
+            done = [event for event in self.events if isinstance(event, StageDone) and event.step_id == step]
             tokens += [token for event in done for token in event.sampled if token is not None]
 
     def _open(self, step_id: int, layer: int) -> None:
@@ -117,9 +115,9 @@ class Rig:
             os.sched_yield()
 
     def fetch(self, *blocks: int) -> None:
-        self.runner.fetch(Fetch(7, blocks))
+        self.runner.fetch(FetchBlocks(7, blocks))
         self.settle()
-        assert self.events.pop() == Fetched(7, 0)
+        assert self.events.pop() == BlocksFetched(7, 0)
 
     def slices(self, block: int) -> Slices:
         return [(bytes(data), value) for data, value in (self.pool.read(it, block) for it in self._layers)]
@@ -151,14 +149,14 @@ def rig(
     layout = kv_layout(model.config, "float32", SIZE, kv_dtype)
     pool = KVPool.create(layout, BLOCKS, [(0, layout.layers)])
     [part] = pool.parts
-    courier = Courier(nothing_fails)
-    place = Place(torch.device("cpu"), Immediate(), OnePool(part), courier)
+    courier = CallbackThread(nothing_fails)
+    place = StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), courier)
     if device is not None:
-        memory = TwoTiers(part, device, courier, buffers)
-        place = Place(device.torch_device, device.compute, memory, courier, device)
+        memory = TieredKVMemory(part, device, courier, buffers)
+        place = StagePlatform(device.torch_device, device.compute, memory, courier, device)
     it = Rig(model, pool, place)
     if graphs and device is not None:
-        it.runner.graphs = DecodeGraphs(device, model, place.memory, Captures(BLOCKS * SIZE), BLOCKS * SIZE)
+        it.runner.graphs = DecodeGraphs(device, model, place.memory, GraphCache(BLOCKS * SIZE), BLOCKS * SIZE)
     yield it
     it.runner.close()
     pool.close()
@@ -303,7 +301,7 @@ def test_the_kernels_of_gpus_in_a_hostile_order_choose_the_same_tokens(expected:
 class Refusing(StagedDevice):
     """A device that captures nothing."""
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> Graph:
+    def capture(self, work: Callable[[], torch.Tensor]) -> CapturedGraph:
         raise RuntimeError("out of memory")
 
 
@@ -330,9 +328,9 @@ def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> 
     layout, first = kv_layout(config, "float32", SIZE), config.num_layers // 2
     pool = KVPool.create(layout, BLOCKS, [(0, first), (first, layout.layers)])
     later, device = load_stage(checkpoint, config, torch.float32, first, layout.layers), StagedDevice(1)
-    courier = Courier(nothing_fails)
-    memory = TwoTiers(pool.parts[1], device, courier)
-    graphs = DecodeGraphs(device, later, memory, Captures(SIZE), SIZE)
+    courier = CallbackThread(nothing_fails)
+    memory = TieredKVMemory(pool.parts[1], device, courier)
+    graphs = DecodeGraphs(device, later, memory, GraphCache(SIZE), SIZE)
     shares = [part((5,), 0, (1,)), part((6,), 0, (2,)), part((7,), 0, (3,))]
     batch = PackedBatch.build([(it.token_ids, it.start, it.block_table) for it in shares], SIZE)
     hidden = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(2))
@@ -347,7 +345,7 @@ def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> 
     pool.close()
 
 
-class Interrupted(Immediate):
+class Interrupted(CpuStream):
     """A lane during whose second work something else happens."""
 
     def __init__(self, happens: Callable[[], None]) -> None:
@@ -363,7 +361,7 @@ class AtOnce:
 
     def __init__(self, happens: Callable[[], None]) -> None:
         self.torch_device = torch.device("cpu")
-        self.compute, self.up, self.down = Immediate(), Interrupted(happens), Immediate()
+        self.compute, self.up, self.down = CpuStream(), Interrupted(happens), CpuStream()
 
     def memory(self, shape: tuple[int, ...], beside: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.uint8)
@@ -371,7 +369,7 @@ class AtOnce:
     def buffers(self, count: int, nbytes: int) -> torch.Tensor:
         return torch.zeros(count, nbytes, dtype=torch.uint8)
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> Graph:
+    def capture(self, work: Callable[[], torch.Tensor]) -> CapturedGraph:
         raise AssertionError("nothing is captured")
 
     def close(self) -> None: ...

@@ -8,26 +8,25 @@ import pytest
 from torch import Tensor
 
 from moonpool.checkpoint import kv_layout, load_config
-from moonpool.engine.devices.cuda import check_room
-from moonpool.engine.devices.opening import place_on
-from moonpool.engine.devices.staged import StagedDevice
-from moonpool.engine.devices.tiers import ring_bytes
+from moonpool.engine.executor import ProcessEngine, start_engine
 from moonpool.engine.footprint import (
     GRAMMAR_BYTES,
+    device_footprint,
     device_work_bytes,
-    format_bytes,
-    near,
-    on_device,
+    grammar_bytes,
+    near_memory_limit,
     resident_bytes,
     work_bytes,
 )
 from moonpool.engine.messages import EngineSpec, Footprint
-from moonpool.engine.process import ProcessEngine
-from moonpool.engine.start import start_engine
 from moonpool.errors import ConfigError
 from moonpool.kv.pool import KVPool
-from moonpool.sampling import SampleSpec, SamplingParams
-from moonpool.sched.steps import Scored, SequenceStep, Step
+from moonpool.platforms.cuda import check_free_memory
+from moonpool.platforms.kv_memory import staging_bytes
+from moonpool.platforms.stage_platform import stage_platform
+from moonpool.platforms.staged import StagedDevice
+from moonpool.sampling_params import SampleSpec, SamplingParams
+from moonpool.scheduling.steps import ScoredTokens, SequenceStep, Step
 
 BLOCK, BATCH = 64, 64
 SAMPLED = SampleSpec(SamplingParams(temperature=0.8, top_p=0.9, top_k=50, logprobs=5, repetition_penalty=1.1))
@@ -50,7 +49,7 @@ def largest_steps(longest: int) -> list[tuple[SequenceStep, ...]]:
     """The longest chunk behind the longest prefix, all of its tokens scored; chunks; batches of decode."""
     chunk = min(1024, longest // 2)
     return [
-        (part(chunk, longest - chunk, scored=Scored(bytes(4 * chunk), 5)),),
+        (part(chunk, longest - chunk, scored=ScoredTokens(bytes(4 * chunk), 5)),),
         tuple(part(1024 // BATCH) for _ in range(BATCH)),
         tuple(part(1, longest - 1) for _ in range(BATCH)),
     ]
@@ -72,7 +71,7 @@ async def test_the_largest_steps_keep_the_bound(checkpoint: Path, kv_dtype: str)
     assert footprint.libraries < sizes[0] < footprint.bound
     assert sizes[2] <= sizes[1] + (4 << 20) < footprint.bound
     assert footprint.pool == 40 * layout.block_bytes
-    assert footprint.formats == format_bytes(config) > GRAMMAR_BYTES
+    assert footprint.formats == grammar_bytes(config) > GRAMMAR_BYTES
 
 
 def test_work_grows_with_what_it_is_for(checkpoint: Path) -> None:
@@ -100,7 +99,7 @@ class FakeDevice(StagedDevice):
 
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
         self.asked = prod(shape), beside
-        check_room(*self.asked, self._free)
+        check_free_memory(*self.asked, self._free)
         return super().memory(shape, beside)
 
 
@@ -109,7 +108,7 @@ def test_a_device_keeps_room_for_steps_beside_its_pool(checkpoint: Path) -> None
     pool = KVPool.create(engine.layout, engine.blocks, [(0, config.num_layers)])
     [part] = pool.parts
     errors: list[BaseException] = []
-    held = on_device(config, engine, weights=5 << 20, pool=part.nbytes, ring=ring_bytes(part))
+    held = device_footprint(config, engine, weights=5 << 20, pool=part.nbytes, ring=staging_bytes(part))
     assert held.pool == 40 * engine.layout.block_bytes
     assert held.ring == 2 * 64 * part.slice_bytes
     assert held.bound == (5 << 20) + held.pool + held.work + held.graphs
@@ -117,10 +116,10 @@ def test_a_device_keeps_room_for_steps_beside_its_pool(checkpoint: Path) -> None
         device = FakeDevice(held.pool + held.work + held.graphs - missing)
         if missing:
             with pytest.raises(ConfigError, match="do not fit the GPU"):
-                place_on(device, part, errors.append, held.work + held.graphs)
+                stage_platform(device, part, errors.append, held.work + held.graphs)
             device.close()
         else:
-            place_on(device, part, errors.append, held.work + held.graphs).close()
+            stage_platform(device, part, errors.append, held.work + held.graphs).close()
         assert device.asked == (held.pool, held.work + held.graphs)
     assert not errors
     pool.close()
@@ -133,12 +132,12 @@ def test_work_on_a_device_grows_with_what_it_is_for(checkpoint: Path) -> None:
     assert device_work_bytes(config, spec(checkpoint, deterministic=True, blocks=4000, max_tokens=1 << 17)) > least
     wide = replace(config, vocab_size=config.vocab_size + 100_000)
     assert device_work_bytes(wide, spec(checkpoint)) - least >= 64 * 100_000 * 4 * 16
-    assert on_device(config, spec(checkpoint, graphs=False), weights=0, pool=0, ring=0).graphs == 0
+    assert device_footprint(config, spec(checkpoint, graphs=False), weights=0, pool=0, ring=0).graphs == 0
 
 
 def test_a_devices_memory_is_told_beside_the_hosts(checkpoint: Path) -> None:
     config, engine = load_config(checkpoint), spec(checkpoint)
-    held = on_device(config, engine, weights=5 << 20, pool=3 << 20, ring=1 << 20)
+    held = device_footprint(config, engine, weights=5 << 20, pool=3 << 20, ring=1 << 20)
     told = Footprint(200 << 20, 5 << 20, 4 << 20, 50 << 20, 0, held).mebibytes()
     assert (told["bound_mib"], told["device_weights_mib"], told["device_pool_mib"]) == (259, 5, 3)
     assert (told["device_ring_mib"], told["device_graphs_mib"]) == (1, 512)
@@ -148,6 +147,6 @@ def test_a_devices_memory_is_told_beside_the_hosts(checkpoint: Path) -> None:
 
 def test_a_process_is_near_its_bound_before_it_has_reached_it() -> None:
     now = resident_bytes()
-    assert near(now)
-    assert near(now + (100 << 20)), "the worst grammar fits in between"
-    assert not near(now + GRAMMAR_BYTES)
+    assert near_memory_limit(now)
+    assert near_memory_limit(now + (100 << 20)), "the worst grammar fits in between"
+    assert not near_memory_limit(now + GRAMMAR_BYTES)

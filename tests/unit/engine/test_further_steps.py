@@ -15,13 +15,13 @@ import torch
 
 from kernels.native import library
 from moonpool.checkpoint import Tokenizer
-from moonpool.engine.masks import Allowed, Making, Masks, Wanted
-from moonpool.engine.messages import StepDone
-from moonpool.kv.hashes import slice_hash
-from moonpool.model.native_run import Done
-from moonpool.model.sampler import NOT_FINITE
-from moonpool.sampling import SampleSpec, SamplingParams
-from moonpool.sched.steps import SequenceStep, Step
+from moonpool.engine.messages import StageDone
+from moonpool.engine.structured_output import MaskBuilder, MaskRequest, PendingMasks, TokenMasks
+from moonpool.kv.keys import slice_hash
+from moonpool.models.native_step import RunResult
+from moonpool.sampling.sampler import NOT_FINITE
+from moonpool.sampling_params import SampleSpec, SamplingParams
+from moonpool.scheduling.steps import SequenceStep, Step
 from tests.unit.engine.stages import GREEDY, PROMPT, ids, stages, whole
 from tests.unit.fakes.engine import further
 
@@ -70,7 +70,7 @@ def test_a_run_seals_the_blocks_that_it_fills_and_ends_when_it_is_aborted(checkp
         assert one.runners[0].go_on()
         one.gates[0].abort(3)
         assert not one.runners[0].go_on()
-        assert [it.aborted for it in one.events[-3:] if isinstance(it, StepDone)] == [False, False, True]
+        assert [it.aborted for it in one.events[-3:] if isinstance(it, StageDone)] == [False, False, True]
         assert not len(one.gates[0])
 
 
@@ -84,19 +84,19 @@ def test_a_run_with_a_format_gives_the_tokens_of_plain_forward_passes_with_its_m
         return Step(step_id, (SequenceStep(ids(*PROMPT, *tokens), 0, (4, 1, 6), spec),), steps=steps)
 
     with stages(checkpoint, 1) as one:
-        one.runners[0].masks = Masks(lambda: Tokenizer.load(checkpoint), 512, (1,))
+        one.runners[0].masks = MaskBuilder(lambda: Tokenizer.load(checkpoint), 512, (1,))
         tokens = [it.sampled[0] or 0 for it in one.run(step(1, [], SampleSpec(how), steps=6))]
         assert re.fullmatch("[a-z]+", Tokenizer.load(checkpoint).decode(tokens))
         for at, token in enumerate(tokens):
             one.runners[0].masks.close()
-            one.runners[0].masks = Masks(lambda: Tokenizer.load(checkpoint), 512, (1,))
+            one.runners[0].masks = MaskBuilder(lambda: Tokenizer.load(checkpoint), 512, (1,))
             alone = step(2 + at, tokens[:at], SampleSpec(how, position=at, answer=ids(*tokens[:at])))
             assert one.run(alone)[-1].sampled == (token,)
         assert one.run(step(9, [], GREEDY))[-1].sampled[0] not in tokens
         one.runners[0].close()
 
 
-class Ambiguous(Masks):
+class Ambiguous(MaskBuilder):
     """One token may follow in the first sequence; in the run's third step there is no mask for it."""
 
     def __init__(self) -> None:
@@ -104,18 +104,18 @@ class Ambiguous(Masks):
         self._bits = bytearray(64)
         self._steps_made = 0
 
-    def begin(self, wanted: Sequence[Wanted]) -> Making:
+    def begin(self, wanted: Sequence[MaskRequest]) -> PendingMasks:
         assert [it.index for it in wanted] == [0]
         return self.go_on(())
 
-    def go_on(self, tokens: Sequence[int]) -> Making:
+    def go_on(self, tokens: Sequence[int]) -> PendingMasks:
         self._steps_made += 1
         self._bits[:] = (1 << 7 + self._steps_made).to_bytes(64, "little")
         failed = {0: "too ambiguous"} if self._steps_made == 3 else {}
-        return Making(lambda: Allowed({0: memoryview(self._bits)}, failed))
+        return PendingMasks(lambda: TokenMasks({0: memoryview(self._bits)}, failed))
 
 
-class Uncompiled(Masks):
+class Uncompiled(MaskBuilder):
     """Its first grammar is not compiled: when it is asked for masks, it notes whether some KV has been written."""
 
     def __init__(self, written: Callable[[], bool]) -> None:
@@ -123,12 +123,12 @@ class Uncompiled(Masks):
         self.seen: list[bool] = []
         self._written = written
 
-    def begin(self, wanted: Sequence[Wanted]) -> Making:
-        return Making(self._make, [Future()])
+    def begin(self, wanted: Sequence[MaskRequest]) -> PendingMasks:
+        return PendingMasks(self._make, [Future()])
 
-    def _make(self) -> Allowed:
+    def _make(self) -> TokenMasks:
         self.seen.append(self._written())
-        return Allowed()
+        return TokenMasks()
 
 
 def test_a_grammar_is_waited_for_behind_the_layers_of_a_runs_first_step(checkpoint: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_sequence_whose_logits_are_not_finite_ends_a_run_and_the_others_have_t
         assert one.runners[0].run(Step(3, shares, steps=6))
         one.runners[0].place.memory.kv[:, 6] = torch.nan
         assert not one.runners[0].go_on()
-        first, told = [it for it in one.events if isinstance(it, StepDone)]
+        first, told = [it for it in one.events if isinstance(it, StageDone)]
         assert (first.sampled, told.sampled) == (expected[0], (None, expected[1][1]))
         assert (told.over, told.failed) == (True, {0: NOT_FINITE})
 
@@ -219,9 +219,9 @@ class Halted:
 
     def choose_by(self, alone: object, ends: object) -> None: ...
 
-    def go_on(self, most: int, until_ns: int) -> Done:
+    def go_on(self, most: int, until_ns: int) -> RunResult:
         assert most > 2
-        return Done(2, stopped=True, filled=[])
+        return RunResult(2, stopped=True, filled=[])
 
     def tokens(self, steps: int) -> list[tuple[list[int], int]]:
         return [([5 + step], time.monotonic_ns()) for step in range(steps)]
@@ -236,6 +236,6 @@ def test_steps_before_the_one_that_is_aborted_are_told_and_that_one_has_no_token
         monkeypatch.setattr(runner.model, "going_on", lambda *_, **__: Halted())
         assert runner.run(Step(1, (SequenceStep(ids(7), 0, (4,), GREEDY),), patient=True, steps=6))
         assert not runner.go_on()
-        [told] = [it for it in one.events if isinstance(it, StepDone)]
+        [told] = [it for it in one.events if isinstance(it, StageDone)]
         assert [(it.sampled, it.aborted) for it in told.earlier[1:]] == [((5,), False), ((6,), False)]
         assert (told.sampled, told.aborted, told.over) == ((), True, True)

@@ -11,15 +11,16 @@ import pytest
 
 from moonpool.engine.emulated import profile as profile_module
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.engine.instance import EngineConfig, InstanceContext, engine_setup, run_instance
+from moonpool.engine.executor import OnLoading
+from moonpool.engine.instance import InstanceContext, run_instance
 from moonpool.engine.messages import EngineSpec
-from moonpool.engine.process import OnLoading
+from moonpool.engine.setup import EngineConfig, engine_setup
 from moonpool.errors import ConfigError, Unavailable
 from moonpool.errors import Mismatch as MismatchError
 from moonpool.rpc.channels import Channels, probe
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service, serving
-from moonpool.sched.block_manager import BlockManager
+from moonpool.scheduling.block_manager import BlockManager
 from moonpool.telemetry.gauges import Gauges
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2

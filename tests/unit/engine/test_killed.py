@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine.handle import Engine
+from moonpool.engine.executor import OnLoading, ProcessEngine, start_processes
 from moonpool.engine.instance import InstanceContext, run_instance
-from moonpool.engine.launch import start_processes
+from moonpool.engine.interface import Engine
 from moonpool.engine.messages import MAX_FETCHES, EngineSpec
-from moonpool.engine.process import OnLoading, ProcessEngine
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import chain_root
 from moonpool.rpc.channels import Channels
@@ -28,9 +27,8 @@ from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from services.decode.config import DecodeConfig
-from services.decode.core.request import State
-from services.decode.instance import DecodeInstance
-from services.decode.service import contract
+from services.decode.core.request import RequestStatus
+from services.decode.service import DecodeInstance, contract
 from tests.unit.decode.calls import conducting, reserve
 from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.instances import WAIT_S, prompt, spec
@@ -122,7 +120,7 @@ async def test_killed_in_a_copy(
         async with asyncio.timeout(WAIT_S):
             await held.wait()
         core = service.core
-        assert core.count(State.SWAPPING_OUT) == (lane == "down")
+        assert core.count(RequestStatus.SWAPPING_OUT) == (lane == "down")
         assert service.shell.step_in_flight == (lane == "up")
         assert core.blocks.num_used == 1, "what is being copied is nobody else's"
         copies = [asyncio.ensure_future(engine.fetch((block,))) for block in range(MAX_FETCHES + 2)]

@@ -10,10 +10,9 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 import moonpool.bundled
-import moonpool.engine.parsers
 from moonpool.checkpoint import Tokenizer, load_config
-from moonpool.engine.masks import Masks, Wanted
-from moonpool.engine.parsers import Parsers
+from moonpool.engine import structured_output
+from moonpool.engine.structured_output import MaskBuilder, MaskRequest, ParserCache
 from moonpool.grammar import Grammar
 
 FOLDER = Path(moonpool.bundled.__file__).parent / "tiny"
@@ -24,12 +23,12 @@ SEEDS = range(12)
 
 
 @pytest.fixture
-def parsers() -> Iterator[Callable[[], Parsers]]:
-    made: list[Parsers] = []
+def parsers() -> Iterator[Callable[[], ParserCache]]:
+    made: list[ParserCache] = []
 
-    def make() -> Parsers:
+    def make() -> ParserCache:
         load, ends = (lambda: Tokenizer.load(FOLDER)), CONFIG.eos_token_ids
-        made.append(Parsers(load, CONFIG.vocab_size, ends, nullcontext, lambda: False))
+        made.append(ParserCache(load, CONFIG.vocab_size, ends, nullcontext, lambda: False))
         return made[-1]
 
     yield make
@@ -40,7 +39,7 @@ def parsers() -> Iterator[Callable[[], Parsers]]:
 @pytest.fixture
 def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = LLParserLimits(max_lexer_states=1_000, verbose_errors=False)
-    monkeypatch.setattr(moonpool.engine.parsers, "LIMITS", limits)
+    monkeypatch.setattr(structured_output, "LIMITS", limits)
 
 
 def follow(parser: LLMatcher, seed: int, tokens: int = 20) -> list[bytes]:
@@ -57,7 +56,7 @@ def follow(parser: LLMatcher, seed: int, tokens: int = 20) -> list[bytes]:
     return [*masks, answer.tobytes()]
 
 
-def test_what_earlier_answers_have_met_changes_no_mask(parsers: Callable[[], Parsers]) -> None:
+def test_what_earlier_answers_have_met_changes_no_mask(parsers: Callable[[], ParserCache]) -> None:
     for grammar in (Grammar("json_object", ""), MANY):
         used, fresh = parsers(), parsers()
         for seed in range(3):
@@ -67,7 +66,7 @@ def test_what_earlier_answers_have_met_changes_no_mask(parsers: Callable[[], Par
 
 @pytest.mark.usefixtures("few_states")
 def test_a_grammar_whose_states_earlier_answers_have_used_up_is_compiled_anew(
-    parsers: Callable[[], Parsers],
+    parsers: Callable[[], ParserCache],
 ) -> None:
     made = parsers()
     *_, begun = follow(made.take(MANY, b""), 0, 5)
@@ -87,9 +86,9 @@ def test_a_grammar_whose_states_earlier_answers_have_used_up_is_compiled_anew(
 
 @pytest.mark.usefixtures("few_states")
 def test_answers_go_on_when_earlier_ones_have_used_up_a_grammars_states() -> None:
-    masks = Masks(lambda: Tokenizer.load(FOLDER), CONFIG.vocab_size, CONFIG.eos_token_ids)
+    masks = MaskBuilder(lambda: Tokenizer.load(FOLDER), CONFIG.vocab_size, CONFIG.eos_token_ids)
     for seed in SEEDS:
-        random, made = Random(seed), masks.begin([Wanted(0, MANY, b"")])
+        random, made = Random(seed), masks.begin([MaskRequest(0, MANY, b"")])
         for _ in range(20):
             assert made is not None
             assert made.now().failed == {}

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kernels.choice import VARIABLE
-from moonpool.engine.devices.lanes import Device
-from moonpool.engine.devices.staged import StagedDevice
-from moonpool.engine.messages import StepDone
-from moonpool.sampling import SampleSpec, SamplingParams
-from moonpool.sched.steps import SequenceStep, Step
+from moonpool.engine.messages import StageDone
+from moonpool.platforms.interface import Device
+from moonpool.platforms.staged import StagedDevice
+from moonpool.sampling_params import SampleSpec, SamplingParams
+from moonpool.scheduling.steps import SequenceStep, Step
 from tests.unit.engine.stages import PROMPT, ids, stages
 
 WAYS: list[dict[str, Any]] = [
@@ -36,7 +36,7 @@ def story(checkpoint: Path, device: Device | None) -> list[tuple[tuple[int | Non
         one.run(Step(1, tuple(prompts)))
         one.run(Step(2, tuple(going_on), steps=8))
         one.runners[0].close()
-        told = [event for event in one.events if isinstance(event, StepDone)]
+        told = [event for event in one.events if isinstance(event, StageDone)]
         done = list(chain.from_iterable((*it.earlier, it) for it in told))
         assert not one.failures
         return [(it.sampled, it.failed) for it in done]

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.core.kernel import Ended
-from moonpool.cost import Speeds
-from moonpool.kv.hashes import slice_hash
-from moonpool.kv.keys import BlockKey, tokens_to_bytes
-from moonpool.sampling import GREEDY, SampleSpec
-from moonpool.sched.steps import LayerDone, SequenceStep, Step
+from moonpool.kv.keys import BlockKey, slice_hash, tokens_to_bytes
+from moonpool.sampling_params import GREEDY, SampleSpec
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.state_machine import IoEnded
+from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
 from services.prefill.core import actions, events
-from services.prefill.core.core import PrefillCore
-from services.prefill.core.state import Settings
+from services.prefill.core.jobs import PrefillSettings
+from services.prefill.core.scheduler import PrefillScheduler
 from tests.unit.engine.stages import BLOCKS, Stages, stages
-from tests.unit.sched.helpers import BT, keys_of, tokens
+from tests.unit.scheduling.helpers import BT, keys_of, tokens
 
 Stored = dict[tuple[BlockKey, int], tuple[bytes, int]]
 
@@ -32,7 +31,7 @@ class Walk:
     def __init__(self, engine: Stages, seed: int) -> None:
         self.engine, self.pool, self.layout = engine, engine.pool, engine.pool.layout
         self.random = random.Random(seed)
-        settings = Settings(
+        settings = PrefillSettings(
             blocks=BLOCKS,
             block_tokens=BT,
             layers=self.layout.layers,
@@ -40,7 +39,7 @@ class Walk:
             step_tokens=self.random.randint(BT, 3 * BT),
             stages=len(engine.runners),
         )
-        self.core = PrefillCore(settings, Speeds(prefill_per_token_s=1.0, load_bytes_per_s=1e9))
+        self.core = PrefillScheduler(settings, Speeds(prefill_per_token_s=1.0, load_bytes_per_s=1e9))
         self.blocks = self.core.state.manager
         self.prompts: dict[int, array[int]] = {}
         self.steps: dict[int, Step] = {}
@@ -60,7 +59,7 @@ class Walk:
         assert value == slice_hash(cleaned), f"layer {layer} of block {block}, {valid_tokens} tokens"
         self.checked += 1
 
-    def post(self, event: events.Event | Ended[events.Result]) -> None:
+    def post(self, event: events.Event | IoEnded[events.IoResult]) -> None:
         out: list[actions.Action] = []
         self.now += 0.001
         self.core.handle(self.now, event, out)
@@ -68,8 +67,8 @@ class Walk:
             self.perform(action)
         while self.told:  # until now its transfer, which is never opened, has kept its blocks
             number = self.told.pop()
-            self.post(events.Leave(number))
-            self.post(Ended(self.transfers.pop(number), events.Failed()))
+            self.post(events.CancelJob(number))
+            self.post(IoEnded(self.transfers.pop(number), events.IoFailed()))
         self.core.check_invariants()
 
     def perform(self, action: actions.Action) -> None:
@@ -79,20 +78,20 @@ class Walk:
                 self.steps[action.io] = Step(
                     action.io, tuple(map(self.sequence, action.chunks)), action.gated, layer_events=True
                 )
-            case actions.OpenGate():
+            case actions.OpenKVGate():
                 for gates in self.engine.gates:
                     gates.open(action.step, action.layer)
-            case actions.AbortStep():
+            case actions.GiveUpStep():
                 for gates in self.engine.gates:
                     gates.abort(action.step)
-            case actions.DropShare():
+            case actions.DropSequenceSlice():
                 for gates in self.engine.gates:
                     gates.drop(action.step, action.index)
             case actions.LoadBlocks():
                 self.loads.append(action)
             case actions.OpenTransfer():
                 self.transfers[action.job] = action.io
-            case actions.TellToken():
+            case actions.ReportFirstToken():
                 self.leave(action.job)
                 self.told.append(action.job)
 
@@ -115,7 +114,7 @@ class Walk:
                 self.post(events.LayerComputed(io, event.layer))
         self.aborted += done.aborted
         self.engine.events.clear()
-        self.post(Ended(io, events.StepEnded(done.aborted, 0.001)))
+        self.post(IoEnded(io, events.StepEnded(done.aborted, 0.001)))
 
     def check_chunks(self, io: int, layer: int) -> None:
         for chunk in self.chunks[io].chunks:
@@ -128,9 +127,9 @@ class Walk:
         ids = tokens(self.random.randint(1, 4 * BT), first=first)
         keys = keys_of(ids)
         stored = next((i for i, key in enumerate(keys) if (key, 0) not in self.stored), len(keys))
-        sources = (events.Source("store", stored),) if self.random.random() < 0.7 else ()
+        sources = (events.KVSource("store", stored),) if self.random.random() < 0.7 else ()
         self.prompts[number] = ids
-        self.post(events.Arrive(number, len(ids), tuple(keys), 0, sources))
+        self.post(events.SubmitJob(number, len(ids), tuple(keys), 0, sources))
 
     def load(self, order: actions.LoadBlocks) -> None:
         """Loads what a store has beyond the cached blocks: some of it behind a gated step, or not to its end."""
@@ -144,10 +143,10 @@ class Walk:
         if fails:
             self.failed += 1
             self.now += 3.0  # the store is not left alone for long
-            self.post(Ended(order.io, events.LoadEnded(0, missing=0)))
+            self.post(IoEnded(order.io, events.LoadEnded(0, missing=0)))
         else:
             self.loaded += 1
-            self.post(Ended(order.io, events.LoadEnded(len(order.blocks), seconds=1e-6)))
+            self.post(IoEnded(order.io, events.LoadEnded(len(order.blocks), seconds=1e-6)))
 
     def leave(self, number: int) -> None:
         """A prompt is computed: all of it may be sent or stored. Then an answer is computed behind it, and stored."""

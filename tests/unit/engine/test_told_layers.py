@@ -12,12 +12,12 @@ import pytest
 
 from kernels.choice import VARIABLE
 from kernels.native import library
-from moonpool.engine.devices.lanes import Immediate
-from moonpool.engine.devices.memory import OnePool, Then
-from moonpool.engine.gates import Gates
-from moonpool.engine.messages import Fetched, StepDone
-from moonpool.kv.hashes import slice_hash
-from moonpool.sched.steps import LayerDone
+from moonpool.engine.kv_gate import KVGates
+from moonpool.engine.messages import BlocksFetched, StageDone
+from moonpool.kv.keys import slice_hash
+from moonpool.platforms.cpu import CpuKVMemory, CpuStream
+from moonpool.platforms.kv_memory import OnDone
+from moonpool.scheduling.steps import LayerDone
 from tests.unit.engine.stages import Stages, stages, whole
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
@@ -27,7 +27,7 @@ BLOCKS = ((4, 16), (1, 16), (6, 8))
 """Those of `whole`, with their valid tokens."""
 
 
-class Counting(Immediate):
+class Counting(CpuStream):
     """A lane that counts what it was given."""
 
     def __init__(self) -> None:
@@ -83,13 +83,13 @@ class Told:
             found.append(any(data) and value == slice_hash(cleaned))
         return all(found)
 
-    def _emit(self, event: LayerDone | StepDone | Fetched) -> None:
+    def _emit(self, event: LayerDone | StageDone | BlocksFetched) -> None:
         self.threads.append(threading.current_thread())
         if isinstance(event, LayerDone):
             assert self.is_sealed(event.layer), "its slices may leave"
             self.names.append(event.layer)
             self.then(event.layer)
-        elif isinstance(event, StepDone):
+        elif isinstance(event, StageDone):
             self.names.append("aborted" if event.aborted else "done")
 
 
@@ -138,7 +138,7 @@ def test_a_step_aborted_at_a_gate_tells_the_layers_below_it_and_no_other(checkpo
         assert it.run(2) == [0, 1, 2, 3, "done"]
 
 
-def _abort_at(gates: Gates, step_id: int, at: int, layer: int) -> None:
+def _abort_at(gates: KVGates, step_id: int, at: int, layer: int) -> None:
     if layer == at:
         gates.abort(step_id)
 
@@ -174,12 +174,12 @@ def test_a_step_ends_when_all_its_layers_are_told_however_slow_that_is(checkpoin
         assert waited == [True] * LAYERS
 
 
-class Broken(OnePool):
+class Broken(CpuKVMemory):
     """Memory of which one layer cannot be sealed."""
 
     ERROR = OSError("no")
 
-    def leave(self, layer: int, then: Then | None) -> None:
+    def leave(self, layer: int, then: OnDone | None) -> None:
         if layer == 1:
             raise self.ERROR
         super().leave(layer, then)

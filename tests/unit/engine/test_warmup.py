@@ -3,12 +3,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
-from moonpool.engine.handle import Engine
-from moonpool.engine.warmup import DecodeTime, PrefillTime, fit_decode, fit_prefill, measure
+from moonpool.engine.calibration import DecodeTime, PrefillTime, fit_decode, fit_prefill, measure
+from moonpool.engine.interface import Engine
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sched.steps import LayerDone, Step, StepResult
+from moonpool.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.scheduling.steps import LayerDone, Step, StepResult
 
 TRUE = Speeds(0.01, 1e-4, 1e-7, 0.02, 1e-3, 1e-6)
 

@@ -13,16 +13,15 @@ import torch
 from kernels import choice
 from kernels.native import build, library
 from moonpool.checkpoint import kv_layout, load_config
-from moonpool.cost import Speeds
-from moonpool.engine.handle import Engine
+from moonpool.engine.executor import ProcessEngine, start_engine
+from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
-from moonpool.engine.process import ProcessEngine
-from moonpool.engine.start import start_engine
 from moonpool.errors import ConfigError, Unavailable
-from moonpool.model.batch import PackedBatch
-from moonpool.model.load import load_stage
-from moonpool.sampling import SampleSpec
-from moonpool.sched.steps import LayerDone, SequenceStep, Step, StepResult
+from moonpool.models.batch import PackedBatch
+from moonpool.models.loader import load_stage
+from moonpool.sampling_params import SampleSpec
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
 
 BLOCKS = 16
 

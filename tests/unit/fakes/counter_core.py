@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from moonpool.core.digest import digest_of
-from moonpool.core.kernel import Ended, Outstanding, Tick
-from moonpool.core.timers import Timers
+from moonpool.scheduling.state_machine import IoEnded, PendingIo, Tick, Timers, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +24,16 @@ class Counter:
     def __init__(self) -> None:
         self.total = 0
         self.ended: list[int] = []
-        self.outstanding: Outstanding[int] = Outstanding()
+        self.outstanding: PendingIo[int] = PendingIo()
         self._timers: Timers[str] = Timers()
 
-    def handle(self, now: float, event: Add | Ended[int] | Tick, out: list[Said | Start]) -> None:
+    def handle(self, now: float, event: Add | IoEnded[int] | Tick, out: list[Said | Start]) -> None:
         match event:
             case Add(number):
                 self.total += number
                 self._timers.set("say", now + 1.0)
                 out.append(Start(self.outstanding.begin(number)))
-            case Ended(io, result):
+            case IoEnded(io, result):
                 assert result == self.outstanding.end(io)
                 self.ended.append(io)
             case Tick():

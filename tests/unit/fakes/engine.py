@@ -11,14 +11,21 @@ from typing import Any
 
 import xxhash
 
-from moonpool.cost import Speeds
 from moonpool.errors import Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sampling import SampleSpec
-from moonpool.sched.stages import stage_ranges
-from moonpool.sched.steps import LayerDone, SequenceStep, Several, Step, StepResult, finished_blocks
-from tests.unit.streams.fakes import LAYOUT
+from moonpool.sampling_params import SampleSpec
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.steps import (
+    LayerDone,
+    SampledCandidates,
+    SequenceStep,
+    Step,
+    StepResult,
+    finished_blocks,
+    stage_ranges,
+)
+from tests.unit.transport.fakes import LAYOUT
 
 
 def slot(token: int, position: int, layer: int, head: int, plane: int, layout: KVLayout = LAYOUT) -> bytes:
@@ -67,10 +74,10 @@ def next_token(tokens: Sequence[int]) -> int:
     return 8 + digest_after(tokens) % 200
 
 
-def most_likely(digest: int, count: int = 200) -> Several:
+def most_likely(digest: int, count: int = 200) -> SampledCandidates:
     """What the engine gives for beams: tokens, each less likely than the one before."""
     tokens = tuple(8 + (digest + 17 * n) % 200 for n in range(count))
-    return Several(tokens, tuple(-(n + 1) * (1 + digest % 5) / 4 for n in range(count)))
+    return SampledCandidates(tokens, tuple(-(n + 1) * (1 + digest % 5) / 4 for n in range(count)))
 
 
 def continuation(tokens: Sequence[int], count: int) -> list[int]:
@@ -117,7 +124,7 @@ def after(step: Step, sampled: Sequence[int | None]) -> Step | None:
 
 
 class FakeEngine:
-    """Satisfies `moonpool.engine.handle.Engine`; computes what `next_token` says from the bytes in its pool.
+    """Satisfies `moonpool.engine.interface.Engine`; computes what `next_token` says from the bytes in its pool.
 
     `before_layer` is awaited before each layer of each step: tests stop the time there. It takes runs of up to
     `run_steps`.

@@ -4,8 +4,8 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 
-from moonpool.streams.credits import Traffic
-from moonpool.streams.store_writer import PutOutcome
+from moonpool.kv_transfer.store_writer import PutOutcome
+from moonpool.transport.flow_control import StreamTraffic
 
 
 class FakeWriter:
@@ -22,7 +22,7 @@ class FakeWriter:
         self.puts: list[tuple[bytes, Sequence[str]]] = []
         self.read: list[bytes] = []
         self.sessions = 0
-        self.traffic = Traffic()
+        self.traffic = StreamTraffic()
         self.closed = False
         self._free = 0.0
         self._waits: list[asyncio.Event] = []

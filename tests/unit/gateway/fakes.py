@@ -15,14 +15,13 @@ from moonpool.bundled import model_dir
 from moonpool.checkpoint import Tokenizer
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor
-from moonpool.rpc.keys import ApiKeys
+from moonpool.rpc.auth import ApiKeys
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2 as pb
-from services.gateway.app import make_app
 from services.gateway.config import GatewayConfig
-from services.gateway.endpoints import Endpoints
-from services.gateway.measuring import Meter
-from services.gateway.text import Texts
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.routes import Endpoints, make_app
+from services.gateway.tokenization import GatewayTokenizer
 from tests.unit.clocks import hurried
 
 MODEL = "tiny"
@@ -50,8 +49,8 @@ def make_gateway(
     """The application as the service builds it."""
     metrics = Metrics("gateway")
     keys = ApiKeys(config.api_keys, hurried()) if config.api_keys else None
-    meter = Meter(metrics, time.monotonic)
-    texts = Texts(MODEL, tokenizer, threads, config.tool_parser)
+    meter = GatewayMetrics(metrics, time.monotonic)
+    texts = GatewayTokenizer(MODEL, tokenizer, threads, config.tool_parser)
     return make_app(Endpoints(config, client, texts, keys, meter, metrics.registry, started_at=7))
 
 

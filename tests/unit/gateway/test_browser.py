@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.gateway.test_dashboard_page import cluster
+from tests.unit.gateway.test_http_server import serving
+
 from .fakes import ready
-from .test_page import cluster
-from .test_server import serving
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from moonpool.bundled import model_dir
-from moonpool.rpc.keys import hashed
-
-from .test_server import BODY, CLOSING, HEAD, ask, serving
+from moonpool.rpc.auth import hash_key
+from tests.unit.gateway.test_http_server import BODY, CLOSING, HEAD, ask, serving
 
 IDLE_BYTES = 16 << 10
 """Memory that an idle connection may take."""
@@ -98,8 +97,8 @@ async def test_nothing_of_a_client_becomes_a_header() -> None:
 @pytest.mark.parametrize("key", [b"wrong", b"ann-ke", b"ann-keyy", b"\xff\xfe", b"ann", b"sha256:%b", b"x" * 8000])
 async def test_wrong_keys(key: bytes, tmp_path: Path) -> None:
     """The body is not waited for, and neither the hash nor the tenant is a key."""
-    (tmp_path / "keys").write_text(f"sha256:{hashed('ann-key')} ann\n")
-    key = key.replace(b"%b", hashed("ann-key").encode())
+    (tmp_path / "keys").write_text(f"sha256:{hash_key('ann-key')} ann\n")
+    key = key.replace(b"%b", hash_key("ann-key").encode())
     async with serving(api_keys=tmp_path / "keys") as (_, port):
         head = HEAD + b"connection: close\r\nauthorization: Bearer " + key + b"\r\ncontent-length: 100\r\n\r\n"
         answered = await ask(port, head)

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import cpu
-from kernels.attention import make_plan, selected, write_kv
+from kernels import torch_ops
+from kernels.attention import selected, write_kv
+from kernels.plan import make_plan
 from tests.unit.kernels.cases import BATCHES, MODES, make
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,7 +64,7 @@ def test_groups_and_tiles_do_not_change_the_result() -> None:
     for small in ({}, {"gather_bytes": 1, "tile_bytes": 1}):
         plan = make_plan(case.kv, case.block_tables, case.query_start, case.context_lens)
         outs.append(torch.full_like(case.q, torch.nan))
-        cpu.paged_attention(case.q, case.kv, None, plan, case.scale, outs[-1], **small)
+        torch_ops.paged_attention(case.q, case.kv, None, plan, case.scale, outs[-1], **small)
         case.check(outs[-1])
     torch.testing.assert_close(*outs, rtol=0, atol=1e-6)
 

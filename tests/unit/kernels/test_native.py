@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import ops, reference
-from kernels.attention import copy_blocks, make_plan, paged_attention, write_kv
+from kernels.attention import copy_blocks, paged_attention, write_kv
 from kernels.choice import DTYPES
 from kernels.native import build, library
 from kernels.native.library import Library
+from kernels.plan import make_plan
 from tests.unit.kernels.cases import Case, make
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")

@@ -14,14 +14,14 @@ from moonpool.kv.frames import (
     MAX_FRAME_SLICES,
     DamagedSliceError,
     FrameOpener,
-    Run,
     Slice,
+    SliceRun,
     checksum,
     pack_frames,
     part_bytes,
     split_run,
 )
-from moonpool.kv.hashes import bind, slice_hash
+from moonpool.kv.keys import bind, slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
 from tests.slices import slice_to_send
@@ -70,7 +70,7 @@ def test_consecutive_blocks_form_a_run_and_small_slices_share_a_frame() -> None:
     ((header, payload),) = pack(slices, 1 << 20)
     assert (header.session, header.generation) == (9, 3)
     runs = [run for run, _, _ in FrameOpener(LAYOUT).open(header, memoryview(payload))]
-    assert runs == [Run(0, 0, 2, 0, 4, FULL), Run(0, 3, 1, 0, 4, FULL), Run(1, 4, 2, 0, 4, 7)]
+    assert runs == [SliceRun(0, 0, 2, 0, 4, FULL), SliceRun(0, 3, 1, 0, 4, FULL), SliceRun(1, 4, 2, 0, 4, 7)]
     assert len(payload) == 5 * SLICE
 
 
@@ -100,7 +100,7 @@ def test_some_heads_travel_as_whole_slices_do() -> None:
     frames = pack(slices, 3 * size)
     opener = FrameOpener(LAYOUT, heads)
     runs = [[run for run, _, _ in opener.open(header, memoryview(data))] for header, data in frames]
-    assert runs == [[Run(0, 0, 3, 1, 3, FULL)], [Run(0, 3, 2, 1, 3, FULL)]]
+    assert runs == [[SliceRun(0, 0, 3, 1, 3, FULL)], [SliceRun(0, 3, 2, 1, 3, FULL)]]
     for (_, block), data in opened(frames, heads).items():
         assert data[LAYOUT.head_bytes : LAYOUT.head_bytes * 3] == slices[block].data
         assert not any(data[: LAYOUT.head_bytes] + data[LAYOUT.head_bytes * 3 :])
@@ -232,7 +232,7 @@ def test_scaled_slices_travel_whole() -> None:
     item = slice_to_send(layout, 0, 0, bytes(layout.slice_bytes))
     ((header, payload),) = pack([item], 100, layout)
     ((run, data, _),) = FrameOpener(layout).open(header, memoryview(payload))
-    assert run == Run(0, 0, 1, 0, 4, FULL)
+    assert run == SliceRun(0, 0, 1, 0, 4, FULL)
     assert data.nbytes == layout.slice_bytes
     header.runs[0].head_end = 2
     header.checksum = checksum(header)

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from moonpool.errors import ConfigError
-from moonpool.kv.hashes import slice_hash
+from moonpool.kv.keys import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool, PoolPart, PoolTarget, available_bytes
 

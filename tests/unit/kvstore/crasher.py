@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.admission import Admission
-from services.kvstore.ssd.tier import SsdTier, open_tier
+from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
 from tests.unit.kvstore.helpers import RECORD, block_of, keys_of
 
 PR_SET_PDEATHSIG = 1
@@ -59,7 +58,7 @@ def main() -> None:
         CAPACITY,
         SEGMENT,
         durability="power" if durability == "power" else "process",
-        admission=Admission(pins=kept),
+        admission=SsdAdmission(pins=kept),
     )
     keys = keys_of(20_000, str(life))
     for start in itertools.count(step=BATCH):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import lmdb
 
-from moonpool.kv.reading import Outcome, Span
-from services.kvstore.ssd.files import Files
+from moonpool.kv.file_io import FileSpan, ReadOutcome
+from services.kvstore.ssd.files import FileLayer
 
 
 def at_once(change: Callable[[Path], None], path: Path) -> "Future[None]":
@@ -23,7 +23,7 @@ def at_once(change: Callable[[Path], None], path: Path) -> "Future[None]":
     return done
 
 
-class FaultyFiles(Files):
+class FaultyFiles(FileLayer):
     """The real file layer with faults.
 
     Operations are named "write", "read", "sync", "truncate", "unlink", "rename", "sync_folder", "note", "probe",
@@ -68,7 +68,7 @@ class FaultyFiles(Files):
     def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
         return at_once(change, path)
 
-    def read(self, path: Path, spans: Sequence[Span]) -> Outcome:
+    def read(self, path: Path, spans: Sequence[FileSpan]) -> ReadOutcome:
         self.step("read", path)
         return super().read(path, spans)
 

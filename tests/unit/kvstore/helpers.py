@@ -8,29 +8,24 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo, DramBlock
-from moonpool.kv.frames import OpenRun, Run
-from moonpool.kv.hashes import bind, slice_hash
-from moonpool.kv.keys import BlockKey
+from moonpool.kv.blocks import NO_PARENT, PARTS, BlockFormat, BlockInfo, DramBlock
+from moonpool.kv.frames import OpenedRun, SliceRun
+from moonpool.kv.keys import BlockKey, bind, slice_hash
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.parts import PARTS
-from moonpool.kv.reuse import ReuseSample
-from moonpool.streams.credits import ByteCredits
-from services.kvstore.core.assembly import PutSession, PutSpec
-from services.kvstore.core.reads import LeasedBlock
-from services.kvstore.core.store import BlockStore
+from moonpool.kv.reuse_stats import ReuseSample
+from moonpool.transport.flow_control import ByteCredits
+from services.kvstore.core.store import BlockStore, LeasedBlock
 from services.kvstore.core.tiered_store import StoreListener
+from services.kvstore.core.writes import PutSession, PutSpec
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.operate.operations import Operations
-from services.kvstore.operate.writer import WriteBehind
+from services.kvstore.operations import StoreOperations
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.queues import LRU
-from services.kvstore.ssd.admission import Admission
-from services.kvstore.ssd.files import Files
+from services.kvstore.policies.tenants import Pins, TenantAccount
+from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.records import BadRecordError
-from services.kvstore.ssd.tier import SsdTier, open_tier
-from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import Account
+from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from services.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.invariants import check
 
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
@@ -90,11 +85,11 @@ def spec_of(
     )
 
 
-def run_of(key: BlockKey, index: int, layer: int, heads: range = range(2)) -> OpenRun:
+def run_of(key: BlockKey, index: int, layer: int, heads: range = range(2)) -> OpenedRun:
     """One block's heads of one layer, as `FrameOpener` hands them out."""
     data = slice_of(key, layer)[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
-    run = Run(layer, index, 1, heads.start, heads.stop, LAYOUT.block_tokens)
-    return OpenRun(run, memoryview(data), [bind(slice_hash(data), key, layer)])
+    run = SliceRun(layer, index, 1, heads.start, heads.stop, LAYOUT.block_tokens)
+    return OpenedRun(run, memoryview(data), [bind(slice_hash(data), key, layer)])
 
 
 def view_of(source: LeasedBlock, layer: int) -> memoryview:
@@ -108,9 +103,9 @@ def open_ssd(
     segment: int = 1 << 16,
     *,
     pins: Container[BlockKey] = (),
-    account: Account | None = None,
-    admission: Admission | None = None,
-    files: Files | None = None,
+    account: TenantAccount | None = None,
+    admission: SsdAdmission | None = None,
+    files: FileLayer | None = None,
 ) -> SsdTier:
     """A tier that keeps what is in `pins` and what `account` guarantees."""
     layers = () if files is None else (files,)
@@ -119,7 +114,7 @@ def open_ssd(
         capacity,
         segment,
         account=account,
-        admission=admission or Admission(pins=pins),
+        admission=admission or SsdAdmission(pins=pins),
         files=layers,
         map_bytes=1 << 16,
     )
@@ -165,7 +160,7 @@ class Driven(StoreListener):
         ssd: SsdTier | None = None,
         dram_bytes: int = 64 * BLOCK,
         pins: Pins | None = None,
-        account: Account | None = None,
+        account: TenantAccount | None = None,
         policy: EvictionPolicy | None = None,
         max_sessions: int = 4,
         batch_bytes: int = 32 << 20,
@@ -185,7 +180,7 @@ class Driven(StoreListener):
         )
         self.now = 0.0
         pool, ahead = ThreadPoolExecutor(2), ByteCredits(1 << 20)
-        self.operations = Operations(self.store, pool, ahead, ReuseSample(), 0, lambda: self.now)
+        self.operations = StoreOperations(self.store, pool, ahead, ReuseSample(), 0, lambda: self.now)
         self.stored: list[BlockKey] = []
         self.removed: list[BlockKey] = []
         self.visible: list[tuple[BlockKey, ...]] = []
@@ -280,7 +275,7 @@ class Driven(StoreListener):
 
 
 @contextmanager
-def store(path: Path, segment: int = RECORD, *, files: Files | None = None) -> Iterator[Driven]:
+def store(path: Path, segment: int = RECORD, *, files: FileLayer | None = None) -> Iterator[Driven]:
     """A driven store over an SSD tier in a folder, closed at the end."""
     ssd = open_ssd(path, 1 << 20, segment, files=files)
     try:

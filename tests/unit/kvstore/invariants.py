@@ -4,22 +4,18 @@ import collections
 import functools
 from typing import Any
 
-from moonpool.kv.parts import PARTS
-from moonpool.kv.returns import ReturnRates
-from moonpool.kv.reuse import ReuseSample
-from moonpool.kv.sample import KeySample
-from services.kvstore.core.reads import Reads
-from services.kvstore.core.store import BlockStore
-from services.kvstore.core.writes import Writes
+from moonpool.kv.blocks import PARTS
+from moonpool.kv.reuse_stats import KeySample, ReturnRates, ReuseSample
+from services.kvstore.core.store import BlockStore, ReadLeases
+from services.kvstore.core.writes import WriteSessions
 from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.kv_aware import KVAware, is_current
 from services.kvstore.policies.queues import LFU, MOST_USES, S3FIFO
-from services.kvstore.ssd.catalogue import Catalogue, Segment
+from services.kvstore.policies.tenants import Pins, TenantBytes, sum_by_tenant
+from services.kvstore.ssd.index import Catalogue, Segment
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import TenantBytes, sum_by_tenant
 
 
 @functools.singledispatch
@@ -114,7 +110,7 @@ def _check_queue(store: BlockStore) -> None:
     assert all(there.get(block.info.key) is block or block in there.leaving for block in waiting)
 
 
-def _check_writes(writes: Writes, store: BlockStore) -> None:
+def _check_writes(writes: WriteSessions, store: BlockStore) -> None:
     """Sessions and their blocks know each other."""
     assert writes.open_keys == sum(len(session.spec.keys) for session in writes.sessions)
     for key, block in writes.unfinished.items():
@@ -134,7 +130,7 @@ def _check_writes(writes: Writes, store: BlockStore) -> None:
         assert all(not session.closed and session.spec.keys[index] == key for session, index in entries)
 
 
-def _check_reads(reads: Reads) -> None:
+def _check_reads(reads: ReadLeases) -> None:
     assert 0 <= reads.leased_bytes <= reads.lease_bytes
     assert all(count > 0 for count in reads.leased.values())
     if not reads.leases:

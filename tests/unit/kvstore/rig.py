@@ -12,18 +12,19 @@ import grpc
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import FRAME_BYTES, pack_frames
 from moonpool.kv.keys import BlockKey, pack_keys
-from moonpool.rpc.channels import Channels, payload_stream
+from moonpool.kv_transfer.prefix_reader import BlockReader
+from moonpool.kv_transfer.store_writer import StoreWriter
+from moonpool.rpc.channels import Channels
 from moonpool.rpc.errors import from_rpc_error
+from moonpool.rpc.messages import PayloadMessage
 from moonpool.rpc.server import serving
-from moonpool.rpc.wire import PayloadMessage
-from moonpool.streams.block_reader import BlockReader
-from moonpool.streams.lanes.dialing import LaneDialer
-from moonpool.streams.store_writer import StoreWriter
 from moonpool.telemetry.gauges import restless
+from moonpool.transport.grpc import payload_stream
+from moonpool.transport.handshake import TransportDialer
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.config import KVStoreConfig
-from services.kvstore.operate.ledger import Ledger
+from services.kvstore.record_store import RecordStore
 from services.kvstore.service import KVStoreService, open_tiers
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, keys_of, slice_of
@@ -40,7 +41,7 @@ class Rig:
     service: KVStoreService
     channels: Channels
     address: str
-    dialer: LaneDialer | None = None
+    dialer: TransportDialer | None = None
     """Opens the lanes of its clients."""
 
     def hello(self, block_format: Any = FORMAT) -> kv_pb2.StreamHello:
@@ -119,7 +120,7 @@ async def rig(
     data_dir: Path | Sequence[Path] = (),
     *,
     together_bytes: int = FRAME_BYTES,
-    ledger: Ledger | None = None,
+    ledger: RecordStore | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     defaults: dict[str, Any] = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5, "kv_lanes": "grpc"}

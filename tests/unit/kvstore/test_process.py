@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from moonpool.kv.keys import BlockKey
+from moonpool.kv_transfer.prefix_reader import BlockReader
+from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import EXIT_CONFIG
 from moonpool.rpc.server import serving
-from moonpool.streams.block_reader import BlockReader
-from moonpool.streams.store_writer import StoreWriter
 from moonpool.v1 import conductor_pb2, kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.__main__ import main

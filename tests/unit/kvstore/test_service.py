@@ -8,7 +8,7 @@ import pytest
 
 from moonpool.errors import InvalidRequest, Mismatch, Unavailable
 from moonpool.kv.keys import pack_keys, unpack_keys
-from moonpool.rpc.wire import PayloadMessage
+from moonpool.rpc.messages import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, data_of, slice_of
 from tests.unit.kvstore.rig import KEYS, failure, frames_of, opened_put, rig

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from moonpool.cli.load.frame import Outcome, Send, summarize, trace_arrivals
+from moonpool.cli.load_generator import RequestOutcome, SendRequest, summarize, trace_arrivals
 from moonpool.errors import Overloaded, TransferFailed
 from moonpool.kv.layout import KVLayout
 from simulator.traces.mooncake import TraceRequest, write_trace
@@ -36,10 +36,10 @@ class Fake:
     @contextlib.asynccontextmanager
     async def _sending(
         self, options: argparse.Namespace, address: str, trace: Sequence[TraceRequest]
-    ) -> AsyncIterator[Send]:
+    ) -> AsyncIterator[SendRequest]:
         self.addresses.append(address)
 
-        async def send(index: int, outcome: Outcome, clock: Callable[[], float]) -> None:
+        async def send(index: int, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
             self.sent.append(index)
             if index in self.failures:
                 raise self.failures[index]
@@ -99,8 +99,8 @@ def test_a_trace_begins_at_zero_and_is_scaled() -> None:
 
 def test_bytes_count_like_tokens_those_of_requests_that_succeeded() -> None:
     outcomes = [
-        Outcome(due=0.0, first=1.0, ended=2.0, tokens=1, nbytes=100),
-        Outcome(due=0.0, ended=2.0, nbytes=900, error="StreamBroken"),
+        RequestOutcome(due=0.0, first=1.0, ended=2.0, tokens=1, nbytes=100),
+        RequestOutcome(due=0.0, ended=2.0, nbytes=900, error="StreamBroken"),
     ]
     assert summarize(outcomes).bytes_per_s == 50.0
 

@@ -11,7 +11,7 @@ from moonpool.rpc.errors import from_rpc_error
 from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 from tests.unit.fakes.engine import slice_of_tokens
 from tests.unit.instances import BLOCK, WAIT_S, Decode, Prefill
-from tests.unit.streams.fakes import LAYOUT, ROOT, STORE, FakeStore, served
+from tests.unit.transport.fakes import LAYOUT, ROOT, STORE, FakeStore, served
 
 
 class PrefillCall:

@@ -10,7 +10,7 @@ from moonpool.v1 import kv_pb2, prefill_pb2
 from tests.unit.fakes.beside import Held
 from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin, promised, source, storing
-from tests.unit.streams.fakes import LAYOUT
+from tests.unit.transport.fakes import LAYOUT
 
 
 async def test_cancel_while_waiting() -> None:

@@ -8,7 +8,7 @@ from moonpool.kv.keys import block_keys
 from tests.unit.fakes.engine import next_token
 from tests.unit.instances import BLOCK, decoding, prefilling, prompt, read_spans, spec
 from tests.unit.prefill.calls import assert_arrived, begin, dismiss, promised
-from tests.unit.streams.fakes import LAYOUT, ROOT
+from tests.unit.transport.fakes import LAYOUT, ROOT
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, 5 * BLOCK, 5 * BLOCK + 3])

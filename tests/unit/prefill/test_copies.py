@@ -4,80 +4,79 @@ from typing import Any
 
 import pytest
 
-from moonpool.core.kernel import Ended
-from moonpool.kv.selection import Selection
-from moonpool.sched.forgetting import ForgetKV
-from moonpool.sched.lending import LendBlocks
+from moonpool.kv.delete_kv import KVSelection
+from moonpool.scheduling.block_manager import DeleteKV, LendBlocks
+from moonpool.scheduling.state_machine import IoEnded
 from moonpool.v1 import conductor_pb2
-from services.prefill.core.actions import CopyBlocks, EndCopy
-from services.prefill.core.events import CopyIn, Drain, LoadEnded, Source, Stop
+from services.prefill.core.actions import EndReplication, ReadReplica
+from services.prefill.core.events import Drain, KVSource, LoadEnded, ReplicateBlocks, StopAllJobs
 from tests.unit.instances import BLOCK, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin
 from tests.unit.prefill.world import BT, World, keys
 
-PEER = Source("prefill-9", 4, peer=True)
+PEER = KVSource("prefill-9", 4, peer=True)
 
 
-def order(number: int = 1, blocks: int = 4, family: int = 0) -> CopyIn:
-    return CopyIn(number, keys(family, blocks * BT), PEER, "tenant")
+def order(number: int = 1, blocks: int = 4, family: int = 0) -> ReplicateBlocks:
+    return ReplicateBlocks(number, keys(family, blocks * BT), PEER, "tenant")
 
 
 def test_a_copy_is_read_and_kept() -> None:
     it = World()
     [copy] = it.post(order())
-    assert isinstance(copy, CopyBlocks)
+    assert isinstance(copy, ReadReplica)
     assert (copy.number, copy.first, len(copy.blocks)) == (1, 0, 4)
-    assert it.post(Ended(copy.io, LoadEnded(4, seconds=0.1))) == [EndCopy(1, 4)]
+    assert it.post(IoEnded(copy.io, LoadEnded(4, seconds=0.1))) == [EndReplication(1, 4)]
     manager = it.core.state.manager
     assert manager.match(keys(0, 4 * BT)) == list(copy.blocks)
     assert (manager.num_used, manager.num_cached) == (0, 4)
     assert it.core.state.tracker.speeds.peer_bytes_per_s > 0
-    assert it.post(order(2)) == [EndCopy(2, 0)], "all of it is here"
+    assert it.post(order(2)) == [EndReplication(2, 0)], "all of it is here"
 
 
 def test_only_what_is_missing_is_read() -> None:
     it = World()
     [copy] = it.post(order(1, 2))
-    assert isinstance(copy, CopyBlocks)
-    it.post(Ended(copy.io, LoadEnded(2)))
+    assert isinstance(copy, ReadReplica)
+    it.post(IoEnded(copy.io, LoadEnded(2)))
     [copy] = it.post(order(2, 4))
-    assert isinstance(copy, CopyBlocks)
+    assert isinstance(copy, ReadReplica)
     assert (copy.first, len(copy.blocks)) == (2, 2)
-    assert it.post(Ended(copy.io, LoadEnded(1, missing=1))) == [EndCopy(2, 1)]
+    assert it.post(IoEnded(copy.io, LoadEnded(1, missing=1))) == [EndReplication(2, 1)]
     assert len(it.core.state.manager.match(keys(0, 4 * BT))) == 3
 
 
 def test_what_cannot_be_spared_is_passed_over() -> None:
     """More than half of what is free; a second one beside the first; from a source that has just failed."""
     it = World()
-    assert it.post(order(1, 7)) == [EndCopy(1, 0)]
+    assert it.post(order(1, 7)) == [EndReplication(1, 0)]
     [copy] = it.post(order(2))
-    assert isinstance(copy, CopyBlocks)
-    assert it.post(order(3, 1, family=1)) == [EndCopy(3, 0)]
-    assert it.post(Ended(copy.io, LoadEnded(0, failed=True))) == [EndCopy(2, 0)]
-    assert it.post(order(4, 1, family=1)) == [EndCopy(4, 0)]
+    assert isinstance(copy, ReadReplica)
+    assert it.post(order(3, 1, family=1)) == [EndReplication(3, 0)]
+    assert it.post(IoEnded(copy.io, LoadEnded(0, failed=True))) == [EndReplication(2, 0)]
+    assert it.post(order(4, 1, family=1)) == [EndReplication(4, 0)]
     it.pass_time(3.0)
     [copy] = it.post(order(5, 1, family=1))
-    assert isinstance(copy, CopyBlocks)
+    assert isinstance(copy, ReadReplica)
 
 
 def test_no_copy_once_it_drains_and_none_goes_on_when_it_stops() -> None:
     it = World()
     [copy] = it.post(order())
-    assert isinstance(copy, CopyBlocks)
+    assert isinstance(copy, ReadReplica)
     it.post(Drain())
-    assert it.post(order(2, 1, family=1)) == [EndCopy(2, 0)]
-    it.post(Stop())
-    assert it.post(Ended(copy.io, LoadEnded(0))) == [EndCopy(1, 0)]
+    assert it.post(order(2, 1, family=1)) == [EndReplication(2, 0)]
+    it.post(StopAllJobs())
+    assert it.post(IoEnded(copy.io, LoadEnded(0))) == [EndReplication(1, 0)]
     assert it.core.state.manager.num_free == it.settings.blocks
 
 
 def test_kv_that_is_deleted_while_it_comes_is_not_kept() -> None:
     it = World()
     [copy] = it.post(order())
-    assert isinstance(copy, CopyBlocks)
-    it.post(ForgetKV(1, Selection(tenants=frozenset({"tenant"}))))
-    it.post(Ended(copy.io, LoadEnded(4)))
+    assert isinstance(copy, ReadReplica)
+    it.post(DeleteKV(1, KVSelection(tenants=frozenset({"tenant"}))))
+    it.post(IoEnded(copy.io, LoadEnded(4)))
     assert it.core.state.manager.match(keys(0, 4 * BT)) == []
     assert it.core.state.manager.num_free == it.settings.blocks
 
@@ -95,7 +94,7 @@ async def test_what_a_peer_wants_at_which_the_core_fails_is_not_done_and_that_is
         with pytest.raises(ValueError, match="defect"):
             it.service.shell.pool.lend(LendBlocks(1, wanted))
         with pytest.raises(ValueError, match="defect"):
-            it.service.shell.pool.forget(ForgetKV(1, Selection()))
+            it.service.shell.pool.forget(DeleteKV(1, KVSelection()))
         it.service.core.handle = handle  # type: ignore[method-assign]
         await (await begin(it, spec("a", prompt(BLOCK), max_tokens=1))).to_the_end()
         assert it.death is None

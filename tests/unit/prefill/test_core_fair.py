@@ -1,7 +1,7 @@
 """Whose chunks are computed next, where several tenants wait: by their shares, and by priority among a tenant's own."""
 
 from services.prefill.core import actions, events
-from services.prefill.core.actions import Refusal
+from services.prefill.core.actions import RefusalReason
 from tests.unit.prefill.world import BT, Client, World, staged
 
 STEP = 2 * BT
@@ -107,7 +107,7 @@ def test_what_is_waiting_is_forgotten_when_it_leaves() -> None:
     flood(world, 3)
     calm = world.arrive(STEP, 1, tenant="calm")
     for number in range(1, 5):
-        world.post(events.Leave(number))
+        world.post(events.CancelJob(number))
     assert calm.end is not None
     world.settle()
     world.check_rest()
@@ -119,5 +119,5 @@ def test_a_full_queue_has_room_for_who_has_less_than_its_share() -> None:
     refused = world.arrive(STEP, 20, tenant="flood")
     calm = [world.arrive(STEP, 30 + number, tenant="calm") for number in range(3)]
     assert [client.accepted for client in (refused, *calm)] == [False, True, True, False]
-    whys = [action.why for action in world.done if isinstance(action, actions.Refuse)]
-    assert whys == [Refusal.QUEUE_FULL] * 2
+    whys = [action.why for action in world.done if isinstance(action, actions.RefuseJob)]
+    assert whys == [RefusalReason.QUEUE_FULL] * 2

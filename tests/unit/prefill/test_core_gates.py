@@ -2,9 +2,9 @@
 
 import pytest
 
-from moonpool.cost import Speeds
+from moonpool.scheduling.latency import Speeds
 from services.prefill.core import actions, events
-from services.prefill.core.gates import STALL_S
+from services.prefill.core.forecast import LAYER_STALL_S
 from tests.unit.prefill.world import BT, SETTINGS, World, staged
 
 LAYER_LOAD_S = 0.9
@@ -16,7 +16,7 @@ def loading(layer_s: float = LAYER_LOAD_S, token_s: float = 0.1) -> tuple[World,
     """A prompt of 60 tokens whose first 48 are being loaded; the others take 1.2 s, 0.4 s per layer."""
     speeds = Speeds(prefill_per_token_s=token_s, load_bytes_per_s=3 * SETTINGS.slice_bytes / layer_s)
     it = World(staged(1, step_tokens=4 * BT, blocks=32), speeds)
-    it.arrive(60, sources=(events.Source("store", 3),))
+    it.arrive(60, sources=(events.KVSource("store", 3),))
     (io,) = [io for io, action in it.ios.items() if isinstance(action, actions.LoadBlocks)]
     return it, io
 
@@ -80,7 +80,7 @@ def test_a_step_waits_for_a_late_layer_while_nobody_else_does() -> None:
 def test_a_step_gives_a_late_job_up_when_others_wait() -> None:
     it, step = waiting_at_layer_1()
     it.arrive(5, 1)
-    grace = STALL_S + 2 * QUICK_LOAD_S
+    grace = LAYER_STALL_S + 2 * QUICK_LOAD_S
     assert it.core.due() == pytest.approx(it.now + grace)
     it.pass_time(grace - 0.01)
     assert not it.steps[step].aborted
@@ -110,9 +110,9 @@ def test_a_late_job_is_dropped_from_a_shared_step_which_goes_on() -> None:
     (shared,) = it.steps
     assert [chunk.job for chunk in it.steps[shared].order.chunks] == [1, 3]
     it.compute_layer(shared)
-    it.pass_time(STALL_S + 2 * QUICK_LOAD_S)
-    assert actions.DropShare(shared, 0) in it.done
-    assert it.done[-1] == actions.OpenGate(shared, SETTINGS.layers - 1)
+    it.pass_time(LAYER_STALL_S + 2 * QUICK_LOAD_S)
+    assert actions.DropSequenceSlice(shared, 0) in it.done
+    assert it.done[-1] == actions.OpenKVGate(shared, SETTINGS.layers - 1)
     it.run_step(shared)
     assert it.clients[3].end is not None
     it.settle()

@@ -2,10 +2,10 @@
 
 import pytest
 
-from moonpool.cost import Speeds, prefill_seconds
 from moonpool.errors import ConfigError
+from moonpool.scheduling.latency import Speeds, prefill_seconds
 from services.prefill.core import actions, events
-from services.prefill.core.core import PrefillCore
+from services.prefill.core.scheduler import PrefillScheduler
 from tests.unit.prefill.world import BT, SETTINGS, SPEEDS, Client, World, staged
 
 Span = tuple[int, int, int]
@@ -55,8 +55,8 @@ def test_what_a_step_says() -> None:
     it.now = 3.0
     it.run_step(2)
     assert it.done[-2:] == [
-        actions.TellToken(1, 0, 0, 40, 0.0, 3.0, ()),
-        actions.EndJob(1, actions.Outcome.DONE),
+        actions.ReportFirstToken(1, 0, 0, 40, 0.0, 3.0, ()),
+        actions.EndJob(1, actions.JobOutcome.DONE),
     ]
 
 
@@ -146,15 +146,15 @@ def test_what_is_refused() -> None:
     it.arrive(1, 2)
     it.post(events.Drain())
     it.arrive(1, 3)
-    refused = [action for action in it.done if isinstance(action, actions.Refuse)]
+    refused = [action for action in it.done if isinstance(action, actions.RefuseJob)]
     assert [(action.job, action.why) for action in refused] == [
-        (1, actions.Refusal.TOO_LONG),
-        (4, actions.Refusal.QUEUE_FULL),
-        (5, actions.Refusal.DRAINING),
+        (1, actions.RefusalReason.TOO_LONG),
+        (4, actions.RefusalReason.QUEUE_FULL),
+        (5, actions.RefusalReason.DRAINING),
     ]
     assert refused[1].retry_after_s >= 0.1
     with pytest.raises(ConfigError, match="at least one block"):
-        PrefillCore(staged(1, step_tokens=BT - 1), Speeds())
+        PrefillScheduler(staged(1, step_tokens=BT - 1), Speeds())
 
 
 def test_what_finds_a_longer_queue_than_it_may_is_not_taken_and_leaves_nothing() -> None:
@@ -163,8 +163,8 @@ def test_what_finds_a_longer_queue_than_it_may_is_not_taken_and_leaves_nothing()
     drain_s = it.core.drain_seconds()
     it.arrive(16, 1, max_queue_s=drain_s / 2)
     it.arrive(16, 1, max_queue_s=drain_s)
-    told = [action for action in it.done if isinstance(action, actions.Stale | actions.Accept)]
-    assert told[1:] == [actions.Stale(2, drain_s, taken=1), actions.Accept(3, drain_s)]
+    told = [action for action in it.done if isinstance(action, actions.RefuseStaleJob | actions.AcceptJob)]
+    assert told[1:] == [actions.RefuseStaleJob(2, drain_s, taken=1), actions.AcceptJob(3, drain_s)]
     assert list(it.core.state.jobs) == [1, 3]
 
 
@@ -184,7 +184,7 @@ def test_a_step_that_the_engine_gives_up_ends_its_jobs() -> None:
     it.arrive(80)
     it.end_step(1, aborted=True)
     client = it.clients[1]
-    assert client.end == actions.EndJob(1, actions.Outcome.STEP_GIVEN_UP)
+    assert client.end == actions.EndJob(1, actions.JobOutcome.STEP_GIVEN_UP)
     assert it.steps[2].aborted, "nothing of the second step counts"
     assert it.core.state.manager.num_used == 5, "it still writes"
     run(it)
@@ -195,8 +195,8 @@ def test_leaving_keeps_the_blocks_until_the_steps_are_over() -> None:
     it = world(stages=2)
     it.arrive(80)
     it.arrive(10, 1)
-    it.post(events.Leave(1))
-    assert it.clients[1].end == actions.EndJob(1, actions.Outcome.LEFT)
+    it.post(events.CancelJob(1))
+    assert it.clients[1].end == actions.EndJob(1, actions.JobOutcome.LEFT)
     assert it.core.state.manager.num_used == 6
     it.run_step(1)
     assert it.core.state.manager.num_used == 6
@@ -207,7 +207,7 @@ def test_leaving_keeps_the_blocks_until_the_steps_are_over() -> None:
 
 
 def loading(it: World, tokens: int, blocks: int, family: int = 0) -> tuple[Client, actions.LoadBlocks]:
-    client = it.arrive(tokens, family, sources=(events.Source("store", blocks),))
+    client = it.arrive(tokens, family, sources=(events.KVSource("store", blocks),))
     return client, loads(it)[-1]
 
 
@@ -272,7 +272,7 @@ def test_what_is_held_whole_is_not_loaded() -> None:
     it = world()
     it.arrive(2 * BT)
     run(it)
-    it.arrive(2 * BT, sources=(events.Source("store", 2),))
+    it.arrive(2 * BT, sources=(events.KVSource("store", 2),))
     assert not loads(it)
     assert run(it) == [[(2, 31, 32)]]
 
@@ -297,13 +297,13 @@ def test_a_failed_load_is_computed(whole: int, start: int) -> None:
     assert run(it)[0] == [(1, start, start + 32)]
     told = it.clients[1].token
     assert told is not None
-    assert told.misses == (actions.Miss(0, whole),)
+    assert told.misses == (actions.PrefixMiss(0, whole),)
 
 
 def test_what_a_peer_does_not_give_is_no_miss() -> None:
     """It may hold the block and not lend it now; what it loses it reports by itself."""
     it = world()
-    it.arrive(60, sources=(events.Source("peer", 3, peer=True),))
+    it.arrive(60, sources=(events.KVSource("peer", 3, peer=True),))
     (load,) = loads(it)
     it.end(load.io, events.LoadEnded(0, missing=0))
     run(it)
@@ -318,30 +318,30 @@ def test_a_load_that_fails_under_its_step_is_computed_when_the_step_is_over() ->
     it.load_layer(load.io)
     assert spans(it, min(it.steps)) == [(1, 48, 60)]
     it.end(load.io, events.LoadEnded(0, failed=True))
-    assert it.done[-1] == actions.AbortStep(min(it.steps))
+    assert it.done[-1] == actions.GiveUpStep(min(it.steps))
     assert len(it.steps) == 1
     assert run(it)[1:] == [[(1, 0, 32)], [(1, 32, 60)]]
 
 
 def test_another_source_is_tried_before_anything_was_handed_on() -> None:
     it = world()
-    it.arrive(60, sources=(events.Source("a", 3), events.Source("b", 2)))
+    it.arrive(60, sources=(events.KVSource("a", 3), events.KVSource("b", 2)))
     it.end(loads(it)[0].io, events.LoadEnded(0, failed=True))
     (second,) = loads(it)
     assert (second.source, second.first, len(second.blocks)) == (1, 0, 3)
     it.load_layer(second.io)
-    it.arrive(60, 1, sources=(events.Source("a", 3),))
+    it.arrive(60, 1, sources=(events.KVSource("a", 3),))
     assert len(loads(it)) == 1, "store a is left alone"
 
 
 def test_full_blocks_are_written_back_as_they_are_computed() -> None:
     """The first put begins with the first step's end; what a store holds of the prefix is left out."""
     it = world()
-    it.arrive(70, copies=(events.Copy("new", None), events.Copy("old", 1)))
+    it.arrive(70, copies=(events.WriteBackTarget("new", None), events.WriteBackTarget("old", 1)))
     puts = []
     while it.steps:
         it.run_step(min(it.steps))
-        puts.append([(a.copy, a.first, len(a.blocks)) for a in it.done if isinstance(a, actions.PutBlocks)])
+        puts.append([(a.copy, a.first, len(a.blocks)) for a in it.done if isinstance(a, actions.WriteBackBlocks)])
     assert puts[0] == [(0, 0, 2), (1, 0, 2)], "what is computed here is not there"
     assert puts[1][2:] == [(0, 2, 2), (1, 2, 2)]
     assert it.core.state.manager.num_used == 4, "held by the puts alone"
@@ -359,7 +359,7 @@ def test_many_small_prompts_count_each_by_itself() -> None:
     for family in range(1, 100):
         it.arrive(2 * BT, family)
     assert it.core.drain_seconds() == pytest.approx(100 * one)
-    accepted = [action for action in it.done if isinstance(action, actions.Accept)]
+    accepted = [action for action in it.done if isinstance(action, actions.AcceptJob)]
     assert accepted[50].predicted_start_s == pytest.approx(50 * one)
 
 
@@ -382,7 +382,7 @@ def test_a_prompt_that_may_not_reuse_anything_is_computed_whole_and_cached_for_o
     it = world()
     it.arrive(40)
     assert run(it) == [[(1, 0, 32)], [(1, 32, 40)]]
-    it.arrive(40, sources=(events.Source("store", 2),), reuse=False)
+    it.arrive(40, sources=(events.KVSource("store", 2),), reuse=False)
     assert not loads(it)
     assert run(it) == [[(2, 0, 32)], [(2, 32, 40)]]
     token = it.clients[2].token

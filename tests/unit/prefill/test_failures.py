@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from moonpool.core.kernel import Ended
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, StreamBroken, TransferFailed, Unavailable
-from moonpool.sched.sampling import SequenceSampling
+from moonpool.scheduling.state_machine import IoEnded
+from moonpool.scheduling.steps import SequenceSampling
 from moonpool.v1 import kv_pb2
-from services.prefill.core.events import Arrive
+from services.prefill.core.events import SubmitJob
 from tests.unit.fakes.engine import UNFOLLOWED
 from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin, dismiss, promised
@@ -140,7 +140,7 @@ async def test_a_core_that_fails_outside_a_request_ends_the_instance() -> None:
         handle = it.service.core.handle
 
         def fails(now: float, event: Any, out: list[Any]) -> None:
-            if isinstance(event, Ended):
+            if isinstance(event, IoEnded):
                 raise KeyError("the core has a defect")
             handle(now, event, out)
 
@@ -161,7 +161,7 @@ async def test_a_prompt_at_which_the_core_fails_ends_alone() -> None:
 
         def fails(now: float, event: Any, out: list[Any]) -> None:
             handle(now, event, out)
-            if isinstance(event, Arrive):
+            if isinstance(event, SubmitJob):
                 raise KeyError("the core has a defect")
 
         it.service.core.handle = fails  # type: ignore[method-assign]

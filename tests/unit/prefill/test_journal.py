@@ -3,10 +3,10 @@
 import asyncio
 from pathlib import Path
 
-from moonpool.drive.rerun import journal_files, rerun
+from moonpool.runtime.journal import journal_files, rerun
 from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin, dismiss, promised, source, storing
-from tests.unit.streams.fakes import LAYOUT
+from tests.unit.transport.fakes import LAYOUT
 
 
 async def test_the_journal_of_a_busy_instance_reruns_equal(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.keys import block_keys
-from moonpool.sched.steps import Step
+from moonpool.scheduling.steps import Step
 from tests.unit.fakes.engine import next_token
 from tests.unit.instances import BLOCK, WAIT_S, decoding, prefilling, prompt, read_spans, spec
 from tests.unit.prefill.calls import assert_arrived, begin, dismiss, promised, source, storing
-from tests.unit.streams.fakes import LAYOUT, ROOT
+from tests.unit.transport.fakes import LAYOUT, ROOT
 
 
 async def test_loads_from_the_store(tmp_path: Path) -> None:

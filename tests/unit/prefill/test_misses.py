@@ -8,7 +8,7 @@ from moonpool.kv.keys import block_keys
 from moonpool.v1 import kv_pb2, prefill_pb2
 from tests.unit.fakes.engine import slice_of_tokens
 from tests.unit.instances import BLOCK, WAIT_S, prefilling, prompt, spec
-from tests.unit.streams.fakes import LAYOUT, ROOT, STORE, FakeStore, served
+from tests.unit.transport.fakes import LAYOUT, ROOT, STORE, FakeStore, served
 
 TOKENS = prompt(4 * BLOCK + 3)
 KEYS = block_keys(ROOT, TOKENS, BLOCK)

@@ -1,13 +1,13 @@
 """KV of an instance that has not carried out a deletion yet does not come back to those that have."""
 
+from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import block_keys, pack_keys
-from moonpool.kv.selection import Selection
-from moonpool.sched.forgetting import ForgetKV
+from moonpool.scheduling.block_manager import DeleteKV
 from moonpool.v1 import kv_pb2
 from tests.unit.fakes.engine import next_token
 from tests.unit.instances import BLOCK, Decode, Prefill, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import assert_arrived, begin, dismiss, promised, source
-from tests.unit.streams.fakes import ROOT
+from tests.unit.transport.fakes import ROOT
 
 TOKENS = prompt(4 * BLOCK + 3)
 KEYS = block_keys(ROOT, TOKENS, BLOCK)
@@ -35,7 +35,7 @@ async def test_nothing_is_read_from_a_peer_that_has_not_deleted_yet() -> None:
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 0)
         assert await delete(peer) == 1
         await compute(peer)
-        it.service.shell.pool.forget(ForgetKV(9, Selection(keys=frozenset(KEYS))))
+        it.service.shell.pool.forget(DeleteKV(9, KVSelection(keys=frozenset(KEYS))))
         told = await (await begin(it, spec("b", TOKENS, max_tokens=1), **wanted)).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 4 * BLOCK)
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import block_keys
-from moonpool.kv.selection import Selection
-from moonpool.sched.forgetting import ForgetKV
+from moonpool.scheduling.block_manager import DeleteKV
 from tests.unit.fakes.engine import next_token
 from tests.unit.instances import BLOCK, Prefill, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import assert_arrived, begin, dismiss, promised, source
-from tests.unit.streams.fakes import LAYOUT, ROOT
+from tests.unit.transport.fakes import LAYOUT, ROOT
 
 TOKENS = prompt(4 * BLOCK + 3)
 KEYS = block_keys(ROOT, TOKENS, BLOCK)
@@ -67,7 +67,7 @@ async def test_blocks_that_are_gone_are_computed(gone: int) -> None:
     """They are not told as missing: the peer reports by itself what it loses."""
     async with prefilling() as peer, prefilling() as it:
         await warm(peer)
-        peer.service.shell.pool.forget(ForgetKV(1, Selection(keys=frozenset(KEYS[gone:]))))
+        peer.service.shell.pool.forget(DeleteKV(1, KVSelection(keys=frozenset(KEYS[gone:]))))
         told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), gone * BLOCK)
         assert list(told.misses) == []

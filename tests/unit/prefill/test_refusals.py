@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from moonpool.cost import Speeds, SpeedTracker, attention_pairs
 from moonpool.errors import InvalidRequest, Overloaded, Unavailable
+from moonpool.scheduling.latency import Speeds, SpeedTracker, attention_pairs
 from moonpool.v1 import prefill_pb2
 from tests.unit.instances import BLOCK, WAIT_S, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin

@@ -5,7 +5,7 @@ import asyncio
 from tests.unit.fakes.engine import next_token
 from tests.unit.instances import BLOCK, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import assert_arrived, begin, dismiss, promised, source, storing
-from tests.unit.streams.fakes import LAYOUT, FakeStore
+from tests.unit.transport.fakes import LAYOUT, FakeStore
 
 
 def stall_after_layer_0(store: FakeStore) -> asyncio.Event:

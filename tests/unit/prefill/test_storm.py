@@ -14,7 +14,7 @@ from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 from tests.unit.fakes.engine import next_token
 from tests.unit.instances import BLOCK, WAIT_S, Decode, Prefill, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import PrefillCall, storing
-from tests.unit.streams.fakes import ROOT, FakeStore
+from tests.unit.transport.fakes import ROOT, FakeStore
 
 REQUESTS = 60
 

@@ -6,12 +6,12 @@ import pytest
 
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import block_keys
-from moonpool.sched.steps import Step
+from moonpool.scheduling.steps import Step
 from moonpool.v1 import kv_pb2, prefill_pb2
 from tests.unit.fakes.engine import slice_of_tokens
 from tests.unit.instances import BLOCK, prefilling, prompt, spec
 from tests.unit.prefill.calls import begin, source, storing
-from tests.unit.streams.fakes import LAYOUT, ROOT
+from tests.unit.transport.fakes import LAYOUT, ROOT
 
 
 async def test_new_blocks_are_stored() -> None:

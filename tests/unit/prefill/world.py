@@ -7,21 +7,21 @@ read the same right contents from their begin to their end, and nobody writes wh
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from moonpool.core.kernel import Cancel, Ended, Tick
-from moonpool.cost import Speeds
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.lending import LendBlocks, Lent, TakeBack
+from moonpool.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.state_machine import CancelIo, IoEnded, Tick
 from services.prefill.core import actions, events
-from services.prefill.core.core import PrefillCore
-from services.prefill.core.state import Settings
+from services.prefill.core.jobs import PrefillSettings
+from services.prefill.core.scheduler import PrefillScheduler
 
 BT = 16
 LAYERS = 3
-SETTINGS = Settings(blocks=12, block_tokens=BT, layers=LAYERS, slice_bytes=1 << 10, step_tokens=40, stages=1)
+SETTINGS = PrefillSettings(blocks=12, block_tokens=BT, layers=LAYERS, slice_bytes=1 << 10, step_tokens=40, stages=1)
 SPEEDS = Speeds(prefill_base_s=1e-3, prefill_per_token_s=1e-3, load_bytes_per_s=1e9)
 
 Content = tuple[object, ...]
-Event = events.Event | Ended[events.Result] | Tick
+Event = events.Event | IoEnded[events.IoResult] | Tick
 
 
 def keys(family: int, num_tokens: int) -> tuple[BlockKey, ...]:
@@ -33,9 +33,9 @@ def keys(family: int, num_tokens: int) -> tuple[BlockKey, ...]:
 class Client:
     """One job as its client sees it."""
 
-    arrive: events.Arrive
+    arrive: events.SubmitJob
     accepted: bool = False
-    token: actions.TellToken | None = None
+    token: actions.ReportFirstToken | None = None
     end: actions.EndJob | None = None
     sent: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(layer, index) of the slices that left."""
@@ -65,8 +65,8 @@ class Flying:
 class World:
     """Drives a core; `post` checks its invariants after every event."""
 
-    def __init__(self, settings: Settings = SETTINGS, speeds: Speeds = SPEEDS) -> None:
-        self.core = PrefillCore(settings, speeds)
+    def __init__(self, settings: PrefillSettings = SETTINGS, speeds: Speeds = SPEEDS) -> None:
+        self.core = PrefillScheduler(settings, speeds)
         self.settings = settings
         self.now = 0.0
         self.clients: dict[int, Client] = {}
@@ -108,8 +108,8 @@ class World:
         family: int = 0,
         *,
         held: int | None = None,
-        sources: tuple[events.Source, ...] = (),
-        copies: tuple[events.Copy, ...] = (),
+        sources: tuple[events.KVSource, ...] = (),
+        copies: tuple[events.WriteBackTarget, ...] = (),
         tenant: str = "",
         priority: int = 0,
         weight: float = 1.0,
@@ -120,17 +120,17 @@ class World:
         number = len(self.clients) + 1
         chain = keys(family, num_tokens)
         whose = tenant, priority, weight, reuse, transient, max_queue_s
-        client = Client(events.Arrive(number, num_tokens, chain, held, sources, copies, *whose))
+        client = Client(events.SubmitJob(number, num_tokens, chain, held, sources, copies, *whose))
         self.clients[number] = client
         self.post(client.arrive)
         return client
 
-    def end(self, io: int, result: events.Result) -> None:
+    def end(self, io: int, result: events.IoResult) -> None:
         action = self.ios.pop(io)
         self._look(action, io)
         self.loaded.pop(io, None)
         self.cancelled.discard(io)
-        self.post(Ended(io, result))
+        self.post(IoEnded(io, result))
 
     def load_layer(self, io: int) -> None:
         """The next layer of a load comes."""
@@ -152,7 +152,7 @@ class World:
     def lend(self, family: int, blocks: int) -> int:
         """Another instance begins to read a chain; returns the read's number."""
         number, chain = len(self.done) + 1, keys(family, blocks * BT)
-        [lent] = [action for action in self.post(LendBlocks(number, chain)) if isinstance(action, Lent)]
+        [lent] = [action for action in self.post(LendBlocks(number, chain)) if isinstance(action, BlocksLent)]
         self.lent[number] = list(zip(lent.blocks, chain, strict=False))
         self._look_at_lent(number)
         return number
@@ -161,7 +161,7 @@ class World:
         """The read ends: all the time nobody has written what was lent."""
         self._look_at_lent(number)
         del self.lent[number]
-        self.post(TakeBack(number))
+        self.post(ReturnBlocks(number))
 
     def _look_at_lent(self, number: int) -> None:
         for block, key in self.lent[number]:
@@ -171,12 +171,12 @@ class World:
         """A chain is to be copied here."""
         number = len(self.done) + 1
         self.copied[number] = keys(family, blocks * BT)
-        self.post(events.CopyIn(number, self.copied[number], events.Source("peer", blocks, peer=True)))
+        self.post(events.ReplicateBlocks(number, self.copied[number], events.KVSource("peer", blocks, peer=True)))
 
     def end_copy(self, io: int, blocks: int) -> None:
         """So many blocks of a copy have come."""
         order = self.ios[io]
-        assert isinstance(order, actions.CopyBlocks)
+        assert isinstance(order, actions.ReadReplica)
         came = zip(order.blocks[:blocks], self.copied[order.number][order.first :], strict=False)
         self.pool |= {(layer, block): ("key", key) for block, key in came for layer in range(LAYERS)}
         self.end(io, events.LoadEnded(min(blocks, len(order.blocks)), seconds=0.01))
@@ -212,7 +212,7 @@ class World:
                 self.clients[chunk.job].counted.append((chunk.start, chunk.end))
         self.ios.pop(io)
         self.cancelled.discard(io)
-        self.post(Ended(io, events.StepEnded(aborted, 0.01)))
+        self.post(IoEnded(io, events.StepEnded(aborted, 0.01)))
 
     def run_step(self, io: int) -> None:
         """A step is run to its end."""
@@ -225,7 +225,7 @@ class World:
 
     def _perform(self, action: actions.Action) -> None:
         self.done.append(action)
-        if (io := getattr(action, "io", None)) is not None and not isinstance(action, Cancel):
+        if (io := getattr(action, "io", None)) is not None and not isinstance(action, CancelIo):
             assert io not in self.ios
             self.ios[io] = action
         match action:
@@ -233,20 +233,20 @@ class World:
                 assert all(step.order.io < action.io for step in self.steps.values())
                 assert len({chunk.job for chunk in action.chunks}) == len(action.chunks)
                 self.steps[action.io] = Flying(action)
-            case actions.OpenGate():
+            case actions.OpenKVGate():
                 self.steps[action.step].opened = max(self.steps[action.step].opened, action.layer)
-            case actions.DropShare():
+            case actions.DropSequenceSlice():
                 self.steps[action.step].dropped.add(action.index)
-            case actions.AbortStep():
+            case actions.GiveUpStep():
                 self.steps[action.step].aborted = True
             case actions.LoadBlocks():
                 self.loaded[action.io] = 0
-            case Cancel():
+            case CancelIo():
                 assert action.io in self.ios
                 self.cancelled.add(action.io)
             case actions.SendSlices():
                 self._send(action)
-            case actions.PutBlocks():
+            case actions.WriteBackBlocks():
                 self._look(action, action.io)
             case actions.OpenTransfer() | actions.AwaitVerdict():
                 pass
@@ -273,7 +273,7 @@ class World:
             for piece in action.pieces:
                 for index, block in enumerate(piece.blocks, piece.first):
                     assert self.pool[piece.layer, block] == content(index), f"slice of io {io} is wrong"
-        if isinstance(action, actions.PutBlocks):
+        if isinstance(action, actions.WriteBackBlocks):
             content = self.clients[action.job].content
             for index, block in enumerate(action.blocks, action.first):
                 for layer in range(LAYERS):
@@ -281,15 +281,15 @@ class World:
 
     def _tell(self, action: actions.Action) -> None:
         match action:
-            case actions.Accept():
+            case actions.AcceptJob():
                 self.clients[action.job].accepted = True
-            case actions.Refuse() | actions.Stale():
+            case actions.RefuseJob() | actions.RefuseStaleJob():
                 assert not self.clients[action.job].accepted
             case actions.CloseTransfer():
                 client = self.clients[action.job]
                 assert client.open or action.aborted
                 client.closed = True
-            case actions.TellToken():
+            case actions.ReportFirstToken():
                 assert self.clients[action.job].token is None
                 self.clients[action.job].token = action
                 self._whole(self.clients[action.job], action)
@@ -298,10 +298,10 @@ class World:
                 assert client.accepted
                 assert client.end is None, "a job ends once"
                 client.end = action
-                if action.outcome is actions.Outcome.DONE:
+                if action.outcome is actions.JobOutcome.DONE:
                     self._sent_whole(client)
 
-    def _whole(self, client: Client, told: actions.TellToken) -> None:
+    def _whole(self, client: Client, told: actions.ReportFirstToken) -> None:
         """Cached, loaded and computed tokens make up the prompt, each computed once."""
         at = told.cached_tokens + told.loaded_tokens
         for start, end in client.counted:
@@ -332,17 +332,17 @@ class World:
                     self.end(io, events.LoadEnded(0, failed=True))
                 else:
                     self.load_all(io)
-            case actions.CopyBlocks():
+            case actions.ReadReplica():
                 self.end_copy(io, 0 if cancelled else len(action.blocks))
             case actions.OpenTransfer():
                 self.clients[action.job].open = not cancelled
-                self.end(io, events.Failed() if cancelled else events.Done())
+                self.end(io, events.IoFailed() if cancelled else events.IoDone())
             case actions.SendSlices():
-                self.end(io, events.Failed() if cancelled else events.SlicesSent(1, 1e-6))
+                self.end(io, events.IoFailed() if cancelled else events.SlicesSent(1, 1e-6))
             case actions.AwaitVerdict():
-                self.end(io, events.Failed() if cancelled else events.Done())
+                self.end(io, events.IoFailed() if cancelled else events.IoDone())
             case _:
-                self.end(io, events.Done())
+                self.end(io, events.IoDone())
 
     def settle(self) -> None:
         """Everything goes well from now on, until nothing is under way."""
@@ -369,6 +369,6 @@ class World:
         assert self.core.due() is None
 
 
-def staged(stages: int, **changes: int | float) -> Settings:
+def staged(stages: int, **changes: int | float) -> PrefillSettings:
     """The settings for so many stages."""
     return replace(SETTINGS, stages=stages, **changes)  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ import grpc.aio
 import pytest
 
 from moonpool import errors
-from moonpool.rpc.errors import DETAIL_KEY, ErrorInterceptor, from_rpc_error, to_status
-from moonpool.rpc.peers import CallLimits, PeerCalls
+from moonpool.rpc.errors import DETAIL_KEY, from_rpc_error, to_status
+from moonpool.rpc.server import CallLimits, ErrorInterceptor, PeerCalls
 from moonpool.v1 import kv_pb2
 
 OVERLOADED = errors.Overloaded(

@@ -18,8 +18,7 @@ from moonpool.config import ServiceConfig
 from moonpool.errors import CheckpointError, ConfigError, Mismatch, Unavailable, UnsupportedModel
 from moonpool.rpc import tuning
 from moonpool.rpc.channels import probe
-from moonpool.rpc.endings import parent_watch, signal_counter
-from moonpool.rpc.process import ProcessContext, run_main, run_service
+from moonpool.rpc.process import ProcessContext, parent_watch, run_main, run_service, signal_counter
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import kv_pb2
 

@@ -9,14 +9,23 @@ import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
 from moonpool.errors import ConfigError, MoonpoolError, PermissionDenied, Unauthenticated, Unavailable
+from moonpool.rpc.auth import (
+    ALLOWED,
+    CHECK_INTERVAL_S,
+    ApiKeys,
+    RoleGate,
+    WatchedFiles,
+    current_caller,
+    fingerprint,
+    hash_key,
+    parse_revoked,
+    require_role,
+    tenant_of,
+)
 from moonpool.rpc.channels import Channels, probe
 from moonpool.rpc.errors import from_rpc_error
-from moonpool.rpc.files import LOOK_S, Watched
-from moonpool.rpc.keys import ApiKeys, hashed
-from moonpool.rpc.roles import ALLOWED, Gate, caller, fingerprint, parse_revoked, require_role, tenant_of
-from moonpool.rpc.security import Security
 from moonpool.rpc.server import RunningServer, Service, serving
-from moonpool.rpc.tls import Tls
+from moonpool.rpc.tls import Security, Tls
 from moonpool.v1 import conductor_pb2, decode_pb2, decode_pb2_grpc, kv_pb2, kvstore_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 from tests.unit.clocks import hurried
@@ -39,7 +48,7 @@ class Decode:
     """Answers with who called."""
 
     async def Reserve(self, request: object, context: object) -> decode_pb2.ReserveResponse:
-        who = caller()
+        who = current_caller()
         assert who is not None
         decode = kv_pb2.Instance(id=f"{who.role} {who.name}")
         return decode_pb2.ReserveResponse(target=kv_pb2.TransferTarget(decode=decode))
@@ -62,7 +71,7 @@ class Conductor:
 @asynccontextmanager
 async def secured(folder: Path, **gate: object) -> AsyncIterator[RunningServer]:
     """A decode instance's server, and a port for clients without certificates."""
-    security = Security(tls(folder, "decode"), Gate(**gate, clock=hurried()), "127.0.0.1:0")  # type: ignore[arg-type]
+    security = Security(tls(folder, "decode"), RoleGate(**gate, clock=hurried()), "127.0.0.1:0")  # type: ignore[arg-type]
     services: list[Service] = [(CONTRACTS[2], Decode()), (CONTRACTS[0], Conductor())]
     async with serving("127.0.0.1:0", services, grace_s=0, security=security) as running:
         yield running
@@ -170,21 +179,21 @@ async def test_streams_outlive_every_change_of_certificates(tmp_path: Path) -> N
 
 def test_files_are_looked_at_now_and_then_only(tmp_path: Path) -> None:
     path, now = tmp_path / "file", [0.0]
-    watched = Watched([path], lambda: now[0])
+    watched = WatchedFiles([path], lambda: now[0])
     path.write_text("here")
     assert not watched.changed()
-    now[0] += LOOK_S
+    now[0] += CHECK_INTERVAL_S
     assert [watched.changed(), watched.changed()] == [True, False]
-    now[0] += LOOK_S
+    now[0] += CHECK_INTERVAL_S
     assert not watched.changed()
     path.unlink()
-    now[0] += LOOK_S
+    now[0] += CHECK_INTERVAL_S
     assert watched.changed()
 
 
 async def test_a_key_is_a_tenant_and_calls_nothing_internal(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text(f"sha256:{hashed('ann-key')} ann\n")
+    keys.write_text(f"sha256:{hash_key('ann-key')} ann\n")
     async with secured(tmp_path, keys=ApiKeys(keys)) as server, Channels(Tls(tmp_path / "ca.pem")) as channels:
         assert await tenant(channels, server.client_address, key="ann-key") == "ann"
         with pytest.raises(PermissionDenied, match="not the caller's"):
@@ -239,7 +248,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
             Tls(*files)
         assert caught.value.field == field
     with pytest.raises(ConfigError, match="tls_revoked"):
-        Gate(tmp_path / "none")
+        RoleGate(tmp_path / "none")
     assert isinstance(caught.value, MoonpoolError)
 
 

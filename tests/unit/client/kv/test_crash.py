@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.client.kv import KVClient, TransferFailed, Unavailable
-from moonpool.streams.lanes.faults import BREAK_LANES, SEED
+from moonpool.transport.fault_injection import BREAK_CONNECTIONS, SEED
 from tests.unit.client.kv.test_values import NAME, data_of
 
 SIZES = (1000, 65_536, 300_000, 1 << 20, 3 << 20)
@@ -27,7 +27,7 @@ SEED_OF_TEST = 11
 def store_at(port: int, lane: str, folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int]]:
     """A store as a process, whose lanes break now and then; and its port."""
     flags = ["--listen", f"127.0.0.1:{port}", "--kv-lanes", lane, "--kv-lanes-dir", str(folder), "--log-level", "error"]
-    environment = {"MOONPOOL_DIE_WITH_PARENT": "1", BREAK_LANES: "0.01", SEED: str(SEED_OF_TEST)}
+    environment = {"MOONPOOL_DIE_WITH_PARENT": "1", BREAK_CONNECTIONS: "0.01", SEED: str(SEED_OF_TEST)}
     child = subprocess.Popen(
         [sys.executable, "-m", "services.kvstore", "--id", "kvstore-0", *flags],
         stdout=subprocess.PIPE,

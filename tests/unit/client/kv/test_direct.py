@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from typing_extensions import Buffer
 
-from moonpool.client.kv import InvalidRequest, KVClient, Unavailable, aio, direct, reading
-from moonpool.client.kv.connection import Connection
-from moonpool.client.kv.direct import OPEN_AGAIN_S
+from moonpool.client.kv import InvalidRequest, KVClient, Unavailable, connection
+from moonpool.client.kv import client as kv_client
+from moonpool.client.kv.connection import REOPEN_AFTER_S, KVConnection
 from moonpool.kv.layout import KVLayout
-from moonpool.streams.lanes.regions import SharedMemory
-from moonpool.streams.store_writer import PutBlocks, PutOutcome
+from moonpool.kv_transfer.store_writer import BlocksToPut, PutOutcome
+from moonpool.transport.shared_memory import SharedMemory
 from moonpool.v1 import kv_pb2
 from tests.unit.client.kv.test_values import NAME, SIZES, data_of
 from tests.unit.kvstore.rig import Rig, rig
@@ -193,7 +193,7 @@ async def test_a_put_that_was_taken_has_not_failed_because_no_direct_lane_could_
         raise OSError(errno.EMFILE, "too many open files")
 
     def work(client: KVClient) -> None:
-        monkeypatch.setattr(direct, "SharedMemory", no_memory)
+        monkeypatch.setattr(connection, "SharedMemory", no_memory)
         for key in (b"1", b"2"):
             assert client.put(key, b"data")
             assert client.get(key) == bytearray(b"data")
@@ -207,7 +207,7 @@ async def test_lanes_that_break_each_time_are_not_opened_each_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(direct, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: now))
     async with stored(folder, "local") as store:
 
         def work(client: KVClient) -> None:
@@ -221,7 +221,7 @@ async def test_lanes_that_break_each_time_are_not_opened_each_time(
             nonlocal now
             breaks(b"1")
             for turn in range(3):
-                now += OPEN_AGAIN_S - 1.0 if turn else 0.0
+                now += REOPEN_AFTER_S - 1.0 if turn else 0.0
                 breaks(b"%d" % turn)
             assert store.service.lanes.opened["local"] == USUAL + DIRECT + 1
 
@@ -232,13 +232,13 @@ async def test_what_a_direct_lane_does_not_take_has_the_time_that_is_left(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, given = itertools.count(100.0, 2.0), list[float]()
-    usual_put, usual_read = Connection.put, Connection.read
+    usual_put, usual_read = KVConnection.put, KVConnection.read
 
-    async def put(self: Connection, layout: KVLayout, blocks: PutBlocks, timeout_s: float) -> PutOutcome:
+    async def put(self: KVConnection, layout: KVLayout, blocks: BlocksToPut, timeout_s: float) -> PutOutcome:
         given.append(timeout_s)
         return await usual_put(self, layout, blocks, timeout_s)
 
-    async def read(self: Connection, *arguments: Any, timeout_s: float, **options: Any) -> int:
+    async def read(self: KVConnection, *arguments: Any, timeout_s: float, **options: Any) -> int:
         given.append(timeout_s)
         return await usual_read(self, *arguments, timeout_s=timeout_s, **options)
 
@@ -249,11 +249,11 @@ async def test_what_a_direct_lane_does_not_take_has_the_time_that_is_left(
                 assert client.put(key, b"data")
                 assert client.get(key) == bytearray(b"data")
             assert client.put(b"large", bytes(5000))
-            monkeypatch.setattr(direct, "time", SimpleNamespace(monotonic=lambda: next(now)))
-            for part in (aio, reading):
+            monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: next(now)))
+            for part in (kv_client, connection):
                 monkeypatch.setattr(part, "time", SimpleNamespace(monotonic=lambda: 50.0))
-            monkeypatch.setattr(Connection, "put", put)
-            monkeypatch.setattr(Connection, "read", read)
+            monkeypatch.setattr(KVConnection, "put", put)
+            monkeypatch.setattr(KVConnection, "read", read)
             assert not client.put(b"large", b"data", timeout_s=20.0), "it is there in another format"
             for block in store.service.store.tiers.dram.values():
                 block.data[1] ^= 1

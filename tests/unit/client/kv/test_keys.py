@@ -12,12 +12,10 @@ from moonpool.client.kv import AsyncKVClient, PermissionDenied, Unauthenticated
 from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.values import value_key, value_namespace
+from moonpool.rpc.auth import ApiKeys, RoleGate, hash_key
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.keys import ApiKeys, hashed
-from moonpool.rpc.roles import Gate
-from moonpool.rpc.security import Security
 from moonpool.rpc.server import serving
-from moonpool.rpc.tls import Tls
+from moonpool.rpc.tls import Security, Tls
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.clocks import hurried
 from tests.unit.kvstore.rig import KEYS, Rig, failure, opened_get, rig
@@ -30,8 +28,8 @@ NAME = "engine/model"
 async def secured(folder: Path) -> AsyncIterator[tuple[Rig, str, str]]:
     """A store, where engines reach it, and where clients with keys do."""
     keys = folder / "keys"
-    keys.write_text(f"sha256:{hashed('ann-key')} ann\nsha256:{hashed('bob-key')} bob\n")
-    security = Security(tls(folder, "kvstore"), Gate(None, ApiKeys(keys), hurried()), "127.0.0.1:0")
+    keys.write_text(f"sha256:{hash_key('ann-key')} ann\nsha256:{hash_key('bob-key')} bob\n")
+    security = Security(tls(folder, "kvstore"), RoleGate(None, ApiKeys(keys), hurried()), "127.0.0.1:0")
     async with (
         rig(dram_bytes=1 << 20) as store,
         serving("127.0.0.1:0", [store.service.contract], grace_s=0, security=security) as server,

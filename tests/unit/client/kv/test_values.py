@@ -18,17 +18,17 @@ from moonpool.client.kv import (
     KVClient,
     TransferFailed,
     Unavailable,
-    aio,
-    reading,
+    connection,
 )
-from moonpool.client.kv.connection import Connection
-from moonpool.cluster.selections import PORTION
+from moonpool.client.kv import client as kv_client
+from moonpool.client.kv.connection import KVConnection
+from moonpool.cluster.proto_conversion import DELETION_PORTION
 from moonpool.errors import ConfigError
+from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.selection import Selection
 from moonpool.kv.values import value_key, value_namespace
-from moonpool.streams.store_writer import PutBlocks, PutOutcome
+from moonpool.kv_transfer.store_writer import BlocksToPut, PutOutcome
 from moonpool.v1 import kv_pb2
 from moonpool.v1.kvstore_pb2 import FindRequest
 from tests.unit.kvstore.rig import Rig, rig
@@ -68,17 +68,17 @@ async def test_values_of_many_sizes_come_back(lane: str, sockets: Path, monkeypa
 
 
 async def test_all_parts_of_a_call_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, given, usual_put = itertools.count(100.0, 4.0), list[float](), Connection.put
+    now, given, usual_put = itertools.count(100.0, 4.0), list[float](), KVConnection.put
 
-    async def put(self: Connection, layout: KVLayout, blocks: PutBlocks, timeout_s: float) -> PutOutcome:
+    async def put(self: KVConnection, layout: KVLayout, blocks: BlocksToPut, timeout_s: float) -> PutOutcome:
         given.append(timeout_s)
         return await usual_put(self, layout, blocks, 30.0)
 
     async with stored() as (_, client):
         assert await client.put(b"0", b"data")
-        for part in (aio, reading):
+        for part in (kv_client, connection):
             monkeypatch.setattr(part, "time", SimpleNamespace(monotonic=lambda: next(now)))
-        monkeypatch.setattr(Connection, "put", put)
+        monkeypatch.setattr(KVConnection, "put", put)
         with pytest.raises(TransferFailed, match="took too long"):
             await client.batch_put({b"%d" % size: data_of(size) for size in (100, 4096, 70_000)}, timeout_s=10.0)
         assert given == [6.0, 2.0]
@@ -204,13 +204,13 @@ async def test_after_an_operators_deletion_values_can_be_put_again(selection: kv
 
 
 async def test_others_have_turns_while_a_store_looks_through_many_deleted_keys() -> None:
-    keys = frozenset(BlockKey(number.to_bytes(KEY_BYTES, "big")) for number in range(3 * PORTION))
+    keys = frozenset(BlockKey(number.to_bytes(KEY_BYTES, "big")) for number in range(3 * DELETION_PORTION))
     own = value_key(value_namespace(NAME), "", b"k")
     async with rig() as store:
         deletions = store.service.store.writes.deletions
-        deletions.add("blocks", Selection(keys=keys))
-        deletions.add("value", Selection(keys=frozenset([own])))
-        deletions.add("all", Selection(tenants=frozenset([""])))
+        deletions.add("blocks", KVSelection(keys=keys))
+        deletions.add("value", KVSelection(keys=frozenset([own])))
+        deletions.add("all", KVSelection(tenants=frozenset([""])))
         for asked, found in ((b"", ["all", "value"]), (own, ["all"])):
             asking, turns = asyncio.ensure_future(store.service.servicer.Find(FindRequest(keys=asked), None)), 0
             while not asking.done():

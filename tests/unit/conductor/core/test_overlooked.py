@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.cost import Speeds
-from services.conductor.core.decodes import Answer
+from moonpool.scheduling.latency import Speeds
+from services.conductor.core.decode_pool import PlacedAnswer
 
 from .worlds import SECOND_PER_TOKEN, World, facts
 
@@ -22,7 +22,7 @@ def test_a_decode_that_seemed_slow_at_its_start_is_tried_once(slower: float, fir
     chosen = []
     for _ in range(300):
         chosen.append(world.plan().decodes[0].id)
-        world.picture.release(world.picture.claim_decode(chosen[-1], Answer(1, 1)), 0.0)
+        world.picture.release(world.picture.claim_decode(chosen[-1], PlacedAnswer(1, 1)), 0.0)
     assert [at for at, name in enumerate(chosen) if name == "decode-1"] == [first]
 
 

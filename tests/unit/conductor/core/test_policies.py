@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from moonpool.core.fair import Place
-from services.conductor.core.candidates import Candidates, Limit
-from services.conductor.core.cost import PrefillChoice
-from services.conductor.core.policies import POLICIES
+from moonpool.scheduling.fair_share import QueueKey
+from services.conductor.core.latency_model import PrefillChoice
+from services.conductor.core.policies import POLICIES, Candidates, TtftLimit
 
 from .worlds import SECOND_PER_TOKEN, World, facts
 
@@ -94,7 +93,7 @@ def test_no_policy_is_offered_who_cannot_and_suspects_come_last(policy: str) -> 
 class TestLimits:
     """The first instance holds most and is busy until 20.0; later prompts may take 16 s more of its next step."""
 
-    behind, before = Place("they", 2.0, 9), Place("they", 0.0, 9)
+    behind, before = QueueKey("they", 2.0, 9), QueueKey("they", 0.0, 9)
 
     def world(self, policy: str = "kvcache_centric") -> World:
         engines = [facts(name, speeds=SECOND_PER_TOKEN, step_tokens=64) for name in NAMES[:2]]
@@ -102,11 +101,11 @@ class TestLimits:
         found.events("prefill-0", KEYS[:3])
         found.events("prefill-1", KEYS[:1])
         for number in range(2):
-            found.picture.claim_prefill("prefill-0", 10.0, 0.0, place=Place("they", 1.0, number))
+            found.picture.claim_prefill("prefill-0", 10.0, 0.0, place=QueueKey("they", 1.0, number))
         return found
 
     def order(self, found: World, within_s: float) -> list[tuple[str, float]]:
-        plan = found.plan(64, keys=KEYS, limit=Limit(within_s, self.behind))
+        plan = found.plan(64, keys=KEYS, limit=TtftLimit(within_s, self.behind))
         assert plan.prefill == plan.candidates[0]
         return [(it.id, it.ttft_s) for it in plan.candidates]
 
@@ -116,7 +115,7 @@ class TestLimits:
         assert self.order(self.world(), within_s) == [found[first], found[1 - first]]
 
     def test_the_queue_is_that_of_the_request_s_own_place(self) -> None:
-        plan = self.world().plan(64, keys=KEYS, limit=Limit(51.9, self.before))
+        plan = self.world().plan(64, keys=KEYS, limit=TtftLimit(51.9, self.before))
         assert plan.prefill.id == "prefill-0"
 
     def test_a_policy_that_looks_at_no_time_looks_at_no_limit(self) -> None:

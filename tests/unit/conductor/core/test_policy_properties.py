@@ -5,14 +5,14 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moonpool.cost import Speeds, decode_step_seconds
-from services.conductor.core.admission import Admission, Slo
-from services.conductor.core.conductor import ConductorCore
-from services.conductor.core.cost import PrefillModel
-from services.conductor.core.facts import Demand, InstanceFacts
-from services.conductor.core.messages import Action, Arrived, Ask, Fail, Joined, Reserve
-from services.conductor.core.picture import Picture
+from moonpool.scheduling.latency import Speeds, decode_step_seconds
+from services.conductor.core.admission import AdmissionMode
+from services.conductor.core.cluster_state import ClusterView
+from services.conductor.core.events import Action, CallReserve, FailRequest, InstanceJoined, RequestArrived, RequestSpec
+from services.conductor.core.instances import InstanceFacts
+from services.conductor.core.latency_model import Demand, PrefillLatencyModel, SloLimits
 from services.conductor.core.policies import POLICIES
+from services.conductor.core.scheduler import ConductorCore
 
 from .world import LIMITS
 from .worlds import SHAPE, World, facts
@@ -41,34 +41,34 @@ def prefills(engines: list[tuple[Speeds, int, int]]) -> list[InstanceFacts]:
 def alone_s(one: InstanceFacts, tokens: int) -> float:
     """Predicted time to first token when nobody else is there."""
     demand = Demand(tokens, SHAPE.blocks_for(tokens), SHAPE.blocks_for(tokens), 1)
-    return PrefillModel(demand, SHAPE, (), 1.0).cost(one.speeds, one.stages, one.step_tokens, 0).alone_s
+    return PrefillLatencyModel(demand, SHAPE, (), 1.0).cost(one.speeds, one.stages, one.step_tokens, 0).alone_s
 
 
 @settings(deadline=None, max_examples=150)
-@given(ENGINES, ENGINES, st.integers(1, 600), FACTORS, FACTORS, st.sampled_from(Admission))
+@given(ENGINES, ENGINES, st.integers(1, 600), FACTORS, FACTORS, st.sampled_from(AdmissionMode))
 def test_an_idle_cluster_refuses_only_what_nobody_could_keep(
     computing: list[tuple[Speeds, int, int]],
     decoding: list[tuple[Speeds, int, int]],
     tokens: int,
     ttft_factor: float,
     tbt_factor: float,
-    admission: Admission,
+    admission: AdmissionMode,
 ) -> None:
     engines = prefills(computing)
     decodes = [facts(f"decode-{number}", speeds=speeds) for number, (speeds, *_) in enumerate(decoding)]
-    slo = Slo(
+    slo = SloLimits(
         ttft_factor * min(alone_s(one, tokens) for one in engines),
         tbt_factor * min(decode_step_seconds(one.speeds, 1, tokens) for one in decodes),
     )
-    core = ConductorCore(replace(LIMITS, admission=admission), Picture())
+    core = ConductorCore(replace(LIMITS, admission=admission), ClusterView())
     out: list[Action] = []
     for one in (*engines, *decodes):
-        core.handle(0.0, Joined(one), out)
-    core.handle(0.0, Arrived(Ask(1, "r1", tokens, 8, b"key", slo, 0.0, 600.0), ()), out)
-    refused = [action.failure.reason for action in out if isinstance(action, Fail)]
-    limits = [("ttft_slo", ttft_factor), ("tbt_slo", tbt_factor)] if admission is not Admission.NONE else []
+        core.handle(0.0, InstanceJoined(one), out)
+    core.handle(0.0, RequestArrived(RequestSpec(1, "r1", tokens, 8, b"key", slo, 0.0, 600.0), ()), out)
+    refused = [action.failure.reason for action in out if isinstance(action, FailRequest)]
+    limits = [("ttft_slo", ttft_factor), ("tbt_slo", tbt_factor)] if admission is not AdmissionMode.NONE else []
     assert refused == [reason for reason, factor in limits if factor < 1][:1]
-    assert len([action for action in out if isinstance(action, Reserve)]) == 1 - len(refused)
+    assert len([action for action in out if isinstance(action, CallReserve)]) == 1 - len(refused)
 
 
 @settings(deadline=None, max_examples=150)

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from moonpool.cost import Speeds, SpeedTracker, decode_step_seconds
-from services.conductor.core.decodes import TYPICAL_BATCH, TYPICAL_CONTEXT
-from services.conductor.core.vigil import Vigil
+from moonpool.scheduling.latency import Speeds, SpeedTracker, decode_step_seconds
+from services.conductor.core.decode_pool import TYPICAL_BATCH, TYPICAL_CONTEXT
+from services.conductor.core.instances import HealthMonitor
 
 TOLD = Speeds(decode_base_s=0.026, decode_per_sequence_s=1e-4, decode_per_context_token_s=3e-8)
 FACTOR = 6.0
@@ -17,7 +17,7 @@ class Instance:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(f"quickness/{seed}")
-        self.tracker, self.vigil, self.now = SpeedTracker(TOLD), Vigil(), 0.0
+        self.tracker, self.vigil, self.now = SpeedTracker(TOLD), HealthMonitor(), 0.0
 
     def steps(self, count: int, slower: float, *, jitter: float = 0.2) -> list[bool]:
         """Whether it counted as slow after each step."""

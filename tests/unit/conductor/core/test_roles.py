@@ -4,13 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.cost import Speeds
-from services.conductor.core.changes import ChangeRole, RoleAsked
-from services.conductor.core.conductor import ConductorCore
-from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts
-from services.conductor.core.messages import Action, Event, Joined, Left, Reported
-from services.conductor.core.picture import Picture
+from moonpool.scheduling.latency import Speeds
+from services.conductor.core.cluster_state import ClusterView
+from services.conductor.core.events import (
+    Action,
+    ChangeRole,
+    Event,
+    InstanceJoined,
+    InstanceLeft,
+    LoadReported,
+    RoleChangeRequested,
+)
+from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
 from services.conductor.core.roles import CHANGE_S, SETTLE_S, RoleLimits
+from services.conductor.core.scheduler import ConductorCore
 from tests.unit.conductor.core.world import LIMITS, SHAPE
 
 SPEEDS = Speeds(prefill_per_token_s=0.001, decode_base_s=0.05, decode_per_sequence_s=0.001)
@@ -26,24 +33,24 @@ class World:
     """Prefill and decode instances whose loads a test sets; each reports once a second."""
 
     def __init__(self, prefills: int, decodes: int, roles: RoleLimits = ROLES, *, either: bool = True) -> None:
-        self.core = ConductorCore(LIMITS, Picture(), roles)
+        self.core = ConductorCore(LIMITS, ClusterView(), roles)
         self.now, self.either, self.lives = 0.0, either, 0
         self.loads: dict[str, LoadFacts] = {}
-        self.changes: list[tuple[float, str, Kind]] = []
+        self.changes: list[tuple[float, str, InstanceKind]] = []
         for number in range(prefills):
-            self.join(f"p{number}", Kind.PREFILL)
+            self.join(f"p{number}", InstanceKind.PREFILL)
         for number in range(decodes):
-            self.join(f"d{number}", Kind.DECODE)
+            self.join(f"d{number}", InstanceKind.DECODE)
 
-    def join(self, name: str, kind: Kind) -> None:
+    def join(self, name: str, kind: InstanceKind) -> None:
         self.lives += 1
-        load = LoadFacts(free_blocks=BLOCKS, drain_s=IDLE if kind is Kind.PREFILL else None)
+        load = LoadFacts(free_blocks=BLOCKS, drain_s=IDLE if kind is InstanceKind.PREFILL else None)
         self.loads[name] = load
-        self.post(Joined(InstanceFacts(name, self.lives, kind, BLOCKS, SHAPE, SPEEDS, either=self.either)))
+        self.post(InstanceJoined(InstanceFacts(name, self.lives, kind, BLOCKS, SHAPE, SPEEDS, either=self.either)))
 
     def leave(self, name: str) -> None:
         del self.loads[name]
-        self.post(Left(name, self.core.picture.incarnation(name)))
+        self.post(InstanceLeft(name, self.core.picture.incarnation(name)))
 
     def post(self, event: Event) -> None:
         out: list[Action] = []
@@ -70,13 +77,13 @@ class World:
         for _ in range(seconds):
             self.now += 1.0
             for name, load in list(self.loads.items()):
-                self.post(Reported(name, load))
+                self.post(LoadReported(name, load))
         self.core.check_invariants()
 
     @property
     def pressures(self) -> tuple[float, float]:
         values = self.core.roles.pressures
-        return values[Kind.PREFILL].value, values[Kind.DECODE].value
+        return values[InstanceKind.PREFILL].value, values[InstanceKind.DECODE].value
 
 
 def test_pressure_is_work_as_a_share_of_what_can_be_done() -> None:
@@ -99,7 +106,7 @@ def test_a_decode_instance_helps_prefill_when_that_has_lasted() -> None:
     assert world.changes == []
     world.wait(60)
     [(when, name, kind)] = world.changes
-    assert (name, kind) == ("d0", Kind.PREFILL)
+    assert (name, kind) == ("d0", InstanceKind.PREFILL)
     # with a second between reports the running mean of 30 s passes one half after 14 s
     assert when == 10 + 14 + 60
 
@@ -145,11 +152,11 @@ def test_nobody_follows_before_the_change_is_over_and_who_has_changed_stays() ->
     world.leave("d0")
     world.wait(60)
     assert len(world.changes) == 1
-    world.join("a9", Kind.PREFILL)  # by its name it would be the next one
+    world.join("a9", InstanceKind.PREFILL)  # by its name it would be the next one
     world.queue(IDLE)
     world.run(FULL)
     world.wait(int(ROLES.dwell_s))
-    assert [(name, kind) for _, name, kind in world.changes[1:2]] == [("p0", Kind.DECODE)]
+    assert [(name, kind) for _, name, kind in world.changes[1:2]] == [("p0", InstanceKind.DECODE)]
     assert "a9" not in {name for _, name, _ in world.changes}
 
 
@@ -170,7 +177,7 @@ def test_a_steady_load_moves_nobody_twice() -> None:
     world.wait(100)
     [(_, name, _)] = world.changes
     world.leave(name)
-    world.join("p9", Kind.PREFILL)
+    world.join("p9", InstanceKind.PREFILL)
     world.queue(3.0)
     world.run(28)
     world.wait(900)
@@ -189,10 +196,10 @@ def test_by_default_roles_are_fixed_but_for_who_is_told() -> None:
     world.queue(BUSY)
     world.wait(600)
     assert world.changes == []
-    world.post(RoleAsked("d2"))
-    world.post(RoleAsked("p0"))
-    world.post(RoleAsked("nobody"))
-    assert world.changes == [(600.0, "d2", Kind.PREFILL), (600.0, "p0", Kind.DECODE)]
+    world.post(RoleChangeRequested("d2"))
+    world.post(RoleChangeRequested("p0"))
+    world.post(RoleChangeRequested("nobody"))
+    assert world.changes == [(600.0, "d2", InstanceKind.PREFILL), (600.0, "p0", InstanceKind.DECODE)]
 
 
 def test_a_pool_that_needs_several_gets_them_one_after_the_other() -> None:
@@ -200,11 +207,11 @@ def test_a_pool_that_needs_several_gets_them_one_after_the_other() -> None:
     world.queue(BUSY)
     world.wait(100)
     world.leave("d0")
-    world.join("p8", Kind.PREFILL)
+    world.join("p8", InstanceKind.PREFILL)
     world.queue(BUSY)
     joined = world.now
     world.wait(100)
-    assert world.changes[1:] == [(joined + SETTLE_S, "d1", Kind.PREFILL)]
+    assert world.changes[1:] == [(joined + SETTLE_S, "d1", InstanceKind.PREFILL)]
 
 
 def draining(world: World, name: str) -> None:
@@ -222,11 +229,11 @@ def test_a_change_that_another_conductor_has_ordered_is_waited_for() -> None:
     world.leave("d2")
     world.wait(20)
     assert world.changes == []
-    world.join("d2", Kind.PREFILL)
+    world.join("d2", InstanceKind.PREFILL)
     world.queue(BUSY)
     joined = world.now
     world.wait(100)
-    assert world.changes == [(joined + SETTLE_S, "d0", Kind.PREFILL)]
+    assert world.changes == [(joined + SETTLE_S, "d0", InstanceKind.PREFILL)]
 
 
 def test_one_that_hangs_in_its_drain_is_waited_for_once() -> None:
@@ -242,7 +249,7 @@ def test_one_that_hangs_in_its_drain_is_waited_for_once() -> None:
 def test_a_drain_of_one_that_cannot_change_is_not_waited_for() -> None:
     world = World(2, 3)
     world.either = False
-    world.join("d3", Kind.DECODE)
+    world.join("d3", InstanceKind.DECODE)
     world.queue(BUSY)
     draining(world, "d3")
     world.wait(100)

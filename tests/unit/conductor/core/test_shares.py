@@ -2,11 +2,18 @@
 
 import pytest
 
-from services.conductor.core.admission import Slo
-from services.conductor.core.crowd import ABOUT_S
-from services.conductor.core.facts import InstanceFacts
-from services.conductor.core.facts import Kind as EngineKind
-from services.conductor.core.messages import Announce, ClientGone, Fail, Joined, Prefill, Reserve
+from services.conductor.core.events import (
+    AnnouncePlacement,
+    CallPrefill,
+    CallReserve,
+    ClientGone,
+    FailRequest,
+    InstanceJoined,
+)
+from services.conductor.core.instances import InstanceFacts
+from services.conductor.core.instances import InstanceKind as EngineKind
+from services.conductor.core.latency_model import SloLimits
+from services.conductor.core.wait_queue import TENANT_MEMORY_S
 
 from .world import GONE, SHAPE, SPEEDS, World
 
@@ -19,7 +26,7 @@ def flooded(*, step_tokens: int = STEP, count: int = 5, priority: int = 0) -> Wo
     world = World(prefills=0, decodes=1, total=1000)
     facts = InstanceFacts("prefill-0", 1, EngineKind.PREFILL, 1000, SHAPE, SPEEDS, step_tokens=step_tokens)
     world.members[facts.id] = facts
-    world.post(Joined(facts))
+    world.post(InstanceJoined(facts))
     for _ in range(count):
         place(world, "flood", priority=priority)
     return world
@@ -28,8 +35,8 @@ def flooded(*, step_tokens: int = STEP, count: int = 5, priority: int = 0) -> Wo
 def place(world: World, tenant: str, *, weight: float = 1.0, priority: int = 0) -> float:
     """Predicted seconds of waiting of a prompt that is placed."""
     number = world.arrive(prompt=200, tenant=tenant, weight=weight, priority=priority)
-    world.promise(next(call for call in world.open(Reserve) if call.request == number))
-    plan = world.all(Announce)[-1].plan
+    world.promise(next(call for call in world.open(CallReserve) if call.request == number))
+    plan = world.all(AnnouncePlacement)[-1].plan
     assert plan.candidates[0] == plan.prefill, "what is explained is what was compared with the limit"
     return plan.prefill.queue_s
 
@@ -64,23 +71,23 @@ def test_an_urgent_one_waits_for_the_step_under_way() -> None:
 
 def test_a_flood_refuses_nobody_but_itself() -> None:
     world = flooded()
-    slo = Slo(ttft_s=0.4)
+    slo = SloLimits(ttft_s=0.4)
     ours = world.arrive(prompt=200, tenant="flood", slo=slo)
-    assert isinstance(world.ends[ours], Fail)
+    assert isinstance(world.ends[ours], FailRequest)
     calm = world.arrive(prompt=200, tenant="calm", slo=slo)
     assert calm not in world.ends
-    assert len(world.open(Prefill)) == 5
+    assert len(world.open(CallPrefill)) == 5
 
 
 def full(*, flood: int, total: int = 160) -> World:
     """One decode instance of which a flood has taken what it may, after another tenant's request came and left."""
     world = World(prefills=1, decodes=1, total=total)
     world.post(ClientGone(world.arrive(prompt=8, answer=8, tenant="calm")))
-    for call in world.open(Reserve):
+    for call in world.open(CallReserve):
         world.end(call, GONE)
     for _ in range(flood):
         world.arrive(prompt=152, answer=8, tenant="flood")  # ten blocks
-        for call in world.open(Reserve):
+        for call in world.open(CallReserve):
             world.promise(call)
     return world
 
@@ -90,26 +97,26 @@ def test_a_flood_leaves_some_room_at_decode_to_who_came_lately() -> None:
     assert len(world.promises) == 15, "the sixteenth part is left"
     assert world.core.requests.rooms.count() == {"flood": 5}
     world.arrive(prompt=152, answer=8, tenant="calm")
-    world.promise(world.one(Reserve))
+    world.promise(world.one(CallReserve))
     assert world.core.requests.rooms.count() == {"flood": 5}
 
 
 def test_alone_it_leaves_none() -> None:
     world = full(flood=15)
-    world.sleep(ABOUT_S + 1.0)
+    world.sleep(TENANT_MEMORY_S + 1.0)
     world.arrive(prompt=152, answer=8, tenant="flood")
-    assert world.open(Reserve) != []
+    assert world.open(CallReserve) != []
 
 
 def test_freed_room_wakes_a_flood_only_beyond_what_it_leaves() -> None:
     world = full(flood=18)
     world.report("decode-0", 19)
-    assert world.open(Reserve) == []
+    assert world.open(CallReserve) == []
     world.report("decode-0", 20)
-    assert [call.request for call in world.open(Reserve)] == [17]
+    assert [call.request for call in world.open(CallReserve)] == [17]
 
 
 def test_what_could_not_be_placed_otherwise_leaves_less() -> None:
     world = full(flood=0, total=64)
     world.arrive(prompt=62 * 16, answer=8, tenant="flood")
-    assert len(world.open(Reserve)) == 1
+    assert len(world.open(CallReserve)) == 1

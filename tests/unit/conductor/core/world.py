@@ -3,66 +3,67 @@
 from collections import Counter
 from typing import Any, TypeVar
 
-from moonpool.core.kernel import Cancel, Ended, Tick
-from moonpool.cost import Speeds
-from services.conductor.core.admission import Slo
-from services.conductor.core.conductor import ConductorCore
-from services.conductor.core.facts import InstanceFacts, LoadFacts, Shape
-from services.conductor.core.facts import Kind as EngineKind
-from services.conductor.core.failures import NO_DECODE_ROOM, Failure, Kind
-from services.conductor.core.messages import (
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.state_machine import CancelIo, IoEnded, Tick
+from services.conductor.core.cluster_state import ClusterView
+from services.conductor.core.events import (
+    NO_DECODE_ROOM,
     Action,
-    Adopt,
-    Announce,
-    Arrived,
-    Ask,
-    Complete,
-    Drop,
+    AnnouncePlacement,
+    CallPrefill,
+    CallReserve,
+    CallResult,
+    CancelReservation,
+    CompleteRequest,
+    CompletionReason,
+    DecodeReservation,
+    DropRequest,
     Event,
-    Fail,
-    Finish,
+    FailRequest,
+    Failure,
+    FailureKind,
     FirstToken,
-    Joined,
+    InstanceJoined,
+    InstanceLeft,
     KeysChanged,
-    Left,
-    LetGo,
-    Prefill,
-    Prefilled,
-    Promised,
+    LeaveSequence,
+    LoadReported,
+    PrefillMeasurements,
     Rehash,
     Rehashed,
-    Renew,
-    Reported,
-    Reserve,
-    Result,
-    Resumed,
-    Start,
-    Target,
-    Tokens,
-    Undo,
+    RenewSession,
+    RequestArrived,
+    RequestSpec,
+    ReserveGranted,
+    ResumeState,
+    StartDecode,
+    TakeOverSequence,
+    TokensArrived,
 )
-from services.conductor.core.picture import Picture
-from services.conductor.core.placing import Limits
-from services.conductor.core.plan import Plan
+from services.conductor.core.instances import InstanceFacts, LoadFacts
+from services.conductor.core.instances import InstanceKind as EngineKind
+from services.conductor.core.latency_model import KVShape, SloLimits
+from services.conductor.core.router import RoutingDecision
+from services.conductor.core.scheduler import ConductorCore, SchedulerLimits
 
 BLOCK = 16
-SHAPE = Shape(BLOCK, token_bytes=10, layers=1)
+SHAPE = KVShape(BLOCK, token_bytes=10, layers=1)
 SPEEDS = Speeds(prefill_per_token_s=0.001, decode_per_sequence_s=0.001)
-LIMITS = Limits(retries=3, recovery_s=15.0, room_wait_s=30.0, reserve_timeout_s=5.0)
+LIMITS = SchedulerLimits(retries=3, recovery_s=15.0, room_wait_s=30.0, reserve_timeout_s=5.0)
 LEASE_S = 60.0
-NO_ROOM = Failure(Kind.OVERLOADED, "full", reason=NO_DECODE_ROOM, retry_after_s=1.0)
-GONE = Failure(Kind.UNAVAILABLE, "gone")
-HOW = Prefilled(computed_tokens=16, there_s=0.1)
+NO_ROOM = Failure(FailureKind.OVERLOADED, "full", reason=NO_DECODE_ROOM, retry_after_s=1.0)
+GONE = Failure(FailureKind.UNAVAILABLE, "gone")
+HOW = PrefillMeasurements(computed_tokens=16, there_s=0.1)
 
 A = TypeVar("A", bound=Action)
 
 
-class CountedPicture(Picture):
+class CountedPicture(ClusterView):
     """Counts its plans."""
 
     plans = 0
 
-    def plan(self, **given: Any) -> Plan:
+    def plan(self, **given: Any) -> RoutingDecision:
         self.plans += 1
         return super().plan(**given)
 
@@ -74,7 +75,7 @@ class World:
         self,
         prefills: int = 2,
         decodes: int = 2,
-        limits: Limits = LIMITS,
+        limits: SchedulerLimits = LIMITS,
         total: int = 64,
         rest_tokens: int = 0,
         slow_factor: float = 0.0,
@@ -86,14 +87,14 @@ class World:
         self.members: dict[str, InstanceFacts] = {}
         self.now = 0.0
         self.actions: list[Action] = []
-        self.calls: dict[int, Reserve | Prefill | Start | Adopt] = {}
+        self.calls: dict[int, CallReserve | CallPrefill | StartDecode | TakeOverSequence] = {}
         self.cancelled: set[int] = set()
         self.tokens: Counter[int] = Counter()
         self.several: set[int] = set()  # of several answers, or beams: they begin again at prefill
         self.beams: set[int] = set()  # their first tokens are candidates
-        self.ends: dict[int, Complete | Fail | Drop] = {}
+        self.ends: dict[int, CompleteRequest | FailRequest | DropRequest] = {}
         self.arrived: set[int] = set()
-        self.promises: dict[int, Target] = {}
+        self.promises: dict[int, DecodeReservation] = {}
         self.rehashes: list[int] = []
         self.placed_with: Counter[int] = Counter()
         self.given: set[int] = set()
@@ -126,7 +127,7 @@ class World:
         prompt: int = 40,
         answer: int = 8,
         limit_s: float = 600.0,
-        slo: Slo = Slo(),  # noqa: B008
+        slo: SloLimits = SloLimits(),  # noqa: B008
         keys: tuple[bytes, ...] = (),
         choices: int = 1,
         beams: bool = False,
@@ -136,8 +137,8 @@ class World:
     ) -> int:
         number = self._new(choices, beams=beams)
         whose = {"tenant": tenant, "priority": priority, "weight": weight, "choices": choices, "beams": beams}
-        ask = Ask(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, **whose)  # type: ignore[arg-type]
-        self.post(Arrived(ask, keys))
+        ask = RequestSpec(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, **whose)  # type: ignore[arg-type]
+        self.post(RequestArrived(ask, keys))
         return number
 
     def holds(self, name: str, keys: tuple[bytes, ...]) -> None:
@@ -158,10 +159,14 @@ class World:
         number = self._new(choices, beams=beams)
         self.tokens[number] = tokens
         self.placed_with[number] = self._kept(number)
-        target = Target(decode, incarnation, "", 77, 1, 0) if decode else None
-        resumed, until = Resumed(self._kept(number), 1, f"r{number}", target), self.now + 600.0
-        how = {"resumed": resumed, "choices": choices, "beams": beams}
-        self.post(Arrived(Ask(number, f"r{number}", 40, answer, b"key", Slo(), self.now, until, **how), ()))  # type: ignore[arg-type]
+        target = DecodeReservation(decode, incarnation, "", 77, 1, 0) if decode else None
+        resumed, until = ResumeState(self._kept(number), 1, f"r{number}", target), self.now + 600.0
+        how: Any = {"resumed": resumed, "choices": choices, "beams": beams}
+        self.post(
+            RequestArrived(
+                RequestSpec(number, f"r{number}", 40, answer, b"key", SloLimits(), self.now, until, **how), ()
+            )
+        )
         return number
 
     def _new(self, choices: int, *, beams: bool) -> int:
@@ -179,7 +184,7 @@ class World:
 
     def promise(
         self,
-        call: Reserve,
+        call: CallReserve,
         *,
         incarnation: int | None = None,
         lease_s: float = LEASE_S,
@@ -188,17 +193,19 @@ class World:
     ) -> list[Action]:
         self._transfers += 1
         actual = call.incarnation if incarnation is None else incarnation
-        target = Target(call.decode, actual, "localhost:1", self._transfers, 1, held)
+        target = DecodeReservation(call.decode, actual, "localhost:1", self._transfers, 1, held)
         self.promises[target.transfer_id] = target
-        return self.end(call, Promised(target, lease_s, tbt_s=tbt_s))
+        return self.end(call, ReserveGranted(target, lease_s, tbt_s=tbt_s))
 
-    def end(self, call: Reserve | Prefill | Start | Adopt, result: Result = None) -> list[Action]:
+    def end(
+        self, call: CallReserve | CallPrefill | StartDecode | TakeOverSequence, result: CallResult = None
+    ) -> list[Action]:
         del self.calls[call.io]
-        if isinstance(call, Start):
+        if isinstance(call, StartDecode):
             self.promises.pop(call.target.transfer_id, None)
-        return self.post(Ended(call.io, result))
+        return self.post(IoEnded(call.io, result))
 
-    def first_token(self, call: Prefill, finish: Finish | None = None) -> list[Action]:
+    def first_token(self, call: CallPrefill, finish: CompletionReason | None = None) -> list[Action]:
         assert call.io not in self.given
         self.given.add(call.io)
         known = self.tokens[call.request] > self.placed_with[call.request]
@@ -206,10 +213,15 @@ class World:
         return self.post(FirstToken(call.io, HOW, finish, known))
 
     def more(
-        self, call: Start | Adopt, count: int = 1, finish: Finish | None = None, *, known: bool = False
+        self,
+        call: StartDecode | TakeOverSequence,
+        count: int = 1,
+        finish: CompletionReason | None = None,
+        *,
+        known: bool = False,
     ) -> list[Action]:
         self.tokens[call.request] += count
-        return self.post(Tokens(call.io, count, finish, known))
+        return self.post(TokensArrived(call.io, count, finish, known))
 
     def rehash(self, request: int) -> list[Action]:
         self.rehashes.remove(request)
@@ -225,17 +237,17 @@ class World:
 
     def _join(self, facts: InstanceFacts) -> None:
         self.members[facts.id] = facts
-        self.post(Joined(facts))
+        self.post(InstanceJoined(facts))
 
     def leave(self, name: str, lost: str = "is lost") -> list[Action]:
         incarnation = self.members.pop(name).incarnation
         for number, target in list(self.promises.items()):
             if lost and (target.decode, target.incarnation) == (name, incarnation):
                 del self.promises[number]
-        return self.post(Left(name, incarnation, lost))
+        return self.post(InstanceLeft(name, incarnation, lost))
 
     def report(self, name: str, free: int, answer_tokens: int = 0, **load: Any) -> list[Action]:
-        return self.post(Reported(name, LoadFacts(free_blocks=free, answer_tokens=answer_tokens, **load)))
+        return self.post(LoadReported(name, LoadFacts(free_blocks=free, answer_tokens=answer_tokens, **load)))
 
     def drain(self, name: str, *, draining: bool = True) -> list[Action]:
         self.drained = True
@@ -264,20 +276,20 @@ class World:
         """All actions of a kind so far."""
         return [action for action in self.actions if isinstance(action, kind)]
 
-    def streaming(self, count: int = 2, **what: Any) -> tuple[int, Start]:
+    def streaming(self, count: int = 2, **what: Any) -> tuple[int, StartDecode]:
         """A new request whose sequence runs at decode."""
         number, prefill, start = self.decoding(**what)
         self.more(start, count)
         self.end(prefill)
         return number, start
 
-    def decoding(self, **what: Any) -> tuple[int, Prefill, Start]:
+    def decoding(self, **what: Any) -> tuple[int, CallPrefill, StartDecode]:
         """A new request whose first token has come."""
         number = self.arrive(**what)
-        self.promise(self._last(Reserve, number))
-        prefill = self._last(Prefill, number)
+        self.promise(self._last(CallReserve, number))
+        prefill = self._last(CallPrefill, number)
         self.first_token(prefill)
-        return number, prefill, self._last(Start, number)
+        return number, prefill, self._last(StartDecode, number)
 
     def _last(self, kind: type[A], request: int) -> A:
         return [call for call in self.open(kind) if getattr(call, "request", 0) == request][-1]
@@ -307,33 +319,33 @@ class World:
         self.core.check_invariants()
         assert len(self.core.requests) == len(self.arrived - set(self.ends))
         assert self.core.requests.calls == len(self.calls)
-        sequences: list[Start | Adopt] = [*self.open(Start), *self.open(Adopt)]
+        sequences: list[StartDecode | TakeOverSequence] = [*self.open(StartDecode), *self.open(TakeOverSequence)]
         # Where a request was moved, the prefill call whose token it has may still be ending: it computes no more.
-        computing = [call for call in self.open(Prefill) if not (self.drained and call.io in self.given)]
+        computing = [call for call in self.open(CallPrefill) if not (self.drained and call.io in self.given)]
         for calls, most in ((computing, 1), (sequences, 2 if self.drained else 1)):
             busy = Counter(call.request for call in calls if call.request not in self.ends)
             assert all(count <= most for count in busy.values()), "a request is computed twice at once"
 
     def _note(self, action: Action) -> None:
         match action:
-            case Reserve() | Prefill() | Start() | Adopt():
+            case CallReserve() | CallPrefill() | StartDecode() | TakeOverSequence():
                 assert action.request not in self.ends
                 assert action.io not in self.calls
                 self.calls[action.io] = action
-            case Cancel(io) | LetGo(io):
+            case CancelIo(io) | LeaveSequence(io):
                 assert io in self.calls, "a call that has ended is given up"
                 assert io not in self.cancelled
                 self.cancelled.add(io)
-            case Undo(_, target):
+            case CancelReservation(_, target):
                 self.promises.pop(target.transfer_id, None)
-            case Renew(target):
+            case RenewSession(target):
                 assert target.transfer_id in self.promises, "a promise that is over is renewed"
             case Rehash(request):
                 assert request not in self.rehashes
                 self.rehashes.append(request)
-            case Complete(request=request) | Fail(request=request) | Drop(request=request):
+            case CompleteRequest(request=request) | FailRequest(request=request) | DropRequest(request=request):
                 assert request not in self.ends, "a request has ended twice"
                 self.ends[request] = action
                 self.rehashes = [it for it in self.rehashes if it != request]
-            case Announce(request=request):
+            case AnnouncePlacement(request=request):
                 assert request not in self.ends

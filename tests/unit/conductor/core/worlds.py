@@ -3,23 +3,23 @@
 from collections.abc import Sequence
 from typing import Any
 
-from moonpool.cost import Speeds
-from services.conductor.core.corrections import Corrections
-from services.conductor.core.decodes import Answer, Decode
-from services.conductor.core.facts import InstanceFacts, Kind, LoadFacts, Shape
-from services.conductor.core.picture import Picture
-from services.conductor.core.plan import Plan
-from services.conductor.core.prefills import Prefill
+from moonpool.scheduling.latency import Speeds
+from services.conductor.core.cluster_state import ClusterView
+from services.conductor.core.decode_pool import DecodeInstanceState, PlacedAnswer
+from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
+from services.conductor.core.latency_model import KVShape, PrefillCorrections
+from services.conductor.core.prefill_pool import PrefillInstanceState
+from services.conductor.core.router import RoutingDecision
 
 BLOCK_TOKENS = 16
-SHAPE = Shape(block_tokens=BLOCK_TOKENS, token_bytes=10, layers=1)
-KINDS = {"prefill": Kind.PREFILL, "decode": Kind.DECODE, "kvstore": Kind.KVSTORE}
+SHAPE = KVShape(block_tokens=BLOCK_TOKENS, token_bytes=10, layers=1)
+KINDS = {"prefill": InstanceKind.PREFILL, "decode": InstanceKind.DECODE, "kvstore": InstanceKind.KVSTORE}
 
 
 def facts(name: str, **changes: Any) -> InstanceFacts:
     """Facts of an instance whose kind its name says, with a pool of 100 blocks."""
     kind = KINDS[name.split("-")[0]]
-    shape = None if kind is Kind.KVSTORE else SHAPE
+    shape = None if kind is InstanceKind.KVSTORE else SHAPE
     return InstanceFacts(**{"id": name, "incarnation": 1, "kind": kind, "total_blocks": 100, "shape": shape, **changes})
 
 
@@ -27,7 +27,7 @@ class World:
     """A picture, and instances that take whatever they are told to hold."""
 
     def __init__(self, *joined: InstanceFacts, **settings: Any) -> None:
-        self.picture = Picture(**settings)
+        self.picture = ClusterView(**settings)
         self.sequences: dict[str, int] = {}
         for one in joined:
             self.join(one)
@@ -46,7 +46,7 @@ class World:
     def report(self, name: str, now: float = 0.0, **load: Any) -> None:
         self.picture.report(name, LoadFacts(**load), now)
 
-    def plan(self, tokens: int = 64, **changes: Any) -> Plan:
+    def plan(self, tokens: int = 64, **changes: Any) -> RoutingDecision:
         asked = {"tokens": tokens, "answer_tokens": 8, "keys": [], "prompt_key": b"prompt", "now": 0.0, **changes}
         plan = self.picture.plan(**asked)
         if len(self.picture.index) < 100:
@@ -57,17 +57,17 @@ class World:
         """Places a request; returns where."""
         plan = self.plan(now=now, **changes)
         self.picture.claim_prefill(plan.prefill.id, plan.prefill.busy_s, now)
-        self.picture.claim_decode(plan.decodes[0].id, Answer(plan.demand.prompt_tokens, plan.decodes[0].blocks))
+        self.picture.claim_decode(plan.decodes[0].id, PlacedAnswer(plan.demand.prompt_tokens, plan.decodes[0].blocks))
         return plan.prefill.id, plan.decodes[0].id
 
 
 SECOND_PER_TOKEN = Speeds(prefill_per_token_s=1.0, load_bytes_per_s=100.0, transfer_bytes_per_s=100.0)
 
 
-def prefill_at(slot: int, one: InstanceFacts, free_at: float) -> Prefill:
-    return Prefill(one, slot, Corrections(one.speeds), free_at)
+def prefill_at(slot: int, one: InstanceFacts, free_at: float) -> PrefillInstanceState:
+    return PrefillInstanceState(one, slot, PrefillCorrections(one.speeds), free_at)
 
 
-def decode_at(slot: int, one: InstanceFacts, sequences: int, *, room: int) -> Decode:
+def decode_at(slot: int, one: InstanceFacts, sequences: int, *, room: int) -> DecodeInstanceState:
     load = LoadFacts(running=sequences, context_tokens=100 * sequences, free_blocks=room)
-    return Decode(one, slot, one.speeds, load)
+    return DecodeInstanceState(one, slot, one.speeds, load)

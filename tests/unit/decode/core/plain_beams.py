@@ -5,8 +5,8 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
-from moonpool.core.digest import digest_of
-from services.decode.core.events import Beams, Candidates
+from moonpool.scheduling.state_machine import digest_of
+from services.decode.core.events import BeamCandidates, BeamRules
 
 TOKENS = 64
 ENDS = 2
@@ -19,7 +19,7 @@ def following(tokens: Sequence[int]) -> list[tuple[int, float]]:
     return _following(tuple(tokens))
 
 
-def candidates(tokens: Sequence[int], width: int, *, last: bool) -> Candidates:
+def candidates(tokens: Sequence[int], width: int, *, last: bool) -> BeamCandidates:
     """What the core is told of them, for beams of a width; with the `last` one each answer ends."""
     found = following(tokens)[: width + ENDS]
     return tuple((log_probability, token < ENDS or last) for token, log_probability in found)
@@ -37,7 +37,7 @@ def plain_search(
     prompt: list[int],
     width: int,
     longest: int,
-    rules: Beams,
+    rules: BeamRules,
     following: Callable[[list[int]], list[tuple[int, float]]] = following,
     ends: Collection[int] = range(ENDS),
 ) -> list[tuple[list[int], float]]:

@@ -3,9 +3,9 @@
 from array import array
 from dataclasses import dataclass, field
 
-from moonpool.core.digest import digest_of
 from moonpool.kv.keys import BlockKey, block_keys
-from services.decode.core.actions import Select, SwapIn, SwapOut
+from moonpool.scheduling.state_machine import digest_of
+from services.decode.core.actions import SelectBeams, SwapIn, SwapOut
 from tests.unit.decode.core.plain_beams import following
 
 BT = 16
@@ -56,7 +56,7 @@ class Sequence:
         return (len(self.tokens) * 31 + tokens * 7 + self.tokens[0] + 101 * self.index) % 1000
 
 
-def follow_beams(beams: list[Sequence], chosen: Select, kept: "dict[int, array[int]]") -> "dict[int, array[int]]":
+def follow_beams(beams: list[Sequence], chosen: SelectBeams, kept: "dict[int, array[int]]") -> "dict[int, array[int]]":
     """Each beam takes the tokens of its parent and one more; returns the hypotheses that are kept."""
 
     def follow(parent: int, candidate: int) -> "array[int]":

@@ -1,7 +1,7 @@
 """Blocks of a decode instance that others read: its own promises come first."""
 
 from moonpool.kv.keys import BlockKey
-from moonpool.sched.lending import LendBlocks, Lent, TakeBack
+from moonpool.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import World, config
 
@@ -15,7 +15,7 @@ def held(world: World, blocks: int) -> tuple[BlockKey, ...]:
 
 
 def lend(world: World, keys: tuple[BlockKey, ...]) -> int:
-    [lent] = [action for action in world.post(LendBlocks(1, keys)) if isinstance(action, Lent)]
+    [lent] = [action for action in world.post(LendBlocks(1, keys)) if isinstance(action, BlocksLent)]
     return len(lent.blocks)
 
 
@@ -24,7 +24,7 @@ def test_cached_blocks_are_lent_and_come_back() -> None:
     keys = held(world, 4)
     assert lend(world, keys) == 4
     assert world.core.blocks.num_used == 4
-    world.post(TakeBack(1))
+    world.post(ReturnBlocks(1))
     world.assert_at_rest()
     world.assert_reruns()
 
@@ -39,7 +39,7 @@ def test_what_was_promised_or_is_expected_to_be_needed_is_not_lent() -> None:
     world.arrive(number)
     world.start(number)
     world.work()
-    world.post(TakeBack(1))
+    world.post(ReturnBlocks(1))
     world.assert_at_rest()
 
 
@@ -50,5 +50,5 @@ def test_blocks_of_a_running_sequence_are_lent_and_outlive_it() -> None:
     assert lend(world, keys) == 4
     world.work()
     assert world.core.blocks.num_used == 4
-    world.post(TakeBack(1))
+    world.post(ReturnBlocks(1))
     world.assert_at_rest()

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.cost import Speeds
-from services.decode.core.actions import Run, SwapIn, SwapOut
-from services.decode.core.config import CoreConfig, Preemption
-from services.decode.core.events import Stop
+from moonpool.scheduling.latency import Speeds
+from services.decode.core.actions import StartRun, SwapIn, SwapOut
+from services.decode.core.events import AbortRequest
 from services.decode.core.preemption import choose_victim
-from services.decode.core.request import Request, State
+from services.decode.core.request import DecodeRequest, RequestStatus
+from services.decode.core.settings import DecodeSettings, Preemption
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import SPEEDS, WAYS, World, config
 
 
-def request(number: int, preemptions: int = 0) -> Request:
-    return Request(number, [], 10, 10, 20, 0.0, "", 0, state=State.RUNNING, preemptions=preemptions)
+def request(number: int, preemptions: int = 0) -> DecodeRequest:
+    return DecodeRequest(number, [], 10, 10, 20, 0.0, "", 0, state=RequestStatus.RUNNING, preemptions=preemptions)
 
 
 def test_last_come_is_first_preempted_and_the_oldest_never() -> None:
@@ -33,7 +33,7 @@ def test_who_was_preempted_twice_is_spared() -> None:
     assert choose_victim([one, three], one) is three, "somebody must"
 
 
-def crowded(core: CoreConfig) -> tuple[World, int, int]:
+def crowded(core: DecodeSettings) -> tuple[World, int, int]:
     """Two sequences that fill the pool; the next block that the older one needs is the younger one's."""
     world = World(core)
     older, younger = world.go(prompt(BT, 1), 4 * BT), world.go(prompt(BT, 2), 4 * BT)
@@ -49,7 +49,7 @@ SMALL = config(6, assumed_answer_tokens=1, step_tokens=20, swap_blocks=10)
 def test_the_younger_gives_up_and_comes_back(way: Preemption) -> None:
     world, older, younger = crowded(replace(SMALL, preemption=way))
     assert world.core.requests[younger].preemptions == 1
-    assert world.core.requests[older].state is State.RUNNING or way is Preemption.SWAP
+    assert world.core.requests[older].state is RequestStatus.RUNNING or way is Preemption.SWAP
     world.work()
     assert [len(world.answers[number]) for number in (older, younger)] == [4 * BT, 4 * BT]
     again = world.core.planner.recomputed_tokens
@@ -63,7 +63,7 @@ def test_demoted_to_cache_only_what_is_gone_is_computed() -> None:
     for way in (Preemption.CACHE, Preemption.RECOMPUTE):
         world, _, younger = crowded(replace(SMALL, num_blocks=7, preemption=way))
         world.work()
-        chunks = [chunk for action in world.actions if isinstance(action, Run) for chunk in action.chunks]
+        chunks = [chunk for action in world.actions if isinstance(action, StartRun) for chunk in action.chunks]
         assert {chunk.id for chunk in chunks} == {younger}
         assert chunks[-1].sample
         assert not any(chunk.sample for chunk in chunks[:-1])
@@ -107,8 +107,8 @@ def test_ended_while_it_is_copied_it_keeps_its_blocks_until_the_copy_is_over(out
             world.end_io(min(world.ios))
         else:
             world.step()
-    world.post(Stop(younger, "cancelled"))
-    assert world.core.requests[younger].state is State.LEAVING
+    world.post(AbortRequest(younger, "cancelled"))
+    assert world.core.requests[younger].state is RequestStatus.LEAVING
     world.work()
     assert len(world.answers[older]) == 4 * BT
     world.assert_at_rest()
@@ -122,7 +122,7 @@ def test_catching_up_leaves_the_others_their_promised_time() -> None:
     world.go(prompt(BT, 1), BT, slo=limit)
     world.go(prompt(BT, 2), BT)
     world.work()
-    shared = [run for run in world.actions if isinstance(run, Run) and run.batch == (1,) and run.chunks]
+    shared = [run for run in world.actions if isinstance(run, StartRun) and run.batch == (1,) and run.chunks]
     assert shared
     assert all(sum(chunk.count for chunk in run.chunks) <= 10 for run in shared)
     world.assert_at_rest()

@@ -1,14 +1,14 @@
 """Priorities at decode: who gets a place in the batch, who is preempted, and that nobody waits for ever."""
 
-from moonpool.core.fair import PRIORITY_S
+from moonpool.scheduling.fair_share import PRIORITY_S
 from services.decode.core.preemption import choose_victim
-from services.decode.core.request import Request, State
+from services.decode.core.request import DecodeRequest, RequestStatus
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import World, config
 
 
-def request(number: int, rank: float, preemptions: int = 0) -> Request:
-    return Request(number, [], 10, 10, 20, 0.0, "", 0, rank, state=State.RUNNING, preemptions=preemptions)
+def request(number: int, rank: float, preemptions: int = 0) -> DecodeRequest:
+    return DecodeRequest(number, [], 10, 10, 20, 0.0, "", 0, rank, state=RequestStatus.RUNNING, preemptions=preemptions)
 
 
 def test_last_come_of_the_lowest_priority_is_first_preempted() -> None:

@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from moonpool.sched.lending import LendBlocks, Lent, TakeBack
-from services.decode.core.actions import Run, Store
-from services.decode.core.config import Preemption
-from services.decode.core.events import Compute, Open, StreamOpened
-from services.decode.core.request import State
+from moonpool.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
+from services.decode.core.actions import StartRun, StoreBlock
+from services.decode.core.events import ComputePrompt, StreamOpened, TransferOpened
+from services.decode.core.request import RequestStatus
+from services.decode.core.settings import Preemption
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import World, config
 
@@ -32,7 +32,7 @@ def asked(world: World, length: int, answer: int = 4, **options: object) -> int:
 
 def chunks(world: World) -> list[tuple[int, int, bool]]:
     """All chunks so far: from where, how many tokens, and whether a token is sampled behind them."""
-    runs = [action for action in world.actions if isinstance(action, Run)]
+    runs = [action for action in world.actions if isinstance(action, StartRun)]
     return [(chunk.start, chunk.count, chunk.sample) for run in runs for chunk in run.chunks]
 
 
@@ -53,7 +53,7 @@ def test_what_is_not_held_is_computed_and_gives_the_first_token(
     world = holding(held, step_tokens=20) if held else World(config(40, step_tokens=20))
     number = asked(world, length)
     world.compute(number)
-    assert world.core.requests[number].state is State.CATCHING_UP
+    assert world.core.requests[number].state is RequestStatus.CATCHING_UP
     world.work()
     assert chunks(world) == computed
     assert len(world.answers[number]) == 4
@@ -67,7 +67,7 @@ def test_a_single_token_behind_what_is_held_needs_no_chunk() -> None:
     world = holding(2)
     number = asked(world, 2 * BT + 1)
     world.compute(number)
-    assert world.run == Run(world.core.planner.steps, (number,))
+    assert world.run == StartRun(world.core.planner.steps, (number,))
     world.work()
     assert len(world.answers[number]) == 4
     world.assert_at_rest()
@@ -82,7 +82,7 @@ def test_the_batch_goes_on_beside_it() -> None:
     for _ in range(3):
         world.step()
     assert len(world.answers[running]) == before + 3
-    assert world.core.requests[number].state is State.RUNNING
+    assert world.core.requests[number].state is RequestStatus.RUNNING
     assert len(world.answers[number]) == 1
     world.work()
     world.assert_at_rest()
@@ -94,7 +94,7 @@ def test_its_blocks_are_found_by_others_and_written_to_the_kvstores() -> None:
     number = asked(world, 4 * BT, stores=2)
     world.compute(number)
     world.work()
-    stores = [(action.index, action.store) for action in world.actions if isinstance(action, Store)]
+    stores = [(action.index, action.store) for action in world.actions if isinstance(action, StoreBlock)]
     assert stores == [(1, 0), (2, 0), (1, 1), (2, 1), (3, 0), (3, 1)]
     other = asked(world, 4 * BT + 3)
     assert len(world.core.requests[other].blocks) == 4
@@ -105,9 +105,9 @@ def test_the_steps_behind_it_are_patient_where_nobody_waits(slo: float, patient:
     world = World(config(40))
     number = asked(world, BT + 3, slo=slo)
     world.answers[number] = []
-    world.post(Compute(number, 1, patient=True))
+    world.post(ComputePrompt(number, 1, patient=True))
     world.work()
-    runs = [action for action in world.actions if isinstance(action, Run)]
+    runs = [action for action in world.actions if isinstance(action, StartRun)]
     assert [run.patient for run in runs] == [False, patient, patient, patient]
     world.assert_at_rest()
 
@@ -117,7 +117,7 @@ def test_a_full_hit_writes_no_block_and_nothing_to_the_kvstores() -> None:
     world = holding(3)
     numbers = [asked(world, 3 * BT, stores=1) for _ in range(2)]
     reading = world.post(LendBlocks(1, world.asked[numbers[0]].keys))
-    [lent] = [action.blocks for action in reading if isinstance(action, Lent)]
+    [lent] = [action.blocks for action in reading if isinstance(action, BlocksLent)]
     for number in numbers:
         world.compute(number)
     world.step()
@@ -126,9 +126,9 @@ def test_a_full_hit_writes_no_block_and_nothing_to_the_kvstores() -> None:
         [member] = world.core.requests[number].members
         assert tuple(member.table[:3]) == lent
         assert (member.keys, member.stored) == (list(world.asked[number].keys), [3])
-    world.post(TakeBack(1))
+    world.post(ReturnBlocks(1))
     world.work()
-    assert not [action for action in world.actions if isinstance(action, Store)]
+    assert not [action for action in world.actions if isinstance(action, StoreBlock)]
     world.assert_at_rest()
 
 
@@ -187,7 +187,7 @@ class TestRefused:
         if whole:
             world.arrive(number)
         else:
-            world.post(Open(number))
+            world.post(TransferOpened(number))
         world.compute(number)
         assert world.failed == {number: "its KV has begun to come: the prompt is not computed here"}
         world.work()
@@ -231,7 +231,7 @@ def test_random_walks(way: Preemption) -> None:
     world = World(config(18, preemption=way, swap_blocks=40, step_tokens=24, assumed_answer_tokens=20))
     left, computed = 40, 0
     while left or world.core.requests:
-        promised = [n for n, request in world.core.requests.items() if request.state is State.PROMISED]
+        promised = [n for n, request in world.core.requests.items() if request.state is RequestStatus.PROMISED]
         draw = rng.random()
         if left and draw < 0.2:
             start = prompt(rng.choice((rng.randint(1, 4 * BT), rng.randint(1, 4) * BT)), rng.randrange(4))

@@ -4,22 +4,26 @@ import random
 
 import pytest
 
-from moonpool.cost import decode_step_seconds
-from services.decode.core.actions import Adopted, Fenced, Parked
-from services.decode.core.config import Preemption
-from services.decode.core.events import Beams, StreamOpened
-from services.decode.core.request import State
-from tests.unit.decode.core.paced import STEEP, PacedWorld
+from moonpool.scheduling.latency import decode_step_seconds
+from services.decode.core.actions import FenceConductor, RequestAdopted, RequestParked
+from services.decode.core.events import BeamRules, StreamOpened
+from services.decode.core.request import RequestStatus
+from services.decode.core.settings import Preemption
 from tests.unit.decode.core.sequence import BT, prompt
+from tests.unit.decode.core.tbt_world import STEEP, PacedWorld
 from tests.unit.decode.core.world import World, config
 
 
 def advance(world: World, rng: random.Random) -> None:
     """Something that can happen next, happens."""
-    numbers = [n for n, request in world.core.requests.items() if request.state in (State.PROMISED, State.WHOLE)]
+    numbers = [
+        n
+        for n, request in world.core.requests.items()
+        if request.state in (RequestStatus.PROMISED, RequestStatus.WHOLE)
+    ]
     if numbers and rng.random() < 0.3:
         number = rng.choice(numbers)
-        if world.core.requests[number].state is State.PROMISED:
+        if world.core.requests[number].state is RequestStatus.PROMISED:
             world.arrive(number)
         else:
             world.start(number)
@@ -53,7 +57,7 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
                 count += len(answers) - 1
         if left and groups and (not searches or rng.random() < 0.1):
             beams = (rng.randint(1, 3 * BT),) * rng.randint(1, 3)
-            start, rules = prompt(rng.randint(1, 2 * BT), rng.randrange(4)), Beams(1.0, "never")
+            start, rules = prompt(rng.randint(1, 2 * BT), rng.randrange(4)), BeamRules(1.0, "never")
             if world.reserve(start, beams, stores=1, beams=rules) is not None:
                 left -= 1
                 count -= 1
@@ -108,7 +112,7 @@ def test_conductors_come_and_go(way: Preemption) -> None:
     assert (world.failed, world.lost) == ({}, [])
     assert len(world.answers) == 10
     parked, adopted, fenced = (
-        [it for it in world.actions if isinstance(it, kind)] for kind in (Parked, Adopted, Fenced)
+        [it for it in world.actions if isinstance(it, kind)] for kind in (RequestParked, RequestAdopted, FenceConductor)
     )
     print(f"{way}: {len(parked)} parked, {len(adopted)} adopted, {len(fenced)} fenced")
     assert min(len(parked), len(adopted), len(fenced)) > 10

@@ -7,55 +7,54 @@ import pickle
 from array import array
 from collections.abc import Callable
 
-from moonpool.core.digest import digest_of
-from moonpool.core.kernel import Ended, Tick
-from moonpool.cost import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.kv.keys import BlockKey
+from moonpool.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.scheduling.state_machine import IoEnded, Tick, digest_of
 from services.decode.core.actions import (
     Action,
-    Adopted,
-    Cut,
-    Ending,
-    Fenced,
-    Finish,
-    Forget,
-    Gone,
-    Grew,
-    Load,
-    Parked,
-    Promised,
-    Ranked,
-    Refused,
-    Run,
-    Select,
+    AppendBlock,
+    BeamsRanked,
+    DropOutputLog,
+    FenceConductor,
+    FinishSequence,
+    LoadStoredBlocks,
+    RequestAborted,
+    RequestAdopted,
+    RequestFreed,
+    RequestParked,
+    ReservationGranted,
+    ReservationRefused,
+    SelectBeams,
+    SetBlockTable,
+    StartRun,
     StopReceiving,
-    Store,
+    StopRun,
+    StoreBlock,
     SwapDrop,
     SwapIn,
     SwapOut,
-    Table,
 )
-from services.decode.core.config import CoreConfig, Preemption
 from services.decode.core.events import (
-    Adopt,
-    Arrived,
-    Beams,
-    Candidates,
-    Compute,
+    AdoptRequest,
+    BeamCandidates,
+    BeamRules,
+    ComputePrompt,
     Event,
     LoadEnd,
-    Open,
     ReceiveEnd,
-    Reserve,
-    Start,
-    StepDone,
-    Stepped,
+    ReserveBlocks,
+    RunDone,
+    RunProgress,
+    StartDecoding,
     StoreEnd,
     StreamClosed,
     StreamOpened,
-    SwapEnd,
-)  # fmt: skip
-from services.decode.core.machine import DecodeCore
+    SwapEnd,  # fmt: skip
+    TransferComplete,
+    TransferOpened,
+)
+from services.decode.core.scheduler import DecodeScheduler
+from services.decode.core.settings import DecodeSettings, Preemption
 from tests.unit.decode.core.plain_beams import candidates, plain_search
 from tests.unit.decode.core.sequence import BT, Sequence, follow_beams
 
@@ -63,32 +62,34 @@ STOP = 1
 SPEEDS = Speeds(prefill_per_token_s=1e-4, decode_base_s=1e-3, decode_per_sequence_s=1e-3)
 
 
-def config(blocks: int, **settings: object) -> CoreConfig:
+def config(blocks: int, **settings: object) -> DecodeSettings:
     usual: dict[str, object] = {"block_tokens": BT, "block_bytes": 1 << 10, "max_batch": 8, "lease_s": 10.0}
-    return CoreConfig(num_blocks=blocks, **{**usual, "speeds": SPEEDS, **settings})  # type: ignore[arg-type]
+    return DecodeSettings(num_blocks=blocks, **{**usual, "speeds": SPEEDS, **settings})  # type: ignore[arg-type]
 
 
 class World:
     """The core, a pool, an engine that ends its step when told to, and I/O that ends when told to."""
 
-    def __init__(self, config: CoreConfig, check: Callable[[DecodeCore], None] = DecodeCore.check_invariants) -> None:
-        self.core = DecodeCore(config)
+    def __init__(
+        self, config: DecodeSettings, check: Callable[[DecodeScheduler], None] = DecodeScheduler.check_invariants
+    ) -> None:
+        self.core = DecodeScheduler(config)
         self.now, self.begun = 0.0, pickle.dumps(self.core)
         self.pool: list[dict[int, bytes]] = [{} for _ in range(config.num_blocks)]
         self.sequences: dict[int, Sequence] = {}
         self.answers: dict[int, list[int]] = {}
         self.actions: list[Action] = []
         self.events: list[tuple[float, Event, bytes]] = []
-        self.run: Run | None = None
+        self.run: StartRun | None = None
         self.left = 0  # steps of the run that are not over
-        self.ios: dict[int, SwapOut | SwapIn | Store | Load | StopReceiving] = {}
+        self.ios: dict[int, SwapOut | SwapIn | StoreBlock | LoadStoredBlocks | StopReceiving] = {}
         self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}  # what each kvstore has
-        self.asked: dict[int, Reserve] = {}
+        self.asked: dict[int, ReserveBlocks] = {}
         self.whole: dict[int, int] = {}  # leading blocks of torn transfers: nothing comes there any more
         self.hypotheses: dict[int, dict[int, array[int]]] = {}
         self.searched: dict[int, list[tuple[list[int], float]]] = {}
         """Answers and scores of the searches that are over."""
-        self.refused: list[Refused] = []
+        self.refused: list[ReservationRefused] = []
         self.failed: dict[int, str] = {}
         self.started: set[int] = set()
         self.followers: dict[int, int] = {}  # the stream that gets a started sequence's tokens
@@ -98,7 +99,7 @@ class World:
         """What is kept; the request's sequences when they could go on."""
         self.lost: list[int] = []
         """Sequences that could have gone on, and nobody came."""
-        self.fenced: list[Fenced] = []
+        self.fenced: list[FenceConductor] = []
         self._check = check
         self._writing: dict[int, BlockKey] = {}
         self._next = 1
@@ -124,7 +125,7 @@ class World:
         conductor: str = "",
         stores: int = 0,
         starts_in_s: float = 0.0,
-        beams: Beams | None = None,
+        beams: BeamRules | None = None,
         resumable: bool = False,
         priority: int = 0,
         tenant: str = "",
@@ -138,7 +139,7 @@ class World:
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
         lengths = len(prompt), len(prompt), total_tokens
-        self.asked[number] = Reserve(
+        self.asked[number] = ReserveBlocks(
             number, keys, *lengths, slo, conductor, stores, len(answers), starts_in_s, beams, resumable,
             priority=priority, tenant=tenant, logprob_bytes=logprob_bytes,
         )  # fmt: skip
@@ -155,21 +156,21 @@ class World:
 
     def arrive(self, number: int) -> None:
         """The prompt's KV comes; prefill has written it to the kvstores as well."""
-        self.post(Open(number))
+        self.post(TransferOpened(number))
         it = self.sequences[number]
         for position in range(len(it.tokens)):
             self._write(it, position)
         for store in range(self.core.requests[number].stores):
             for block, key in zip(it.table, it.keys(), strict=False):
                 self.stored[store, key] = dict(self.pool[block])
-        self.post(Arrived(number))
+        self.post(TransferComplete(number))
 
     def start(self, number: int, stream: int = 1, known: int = 0) -> None:
         """Tells the first tokens; perhaps so many more of each sequence, which it would have generated."""
         self.started.add(number)
         if self.core.requests[number].search is not None:
             self.followers[number] = stream
-            self.post(Start(number, stream, 0, candidates=self._candidates(self.sequences[number])))
+            self.post(StartDecoding(number, stream, 0, candidates=self._candidates(self.sequences[number])))
             return
         finishes, more, keys = [], [], []
         for other, it in self.group(number):
@@ -180,15 +181,15 @@ class World:
             keys.append(tuple(it.keys()[len(self.asked[number].keys) : (len(it.tokens) - 1) // BT]))
         finish, *others = finishes
         behind = (tuple(more), tuple(keys)) if known else ((), ())
-        self.post(Start(number, stream, finish, tuple(others), (), *behind))
+        self.post(StartDecoding(number, stream, finish, tuple(others), (), *behind))
 
     def compute(self, number: int, stream: int = 1) -> list[Action]:
         self.answers[number], self.heard[number], self.followers[number] = [], [], stream
-        return self.post(Compute(number, stream))
+        return self.post(ComputePrompt(number, stream))
 
     def adopt(self, number: int, stream: int, fence: int) -> list[Action]:
         """A conductor resumes for a client that has what it has heard."""
-        return self.post(Adopt(number, stream, fence, self.positions(number)))
+        return self.post(AdoptRequest(number, stream, fence, self.positions(number)))
 
     def positions(self, number: int) -> tuple[int, ...]:
         """Behind what a client has heard of each answer; of beams nothing comes before their end."""
@@ -249,36 +250,36 @@ class World:
         seconds += sum(prefill_seconds(speeds, chunk.count, chunk.start, begins=False) for chunk in run.chunks)
         self.left -= 1
         if self.left and not ended:
-            self.post(Stepped(run.step, 1, seconds, tuple(filled)))
+            self.post(RunProgress(run.step, 1, seconds, tuple(filled)))
             return
         self.run = None
-        self.post(StepDone(run.step, False, seconds, tuple(ended), tuple(filled), candidates=tuple(candidates)))
+        self.post(RunDone(run.step, False, seconds, tuple(ended), tuple(filled), candidates=tuple(candidates)))
 
     def abort(self) -> None:
         """The running step is given up: nothing was copied or computed."""
         assert self.run is not None
         run, self.run = self.run, None
-        self.post(StepDone(run.step, True, 0.0))
+        self.post(RunDone(run.step, True, 0.0))
 
     def end_io(self, io: int, *, ok: bool = True) -> None:
         """A copy, a write or a load ends."""
         action = self.ios.pop(io)
         match action:
-            case Store():
+            case StoreBlock():
                 if ok:
                     self.stored[action.store, self._writing.pop(io)] = dict(self.pool[action.block])
-                self.post(Ended(io, StoreEnd(ok)))
-            case Load():
-                self.post(Ended(io, LoadEnd(self._load(action) if ok else 0, 1e-6, failed=not ok)))
+                self.post(IoEnded(io, StoreEnd(ok)))
+            case LoadStoredBlocks():
+                self.post(IoEnded(io, LoadEnd(self._load(action) if ok else 0, 1e-6, failed=not ok)))
             case StopReceiving():
                 for block in self.core.requests[action.id].blocks[self.whole.pop(action.id, 0) :]:
                     self.pool[block] = {}  # what came late
-                self.post(Ended(io, ReceiveEnd()))
+                self.post(IoEnded(io, ReceiveEnd()))
             case _:
                 self.sequences[action.id].copy(action, self.pool, ok=ok)
-                self.post(Ended(io, SwapEnd(ok, 1e-6)))
+                self.post(IoEnded(io, SwapEnd(ok, 1e-6)))
 
-    def _load(self, action: Load) -> int:
+    def _load(self, action: LoadStoredBlocks) -> int:
         """What a kvstore has comes; returns how many leading blocks that were."""
         keys = self.sequences[action.id].keys()[action.first :]
         assert len(keys) >= len(action.blocks), "full blocks only"
@@ -309,7 +310,7 @@ class World:
 
     def assert_reruns(self) -> None:
         """The same events lead to the same actions and the same state."""
-        core: DecodeCore = pickle.loads(self.begun)
+        core: DecodeScheduler = pickle.loads(self.begun)
         for now, event, digest in self.events:
             out: list[Action] = []
             core.handle(now, event, out)
@@ -325,17 +326,17 @@ class World:
             self.followers[other] = stream
             self.heard.setdefault(other, []).extend(self.answers.get(other, [])[position:])
 
-    def _candidates(self, it: Sequence) -> Candidates:
+    def _candidates(self, it: Sequence) -> BeamCandidates:
         """What may follow a beam."""
         search = self.core.requests[it.request].search
         assert search is not None
         return candidates(it.tokens, search.width, last=len(it.tokens) + 1 - it.prompt == search.longest)
 
-    def _select(self, chosen: Select) -> None:
+    def _select(self, chosen: SelectBeams) -> None:
         beams, kept = [it for _, it in self.group(chosen.id)], self.hypotheses.get(chosen.id, {})
         self.hypotheses[chosen.id] = follow_beams(beams, chosen, kept)
 
-    def _ranked(self, ranked: Ranked) -> None:
+    def _ranked(self, ranked: BeamsRanked) -> None:
         """A search is over: its hypotheses are those of the plain one, which knows no blocks."""
         it, asked = self.sequences[ranked.id], self.asked[ranked.id]
         assert asked.beams is not None
@@ -351,49 +352,49 @@ class World:
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Table(number, blocks):
+            case SetBlockTable(number, blocks):
                 self.sequences[number].table = list(blocks)
-            case Grew(number, block):
+            case AppendBlock(number, block):
                 self.sequences[number].table.append(block)
-            case Run():
+            case StartRun():
                 assert self.run is None
                 self.run, self.left = action, action.steps
-            case Cut():
+            case StopRun():
                 self.left = 1
-            case SwapOut() | SwapIn() | Store() | Load() | StopReceiving():
+            case SwapOut() | SwapIn() | StoreBlock() | LoadStoredBlocks() | StopReceiving():
                 assert action.io not in self.ios
                 self.ios[action.io] = action
-                if isinstance(action, Store):
+                if isinstance(action, StoreBlock):
                     self._writing[action.io] = self.sequences[action.id].keys()[action.index]
             case SwapDrop(number):
                 self.sequences[number].saved = {}
-            case Select():
+            case SelectBeams():
                 self._select(action)
-            case Ranked():
+            case BeamsRanked():
                 self._ranked(action)
-            case Refused():
+            case ReservationRefused():
                 self.refused.append(action)
-            case Ending(number, why):
+            case RequestAborted(number, why):
                 self.failed[number] = why
-            case Gone(number, logged):
+            case RequestFreed(number, logged):
                 for other, it in self.group(number):
                     assert not it.saved, "swapped out and forgotten"
                     del self.sequences[other]
                 if logged:
                     self.logged[number] = None
-            case Parked(number):
+            case RequestParked(number):
                 kept = self.logged[number] = {other: self.sequences.pop(other) for other, _ in self.group(number)}
                 for it in kept.values():
                     assert not it.saved, "swapped out and forgotten"
                     it.table = []
-            case Forget(number):
+            case DropOutputLog(number):
                 if self.logged.pop(number) is not None:
                     self.lost.append(number)
-            case Adopted(number, stream, positions):
+            case RequestAdopted(number, stream, positions):
                 self._adopted(number, stream, positions)
-            case Fenced():
+            case FenceConductor():
                 self.fenced.append(action)
-            case Finish() | Promised():
+            case FinishSequence() | ReservationGranted():
                 pass
 
 

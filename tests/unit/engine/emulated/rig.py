@@ -6,15 +6,14 @@ from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from moonpool.cost import Speeds
-from moonpool.engine.emulated.engine import MONOTONIC, EmulatedEngine, start_emulated
-from moonpool.engine.emulated.engine import Clock as EngineClock
+from moonpool.engine.emulated.engine import MONOTONIC, EmulatedEngine, EngineClock, start_emulated
 from moonpool.engine.emulated.profile import EmulatedCompute, Profile
-from moonpool.engine.handle import Engine
+from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, tokens_to_bytes
-from moonpool.sampling import SampleSpec
-from moonpool.sched.steps import History, SequenceStep, Step, StepResult
+from moonpool.sampling_params import SampleSpec
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.steps import SequenceStep, Step, StepResult, TokenHistory
 
 BT = 16
 LAYERS = 4
@@ -106,12 +105,12 @@ async def engine_of(spec: EngineSpec | None = None, clock: Clock | None = None) 
         yield engine
 
 
-def history(tokens: list[int], root: BlockKey = ROOT) -> History:
+def history(tokens: list[int], root: BlockKey = ROOT) -> TokenHistory:
     ids = array("i", tokens)
-    return History(root, ids, block_keys(root, ids, BT))
+    return TokenHistory(root, ids, block_keys(root, ids, BT))
 
 
-def part(of: History, start: int, end: int, table: tuple[int, ...], *, sample: bool = False) -> SequenceStep:
+def part(of: TokenHistory, start: int, end: int, table: tuple[int, ...], *, sample: bool = False) -> SequenceStep:
     return SequenceStep(
         tokens_to_bytes(of.token_ids[start:end]), start, table, SampleSpec() if sample else None, history=of
     )
@@ -121,7 +120,7 @@ def slices(engine: Engine, table: tuple[int, ...]) -> list[bytes]:
     return [bytes(engine.pool.slice(layer, block)) for layer in range(LAYERS) for block in table]
 
 
-async def fill(engine: EmulatedEngine, clock: Clock, what: list[tuple[History, tuple[int, ...]]]) -> None:
+async def fill(engine: EmulatedEngine, clock: Clock, what: list[tuple[TokenHistory, tuple[int, ...]]]) -> None:
     """Computes all but the last token of some sequences."""
     for number, (of, table) in enumerate(what):
         step = Step(number, (part(of, 0, len(of.token_ids) - 1, table),))

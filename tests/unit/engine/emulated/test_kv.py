@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from moonpool.engine.emulated.content import EmulatedKV, continuation
+from moonpool.engine.emulated.kv import EmulatedKV, continuation
 from moonpool.errors import Unavailable
 from moonpool.kv.keys import BlockKey, chain_root
-from moonpool.sched.steps import SequenceStep, Step
+from moonpool.scheduling.steps import SequenceStep, Step
 from tests.unit.engine.emulated.rig import BT, LAYERS, PROFILE, PROMPT, VOCAB, engine_of, history, part, slices, spec_of
 
 

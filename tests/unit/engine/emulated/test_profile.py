@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import yaml
 
-from moonpool.cost import Speeds
 from moonpool.engine.emulated.profile import (
     EmulatedCompute,
     Profile,
@@ -18,7 +17,8 @@ from moonpool.engine.emulated.profile import (
 )
 from moonpool.engine.setup import EngineConfig, engine_setup
 from moonpool.errors import ConfigError
-from moonpool.sched.steps import SequenceStep, Step
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.steps import SequenceStep, Step
 from tests.unit.checkpoint.folder import write_config
 
 FIELDS: dict[str, Any] = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import quantized, reference
+from kernels import kv_quantization, reference
 from kernels.triton import ops
 from tests.unit.kernels.test_triton.pools import DEVICE, DTYPES, generator
 
@@ -51,9 +51,9 @@ def test_slots_outside_the_pool_are_skipped() -> None:
 def test_quantized_write(stored: torch.dtype, dtype: torch.dtype, head_dim: int, block_tokens: int) -> None:
     """A prompt over two blocks, then tokens one by one, quiet ones and loud ones, into a pool full of old bytes."""
     rng, kv_heads = generator(), 2
-    size = kv_heads * 2 * block_tokens * head_dim + quantized.scale_bytes(kv_heads, block_tokens)
+    size = kv_heads * 2 * block_tokens * head_dim + kv_quantization.scale_bytes(kv_heads, block_tokens)
     slices = torch.full((3, size), 0x7F, dtype=torch.uint8, device=DEVICE)
-    kv, scales = quantized.views(slices, stored, kv_heads=kv_heads, block_tokens=block_tokens, head_dim=head_dim)
+    kv, scales = kv_quantization.views(slices, stored, kv_heads=kv_heads, block_tokens=block_tokens, head_dim=head_dim)
     slots = [(2, i) for i in range(block_tokens - 6, block_tokens)] + [(0, i) for i in range(5)]
     at = 0
     for count, loudness in ((8, 1.0), (1, 0.5), (1, 7.0), (1, 1e-3)):
@@ -69,7 +69,7 @@ def test_quantized_write(stored: torch.dtype, dtype: torch.dtype, head_dim: int,
 
 def test_zeros_are_stored_as_zeros() -> None:
     slices = torch.full((1, 2 * 16 * (64 + 4)), 0x7F, dtype=torch.uint8, device=DEVICE)
-    kv, scales = quantized.views(slices, torch.int8, kv_heads=1, block_tokens=16, head_dim=64)
+    kv, scales = kv_quantization.views(slices, torch.int8, kv_heads=1, block_tokens=16, head_dim=64)
     k = torch.zeros((2, 1, 64))
     both_write(k, k, kv, scales, [0, 0], [0, 1])
     assert not kv[:, :, :, :2].any()

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.kvstore.ssd.admission import ALL, REUSED, Admission
-from services.kvstore.tenancy.pins import Pins
+from services.kvstore.policies.tenants import Pins
+from services.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import (
     BLOCK,
@@ -24,9 +24,11 @@ A, B, C = KEYS[:3]
 
 
 @contextmanager
-def reusing(path: Path, dram_blocks: int = 8, files: FaultyFiles | None = None) -> Iterator[tuple[Driven, Admission]]:
+def reusing(
+    path: Path, dram_blocks: int = 8, files: FaultyFiles | None = None
+) -> Iterator[tuple[Driven, SsdAdmission]]:
     pins = Pins(4 * BLOCK)
-    ssd = open_ssd(path, 64 * RECORD, 4 * RECORD, pins=pins, admission=Admission(REUSED, pins), files=files)
+    ssd = open_ssd(path, 64 * RECORD, 4 * RECORD, pins=pins, admission=SsdAdmission(ADMIT_REUSED, pins), files=files)
     try:
         yield Driven(ssd, dram_bytes=dram_blocks * BLOCK, pins=pins), ssd.admission
     finally:
@@ -115,7 +117,7 @@ def test_a_read_does_not_try_again_what_the_device_refused(tmp_path: Path) -> No
 
 
 def test_as_many_refused_keys_are_remembered_as_the_tier_has_room_for() -> None:
-    admission = Admission(REUSED)
+    admission = SsdAdmission(ADMIT_REUSED)
     for key in KEYS:
         assert not admission.admits(info_of(key), 3)
     assert list(admission.ghosts) == KEYS[-3:]
@@ -124,6 +126,6 @@ def test_as_many_refused_keys_are_remembered_as_the_tier_has_room_for() -> None:
 
 
 def test_all_admits_all() -> None:
-    admission = Admission(ALL)
+    admission = SsdAdmission(ADMIT_ALL)
     assert all(admission.admits(info_of(key), 1) for key in (A, A, B))
     assert admission.refused_blocks == 0

@@ -16,11 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moonpool.errors import MoonpoolError, Overloaded
 from moonpool.kv.keys import BlockKey
-from services.kvstore.core.assembly import PutSession
-from services.kvstore.core.reads import ReadLease
+from services.kvstore.core.store import ReadLease
 from services.kvstore.core.tiered_store import StoreListener
-from services.kvstore.tenancy.pins import Pins
-from services.kvstore.tenancy.tenants import Account, TenantRow
+from services.kvstore.core.writes import PutSession
+from services.kvstore.policies.tenants import Pins, TenantAccount, TenantRow
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,
@@ -90,15 +89,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        pins = Pins(PIN_BLOCKS * BLOCK, Account.of(ROWS, "pins"))
+        pins = Pins(PIN_BLOCKS * BLOCK, TenantAccount.of(ROWS, "pins"))
         self.ssd = open_ssd(
-            self.folder, capacity=6 * RECORD, segment=RECORD, pins=pins, account=Account.of(ROWS, "ssd")
+            self.folder, capacity=6 * RECORD, segment=RECORD, pins=pins, account=TenantAccount.of(ROWS, "ssd")
         )
         self.driven = Driven(
             self.ssd,
             dram_bytes=DRAM_BLOCKS * BLOCK,
             pins=pins,
-            account=Account.of(ROWS, "dram"),
+            account=TenantAccount.of(ROWS, "dram"),
             listener=_Announced(self),
         )
         self.driven.now = self.now

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from moonpool.kv.frames import FrameOpener, Run, pack_frames, split_run
+from moonpool.kv.frames import FrameOpener, SliceRun, pack_frames, split_run
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.kv.layout import KVLayout
-from moonpool.rpc.wire import PayloadMessage
-from moonpool.streams.block_reader import BlockReader
-from moonpool.streams.store_writer import StoreWriter
+from moonpool.kv_transfer.prefix_reader import BlockReader
+from moonpool.kv_transfer.store_writer import StoreWriter
+from moonpool.rpc.messages import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import RECORD, keys_of, slice_of
@@ -86,7 +86,7 @@ async def opened(store: Rig, layout: KVLayout, credit_bytes: int = 0, **fields: 
     return call
 
 
-async def received(call: Any, opener: FrameOpener) -> list[list[tuple[Run, bytes]]]:
+async def received(call: Any, opener: FrameOpener) -> list[list[tuple[SliceRun, bytes]]]:
     """Runs of each frame until the session's end."""
     frames = []
     while not (answer := await call.read()).message.HasField("done"):
@@ -122,7 +122,7 @@ async def test_what_is_asked_for_is_sent_and_no_more(together: bool) -> None:
             frames = await received(call, FrameOpener(WIDE, range(1, 3), KEYS))
         ((first, second, third),) = frames
         for layer, (run, data) in enumerate((first, second, third)):
-            assert run == Run(layer, 0, 5, 1, 3, 16)
+            assert run == SliceRun(layer, 0, 5, 1, 3, 16)
             for index, _, piece in split_run(run, memoryview(data), WIDE):
                 assert piece == part_of(KEYS[index], layer, range(1, 3))
         call.cancel()
@@ -137,7 +137,7 @@ async def test_frames_of_some_heads_are_filled_too() -> None:
         call = await opened(store, LARGE, 1 << 20, keys=pack_keys(keys), head_begin=2, head_end=3)
         assert (await call.read()).message.opened.blocks == 16
         (((run, data),),) = await received(call, FrameOpener(LARGE, range(2, 3), keys))
-        assert run == Run(0, 0, 16, 2, 3, 64)
+        assert run == SliceRun(0, 0, 16, 2, 3, 64)
         assert data == b"".join(part_of(key, 0, range(2, 3), LARGE) for key in keys)
         call.cancel()
         await store.at_rest()
@@ -151,7 +151,7 @@ async def test_parts_larger_than_a_frame_come_in_several() -> None:
         call = await opened(store, layout, 2 * layout.head_bytes, head_begin=1, takes_frame=True)
         assert not (await call.read()).message.opened.HasField("frame")
         frames = await received(call, FrameOpener(layout, range(1, 3), KEYS))
-        assert [[run for run, _ in runs] for runs in frames] == [[], [Run(0, 0, 1, 1, 3, 64)]]
+        assert [[run for run, _ in runs] for runs in frames] == [[], [SliceRun(0, 0, 1, 1, 3, 64)]]
         call.cancel()
         reader = reader_of(store, layout)
         assert await read(reader, range(1, 3), range(1), blocks=1) == [part_of(KEYS[0], 0, range(1, 3), layout)]

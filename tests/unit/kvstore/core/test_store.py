@@ -3,8 +3,8 @@
 import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, Overloaded
-from moonpool.kv.frames import OpenRun, Run
-from services.kvstore.core.assembly import MAX_SESSION_BLOCKS, PutSpec
+from moonpool.kv.frames import OpenedRun, SliceRun
+from services.kvstore.core.writes import MAX_SESSION_BLOCKS, PutSpec
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,
@@ -151,21 +151,21 @@ def test_one_of_many_writers_vanishes_and_its_part_is_brought_by_another() -> No
 @pytest.mark.parametrize(
     "run",
     [
-        Run(0, 0, 1, 0, 2, 16),  # twice
-        Run(2, 0, 1, 0, 2, 16),  # a layer it did not declare
-        Run(1, 0, 1, 1, 2, 15),  # not full
-        Run(1, 1, 1, 0, 2, 16),  # no such block
-        Run(1, 0, 2, 0, 2, 16),  # more blocks than there are
+        SliceRun(0, 0, 1, 0, 2, 16),  # twice
+        SliceRun(2, 0, 1, 0, 2, 16),  # a layer it did not declare
+        SliceRun(1, 0, 1, 1, 2, 15),  # not full
+        SliceRun(1, 1, 1, 0, 2, 16),  # no such block
+        SliceRun(1, 0, 2, 0, 2, 16),  # more blocks than there are
     ],
 )
-def test_frames_outside_the_declaration_are_refused(run: Run) -> None:
+def test_frames_outside_the_declaration_are_refused(run: SliceRun) -> None:
     driven = Driven()
     session = driven.open(spec_of([A], layers=range(2)))
     assert session is not None
     driven.store.writes.write(session, [run_of(A, 0, 0)])
     with pytest.raises(FrameError):
         driven.store.writes.write(
-            session, [OpenRun(run, memoryview(bytes(run.block_count * LAYOUT.slice_bytes)), [0] * run.block_count)]
+            session, [OpenedRun(run, memoryview(bytes(run.block_count * LAYOUT.slice_bytes)), [0] * run.block_count)]
         )
     driven.store.writes.close(session)
     check(driven.store)

@@ -10,7 +10,7 @@ from services.kvstore.policies import POLICIES
 from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.kv_aware import FIRST_GROWTH, FRESH, MAX_GROWTH, POPULAR, POPULAR_USES, TAIL, KVAware
 from services.kvstore.policies.queues import LFU, LRU, S3FIFO, LengthAware
-from simulator.experiments.cache import HeadFirstLRU
+from simulator.experiments.prefix_caching import HeadFirstLRU
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, Driven, keys_of
 from tests.unit.kvstore.invariants import check
 

@@ -16,8 +16,8 @@ from benchmarks.eviction import SHIPPED, read_chains, trace_file
 from benchmarks.frame import Skipped, run
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.policies import POLICIES
-from simulator.experiments.cache import BLOCKS, COMPARED, Chains, chains_in
-from simulator.policy_pool import Pool, optimum, replay
+from simulator.eviction import Pool, optimum, replay
+from simulator.experiments.prefix_caching import BLOCKS, COMPARED, Chains, chains_in
 from simulator.traces.mooncake import TraceRequest, read_trace, write_trace
 from simulator.traces.workload import Workload
 from tests.unit.kvstore.invariants import check

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lmdb
 
-from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.files import FileLayer
 from tests.unit.kvstore.faulty_files import at_once
 
 PAGE = 4096
@@ -73,7 +73,7 @@ class Folder:
         return found
 
 
-class PowerFiles(Files):
+class PowerFiles(FileLayer):
     """Records writes, cuts, removals, new names and syncs below `root`; `lose_power` leaves what may be left.
 
     Files are the real ones, which hold what the page cache would; nothing is really synced. What LMDB writes is not

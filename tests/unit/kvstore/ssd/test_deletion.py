@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.kvstore.ssd.commit import WritePlan
+from services.kvstore.ssd.segment_log import WritePlan
 from services.kvstore.ssd.tier import open_tier
 from tests.unit.kvstore.helpers import RECORD, block_of, keys_of
 from tests.unit.kvstore.ssd.power import PowerFiles

@@ -13,10 +13,10 @@ import pytest
 from moonpool.errors import ConfigError
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
-from services.kvstore.core.forgetting import drop
-from services.kvstore.operate.writer import WriteBehind
+from services.kvstore.core.store import delete_keys
+from services.kvstore.policies.tenants import TenantAccount, TenantRow
 from services.kvstore.ssd.tier import SsdTier, open_tier
-from services.kvstore.tenancy.tenants import Account, TenantRow
+from services.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, keys_of, spec_of, writing
 from tests.unit.kvstore.invariants import check
@@ -32,7 +32,7 @@ def folders(path: Path, count: int = 2) -> list[Path]:
 
 @contextmanager
 def tier(
-    paths: Sequence[Path], records: int = 8, *, files: Sequence[FaultyFiles] = (), account: Account | None = None
+    paths: Sequence[Path], records: int = 8, *, files: Sequence[FaultyFiles] = (), account: TenantAccount | None = None
 ) -> Iterator[SsdTier]:
     ssd = open_tier(paths, records * RECORD, RECORD, files=files, account=account, map_bytes=1 << 16)
     try:
@@ -267,7 +267,7 @@ def test_a_block_that_is_deleted_while_it_is_carried_and_put_on_another_disk_sta
         plan = ssd.plan([], 0)
         (append,) = plan.carry
         ssd.commit(plan)
-        drop(driven.store, [append.key])
+        delete_keys(driven.store, [append.key])
         put(ssd, [append.key], 1)
         ssd.committed(plan)
         check(ssd)
@@ -279,7 +279,7 @@ def test_a_block_that_is_deleted_while_it_is_carried_and_put_on_another_disk_sta
 
 
 def test_a_quota_holds_over_plans_of_several_disks(tmp_path: Path) -> None:
-    account = Account.of({"a": TenantRow(ssd_quota_bytes=3 * RECORD)}, "ssd")
+    account = TenantAccount.of({"a": TenantRow(ssd_quota_bytes=3 * RECORD)}, "ssd")
     with tier(folders(tmp_path), account=account) as ssd:
         first = ssd.plan([block_of(key, "a") for key in KEYS[:2]], 0)
         second = ssd.plan([block_of(key, "a") for key in KEYS[2:4]], 1)
@@ -303,7 +303,7 @@ def test_a_quota_and_warming_go_by_the_age_of_blocks_on_all_disks(tmp_path: Path
             block = block_of(key, "a")
             info = dataclasses.replace(block.info, written_at=100 + at)
             put_blocks(ssd, [DramBlock(info, block.data, block.hashes)], disk)
-    account = Account.of({"a": TenantRow(ssd_quota_bytes=4 * RECORD)}, "ssd")
+    account = TenantAccount.of({"a": TenantRow(ssd_quota_bytes=4 * RECORD)}, "ssd")
     with tier(folders(tmp_path), account=account) as ssd:  # all segments of one disk are found before the other's
         assert [key for step in ssd.catalogue.newest_first(8) for key in step] == KEYS[3::-1]
         plan = ssd.plan([block_of(KEYS[4], "a"), block_of(KEYS[5], "a")], 0)
@@ -319,7 +319,7 @@ def test_a_block_is_not_written_anew_while_another_disk_writes_what_was_deleted(
         driven.put(KEYS[:1])
         plan = queue.next_plan(0)
         assert plan is not None
-        drop(driven.store, KEYS[:1])
+        delete_keys(driven.store, KEYS[:1])
         driven.put(KEYS[:1])
         assert queue.next_plan(1) is None
         ssd.commit(plan)

@@ -13,12 +13,11 @@ from typing import Any
 import lmdb
 import pytest
 
+from moonpool.kv.file_io import FileSpan
 from moonpool.kv.keys import BlockKey
-from moonpool.kv.reading import Span
-from services.kvstore.operate.writer import WriteBehind
-from services.kvstore.ssd.admission import Admission
-from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.tier import SsdTier, open_tier
+from services.kvstore.ssd.files import FileLayer
+from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
+from services.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, held, keys_of, open_ssd, store, writing
 from tests.unit.kvstore.invariants import check
@@ -125,7 +124,7 @@ async def test_trouble_is_told_once_a_while_and_its_end_at_once(
                 assert await writer.drain(20)
                 files.mend()
                 return [
-                    record.getMessage() for record in caplog.records if record.name == "services.kvstore.operate.writer"
+                    record.getMessage() for record in caplog.records if record.name == "services.kvstore.write_behind"
                 ]
 
             def broken(name: str) -> OSError:
@@ -161,7 +160,7 @@ async def test_a_broken_or_read_only_device_is_not_tried_again(
 async def test_a_plan_that_gets_nowhere_is_not_made_again_and_again(tmp_path: Path) -> None:
     with store(tmp_path) as driven:
         driven.flush(KEYS[:3])
-    ssd = open_tier([tmp_path], 2 * RECORD, RECORD, admission=Admission(pins=KEYS))
+    ssd = open_tier([tmp_path], 2 * RECORD, RECORD, admission=SsdAdmission(pins=KEYS))
     driven = Driven(ssd)
     await written(driven)
     assert ssd.has_housekeeping
@@ -233,7 +232,7 @@ def test_a_tier_of_many_segments_keeps_few_of_them_open(tmp_path: Path) -> None:
             assert open_segments(tmp_path) <= 4
 
 
-class SlowClosing(Files):
+class SlowClosing(FileLayer):
     """Closing a file takes until it is permitted."""
 
     def __init__(self) -> None:
@@ -273,7 +272,7 @@ def test_a_removed_segment_is_closed_off_the_event_loop(tmp_path: Path) -> None:
     assert "0000000000000001.seg in kvstore-close_0" in late
 
 
-class HeldFiles(Files):
+class HeldFiles(FileLayer):
     """Files are deleted when a test says so."""
 
     def __init__(self) -> None:
@@ -296,7 +295,7 @@ class HeldFiles(Files):
         return [path.name for _, _, path in held]
 
 
-def full_of(files: Files, path: Path) -> SsdTier:
+def full_of(files: FileLayer, path: Path) -> SsdTier:
     """A tier of two segments, the first of which, of an earlier life, has made room for a third."""
     for keys in KEYS[:4], KEYS[4:5]:
         ssd = open_ssd(path, 4 * RECORD, 2 * RECORD, files=files)
@@ -353,10 +352,10 @@ def test_nobody_waits_for_what_a_disk_deletes_that_is_left_out(tmp_path: Path) -
 
 def test_where_direct_writes_are_refused_the_page_cache_takes_them(tmp_path: Path) -> None:
     """A write that is not aligned is refused as by a file system that has no direct ones."""
-    files, path, out = Files(direct=True), tmp_path / "file", memoryview(mmap.mmap(-1, 8192))
+    files, path, out = FileLayer(direct=True), tmp_path / "file", memoryview(mmap.mmap(-1, 8192))
     for parts, offset in (([b"a" * 4096, b"b" * 4096], 0), ([b"o", b"ff"], 4095), ([b"end"], 8192)):
         files.write(path, parts, offset)
-        assert files.read(path, [Span(0, out)])[::2] == (1, None)
+        assert files.read(path, [FileSpan(0, out)])[::2] == (1, None)
     files.sync(path)
     files.close_all()
     assert path.read_bytes() == b"a" * 4095 + b"off" + b"b" * 4094 + b"end"

@@ -6,18 +6,17 @@ from typing import Any
 import lmdb
 import pytest
 
-from services.kvstore.ssd.catalogue import ENTRY, Kind
-from services.kvstore.ssd.files import Files, open_lmdb
-from services.kvstore.ssd.index import Index, IndexChange, IndexLostError
+from services.kvstore.ssd.files import FileLayer, open_lmdb
+from services.kvstore.ssd.index import ENTRY, Index, IndexChange, IndexLostError, RecordKind
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import FORMAT, OTHER_FORMAT, keys_of
 
 KEYS = keys_of(200)
-KINDS = [Kind(FORMAT, "ü"), Kind(OTHER_FORMAT, "")]
+KINDS = [RecordKind(FORMAT, "ü"), RecordKind(OTHER_FORMAT, "")]
 
 
 def made(path: Path) -> Index:
-    index = Index(Files(), path, 1 << 16)
+    index = Index(FileLayer(), path, 1 << 16)
     index.commit(IndexChange())
     return index
 
@@ -32,7 +31,7 @@ def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
         IndexChange(
             entries={(1, 0): entries(0, 1), (300, 0): entries(5)},
             segments={1: 16384, 300: 8192},
-            kinds={1: [Kind(FORMAT, "ü")], 300: [Kind(FORMAT, ""), Kind(FORMAT, "b")]},
+            kinds={1: [RecordKind(FORMAT, "ü")], 300: [RecordKind(FORMAT, ""), RecordKind(FORMAT, "b")]},
         )
     )
     index.commit(IndexChange(dropped=[(1, 0), (300, 0)]))
@@ -40,7 +39,7 @@ def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
         IndexChange(removed_segments=[300, 4], entries={(1, 2): entries(2)}, segments={1: 24576}, kinds={1: KINDS})
     )
     index.close()
-    index = Index(Files(), tmp_path / "i")
+    index = Index(FileLayer(), tmp_path / "i")
     image = index.load()
     assert image.entries == {1: entries(0, 1, 2)}
     assert image.segments == {1: 24576}
@@ -49,11 +48,11 @@ def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
     index.close()
 
 
-class Kinds(Sequence[Kind]):
+class Kinds(Sequence[RecordKind]):
     """So many kinds, and how many of them were looked at."""
 
     def __init__(self, count: int) -> None:
-        self.kinds = [Kind(FORMAT, str(number)) for number in range(count)]
+        self.kinds = [RecordKind(FORMAT, str(number)) for number in range(count)]
         self.looks = 0
 
     def __len__(self) -> int:
@@ -90,7 +89,7 @@ def test_the_map_grows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", range(1700, 2101, 50))
 def test_the_map_grows_for_what_is_written_last(tmp_path: Path, count: int) -> None:
     """Some of these leave so few pages of the map that the commit itself needs a larger one."""
-    index = Index(Files(), tmp_path / "i", 1 << 16)
+    index = Index(FileLayer(), tmp_path / "i", 1 << 16)
     index.commit(IndexChange(entries={(1, 0): entries(0) * count}))
     assert len(index.load().entries[1]) == count * ENTRY.size
     index.close()
@@ -121,7 +120,7 @@ def test_an_index_of_another_version_is_lost(tmp_path: Path) -> None:
     made(tmp_path / "i").close()
     with open_lmdb(tmp_path / "i") as env, env.begin(write=True) as txn:
         txn.put(b"version", b"1", db=env.open_db(b"meta", txn))
-    with contextlib.closing(Index(Files(), tmp_path / "i")) as index, pytest.raises(IndexLostError, match="b'1'"):
+    with contextlib.closing(Index(FileLayer(), tmp_path / "i")) as index, pytest.raises(IndexLostError, match="b'1'"):
         index.load()
 
 
@@ -142,4 +141,4 @@ def test_a_damaged_file_is_lost_and_never_touched_further(tmp_path: Path, damage
     whole = data.read_bytes()
     data.write_bytes({"garbage": b"\xa5" * len(whole), "cut": whole[: len(whole) // 2], "empty": b"x"}[damage])
     with pytest.raises(IndexLostError):
-        Index(Files(), tmp_path / "i").load()
+        Index(FileLayer(), tmp_path / "i").load()

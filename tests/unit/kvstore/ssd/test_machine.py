@@ -19,13 +19,11 @@ from hypothesis.stateful import (
 )
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.admission import Admission
-from services.kvstore.ssd.commit import WritePlan
-from services.kvstore.ssd.reader import SsdReader
-from services.kvstore.ssd.records import BadRecordError
+from services.kvstore.policies.tenants import TenantAccount
+from services.kvstore.ssd.records import BadRecordError, SsdReader
 from services.kvstore.ssd.recovery import Durability
-from services.kvstore.ssd.tier import SsdTier, open_tier
-from services.kvstore.tenancy.tenants import Account
+from services.kvstore.ssd.segment_log import WritePlan
+from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, data_of, keys_of, owner_of
 from tests.unit.kvstore.invariants import check
 from tests.unit.kvstore.ssd.power import PowerFiles
@@ -81,13 +79,13 @@ class TierMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.dead, self.error = False, None
         self.readers: list[SsdReader] = []
-        self.account = Account(guarantees={"a": GUARANTEE})
+        self.account = TenantAccount(guarantees={"a": GUARANTEE})
         self.ssd: SsdTier = open_tier(
             self.folders,
             16 * RECORD // self.disks,
             2 * RECORD,
             durability=self.durability,
-            admission=Admission(pins=self.pinned),
+            admission=SsdAdmission(pins=self.pinned),
             account=self.account,
             files=self.files,
             map_bytes=1 << 16,

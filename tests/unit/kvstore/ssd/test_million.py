@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.kvstore.ssd.catalogue import ENTRY, Kind
-from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.index import Index, IndexChange
-from services.kvstore.ssd.reader import segment_path
-from services.kvstore.ssd.records import ALIGN
+from services.kvstore.ssd.files import ALIGN, FileLayer
+from services.kvstore.ssd.index import ENTRY, Index, IndexChange, RecordKind
+from services.kvstore.ssd.records import segment_path
 from services.kvstore.ssd.tier import open_tier
 from tests.unit.kvstore.helpers import FORMAT
 
@@ -20,14 +18,14 @@ SEGMENTS, PER_SEGMENT, PAGES, BATCH = 64, 15_625, 17, 625
 def make(path: Path) -> None:
     """A tier whose segments are holes: opening it reads none of them."""
     (path / "segments").mkdir(parents=True)
-    index = Index(Files(), path / "index", sync=False)
+    index = Index(FileLayer(), path / "index", sync=False)
     for number in range(1, SEGMENTS + 1):
         rows = [
             ENTRY.pack(hashlib.blake2b(b"%d.%d" % (number, n), digest_size=32).digest(), n * PAGES, PAGES, n % 3, 0)
             for n in range(PER_SEGMENT)
         ]
         entries = {(number, at): b"".join(rows[at : at + BATCH]) for at in range(0, PER_SEGMENT, BATCH)}
-        kinds = {number: [Kind(FORMAT, tenant) for tenant in "abc"]}
+        kinds = {number: [RecordKind(FORMAT, tenant) for tenant in "abc"]}
         index.commit(IndexChange(entries=entries, segments={number: PER_SEGMENT * PAGES * ALIGN}, kinds=kinds))
         with segment_path(path / "segments", number).open("wb") as file:
             file.truncate(PER_SEGMENT * PAGES * ALIGN)

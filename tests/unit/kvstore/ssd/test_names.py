@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.blocks import BlockFormat
+from services.kvstore.policies.tenants import TenantAccount, TenantRow
 from services.kvstore.ssd.index import Index
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.tenancy.tenants import Account, TenantRow
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import LAYOUT, RECORD, Driven, block_of, info_of, keys_of, open_ssd, owner_of
 from tests.unit.kvstore.invariants import check
@@ -114,7 +114,7 @@ def test_half_a_plan_leaves_no_names(tmp_path: Path) -> None:
 
 
 def test_a_tenant_that_is_gone_leaves_nothing_anywhere(tmp_path: Path) -> None:
-    account = Account.of({"*": TenantRow(ssd_quota_bytes=RECORD)}, "ssd")
+    account = TenantAccount.of({"*": TenantRow(ssd_quota_bytes=RECORD)}, "ssd")
     ssd = open_ssd(tmp_path, SLOTS * RECORD, RECORD, account=account)
     driven = Driven(ssd, dram_bytes=4 * info_of(KEYS[0]).nbytes)
     for number in range(0, len(KEYS), 2):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.commit import WritePlan
-from services.kvstore.ssd.files import Files
+from services.kvstore.policies.tenants import TenantAccount
+from services.kvstore.ssd.files import FileLayer
+from services.kvstore.ssd.segment_log import WritePlan
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.tenancy.tenants import Account
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, block_of, data_of, keys_of, open_ssd, owner_of
 from tests.unit.kvstore.invariants import check
@@ -28,8 +28,8 @@ def tier(
     segment: int = SEGMENT,
     *,
     pins: Container[BlockKey] = (),
-    account: Account | None = None,
-    files: Files | None = None,
+    account: TenantAccount | None = None,
+    files: FileLayer | None = None,
 ) -> Iterator[SsdTier]:
     ssd = open_ssd(path, capacity, segment, pins=pins, account=account, files=files)
     try:
@@ -126,7 +126,7 @@ def test_a_mostly_kept_segment_goes_after_the_others(tmp_path: Path) -> None:
 
 
 def test_a_guarantee_holds_for_all_of_a_segment_together(tmp_path: Path) -> None:
-    account = Account(guarantees={"a": 3 * RECORD})
+    account = TenantAccount(guarantees={"a": 3 * RECORD})
     with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, account=account) as ssd:
         put(ssd, KEYS[:4], "a")
         put(ssd, KEYS[4:30], "b")
@@ -134,7 +134,7 @@ def test_a_guarantee_holds_for_all_of_a_segment_together(tmp_path: Path) -> None
         assert put(ssd, KEYS[30:33], "b").removed == [KEYS[0], *KEYS[4:8]]
         assert account.used == {"a": 3 * RECORD, "b": 25 * RECORD}
         assert owner_of(ssd, KEYS[1]) == "a"
-    again = Account(guarantees={"a": 3 * RECORD})
+    again = TenantAccount(guarantees={"a": 3 * RECORD})
     with tier(tmp_path, capacity=8 * 4 * RECORD, segment=4 * RECORD, account=again) as ssd:
         assert again.used == account.used
         assert (

@@ -5,15 +5,18 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.blocks import BlockFormat, BlockInfo
-from moonpool.kv.hashes import bind, slice_hash
-from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.reader import Found, list_segments, read_whole, scan, segment_path
+from moonpool.kv.keys import BlockKey, bind, slice_hash
+from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.records import (
     BadRecordError,
+    ScannedRecord,
     header_size,
+    list_segments,
     pack_header,
+    read_whole,
     record_size,
+    scan_segment,
+    segment_path,
     unpack_header,
 )
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, RECORD, block_of, info_of, keys_of, slice_of
@@ -26,16 +29,16 @@ def header_of(key: bytes) -> bytes:
     return pack_header(block.info, block.hashes)
 
 
-def found_in(path: Path, **pieces: int) -> list[Found]:
-    files = Files()
+def found_in(path: Path, **pieces: int) -> list[ScannedRecord]:
+    files = FileLayer()
     try:
-        return list(scan(files, path, path.stat().st_size, **pieces))
+        return list(scan_segment(files, path, path.stat().st_size, **pieces))
     finally:
         files.close_all()
 
 
-def write_segment(path: Path, count: int = 3) -> Files:
-    files = Files()
+def write_segment(path: Path, count: int = 3) -> FileLayer:
+    files = FileLayer()
     for index in range(count):
         data = bytes(block_of(KEYS[index]).data)
         parts: list[bytes | bytearray | memoryview] = [header_of(KEYS[index]), data, bytes(RECORD - 4096 - BLOCK)]
@@ -151,7 +154,7 @@ def test_a_scan_finds_what_looking_everywhere_finds(tmp_path: Path, seed: int, p
     assert (found, broken > 3) == (expected, True)
 
 
-class CountedFiles(Files):
+class CountedFiles(FileLayer):
     """Notes how much each read of a scan asks for."""
 
     def __init__(self) -> None:
@@ -170,7 +173,7 @@ def test_a_scan_reads_small_records_together_and_of_large_ones_the_headers(tmp_p
     (tmp_path / "0").write_bytes(data + b"".join(record_of(key, large, "") for key in keys[64:]))
     files = CountedFiles()
     size = (tmp_path / "0").stat().st_size
-    assert [found.info.key for found in scan(files, tmp_path / "0", size, piece_bytes=16 * RECORD)] == keys
+    assert [found.info.key for found in scan_segment(files, tmp_path / "0", size, piece_bytes=16 * RECORD)] == keys
     files.close_all()
     assert files.peeks == [16 * RECORD] * 5 + [4096] * 15
 

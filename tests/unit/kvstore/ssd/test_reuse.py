@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.blocks import BlockFormat
+from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.selection import Selection
-from services.kvstore.core.forgetting import forget
-from services.kvstore.operate.verify import verify
-from services.kvstore.ssd.commit import WritePlan
-from services.kvstore.ssd.reader import list_segments
-from services.kvstore.ssd.records import ALIGN, pack_header
+from services.kvstore.core.store import delete_selected
+from services.kvstore.ssd.files import ALIGN
+from services.kvstore.ssd.records import list_segments, pack_header
+from services.kvstore.ssd.recovery import verify
+from services.kvstore.ssd.segment_log import WritePlan
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import RECORD, Driven, block_of, data_of, keys_of, open_ssd
@@ -192,7 +192,7 @@ def test_a_dead_copy_that_is_reclaimed_while_its_key_is_deleted_goes(tmp_path: P
         driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
     keys = Asked({KEYS[1]})
     keys.known = set()
-    deletion = forget(driven.store, Selection(keys=keys), step_blocks=1)
+    deletion = delete_selected(driven.store, KVSelection(keys=keys), step_blocks=1)
     while KEYS[0] not in keys.known:
         next(deletion)
     driven.flush(KEYS[8:9])  # into the file of the segment of which one record was looked at

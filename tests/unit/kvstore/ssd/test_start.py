@@ -9,7 +9,7 @@ import lmdb
 import pytest
 
 from moonpool.errors import ConfigError
-from services.kvstore.ssd.files import Files
+from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import RECORD, Driven, data_of, held, keys_of, open_ssd, owner_of, store
@@ -210,7 +210,7 @@ def test_a_segment_that_cannot_be_read_at_a_start_is_left_for_the_next(
         driven.flush(KEYS[:2])
     shutil.rmtree(tmp_path / "index")
 
-    class Unreadable(Files):
+    class Unreadable(FileLayer):
         def peek(self, path: Path, nbytes: int, offset: int) -> bytes:
             if path.name == "0000000000000001.seg":
                 raise OSError(errno.EIO, "Input/output error")

@@ -9,9 +9,8 @@ import pytest
 
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
-from services.kvstore.ssd.files import Files
-from services.kvstore.ssd.reader import Band, read_bands
-from services.kvstore.ssd.records import BadRecordError
+from services.kvstore.ssd.files import FileLayer
+from services.kvstore.ssd.records import BadRecordError, Band, read_bands
 from services.kvstore.ssd.recovery import DataFolder
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
@@ -34,7 +33,7 @@ KEYS = keys_of(12)
 
 @contextmanager
 def store(
-    path: Path, capacity: int = 1 << 20, segment: int = 1 << 16, files: Files | None = None
+    path: Path, capacity: int = 1 << 20, segment: int = 1 << 16, files: FileLayer | None = None
 ) -> Iterator[tuple[Driven, SsdTier]]:
     ssd = open_ssd(path, capacity, segment, files=files)
     try:
@@ -289,7 +288,7 @@ def test_one_process_per_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError) as refusal:
-        DataFolder(tmp_path / "file" / "data", Files())
+        DataFolder(tmp_path / "file" / "data", FileLayer())
     assert refusal.value.field == "data_dir"
 
 

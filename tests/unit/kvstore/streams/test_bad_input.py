@@ -8,12 +8,11 @@ import pytest
 from moonpool.kv.frames import MAX_FRAME_SLICES, checksum, pack_frames
 from moonpool.kv.keys import pack_keys
 from moonpool.kv.layout import MAX_SLICE_BYTES, KVLayout
-from moonpool.rpc.limits import MESSAGE_BYTES
-from moonpool.rpc.wire import PayloadMessage
+from moonpool.rpc.messages import MESSAGE_BYTES, PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from services.kvstore.core.assembly import PORTION_BLOCKS
-from services.kvstore.core.reads import PORTION_KEYS
-from services.kvstore.streams.put_stream import MAX_UNFINISHED_BYTES
+from services.kvstore.core.store import PORTION_KEYS
+from services.kvstore.core.writes import PORTION_BLOCKS
+from services.kvstore.kv_streams import MAX_UNFINISHED_BYTES
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, data_of, keys_of, slice_of
 from tests.unit.kvstore.rig import Rig, answer, frames_of, opened_put, put_open, rig

@@ -11,12 +11,12 @@ import pytest
 
 from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import BlockKey
-from moonpool.streams import faults
-from moonpool.streams.block_reader import BlockReader
-from moonpool.streams.credits import Traffic
-from moonpool.streams.faults import Corruptor
-from moonpool.streams.store_writer import StoreWriter
+from moonpool.kv_transfer.prefix_reader import BlockReader
+from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.telemetry.gauges import restless
+from moonpool.transport import fault_injection
+from moonpool.transport.fault_injection import FrameCorruptor
+from moonpool.transport.flow_control import StreamTraffic
 from moonpool.v1 import kvstore_pb2
 from tests.slices import hashed
 from tests.unit.kvstore.helpers import LAYOUT, keys_of, slice_of
@@ -37,7 +37,7 @@ class Client:
         self._random = random.Random(seed)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> StreamTraffic:
         return self.writer.traffic + self.reader.traffic
 
     async def session(self, number: int) -> None:
@@ -83,8 +83,8 @@ async def until(rig: Rig, reached: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("one_message", [True, False], ids=["sessions of one message", "sessions of frames"])
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_every_credit_comes_back(one_message: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    corruptor = Corruptor(0.3, seed)
-    monkeypatch.setattr(faults, "corruptor", corruptor)
+    corruptor = FrameCorruptor(0.3, seed)
+    monkeypatch.setattr(fault_injection, "corruptor", corruptor)
     frame_bytes = 1 << 20 if one_message else LAYOUT.slice_bytes * 2
     async with rig(together_bytes=1 << 20 if one_message else 0) as r:
         client = Client(r, seed, frame_bytes)
@@ -96,7 +96,7 @@ async def test_every_credit_comes_back(one_message: bool, seed: int, monkeypatch
             assert corruptor.damaged > SESSIONS / 2
             assert client.complete > SESSIONS / 2
             assert client.failed > SESSIONS / 4
-            await until(r, lambda: not restless(r.service.gauges.read()) and client.traffic == Traffic())
+            await until(r, lambda: not restless(r.service.gauges.read()) and client.traffic == StreamTraffic())
             check(r.service.store)
         finally:
             await client.aclose()

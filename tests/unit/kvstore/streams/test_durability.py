@@ -5,10 +5,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from moonpool.rpc.wire import PayloadMessage
+from moonpool.rpc.messages import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
-from services.kvstore.streams.put_stream import PutResources, PutStream
-from services.kvstore.streams.rooms import RoomQueue
+from services.kvstore.kv_streams import MemoryWaitQueue, PutResources, PutStream
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, Driven, keys_of, open_ssd
 from tests.unit.kvstore.rig import frames_of, put_open
 
@@ -20,7 +19,7 @@ class Peer:
 
     def __init__(self, driven: Driven, *, session_timeout_s: float) -> None:
         instance = kv_pb2.Instance(id="store")
-        resources = PutResources(driven.store.writes, RoomQueue(9), instance, 1 << 20, session_timeout_s, 1.0)
+        resources = PutResources(driven.store.writes, MemoryWaitQueue(9), instance, 1 << 20, session_timeout_s, 1.0)
         self.messages: asyncio.Queue[kvstore_pb2.PutRequest | tuple[Any, Any] | None] = asyncio.Queue()
         self.answers: asyncio.Queue[kvstore_pb2.PutResponse] = asyncio.Queue()
         self.stream = asyncio.ensure_future(PutStream(resources, asyncio.Event()).run(self._requests(), self))

@@ -8,7 +8,7 @@ import pytest
 from moonpool.errors import TransferFailed
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.frames import DamagedSliceError
-from moonpool.kv.hashes import slice_hash
+from moonpool.kv.keys import slice_hash
 from services.kvstore.ssd.records import BadRecordError
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, Driven, data_of, keys_of, open_ssd, slice_of
 from tests.unit.kvstore.invariants import check

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.keys import BlockKey
-from moonpool.streams.credits import ByteCredits
+from moonpool.transport.flow_control import ByteCredits
 from services.kvstore.core.tiered_store import StoreListener
-from services.kvstore.streams.layers import LayerReader, Lost
+from services.kvstore.layer_reader import LayerReader, LostBlock
 from tests.unit.kvstore.helpers import FORMAT, LAYOUT, RECORD, Driven, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check
 
@@ -34,7 +34,7 @@ class Reading:
         out: dict[int, bytes] = {}
         blocks = lease.blocks
         async for group in reader.groups():
-            if isinstance(group, Lost):
+            if isinstance(group, LostBlock):
                 self.lost.append(group.block)
                 blocks = group.block
                 continue

@@ -6,7 +6,7 @@ from typing import Any
 
 from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.kv.keys import BlockKey
-from moonpool.rpc.wire import PayloadMessage
+from moonpool.rpc.messages import PayloadMessage
 from moonpool.v1 import kvstore_pb2
 from tests.unit.kvstore.helpers import BLOCK, data_of, keys_of
 from tests.unit.kvstore.rig import KEYS, Rig, answer, failure, opened_put, put_open, putting, rig

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from moonpool.cluster import HeldKeys
-from moonpool.cluster.journal import Journal
+from moonpool.cluster.kv_events import KVEventJournal
 from moonpool.errors import Overloaded, Unavailable
+from moonpool.kv.blocks import PARTS
 from moonpool.kv.keys import BlockKey, unpack_keys
-from moonpool.kv.parts import PARTS
 from tests.unit.kvstore.helpers import in_part, keys_of
 
 KEYS = keys_of(6)
@@ -20,7 +20,7 @@ class Watched:
 
     def __init__(self, **limits: int) -> None:
         self.keys: dict[BlockKey, None] = {}
-        self.journal = Journal(HeldKeys(PARTS, lambda number: in_part(self.keys, number)), 7, **limits)
+        self.journal = KVEventJournal(HeldKeys(PARTS, lambda number: in_part(self.keys, number)), 7, **limits)
 
     def change(self, stored: list[BlockKey], removed: list[BlockKey]) -> None:
         for key in stored:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moonpool.cluster import HeldKeys
-from moonpool.cluster.journal import Journal
+from moonpool.cluster.kv_events import KVEventJournal
 from moonpool.errors import Unavailable
+from moonpool.kv.blocks import PARTS
 from moonpool.kv.keys import BlockKey, unpack_keys
-from moonpool.kv.parts import PARTS
 from moonpool.v1 import kv_pb2
 from services.kvstore.core.tiered_store import StoreListener
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, held, in_part, keys_of, open_ssd
@@ -34,7 +34,7 @@ STEP = st.one_of(
 class Follower:
     """A watcher: what it believes, and where it is."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: KVEventJournal) -> None:
         self.journal = journal
         self.keys: set[BlockKey] = set()
         self.cold: set[BlockKey] = set()
@@ -94,7 +94,7 @@ async def follow(steps: list[Any], keys_per_page: int = 4096) -> int:
     here: dict[BlockKey, None] = {}
     history: dict[int, set[BlockKey]] = {}
     held = HeldKeys(PARTS, lambda number: in_part(here, number))
-    journal = Journal(held, INCARNATION, journal_messages=2, keys_per_page=keys_per_page)
+    journal = KVEventJournal(held, INCARNATION, journal_messages=2, keys_per_page=keys_per_page)
     followers = [Follower(journal), Follower(journal)]
 
     def check() -> None:
@@ -169,7 +169,7 @@ async def test_blocks_that_move_between_the_tiers_are_not_missed(tmp_path: Path,
 
     driven = Driven(ssd, dram_bytes=6 * BLOCK, listener=Watched())
     tiers = driven.store.tiers
-    journal = Journal(HeldKeys(PARTS, tiers.part, tiers.cold), INCARNATION, journal_messages=64, keys_per_page=2)
+    journal = KVEventJournal(HeldKeys(PARTS, tiers.part, tiers.cold), INCARNATION, journal_messages=64, keys_per_page=2)
     followers = [Follower(journal) for _ in range(3)]
     snapshots = 0
     for _ in range(150):
@@ -214,7 +214,7 @@ async def test_no_turn_of_the_loop_lists_more_than_a_page_and_a_part() -> None:
     counting = asyncio.ensure_future(count_turns())
     told: list[BlockKey] = []
     pages = 0
-    journal = Journal(HeldKeys(PARTS, part), INCARNATION, keys_per_page=100)
+    journal = KVEventJournal(HeldKeys(PARTS, part), INCARNATION, keys_per_page=100)
     async for page in journal.watch(0, 0):  # never waits, as if the watcher were quick
         told += unpack_keys(page.stored_keys)
         pages += 1

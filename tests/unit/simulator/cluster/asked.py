@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from moonpool.kv.keys import BlockKey, block_keys
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.core.messages import Ask
-from services.conductor.resume import resume_point
+from services.conductor.core.events import RequestSpec
+from services.conductor.session import resume_point
+from simulator.clock import ps
 from simulator.cluster.requests import Request, answer_key
-from simulator.kernel.clock import ps
 from simulator.traces.mooncake import TraceRequest
 
 FIRST, COUNT = 3, 4000
@@ -56,7 +56,7 @@ class Coming:
     """A request as it comes to a conductor, as `ask` for its core; its client has `had` tokens of each answer."""
 
     asked: Asked
-    ask: Ask
+    ask: RequestSpec
     had: tuple[int, ...]
 
     @property

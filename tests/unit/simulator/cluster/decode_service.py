@@ -15,46 +15,43 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from moonpool.core.kernel import Ended
-from moonpool.cost import Speeds
-from moonpool.drive.journal import JournalWriter
 from moonpool.engine.emulated.profile import step_seconds
-from moonpool.engine.incoming import IncomingRequest
+from moonpool.engine.request import IncomingRequest
 from moonpool.errors import Overloaded
 from moonpool.kv.keys import BlockKey, block_keys, tokens_digest
-from moonpool.sampling import SamplingParams
-from moonpool.sched.lending import LendBlocks, TakeBack
-from moonpool.sched.sampling import SequenceSampling
-from moonpool.sched.steps import LayerDone, Step, StepResult
-from moonpool.streams.credits import Traffic
+from moonpool.runtime.journal import JournalWriter
+from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.block_manager import LendBlocks, ReturnBlocks
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.state_machine import IoEnded
+from moonpool.scheduling.steps import LayerDone, SequenceSampling, Step, StepResult
 from moonpool.telemetry.spans import Recorder
+from moonpool.transport.flow_control import StreamTraffic
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core import actions
 from services.decode.core.events import (
-    Adopt,
-    Arrived,
-    Compute,
-    Heard,
-    Open,
-    Reserve,
-    Start,
-    StepDone,
-    Stepped,
-    Stop,
+    AbortRequest,
+    AdoptRequest,
+    ComputePrompt,
+    ReserveBlocks,
+    RunDone,
+    RunProgress,
+    StartDecoding,
     StreamClosed,
     StreamOpened,
+    TransferComplete,
+    TransferOpened,
+    TransferProgress,
 )
-from services.decode.core.machine import DecodeCore
-from services.decode.live import LiveRequest
-from services.decode.shell import DecodeShell
-from services.decode.subscriber import Subscriber
-from simulator.cluster.config import ClusterConfig
-from simulator.cluster.settings import Runs, core_config
-from simulator.kernel.clock import ps
+from services.decode.core.scheduler import DecodeScheduler
+from services.decode.executor import DecodeExecutor
+from services.decode.live_requests import LiveRequest, Subscriber
+from simulator.clock import ps
+from simulator.cluster.config import ClusterConfig, Runs, decode_core_config
 from tests.unit.fakes.engine import FakeEngine, after
 from tests.unit.simulator.cluster.scripts import BT, Noted, assert_same, decided, journalled
 from tests.unit.simulator.cluster.virtual_loop import run_virtually, virtual_loop
-from tests.unit.streams.fakes import ROOT
+from tests.unit.transport.fakes import ROOT
 
 CAPACITY = 1 << 20
 ANSWER_BITS = 20
@@ -64,8 +61,9 @@ UNKNOWN = 1 << ANSWER_BITS - 1
 SECRET = bytes(16)
 """Of all who may resume."""
 Outer = (
-    Reserve | Open | Heard | Arrived | Start | Compute | Stop | Adopt | StreamOpened | StreamClosed
-    | LendBlocks | TakeBack
+    ReserveBlocks | TransferOpened | TransferProgress | TransferComplete | StartDecoding | ComputePrompt | AbortRequest
+    | AdoptRequest | StreamOpened | StreamClosed
+    | LendBlocks | ReturnBlocks
 )  # fmt: skip
 """What others tell an instance."""
 
@@ -98,7 +96,7 @@ class TimedEngine(FakeEngine):
 class Outside:
     """Kvstores and DRAM: copies, writes and loads end as they did in the simulator. It is write-back and reader."""
 
-    sessions, traffic = 0, Traffic()
+    sessions, traffic = 0, StreamTraffic()
 
     def __init__(self, script: list[Noted]) -> None:
         self._loop = virtual_loop()
@@ -109,12 +107,12 @@ class Outside:
             match action:
                 case actions.SwapOut(io) | actions.SwapIn(io):
                     self._begins(io, self._loop.jobs)
-                case actions.Store(io):
+                case actions.StoreBlock(io):
                     self._begins(io, self._stores)
-                case actions.Load(io):
+                case actions.LoadStoredBlocks(io):
                     self._begins(io, self._loads)
 
-    def tell(self, ended: Ended[Any]) -> None:
+    def tell(self, ended: IoEnded[Any]) -> None:
         """I/O is over; receiving ends by itself."""
         if ended.io in self._over:
             self._over[ended.io].set_result(ended.result)
@@ -151,8 +149,8 @@ class Service:
         self.engine = TimedEngine(config.blocks, config.profile.speeds)
         self._outside = Outside(script)
         outside: Any = self._outside
-        self.shell = DecodeShell(
-            DecodeCore(core_config(config, runs)), self.engine, CAPACITY, outside, lambda _: outside,
+        self.shell = DecodeExecutor(
+            DecodeScheduler(decode_core_config(config, runs)), self.engine, CAPACITY, outside, lambda _: outside,
             Recorder("decode-0", None), lambda *, soon=False: None,
             JournalWriter(journal, "decode-0", 1 << 30), self._loop.time,
         )  # fmt: skip
@@ -164,7 +162,7 @@ class Service:
         """Tells the shell what comes from outside, what comes at one time in its order; the rest happens by itself."""
         work = asyncio.create_task(self.shell.run())
         for noted in self._script:
-            if isinstance(noted.event, Outer | Ended):
+            if isinstance(noted.event, Outer | IoEnded):
                 await self._loop.until(ps(noted.now))
                 await self._loop.settled()
                 self._tell(noted.event)
@@ -177,41 +175,41 @@ class Service:
             await work
         self.engine.pool.close()
 
-    def _tell(self, event: Outer | Ended[Any]) -> None:
+    def _tell(self, event: Outer | IoEnded[Any]) -> None:
         match event:
-            case Ended():
+            case IoEnded():
                 self._outside.tell(event)
             case StreamOpened(stream, conductor):
                 self._streams[stream] = Subscriber(instance(conductor))
                 self.shell.subscribe(self._streams[stream])
             case StreamClosed(stream):
                 self.shell.unsubscribe(self._streams[stream])
-            case Reserve():
+            case ReserveBlocks():
                 self._reserve(event)
-            case Open(number, older):
+            case TransferOpened(number, older):
                 self.shell.open(self._lives[number], lambda _: None, older=older)
-            case Heard(number):
+            case TransferProgress(number):
                 self.shell.heard(self._lives[number])
-            case Arrived(number):
+            case TransferComplete(number):
                 self.shell.arrived(self._lives[number])
-            case Start() | Compute():
+            case StartDecoding() | ComputePrompt():
                 self.shell.start(self._streams[event.stream], self._start(event))
-            case Stop(number, why):
+            case AbortRequest(number, why):
                 self.shell.end(self._lives[number], why)
             case LendBlocks(number, keys):
                 self.shell.pool.lend(LendBlocks(number, tuple(self._key_of[key] for key in keys)))
-            case TakeBack():
+            case ReturnBlocks():
                 self.shell.pool.take_back(event)
-            case Adopt():
+            case AdoptRequest():
                 self.shell.resume(self._streams[event.stream], self._resume(event))
 
-    def _start(self, event: Start | Compute) -> decode_pb2.StartSequence:
+    def _start(self, event: StartDecoding | ComputePrompt) -> decode_pb2.StartSequence:
         live = self._lives[event.id]
         message = decode_pb2.StartSequence(
             request_id=live.request_id, transfer_id=live.id, generation=live.transfer.generation,
-            compute_prompt=isinstance(event, Compute),
+            compute_prompt=isinstance(event, ComputePrompt),
         )  # fmt: skip
-        if isinstance(event, Start):
+        if isinstance(event, StartDecoding):
             words = [answer << ANSWER_BITS | self._word(event.id) for answer in range(1 + len(event.others))]
             message.first_token_id, *further = words
             message.further_token_ids.extend(further)
@@ -220,7 +218,7 @@ class Service:
                 message.further_known.add(token_ids=[word] * count)
         return message
 
-    def _resume(self, event: Adopt) -> decode_pb2.ResumeSequence:
+    def _resume(self, event: AdoptRequest) -> decode_pb2.ResumeSequence:
         live = self._lives[event.id]
         digests = [
             tokens_digest(live.incoming.chain_root, said.tokens[:position])
@@ -238,7 +236,7 @@ class Service:
         """The token that the first answer of a sequence consists of: no two requests have the same."""
         return self._numbers.get(number, UNKNOWN + number)
 
-    def _reserve(self, event: Reserve) -> None:
+    def _reserve(self, event: ReserveBlocks) -> None:
         params = SamplingParams(max_tokens=event.total_tokens - event.prompt_tokens, n=event.width)
         sampling = SequenceSampling.of(params, event.prompt_tokens, ())
         tokens = tokens_of(event, self._word(event.id))
@@ -254,7 +252,7 @@ class Service:
             self._lives[event.id] = promised
 
 
-def tokens_of(event: Reserve, word: int) -> "array[int]":
+def tokens_of(event: ReserveBlocks, word: int) -> "array[int]":
     """Tokens of a prompt, whose keys are equal where those of the simulator are, and of its answer so far.
 
     The answer, and what of the prompt follows its last full block, are one word again and again.
@@ -269,9 +267,9 @@ def request_numbers(script: list[Noted]) -> dict[int, int]:
     found = {}
     for event in (noted.event for noted in script):
         full: Listed[tuple[int, BlockKey]] = ()
-        if isinstance(event, Reserve):
+        if isinstance(event, ReserveBlocks):
             full = [(event.id, key) for key in event.keys]
-        elif isinstance(event, Stepped | StepDone):
+        elif isinstance(event, RunProgress | RunDone):
             full = event.filled
         found.update({it: int.from_bytes(key[16:], "little") >> 32 for it, key in full if key.startswith(b"answer")})
     return found
@@ -289,9 +287,9 @@ def in_its_words(noted: list[Noted]) -> list[Noted]:
 
     def said(action: Any) -> Any:
         match action:
-            case actions.Finish():
+            case actions.FinishSequence():
                 return replace(action, reason=0)
-            case actions.Adopted() | actions.Fenced():
+            case actions.RequestAdopted() | actions.FenceConductor():
                 return replace(action, stream=streams.index(action.stream))
         return action
 
@@ -306,4 +304,4 @@ def played(config: ClusterConfig, runs: Runs, expected: list[Noted], folder: Pat
 
     run_virtually(play())
     found, wanted = in_its_words(journalled(folder)), in_its_words(expected)
-    assert_same(decided(found, Stepped), decided(wanted, Stepped))
+    assert_same(decided(found, RunProgress), decided(wanted, RunProgress))

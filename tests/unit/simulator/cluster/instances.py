@@ -13,33 +13,35 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from moonpool.cluster.speeds import speeds_to_proto
-from moonpool.core.kernel import Ended
+from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.kv.keys import pack_keys
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.errors import DETAIL_KEY, to_status
+from moonpool.scheduling.state_machine import IoEnded
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
-from services.conductor.core.facts import InstanceFacts, LoadFacts
-from services.conductor.core.failures import Failure, Kind, Stale
-from services.conductor.core.messages import (
-    Accepted,
-    Adopt,
-    Delivered,
+from services.conductor.core.events import (
+    CallPrefill,
+    CallReserve,
+    Failure,
+    FailureKind,
     FirstToken,
-    Joined,
+    InstanceJoined,
+    InstanceLeft,
     KeysChanged,
-    Left,
-    Prefill,
-    Promised,
+    KVDelivered,
+    LoadReported,
+    PrefillAccepted,
     Rehashed,
-    Reported,
-    Reserve,
-    Start,
-    Tokens,
+    ReserveGranted,
+    StalePlacement,
+    StartDecode,
+    TakeOverSequence,
+    TokensArrived,
 )
-from services.conductor.facts import kind_to_proto
+from services.conductor.core.instances import InstanceFacts, LoadFacts
+from services.conductor.registry import kind_to_proto
 from services.conductor.servicer import ConductorServicer
-from services.conductor.translate import error_of, target_proto
+from services.conductor.session import error_of, reservation_proto
 from tests.unit.simulator.cluster.asked import Coming
 from tests.unit.simulator.cluster.scripts import Noted
 
@@ -111,9 +113,9 @@ class InProcess(Channels):
         self.streams: dict[str, Call] = {}
         """The last one to each decode instance."""
         self._numbers: dict[tuple[str, str], deque[int]] = defaultdict(deque)
-        results = {noted.event.io: noted.event.result for noted in script if isinstance(noted.event, Ended)}
+        results = {noted.event.io: noted.event.result for noted in script if isinstance(noted.event, IoEnded)}
         for action in [action for noted in script for action in noted.actions]:
-            if isinstance(action, Reserve | Prefill) and not _has_left(results[action.io]):
+            if isinstance(action, CallReserve | CallPrefill) and not _has_left(results[action.io]):
                 self._numbers[type(action).__name__, action.sequence].append(action.io)
 
     def get(self, address: str) -> Any:
@@ -169,8 +171,8 @@ class Instances:
     ) -> None:
         self._servicer, self._channels, self._wanted, self._model = servicer, channels, wanted, model
         actions = [action for noted in script for action in noted.actions]
-        self._prompts = {it.io: it for it in actions if isinstance(it, Prefill)}
-        self._starts = {it.io: it for it in actions if isinstance(it, Start | Adopt)}
+        self._prompts = {it.io: it for it in actions if isinstance(it, CallPrefill)}
+        self._starts = {it.io: it for it in actions if isinstance(it, StartDecode | TakeOverSequence)}
         self._made = {number: list(one.had) for number, one in wanted.items()}  # tokens of each answer
         self._begins = {number: one.begins for number, one in wanted.items()}  # that its last placement begins behind
         self._members: dict[str, asyncio.Queue[conductor_pb2.JoinRequest | None]] = {}
@@ -185,23 +187,23 @@ class Instances:
     def tell(self, event: Any) -> None:
         """Lets an event of the script happen, if it is not the shell's own."""
         match event:
-            case Joined() | KeysChanged() | Reported() | Left():
+            case InstanceJoined() | KeysChanged() | LoadReported() | InstanceLeft():
                 self._tell_of(event)
             case Rehashed(request, tokens):
                 self._begins[request] = tokens
-            case Accepted(io, taken):
+            case PrefillAccepted(io, taken):
                 accepted = prefill_pb2.PrefillAccepted(number=taken)
                 self._channels.answer(io, prefill_pb2.PrefillResponse(accepted=accepted))
             case FirstToken():
                 self._first_token(event)
-            case Delivered(io):
+            case KVDelivered(io):
                 finished = prefill_pb2.PrefillFinished()
                 self._channels.answer(io, prefill_pb2.PrefillResponse(finished=finished))
-            case Tokens():
+            case TokensArrived():
                 self._tokens(event)
-            case Ended(io, result) if io in self._channels.calls:
+            case IoEnded(io, result) if io in self._channels.calls:
                 self._end(self._channels.calls.pop(io), result)
-            case Ended(io, Failure() as failure) if io in self._starts:
+            case IoEnded(io, Failure() as failure) if io in self._starts:
                 self._fail(self._starts[io], failure)
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ class Instances:
         made[:] = [max(count, position + 1) for count in made]
         self._channels.answer(event.io, prefill_pb2.PrefillResponse(first_token=first))
 
-    def _tokens(self, event: Tokens) -> None:
+    def _tokens(self, event: TokensArrived) -> None:
         """Of several answers, which are equally long and told in turn, those have come that the shortest one lacks."""
         order = self._starts[event.io]
         asked, made = self._wanted[order.request].asked, self._made[order.request]
@@ -245,7 +247,7 @@ class Instances:
         )
         self._channels.tell(order.target.decode, decode_pb2.StepsResponse(tokens=[tokens]))
 
-    def _fail(self, order: Start | Adopt, failure: Failure) -> None:
+    def _fail(self, order: StartDecode | TakeOverSequence, failure: Failure) -> None:
         """A sequence cannot go on; the shell knows by itself when its instance is lost."""
         if failure.message == "its stream broke":
             stream = self._channels.streams.pop(order.target.decode, None)
@@ -253,19 +255,19 @@ class Instances:
                 stream.put(grpc.aio.EOF)
         elif failure.message != "its instance is lost":
             failed = decode_pb2.SequenceFailed(
-                request_id=order.sequence, reason=failure.message, transfer=failure.kind is Kind.TRANSFER
+                request_id=order.sequence, reason=failure.message, transfer=failure.kind is FailureKind.TRANSFER
             )
             self._channels.tell(order.target.decode, decode_pb2.StepsResponse(failed=[failed]))
 
     def _end(self, call: Call, result: Any) -> None:
         match result:
-            case Promised(target, lease_s, taken, tbt_s):
+            case ReserveGranted(target, lease_s, taken, tbt_s):
                 call.put(
                     decode_pb2.ReserveResponse(
-                        target=target_proto(target), lease_s=lease_s, number=taken, predicted_tbt_s=tbt_s
+                        target=reservation_proto(target), lease_s=lease_s, number=taken, predicted_tbt_s=tbt_s
                     )
                 )
-            case Stale(drain_s, taken):
+            case StalePlacement(drain_s, taken):
                 stale = prefill_pb2.PrefillStale(drain_s=drain_s, taken=taken)
                 call.put(prefill_pb2.PrefillResponse(stale=stale))
             case Failure():
@@ -277,9 +279,9 @@ class Instances:
 
     # --- members ----------------------------------------------------------------------------------------------------
 
-    def _tell_of(self, event: Joined | KeysChanged | Reported | Left) -> None:
+    def _tell_of(self, event: InstanceJoined | KeysChanged | LoadReported | InstanceLeft) -> None:
         match event:
-            case Joined(facts):
+            case InstanceJoined(facts):
                 self._join(facts)
             case KeysChanged(name, sequence, stored, removed, begin, end, cooled):
                 events = kv_pb2.KVEvents(
@@ -287,9 +289,9 @@ class Instances:
                     cooled_keys=pack_keys(cooled), snapshot_begin=begin, snapshot_end=end,
                 )  # fmt: skip
                 self._members[name].put_nowait(conductor_pb2.JoinRequest(events=events))
-            case Reported(name, load):
+            case LoadReported(name, load):
                 self._members[name].put_nowait(conductor_pb2.JoinRequest(load=load_proto(load)))
-            case Left(name, _, "is lost"):
+            case InstanceLeft(name, _, "is lost"):
                 member = self._servicer.cluster.registry.get(name)
                 assert member is not None
                 self._servicer.cluster.leave(member, lost=True)

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from moonpool.cost import Speeds
 from moonpool.engine.emulated.profile import Profile
+from moonpool.scheduling.latency import Speeds
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import ClusterConfig
+from simulator.cluster.config import LEAPS, ClusterConfig, Runs
 from simulator.cluster.requests import Request
-from simulator.cluster.settings import LEAPS, Runs
-from simulator.kernel.calls import CallDelays
+from simulator.network import CallDelays
 from simulator.traces.mooncake import TraceRequest
 
 PROFILE = Profile(

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from moonpool.core.kernel import Tick
-from moonpool.drive.rerun import journal_files, rerun
+from moonpool.runtime.journal import journal_files, rerun
+from moonpool.scheduling.state_machine import Tick
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import ClusterConfig
-from simulator.cluster.settings import Runs
+from simulator.cluster.config import ClusterConfig, Runs
 from simulator.traces.mooncake import TraceRequest
-from tests.unit.streams.fakes import LAYOUT
+from tests.unit.transport.fakes import LAYOUT
 
 SEED = 20261122
 BT = LAYOUT.block_tokens

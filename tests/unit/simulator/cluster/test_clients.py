@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from simulator.clock import World, ps
 from simulator.cluster.clients import RETRY_S, Clients, Serving
-from simulator.cluster.requests import DONE, Made, Request
-from simulator.kernel.clock import World, ps
+from simulator.cluster.requests import DONE, Request, TokenTimes
 from tests.unit.simulator.cluster.rig import config
 
 UNREAD: Any = object()
@@ -74,7 +74,7 @@ def test_what_a_lost_conductor_had_is_resumed_at_another_one_if_it_was_placed() 
     world.run()
     for one in (placed, whole):
         clients.taken(Serving(UNREAD, one, sequence=UNREAD, plan=UNREAD))
-    whole.answers[0].take(Made(world.now, [1], world.now + 1))
+    whole.answers[0].take(TokenTimes(world.now, [1], world.now + 1))
     conductors[0].up = False
     clients.lost([new, placed, whole])
     world.run()

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.decode.core.config import Preemption
+from services.decode.core.settings import Preemption
+from simulator.clock import PS, ps
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import DecodeMemory, Slo
-from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Made, Request
-from simulator.cluster.settings import Runs
-from simulator.kernel.calls import CallDelays, exponential
-from simulator.kernel.clock import PS, ps
+from simulator.cluster.config import DecodeMemory, Runs, Slo
+from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Request, TokenTimes
+from simulator.network import CallDelays, exponential
 from simulator.traces.mooncake import TraceRequest
 from tests.unit.simulator.cluster.rig import config, request, run
 
@@ -259,7 +258,7 @@ def test_lost_and_late_messages_leave_nothing_behind(seed: int, drop: float, lat
 
 
 def test_tokens_that_are_known_are_dropped() -> None:
-    made = Made(10, [2, 3, 4], 19)
+    made = TokenTimes(10, [2, 3, 4], 19)
     assert made.after(0) is made
-    assert made.after(2) == Made(15, [4], 19)
+    assert made.after(2) == TokenTimes(15, [4], 19)
     assert made.after(4) is None

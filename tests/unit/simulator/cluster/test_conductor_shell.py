@@ -18,43 +18,44 @@ from typing import Any
 
 import pytest
 
-import moonpool.bundled
-from moonpool.core.kernel import Ended
+from moonpool.bundled import model_dir
 from moonpool.errors import DeadlineExceeded, Overloaded, Unavailable
 from moonpool.kv.keys import chain_root, namespace
 from moonpool.kv.layout import KVLayout
+from moonpool.scheduling.state_machine import IoEnded
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2
-from services.conductor.checkpoint import Checkpoint
 from services.conductor.config import ConductorConfig
-from services.conductor.core.failures import Failure, Kind, Stale
-from services.conductor.core.messages import (
-    Adopt,
-    Announce,
-    Arrived,
+from services.conductor.core.events import (
+    AnnouncePlacement,
     ClientGone,
-    Complete,
-    Fail,
-    Joined,
+    CompleteRequest,
+    DecodeReservation,
+    FailRequest,
+    Failure,
+    FailureKind,
+    InstanceJoined,
     KeysChanged,
+    LoadReported,
     Rehash,
     Rehashed,
-    Reported,
-    Resumed,
-    Start,
-    Target,
+    RequestArrived,
+    ResumeState,
+    StalePlacement,
+    StartDecode,
+    TakeOverSequence,
 )
+from services.conductor.registry import Checkpoint
 from services.conductor.service import assembled
 from services.conductor.servicer import ConductorServicer
+from simulator.clock import ps
+from simulator.cluster.admission import FOREVER_S, limits_of
 from simulator.cluster.clients import RETRY_S
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.conductor import Conductor
-from simulator.cluster.config import ClusterConfig, Slo
-from simulator.cluster.entrance import FOREVER_S, limits_of
-from simulator.cluster.settings import Runs
-from simulator.kernel.calls import CallDelays
-from simulator.kernel.clock import ps
+from simulator.cluster.config import ClusterConfig, Runs, Slo
+from simulator.network import CallDelays
 from simulator.traces.mooncake import TraceRequest
 from tests.unit.simulator.cluster.asked import Asked, Coming, asked
 from tests.unit.simulator.cluster.instances import Heard, InProcess, Instances
@@ -62,7 +63,7 @@ from tests.unit.simulator.cluster.rig import PROFILE
 from tests.unit.simulator.cluster.scripts import BT, SEED, Noted, assert_same, decided, journalled, requests
 from tests.unit.simulator.cluster.virtual_loop import run_virtually, virtual_loop
 
-TINY = Path(moonpool.bundled.__file__).parent / "tiny"
+TINY = model_dir()
 LAYOUT = KVLayout(layers=4, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
 NAMESPACE = namespace(bytes(32), LAYOUT)
 CHECKPOINT = Checkpoint.load(str(TINY))
@@ -115,7 +116,7 @@ def simulated(
 
     def hear(now: float, event: Any, actions: list[Any]) -> None:
         script.noted.append(Noted(now, event, list(actions)))
-        if isinstance(event, Arrived):
+        if isinstance(event, RequestArrived):
             one = by_id[event.ask.id]
             had = tuple([answer.made for answer in one.request.answers])
             script.comings[event.ask.number] = Coming(one, event.ask, had)
@@ -141,7 +142,7 @@ def _break(cluster: Cluster, script: Script, asked: Asked, one: Break) -> None:
         if serving is not None and serving.rejoined and not serving.away and not asked.request.outcome:
             assert serving.sequence is not None
             fence = serving.fence + serving.rejoined
-            resumed = Resumed(0, fence, serving.sequence.id, serving.target)
+            resumed = ResumeState(0, fence, serving.sequence.id, serving.target)
             coming = Coming(asked, replace(serving.ask, resumed=resumed), had)
             script.again.append((cluster.world.seconds, coming))
 
@@ -152,9 +153,9 @@ def _joining(cluster: Cluster, conductor: Conductor) -> Iterator[Noted]:
     """How all joined, when the cluster was made."""
     everybody: list[Any] = [*cluster.prefills, *cluster.decodes, *cluster.stores]
     for one in everybody:
-        yield Noted(0.0, Joined(conductor.members.facts(one.name, one.incarnation)), [])
+        yield Noted(0.0, InstanceJoined(conductor.members.facts(one.name, one.incarnation)), [])
         yield Noted(0.0, KeysChanged(one.name, 1, (), (), snapshot_begin=True, snapshot_end=True), [])
-        yield Noted(0.0, Reported(one.name, one.load()), [])
+        yield Noted(0.0, LoadReported(one.name, one.load()), [])
 
 
 def settings_of(config: ClusterConfig, journal: Path) -> ConductorConfig:
@@ -183,7 +184,7 @@ async def play(config: ClusterConfig, script: Script, journal: Path) -> None:
         timed = [*((noted.now, noted.event) for noted in script.noted), *script.again]
         for now, event in sorted(timed, key=lambda it: it[0]):
             await loop.until(ps(now))
-            if isinstance(event, Arrived):
+            if isinstance(event, RequestArrived):
                 ask = event.ask
                 loop.jobs.extend([at_once] * (1 if ask.resumed is None else 2))  # hashing; spelling what there is
                 clients[ask.number] = Client(servicer, script.comings[ask.number], now)
@@ -234,9 +235,9 @@ def in_its_words(value: Any, key_of: dict[bytes, bytes]) -> Any:
             return key_of.get(value, value)
         case tuple() if type(value) is tuple:
             return tuple(in_its_words(one, key_of) for one in value)
-        case Adopt() | Resumed():
+        case TakeOverSequence() | ResumeState():
             return value  # from the client, who has no address
-        case Target(decode, address="", transfer_id=number) if number:
+        case DecodeReservation(decode, address="", transfer_id=number) if number:
             return replace(value, address=f"{decode}:1")
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{it.name: in_its_words(getattr(value, it.name), key_of) for it in fields(value)})
@@ -247,7 +248,7 @@ def without_words(noted: list[Noted]) -> list[Noted]:
     """Without what is said for people of failures: of connections the two have different words."""
     return [
         replace(one, actions=[
-            replace(it, failure=replace(it.failure, message="")) if isinstance(it, Rehash | Fail) else it
+            replace(it, failure=replace(it.failure, message="")) if isinstance(it, Rehash | FailRequest) else it
             for it in one.actions
         ])
         for one in noted
@@ -286,11 +287,13 @@ def decides_alike(
     ]
     assert len(script.again) > 5 or not breaks
     run_virtually(play(config, script, journal))
-    assert_same(decided(without_words(journalled(journal)), Ended), decided(without_words(expected), Ended))
+    assert_same(decided(without_words(journalled(journal)), IoEnded), decided(without_words(expected), IoEnded))
     return expected
 
 
-def numbers(noted: list[Noted], *kinds: type[Adopt | Announce | Complete | Start | Rehash]) -> list[set[int]]:
+def numbers(
+    noted: list[Noted], *kinds: type[TakeOverSequence | AnnouncePlacement | CompleteRequest | StartDecode | Rehash]
+) -> list[set[int]]:
     """Of the requests that had actions of each kind."""
     actions = [action for one in noted for action in one.actions]
     return [{it.request for it in actions if isinstance(it, kind)} for kind in kinds]
@@ -307,13 +310,13 @@ def test_places_and_refuses_as_the_simulator_does(tmp_path: Path) -> None:
     noted = decides_alike(replace(stores, decode_prompt_tokens=40), trace_of(60), [], tmp_path)
     assert any(isinstance(one.event, KeysChanged) and one.event.cooled for one in noted)
     actions = [action for one in noted for action in one.actions]
-    placed = [action for action in actions if isinstance(action, Announce)]
+    placed = [action for action in actions if isinstance(action, AnnouncePlacement)]
     assert len(placed) > 40
     assert any(it.plan.sources for it in placed)
-    short = {one.event.ask.number for one in noted if isinstance(one.event, Arrived) and not one.event.keys}
+    short = {one.event.ask.number for one in noted if isinstance(one.event, RequestArrived) and not one.event.keys}
     assert len({it.plan.write_back for it in placed if it.request in short}) > 1
-    assert any(it.compute for it in actions if isinstance(it, Start))
-    assert {it.failure.reason for it in actions if isinstance(it, Fail)} == {"ttft_slo", "no_decode_room"}
+    assert any(it.compute for it in actions if isinstance(it, StartDecode))
+    assert {it.failure.reason for it in actions if isinstance(it, FailRequest)} == {"ttft_slo", "no_decode_room"}
 
 
 def test_tries_again_as_the_simulator_does(tmp_path: Path) -> None:
@@ -324,8 +327,8 @@ def test_tries_again_as_the_simulator_does(tmp_path: Path) -> None:
     again = [action.failure.kind for one in noted for action in one.actions if isinstance(action, Rehash)]
     assert len(again) > 10
     assert sum(isinstance(one.event, Rehashed) and one.event.tokens > 1 for one in noted) > 2  # in the midst of answers
-    assert set(again) == {Kind.STREAM, Kind.UNAVAILABLE, Kind.TRANSFER}
-    assert sum(isinstance(one.event, Ended) and isinstance(one.event.result, Stale) for one in noted) > 1
+    assert set(again) == {FailureKind.STREAM, FailureKind.UNAVAILABLE, FailureKind.TRANSFER}
+    assert sum(isinstance(one.event, IoEnded) and isinstance(one.event.result, StalePlacement) for one in noted) > 1
 
 
 def test_fails_late_requests_as_the_simulator_does(tmp_path: Path) -> None:
@@ -334,11 +337,14 @@ def test_fails_late_requests_as_the_simulator_does(tmp_path: Path) -> None:
     delays = CallDelays(drop_share=0.02)
     config = replace(CONFIG, admission="all", deadline_s=1.0, pool_blocks=24, delays=delays)
     noted = decides_alike(config, trace_of(60), [(0.6, "d1")], tmp_path)
-    due = {one.event.ask.number: one.event.ask.deadline for one in noted if isinstance(one.event, Arrived)}
-    failed = [(one.now, it) for one in noted for it in one.actions if isinstance(it, Fail)]
-    assert {it.failure.kind for _, it in failed} == {Kind.DEADLINE}
+    due = {one.event.ask.number: one.event.ask.deadline for one in noted if isinstance(one.event, RequestArrived)}
+    failed = [(one.now, it) for one in noted for it in one.actions if isinstance(it, FailRequest)]
+    assert {it.failure.kind for _, it in failed} == {FailureKind.DEADLINE}
     assert [now for now, _ in failed] == [pytest.approx(due[it.request]) for _, it in failed]
-    late, placed, begun, again = {it.request for _, it in failed}, *numbers(noted, Announce, Start, Rehash)
+    late, placed, begun, again = (
+        {it.request for _, it in failed},
+        *numbers(noted, AnnouncePlacement, StartDecode, Rehash),
+    )
     assert min(map(len, (late - placed, (late & placed) - begun, late & begun, late & again))) > 1
 
 
@@ -347,13 +353,15 @@ def test_several_answers_as_in_the_simulator(tmp_path: Path) -> None:
     print(f"seed {SEED}")
     config = replace(CONFIG, pool_blocks=200, delays=CallDelays(drop_share=0.02))
     noted = decides_alike(config, several_of(60), [(0.6, "d1"), (0.9, "p0")], tmp_path)
-    several = {one.event.ask.number for one in noted if isinstance(one.event, Arrived) and one.event.ask.choices > 1}
-    ends, again = numbers(noted, Complete, Rehash)
+    several = {
+        one.event.ask.number for one in noted if isinstance(one.event, RequestArrived) and one.event.ask.choices > 1
+    }
+    ends, again = numbers(noted, CompleteRequest, Rehash)
     assert len(several & ends) > 15
     assert len(several & again & ends) > 5
-    failures = [one.event.result for one in noted if isinstance(one.event, Ended)]
+    failures = [one.event.result for one in noted if isinstance(one.event, IoEnded)]
     assert {it.kind for it in failures if isinstance(it, Failure) and "no such transfer" in it.message} == {
-        Kind.TRANSFER
+        FailureKind.TRANSFER
     }
 
 
@@ -365,10 +373,10 @@ def test_resumes_as_the_simulator_does(losses: list[tuple[float, str]], before: 
     print(f"seed {SEED}")
     config = replace(CONFIG, conductors=2, admission="all", pool_blocks=80, deadline_s=30.0)
     noted = decides_alike(config, several_of(60), losses, tmp_path)
-    asks = [one.event.ask for one in noted if isinstance(one.event, Arrived)]
+    asks = [one.event.ask for one in noted if isinstance(one.event, RequestArrived)]
     resumed = {it.number for it in asks if it.resumed is not None}
     several = {it.number for it in asks if it.choices > 1}
-    placed, adopted, again, ends = numbers(noted, Announce, Adopt, Rehash, Complete)
+    placed, adopted, again, ends = numbers(noted, AnnouncePlacement, TakeOverSequence, Rehash, CompleteRequest)
     assert resumed <= ends
     assert len((several & adopted) - placed) > 3
     assert len(resumed - adopted if before else several & adopted & again & placed) > 1
@@ -385,6 +393,6 @@ def test_clients_that_lose_their_connections_alone_come_again_as_in_the_simulato
     breaks += [Break(it.at_s + 1.5, it.id, seen=True) for it in breaks[::3]]
     noted = decides_alike(config, several_of(60), [(1.1, "d1")], tmp_path, breaks)
     left = {one.event.request for one in noted if isinstance(one.event, ClientGone)}
-    resumed = {one.event.ask.number for one in noted if isinstance(one.event, Arrived) and one.event.ask.resumed}
-    adopted, again, ends = numbers(noted, Adopt, Rehash, Complete)
+    resumed = {one.event.ask.number for one in noted if isinstance(one.event, RequestArrived) and one.event.ask.resumed}
+    adopted, again, ends = numbers(noted, TakeOverSequence, Rehash, CompleteRequest)
     assert min(map(len, (left - ends, resumed & adopted & ends, resumed & adopted & again))) > 10

@@ -16,20 +16,18 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.core.kernel import Ended
 from moonpool.kv.keys import BlockKey
-from services.conductor.core.messages import Promised
+from moonpool.scheduling.state_machine import IoEnded
+from services.conductor.core.events import ReserveGranted
 from services.decode.core import actions
-from services.decode.core.config import Preemption
-from services.decode.core.events import Adopt, Compute, Heard, StreamClosed
+from services.decode.core.events import AdoptRequest, ComputePrompt, StreamClosed, TransferProgress
+from services.decode.core.settings import Preemption
+from simulator.clock import World, ps
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import ClusterConfig, DecodeMemory
-from simulator.cluster.decode import DecodeInstance, Ears
-from simulator.cluster.requests import Request, Sequence
-from simulator.cluster.sequences import Resume
-from simulator.cluster.settings import Runs
-from simulator.kernel.clock import World, ps
-from simulator.kernel.links import Network
+from simulator.cluster.config import ClusterConfig, DecodeMemory, Runs
+from simulator.cluster.decode import DecodeInstance, DecodeListener
+from simulator.cluster.requests import PlacedSequence, Request, Resume
+from simulator.network import Network
 from tests.unit.simulator.cluster.decode_service import played
 from tests.unit.simulator.cluster.rig import PROFILE
 from tests.unit.simulator.cluster.scripts import BT, ONE_BY_ONE, SEED, Noted, requests, simulated
@@ -71,8 +69,8 @@ def test_decides_as_the_simulator_does(way: Preemption, blocks: int, seed: int, 
     played(config, ONE_BY_ONE, expected, tmp_path)
     if seed != SEED:
         return  # by others less may happen
-    assert (count(expected, actions.Refused) > 3) == (blocks == 24)
-    assert any(action.chunks for one in expected for action in one.actions if isinstance(action, actions.Run)) == (
+    assert (count(expected, actions.ReservationRefused) > 3) == (blocks == 24)
+    assert any(action.chunks for one in expected for action in one.actions if isinstance(action, actions.StartRun)) == (
         blocks == 24
     )
 
@@ -82,8 +80,8 @@ def test_decides_as_the_simulator_does(way: Preemption, blocks: int, seed: int, 
     ("way", "kvstore", "moved"),
     [
         (Preemption.SWAP, 0, actions.SwapIn),
-        (Preemption.STORE, 1, actions.Load),
-        (Preemption.AUTO, 1, actions.Store),
+        (Preemption.STORE, 1, actions.LoadStoredBlocks),
+        (Preemption.AUTO, 1, actions.StoreBlock),
     ],
 )
 def test_swaps_writes_and_loads_as_the_simulator_does(
@@ -96,7 +94,7 @@ def test_swaps_writes_and_loads_as_the_simulator_does(
     if seed != SEED:
         return  # by others less may happen
     assert count(expected, moved) > 3
-    assert any(isinstance(one.event, Ended) for one in expected)
+    assert any(isinstance(one.event, IoEnded) for one in expected)
 
 
 def ahead(noted: list[Noted]) -> int:
@@ -104,7 +102,7 @@ def ahead(noted: list[Noted]) -> int:
     count = 0
     for one in noted:
         for before, action in pairwise(one.actions):
-            count += isinstance(before, actions.Grew) and isinstance(action, actions.Run)
+            count += isinstance(before, actions.AppendBlock) and isinstance(action, actions.StartRun)
     return count
 
 
@@ -128,13 +126,13 @@ def test_takes_runs_as_the_simulator_does(
     played(config, RUNS, expected, tmp_path)
     if seed != SEED:
         return  # by others less may happen
-    orders = [action for one in expected for action in one.actions if isinstance(action, actions.Run)]
+    orders = [action for one in expected for action in one.actions if isinstance(action, actions.StartRun)]
     assert sum(order.steps > BT for order in orders) > 10
-    assert min(count(expected, actions.Cut), ahead(expected), count(expected, actions.Ending)) > 10
+    assert min(count(expected, actions.StopRun), ahead(expected), count(expected, actions.RequestAborted)) > 10
     again = blocks == 24 and way in (Preemption.CACHE, Preemption.RECOMPUTE)
     assert any(order.chunks for order in orders) == again
     assert (count(expected, actions.SwapIn) > 1) == (way is Preemption.SWAP)
-    assert (count(expected, actions.Load) > 1) == (way is Preemption.STORE)
+    assert (count(expected, actions.LoadStoredBlocks) > 1) == (way is Preemption.STORE)
 
 
 @BY_SEEDS
@@ -158,9 +156,9 @@ def test_conductors_take_over_as_in_the_simulator(runs: Runs, choices: int, seed
     if seed != SEED:
         return  # by others less may happen
     heard = Counter(type(one.event) for one in expected)
-    assert min(heard[StreamClosed], heard[Adopt], heard[Heard]) > 1
-    assert (heard[Compute] > 1) == (choices == 1)
-    assert (count(expected, actions.Cut) > 10) == (choices == 1)
+    assert min(heard[StreamClosed], heard[AdoptRequest], heard[TransferProgress]) > 1
+    assert (heard[ComputePrompt] > 1) == (choices == 1)
+    assert (count(expected, actions.StopRun) > 10) == (choices == 1)
 
 
 class Alone:
@@ -170,18 +168,18 @@ class Alone:
         self.noted: list[Noted] = []
         self.is_lost = False
         self.world = World()
-        ears = Ears(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
+        ears = DecodeListener(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
         self.instance = DecodeInstance(self.world, Network(self.world), config, "d0", (), ears, runs)
         self.instance.host.heard = lambda now, event, decided: self.noted.append(Noted(now, event, list(decided)))
         for stream in NAMES:
             self.instance.stream_opened(stream, NAMES[stream])
 
-    def ask(self, sequence: Sequence, promised: Callable[[Sequence, int], None]) -> None:
+    def ask(self, sequence: PlacedSequence, promised: Callable[[PlacedSequence, int], None]) -> None:
         """The first conductor asks for room when a request comes."""
 
         def ask() -> None:
             answer = self.instance.reserve(sequence, NAMES[1])
-            if isinstance(answer, Promised):
+            if isinstance(answer, ReserveGranted):
                 promised(sequence, answer.target.transfer_id)
 
         self.world.at(sequence.request.arrived, lambda _: ask())
@@ -217,7 +215,7 @@ class Alone:
         return self.noted
 
 
-def sequences(count: int, most: int, rng: random.Random, blocks: int = 5) -> list[Sequence]:
+def sequences(count: int, most: int, rng: random.Random, blocks: int = 5) -> list[PlacedSequence]:
     """With up to three blocks, and up to so many answers of up to so many blocks, one after the other."""
     found, at = [], 0.0
     for number in range(count):
@@ -225,7 +223,7 @@ def sequences(count: int, most: int, rng: random.Random, blocks: int = 5) -> lis
         tokens, answer = rng.randint(1, 3 * BT), rng.randint(2, blocks * BT)
         keys = tuple(BlockKey((number << 32 | block).to_bytes(32, "little")) for block in range(tokens // BT))
         request = Request(number, ps(at), tokens, answer, keys)
-        found.append(Sequence(request, f"r{number}", tokens, answer, width=rng.randint(1, most)))
+        found.append(PlacedSequence(request, f"r{number}", tokens, answer, width=rng.randint(1, most)))
     return found
 
 
@@ -244,7 +242,7 @@ def handed_over(config: ClusterConfig, runs: Runs, rng: random.Random) -> list[N
     """
     alone, wanted = Alone(config, runs), sequences(30, 1 if runs.longest > 1 else 2, rng, blocks=40)
 
-    def promised(sequence: Sequence, transfer: int) -> None:
+    def promised(sequence: PlacedSequence, transfer: int) -> None:
         if sequence.width == 1 and rng.random() < 0.3:
             alone.later(0.0027, lambda: alone.start(transfer, compute=True))
         else:
@@ -272,11 +270,11 @@ def test_adopts_fences_and_parks_as_the_simulator_does(runs: Runs, blocks: int, 
         return  # by others less may happen
     parked, adopted, fenced = [
         {action.id for one in expected for action in one.actions if isinstance(action, kind)}
-        for kind in (actions.Parked, actions.Adopted, actions.Fenced)
+        for kind in (actions.RequestParked, actions.RequestAdopted, actions.FenceConductor)
     ]
     assert all((parked & adopted, parked - adopted, fenced & adopted, fenced - adopted))
-    assert Counter(type(one.event) for one in expected)[Compute] > 1
-    assert (count(expected, actions.Cut) > 10) == (runs is RUNS)
+    assert Counter(type(one.event) for one in expected)[ComputePrompt] > 1
+    assert (count(expected, actions.StopRun) > 10) == (runs is RUNS)
 
 
 @BY_SEEDS
@@ -292,7 +290,7 @@ def test_several_answers_to_a_prompt_as_in_the_simulator(
     played(config, ONE_BY_ONE, expected, tmp_path)
     if seed != SEED:
         return  # by others less may happen
-    runs = [action for one in expected for action in one.actions if isinstance(action, actions.Run)]
+    runs = [action for one in expected for action in one.actions if isinstance(action, actions.StartRun)]
     assert sum(len(run.copies) for run in runs) > 10
     assert any(run.chunks for run in runs) == (way is Preemption.RECOMPUTE and blocks == 26)
     assert (count(expected, actions.SwapIn) > 3) == (way is Preemption.SWAP)

@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 
 from moonpool.kv.keys import BlockKey
-from services.conductor.core.messages import Event, Reported
+from services.conductor.core.events import Event, LoadReported
+from simulator.clock import World, ps
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.members import Members
 from simulator.cluster.requests import DONE, Request
 from simulator.cluster.store import Store
-from simulator.kernel.calls import Calls
-from simulator.kernel.clock import World, ps
-from simulator.kernel.links import Link, Network
+from simulator.network import Calls, Link, Network
 from simulator.traces.mooncake import TraceRequest
 from tests.unit.simulator.cluster.rig import NO_DELAYS, config, request, run
 
@@ -93,5 +92,5 @@ def test_a_kvstore_reports_what_it_is_busy_with() -> None:
     world.at(ps(1.0), lambda _: loan.give_back())
     world.at(ps(2.0), lambda _: store.write(keys, Link("other", 1e6), lambda: None))
     world.run()
-    loads = [(it.load.running, it.load.cached_blocks) for it in heard if isinstance(it, Reported)]
+    loads = [(it.load.running, it.load.cached_blocks) for it in heard if isinstance(it, LoadReported)]
     assert loads == [(0, 0), (1, 0), (0, 0), (1, 0), (0, 10)]

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from moonpool.errors import ConfigError
-from services.conductor.core.changes import ChangeRole
-from services.conductor.core.facts import Kind
+from services.conductor.core.events import ChangeRole
+from services.conductor.core.instances import InstanceKind
 from services.conductor.core.roles import RoleLimits
+from simulator.clock import PS, ps
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.requests import DONE, Request
-from simulator.kernel.clock import PS, ps
 from tests.unit.simulator.cluster.rig import config, request, run
 
 
@@ -64,7 +64,7 @@ def test_a_machine_drains_and_comes_back_in_the_other_role() -> None:
     ended: list[Request] = []
     cluster = Cluster(config(prefill=2, decode=2, roles=NEVER, role_change_s=5.0), ended.append)
     cluster.feed(trace)
-    cluster.world.at(ps(2.0), lambda _: cluster.machines.change(ChangeRole("d3", 1, Kind.PREFILL)))
+    cluster.world.at(ps(2.0), lambda _: cluster.machines.change(ChangeRole("d3", 1, InstanceKind.PREFILL)))
     cluster.run()
     cluster.check_at_rest()
     assert [(one.outcome, one.made) for one in ended] == [(DONE, 100)] * 40
@@ -77,7 +77,7 @@ def test_a_machine_drains_and_comes_back_in_the_other_role() -> None:
 
 def test_orders_for_another_life_of_an_instance_do_nothing() -> None:
     cluster = Cluster(config(prefill=2, decode=2, roles=NEVER), lambda _: None)
-    for order in (ChangeRole("d3", 7, Kind.PREFILL), ChangeRole("d0", 1, Kind.PREFILL)):
+    for order in (ChangeRole("d3", 7, InstanceKind.PREFILL), ChangeRole("d0", 1, InstanceKind.PREFILL)):
         cluster.machines.change(order)
     cluster.run()
     assert not cluster.machines.changed

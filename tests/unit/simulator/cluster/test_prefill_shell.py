@@ -18,28 +18,26 @@ from typing import Any
 
 import pytest
 
-from moonpool.core.kernel import Ended
-from moonpool.cost import Speeds
-from moonpool.drive.journal import JournalWriter
 from moonpool.engine.emulated.profile import step_seconds
-from moonpool.engine.incoming import IncomingRequest
+from moonpool.engine.request import IncomingRequest
 from moonpool.kv.keys import BlockKey, pack_keys
-from moonpool.sampling import SamplingParams
-from moonpool.sched.lending import LendBlocks, Lent, TakeBack
-from moonpool.sched.sampling import SequenceSampling
-from moonpool.sched.steps import LayerDone, Step, StepResult
+from moonpool.runtime.journal import JournalWriter
+from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.state_machine import IoEnded
+from moonpool.scheduling.steps import LayerDone, SequenceSampling, Step, StepResult
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.prefill.core import actions, events
-from services.prefill.core.core import PrefillCore
-from services.prefill.loading import BlockRead
-from services.prefill.requests import Request
-from services.prefill.shell import Shell
+from services.prefill.core.scheduler import PrefillScheduler
+from services.prefill.executor import PrefillExecutor
+from services.prefill.kv_io import BlockRead
+from services.prefill.live_requests import LivePrefill
+from simulator.clock import ps
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import ClusterConfig
+from simulator.cluster.config import ClusterConfig, prefill_core_settings
 from simulator.cluster.requests import keys_of
-from simulator.cluster.settings import core_settings
-from simulator.kernel.clock import ps
 from simulator.traces.mooncake import TraceRequest
 from tests.unit.fakes.engine import FakeEngine
 from tests.unit.simulator.cluster.rig import PROFILE
@@ -55,9 +53,9 @@ from tests.unit.simulator.cluster.scripts import (
     some_seeds,
 )
 from tests.unit.simulator.cluster.virtual_loop import run_virtually, virtual_loop
-from tests.unit.streams.fakes import ROOT
+from tests.unit.transport.fakes import ROOT
 
-Outer = events.Arrive | events.CopyIn | events.Leave | LendBlocks | TakeBack
+Outer = events.SubmitJob | events.ReplicateBlocks | events.CancelJob | LendBlocks | ReturnBlocks
 """What others tell an instance."""
 KINDS = kv_pb2.INSTANCE_KIND_KVSTORE, kv_pb2.INSTANCE_KIND_DECODE
 SPEEDS = replace(PROFILE.speeds, load_bytes_per_s=1.37e6, transfer_bytes_per_s=0.93e6)
@@ -115,12 +113,12 @@ class Outside:
             match action:
                 case actions.OpenTransfer() | actions.SendSlices() | actions.AwaitVerdict():
                     self._begins((type(action).__name__, action.job), action.io)
-                case actions.PutBlocks():
+                case actions.WriteBackBlocks():
                     self._begins(("PutBlocks", 0), action.io)
-                case actions.LoadBlocks() | actions.CopyBlocks():
+                case actions.LoadBlocks() | actions.ReadReplica():
                     self._begins(("load", 0), action.io)
 
-    def tell(self, event: events.LayerLoaded | Ended[Any]) -> None:
+    def tell(self, event: events.LayerLoaded | IoEnded[Any]) -> None:
         """Something of I/O is over; that of steps is the engine's."""
         if isinstance(event, events.LayerLoaded):
             self._loading[event.io](event.layer)
@@ -132,13 +130,13 @@ class Outside:
         self._loading[io] = on_layer
         return await self._over[io]
 
-    async def open(self, request: Request) -> Any:
+    async def open(self, request: LivePrefill) -> Any:
         return await self._next("OpenTransfer", request)
 
-    async def send(self, request: Request, pieces: Sequence[actions.Piece]) -> Any:
+    async def send(self, request: LivePrefill, pieces: Sequence[actions.LayerBlocks]) -> Any:
         return await self._next("SendSlices", request)
 
-    async def verdict(self, request: Request, timeout_s: float) -> Any:
+    async def verdict(self, request: LivePrefill, timeout_s: float) -> Any:
         return await self._next("AwaitVerdict", request)
 
     def close(self, number: int, *, aborted: bool) -> None:
@@ -158,7 +156,7 @@ class Outside:
         self._of[key].append(io)
         self._over[io] = self._loop.create_future()
 
-    def _next(self, kind: str, request: Request) -> "asyncio.Future[Any]":
+    def _next(self, kind: str, request: LivePrefill) -> "asyncio.Future[Any]":
         return self._over[self._of[kind, request.number].popleft()]
 
 
@@ -170,15 +168,15 @@ async def play(config: ClusterConfig, script: list[Noted], journal: Path) -> Non
     loop = virtual_loop()
     engine = TimedEngine(config.blocks, config.profile.speeds, config.profile.layers)
     outside: Any = Outside(script)
-    core = PrefillCore(core_settings(config), config.profile.speeds)
-    shell = Shell(
+    core = PrefillScheduler(prefill_core_settings(config), config.profile.speeds)
+    shell = PrefillExecutor(
         core, engine, outside, outside, outside, Recorder("prefill-0", None), lambda: None,
         JournalWriter(journal, "prefill-0", 1 << 30), loop.time,
     )  # fmt: skip
     work = asyncio.create_task(shell.run())
     await asyncio.sleep(0)
     for noted in script:
-        if isinstance(noted.event, Outer | events.LayerLoaded | Ended):
+        if isinstance(noted.event, Outer | events.LayerLoaded | IoEnded):
             await loop.until(ps(noted.now))
             await loop.settled()
             if isinstance(noted.event, Outer):
@@ -193,28 +191,28 @@ async def play(config: ClusterConfig, script: list[Noted], journal: Path) -> Non
     engine.pool.close()
 
 
-def tell(shell: Shell, event: Outer) -> None:
+def tell(shell: PrefillExecutor, event: Outer) -> None:
     """Lets something happen that comes from outside."""
     match event:
-        case events.Arrive():
+        case events.SubmitJob():
             shell.submit(request_of(event))
-        case events.CopyIn(_, keys, source):
+        case events.ReplicateBlocks(_, keys, source):
             order = conductor_pb2.ReplicateOrder(keys=pack_keys(keys), source=instance(source), tenant=event.tenant)
             shell.copying.order(order)
         case LendBlocks():
             shell.pool.lend(event)
-        case TakeBack():
+        case ReturnBlocks():
             shell.pool.take_back(event)
-        case events.Leave():
+        case events.CancelJob():
             shell.post(event)
 
 
-def instance(source: events.Source) -> kv_pb2.Instance:
+def instance(source: events.KVSource) -> kv_pb2.Instance:
     """Where blocks are."""
     return kv_pb2.Instance(id=source.name, kind=KINDS[source.peer], address=f"{source.name}:1")
 
 
-def request_of(event: events.Arrive) -> Request:
+def request_of(event: events.SubmitJob) -> LivePrefill:
     """The request of an arrival, as the contract has it."""
     sampling = SequenceSampling.of(SamplingParams(max_tokens=1), event.num_tokens, ())
     tokens = array("i", [event.job] * event.num_tokens)
@@ -223,7 +221,7 @@ def request_of(event: events.Arrive) -> Request:
     sources = [prefill_pb2.PrefixSource(instance=instance(it), blocks=it.blocks) for it in event.sources]
     copies = [kv_pb2.Instance(id=copy.store) for copy in event.copies]
     held = [copy.held for copy in event.copies]
-    return Request(event.job, incoming, incoming.history(), target, sources, copies, held, event.max_queue_s)
+    return LivePrefill(event.job, incoming, incoming.history(), target, sources, copies, held, event.max_queue_s)
 
 
 @pytest.mark.parametrize("seed", [SEED + 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
@@ -240,7 +238,7 @@ def test_decides_as_the_simulator_does(blocks: int, deadline_s: float, seed: int
     told = [action for one in expected for action in one.actions]
     loads = sum(isinstance(action, actions.LoadBlocks) for action in told)
     assert (loads >= 2) == (blocks == 16) or (deadline_s and seed < SEED)  # by others fewer are left to load
-    assert any(isinstance(one.event, events.Leave) and one.actions for one in expected) == (deadline_s > 0)
+    assert any(isinstance(one.event, events.CancelJob) and one.actions for one in expected) == (deadline_s > 0)
     assert sum(isinstance(action, actions.EndJob) for action in told) > 10
 
 
@@ -273,18 +271,22 @@ def test_tenants_and_blocks_of_others_as_in_the_simulator(seed: int, tmp_path: P
         for number, one in enumerate(trace[::2]):
             source, to = (("p1", 0), ("s0", 0), ("p0", 1))[number % 3]
             keys = keys_of(one, BT)
-            copy = partial(cluster.prefills[to].replicate, keys, events.Source(source, len(keys), source != "s0"))
+            copy = partial(cluster.prefills[to].replicate, keys, events.KVSource(source, len(keys), source != "s0"))
             cluster.world.at(ps(one.timestamp / 1000 + 0.4), lambda copy: copy(), copy)
 
     expected = simulated(config, trace, "p0", also=order)
     run_virtually(play(config, expected, tmp_path))
     assert_same(decided(journalled(tmp_path)), decided(expected))
     told = [action for one in expected for action in one.actions]
-    copied, lent = [sum(isinstance(it, kind) and bool(it.blocks) for it in told) for kind in (actions.EndCopy, Lent)]
+    copied, lent = [
+        sum(isinstance(it, kind) and bool(it.blocks) for it in told) for kind in (actions.EndReplication, BlocksLent)
+    ]
     peers = {
-        one.event.job: [it.peer for it in one.event.sources] for one in expected if isinstance(one.event, events.Arrive)
+        one.event.job: [it.peer for it in one.event.sources]
+        for one in expected
+        if isinstance(one.event, events.SubmitJob)
     }
     loads = {peers[it.job][it.source] for it in told if isinstance(it, actions.LoadBlocks)}
     assert min(copied, lent) > 0
     assert loads == {True, False} or seed > 2  # later seeds: with some, no prompt reads another instance
-    assert {one.event.tenant for one in expected if isinstance(one.event, events.Arrive)} == {"t0", "t1"}
+    assert {one.event.tenant for one in expected if isinstance(one.event, events.SubmitJob)} == {"t0", "t1"}

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from simulator.kernel.clock import PS, not_before, ps
+from simulator.clock import PS, not_before, ps
 
 
 class _Selector(selectors.SelectSelector):

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 
 from moonpool.engine.emulated.profile import load_profile
+from simulator.clock import PS
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.requests import Made, Request
-from simulator.experiments.calibration import Extras, Times, distance, fit, quantile, serve
-from simulator.experiments.comparison import charts, compare
-from simulator.kernel.clock import PS
+from simulator.cluster.requests import Request, TokenTimes
+from simulator.experiments.calibration import Extras, Times, charts, compare, distance, fit, quantile, serve
 from simulator.traces.workload import CHAT, Workload
 
 CONFIG = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=1, decode=1, kvstore=0)
@@ -20,7 +19,7 @@ REQUESTS = Workload(3, replace(CHAT, rate_per_s=1.2, answer_tokens=20.0)).reques
 
 def done(arrived: int, first: int, *intervals: int) -> Request:
     made = Request(1, arrived * PS, 10, 3, (), outcome="done")
-    made.take(Made(first * PS, [one * PS for one in intervals], (first + sum(intervals)) * PS))
+    made.take(TokenTimes(first * PS, [one * PS for one in intervals], (first + sum(intervals)) * PS))
     return made
 
 

@@ -20,16 +20,14 @@ from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
 from services.conductor.core.policies import POLICIES
 from simulator.cluster.config import ClusterConfig
-from simulator.experiments.cache import cache
 from simulator.experiments.faults import faults
-from simulator.experiments.frame import Result, Row, Source
-from simulator.experiments.hot import HotLoad, hot
+from simulator.experiments.frame import RequestSource, Result, Row
 from simulator.experiments.memory import MemoryLoad, memory
+from simulator.experiments.prefix_caching import REST, HotLoad, cache, hot, paper_line, transfer, ttft_s
 from simulator.experiments.serving import ratio, scale, scheduling
-from simulator.experiments.transfer import REST, paper_line, transfer, ttft_s
 from tests.unit.simulator.cluster.rig import PROFILE
 
-SMALL = Source(SHIPPED, requests=120)
+SMALL = RequestSource(SHIPPED, requests=120)
 CLUSTER = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=1, kvstore=2, rate=2.0)
 
 
@@ -43,7 +41,7 @@ def by(result: Result, name: str) -> dict[Any, Any]:
 
 def test_hit_shares_of_the_shipped_trace() -> None:
     """The same hits as the benchmark of the policies has (tests/unit/kvstore/policies/test_table.py)."""
-    result = cache(Source(SHIPPED), silent, ["lru", "s3-fifo", "optimum"], [0, 1000, 300], "full")
+    result = cache(RequestSource(SHIPPED), silent, ["lru", "s3-fifo", "optimum"], [0, 1000, 300], "full")
     expected = {"inf": (8522, 8522, 8522), 1000: (6018, 6384, 8522), 300: (4928, 5888, 7368)}
     assert result.rows == [
         {"capacity": size, **{n: round(h / 23813, 4) for n, h in zip(("lru", "s3-fifo", "optimum"), hits, strict=True)}}
@@ -66,7 +64,7 @@ def test_four_digits_of_the_published_table() -> None:
     except Skipped as reason:
         pytest.skip(str(reason))
     policies = ["lru", "lru-head-first", "lfu", "length-aware", "s3-fifo", "optimum"]
-    (row,) = cache(Source(path), silent, policies, [10_000]).rows
+    (row,) = cache(RequestSource(path), silent, policies, [10_000]).rows
     shares = (0.2116, 0.2112, 0.1318, 0.1123, 0.2094, 0.3664)
     assert row == {"capacity": 10_000, **dict(zip(policies, shares, strict=True))}
 
@@ -165,7 +163,7 @@ def all_ended(row: Row, requests: int) -> None:
 
 def test_faults_of_three_hundred_seeds() -> None:
     (row,) = faults(ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=2, kvstore=1), 300, 1,
-                    silent, Source(requests=5)).rows  # fmt: skip
+                    silent, RequestSource(requests=5)).rows  # fmt: skip
     all_ended(row, 300 * 5)
     assert all(int(str(row[name])) > 100 for name in ("dropped", "late", "crashes"))
     assert int(str(row["attempts"])) > 300 * 5
@@ -177,7 +175,7 @@ def test_faults_of_three_hundred_seeds() -> None:
 def test_faults_of_ten_thousand_seeds(first: int) -> None:
     """A thousand at a time: some minutes each on a free core."""
     config = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=3, decode=3, kvstore=2)
-    (row,) = faults(config, 1000, first, silent, Source()).rows
+    (row,) = faults(config, 1000, first, silent, RequestSource()).rows
     all_ended(row, 40_000)
 
 

@@ -5,19 +5,19 @@ from statistics import fmean
 
 import pytest
 
-from moonpool.cost import decode_step_seconds, prefill_seconds
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
+from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds
+from simulator.cluster.admission import PoolLoad
 from simulator.cluster.config import ClusterConfig, Slo
-from simulator.cluster.levels import PoolLoad
 from simulator.cluster.requests import DONE
-from simulator.experiments.frame import Source, simulate
-from simulator.experiments.overload import COMPARED, PICTURED, SMOOTH, correlation, overload, swing, swings
+from simulator.experiments.frame import RequestSource, simulate
+from simulator.experiments.serving import COMPARED, PICTURED, SMOOTH, correlation, overload, swing, swings
 
 CROWDED = ClusterConfig(
     profile=load_profile("llama-70b-a800"), prefill=2, decode=1, kvstore=1, rate=20.0, slo=Slo(10.0, 0.03)
 )
-SOURCE = Source(requests=150)
+SOURCE = RequestSource(requests=150)
 
 
 def silent(line: str) -> None:
@@ -50,7 +50,7 @@ def test_whoever_is_let_in_at_a_load_of_eight_tenths_is_served_within_the_limits
     """Nineteen of twenty, over ten seeds of 150 requests."""
     profile, kept, let_in, busy = load_profile("llama-70b-a800"), 0.0, 0, []
     for seed in range(1, 11):
-        asked = list(Source(requests=150, seed=seed).read())
+        asked = list(RequestSource(requests=150, seed=seed).read())
         work_s = sum(prefill_seconds(profile.speeds, it.input_length, 0) for it in asked)
         span_s = (asked[-1].timestamp - asked[0].timestamp) / 1000
         rate = 2 * 1.4 * span_s / work_s  # two instances; four tenths of the prompts' tokens are cached
@@ -103,7 +103,7 @@ def test_the_load_of_a_pool_counts_what_decodes_and_later_what_is_expected_to() 
 
 
 def test_by_the_load_of_the_pool_nobody_is_refused_after_prefill_but_in_the_baseline() -> None:
-    result = overload(replace(CROWDED, by_pool=True), Source(requests=100), silent)
+    result = overload(replace(CROWDED, by_pool=True), RequestSource(requests=100), silent)
     assert [row["admission"] for row in result.rows] == list(COMPARED)
     late = [int(str(row["after_prefill"])) for row in result.rows]
     assert late[0] > 0

@@ -4,18 +4,18 @@ import tracemalloc
 
 import pytest
 
-from moonpool.cost import prefill_seconds
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
+from moonpool.scheduling.latency import prefill_seconds
 from services.conductor.core.roles import RoleLimits
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig, Slo
-from simulator.cluster.requests import DONE, Made, Request
+from simulator.cluster.requests import DONE, Request, TokenTimes
 from simulator.experiments import pipeline as pipelines
-from simulator.experiments.conductors import COUNTS, conductors
-from simulator.experiments.frame import Source
-from simulator.experiments.pipeline import SHORT, Stream, pipeline
-from simulator.experiments.roles import Phases, Shifts, roles
+from simulator.experiments.faults import COUNTS, conductors
+from simulator.experiments.frame import RequestSource
+from simulator.experiments.pipeline import SHORT, PromptStream, pipeline
+from simulator.experiments.serving import Phases, Shifts, roles
 from tests.unit.simulator.cluster.rig import config, request
 
 PROFILE = load_profile("llama-70b-a800")
@@ -38,7 +38,7 @@ def test_wide_pipelines_are_for_long_prompts() -> None:
 
 def test_prompts_come_at_the_load_that_is_wanted() -> None:
     wanted = ClusterConfig(profile=PROFILE, prefill=4, kvstore=0, widths=(2, 2, 2, 2))
-    found = list(Stream([(2048, 0.5), (4096, 0.5)], 0.5, 400, 3).read(wanted))
+    found = list(PromptStream([(2048, 0.5), (4096, 0.5)], 0.5, 400, 3).read(wanted))
     seconds = sum(prefill_seconds(PROFILE.speeds, one.input_length, 0) for one in found)
     assert seconds / (found[-1].timestamp / 1000) == pytest.approx(0.5 * 8, rel=0.15)
     assert {one.input_length for one in found} == {2048, 4096}
@@ -67,7 +67,7 @@ def test_goodput_of_each_part() -> None:
     phases = Phases(Slo(1.0, 0.1), 10.0, 2)
     for arrived, first in ((0, 10**11), (0, 2 * 10**12), (11 * 10**12, 11 * 10**12)):
         one = Request(1, arrived, 10, 2, (), outcome=DONE)
-        one.take(Made(first, [10**10], first + 10**10))
+        one.take(TokenTimes(first, [10**10], first + 10**10))
         phases.add(one)
     assert phases.shares() == [0.5, 1.0]
 
@@ -82,7 +82,7 @@ def test_rows_of_roles() -> None:
 
 def test_rows_of_conductors() -> None:
     plain = ClusterConfig(profile=PROFILE, prefill=2, decode=2, kvstore=1, rate=2.0)
-    result = conductors(plain, Source(requests=24), 6.0, silent)
+    result = conductors(plain, RequestSource(requests=24), 6.0, silent)
     assert [(row["conductors"], row["lost"]) for row in result.rows] == [(n, lost) for n in COUNTS for lost in (0, 1)]
     assert {row["done"] for row in result.rows} == {24}
     assert all((int(str(row["resumed"])) > 0) == bool(row["lost"]) for row in result.rows[:4])

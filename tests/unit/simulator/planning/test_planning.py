@@ -14,12 +14,19 @@ from benchmarks.eviction import SHIPPED
 from moonpool.cli.main import app
 from moonpool.errors import ConfigError
 from simulator.cluster.config import ClusterConfig, Slo
-from simulator.experiments.frame import Source, simulate
-from simulator.planning.hardware import Hardware, bundled_hardware, load_hardware
-from simulator.planning.limits import check_possible, parse_slo
+from simulator.experiments.frame import RequestSource, simulate
+from simulator.experiments.report import Summary
 from simulator.planning.page import page
-from simulator.planning.search import Mix, NoPlan, Search
-from simulator.report.collector import Summary
+from simulator.planning.planner import (
+    Hardware,
+    InstanceMix,
+    NoPlan,
+    PlanSearch,
+    bundled_hardware,
+    check_possible,
+    load_hardware,
+    parse_slo,
+)
 from simulator.traces.mooncake import write_trace
 from tests.unit.simulator.cluster.rig import NO_DELAYS, PROFILE, request
 
@@ -32,18 +39,18 @@ def base(slo: Slo) -> ClusterConfig:
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Source:
+def trace(tmp_path: Path) -> RequestSource:
     path = tmp_path / "trace.jsonl"
     requests = [request(0.25 * number, 500, 30, 100 * (number % 6)) for number in range(24)]
     write_trace(path, requests)
     path.write_text('{"block_tokens": 64}\n' + path.read_text())
-    return Source(path)
+    return RequestSource(path)
 
 
 Serve = Callable[[ClusterConfig], Summary]
 
 
-def serving(trace: Source) -> Serve:
+def serving(trace: RequestSource) -> Serve:
     return lambda config: simulate(config, trace.read())[0]
 
 
@@ -53,13 +60,13 @@ def silent(line: str) -> None:
 
 def full_search(
     config: ClusterConfig, hardware: Hardware, serve: Serve, goal: float, bound: int, stores: Iterable[int]
-) -> tuple[float, Mix]:
+) -> tuple[float, InstanceMix]:
     """The least cost, and the first mix that has it, of all with so many kvstores."""
     found = []
     for kvstore, prefill, decode in product(stores, range(1, bound + 1), range(1, bound + 1)):
         wanted = replace(config, prefill=prefill, decode=decode, kvstore=kvstore)
         if serve(wanted).goodput_share >= goal:
-            found.append((hardware.cost(prefill, decode, kvstore), Mix(prefill, decode, kvstore)))
+            found.append((hardware.cost(prefill, decode, kvstore), InstanceMix(prefill, decode, kvstore)))
     return min(found)
 
 
@@ -75,13 +82,13 @@ def test_the_best_mix_is_that_of_a_full_search() -> None:
         return known[config]
 
     for hardware in (HARDWARE, DEAR_DECODE):
-        plan = Search(config, hardware, serve, goal, bound, silent).plan()
+        plan = PlanSearch(config, hardware, serve, goal, bound, silent).plan()
         assert (plan.cost_per_hour, plan.best) == full_search(config, hardware, serve, goal, bound, (0, 1))
 
 
-def test_a_plan_says_what_it_is_sensitive_to(trace: Source) -> None:
+def test_a_plan_says_what_it_is_sensitive_to(trace: RequestSource) -> None:
     config, goal = base(Slo(0.75, 0.03)), 0.9
-    plan = Search(config, HARDWARE, serving(trace), goal, 3, silent).plan()
+    plan = PlanSearch(config, HARDWARE, serving(trace), goal, 3, silent).plan()
     assert plan.sensitivity["as planned"] >= goal
     assert plan.sensitivity["20 % more requests a second"] <= plan.sensitivity["20 % fewer requests a second"]
     text = page(plan, {"trace": "<small>"}, goal)
@@ -90,11 +97,11 @@ def test_a_plan_says_what_it_is_sensitive_to(trace: Source) -> None:
     assert str(plan.best) in text
 
 
-def good_where(need: Callable[[int, int, int], bool], tried: list[Mix]) -> Serve:
+def good_where(need: Callable[[int, int, int], bool], tried: list[InstanceMix]) -> Serve:
     """A trace that is served well where `need` says so, by numbers of prefill, decode and kvstore instances."""
 
     def serve(config: ClusterConfig) -> Summary:
-        tried.append(Mix(config.prefill, config.decode, config.kvstore))
+        tried.append(InstanceMix(config.prefill, config.decode, config.kvstore))
         return Summary(1, {}, 1.0, 1.0, 1.0, 1.0, float(need(config.prefill, config.decode, config.kvstore)), 0.0)
 
     return serve
@@ -123,7 +130,7 @@ def test_no_mix_costs_less_where_more_instances_are_never_worse(
     hardware = Hardware("drawn", {}, dict(zip(("prefill", "decode", "kvstore"), costs, strict=True)), 1, 0)
     config, serve = base(Slo()), good_where(need, [])
     try:
-        plan = Search(config, hardware, serve, 1.0, BOUND, silent).plan()
+        plan = PlanSearch(config, hardware, serve, 1.0, BOUND, silent).plan()
     except NoPlan:
         assert not any(need(BOUND, BOUND, kvstore) for kvstore in (0, 1, 2, 4))
         return
@@ -134,23 +141,23 @@ def test_no_mix_costs_less_where_more_instances_are_never_worse(
 
 def test_the_walk_goes_as_far_as_it_pays_and_looks_at_few_mixes() -> None:
     """Forty prefill instances save the last three of ten decode instances that cost ten times as much."""
-    tried: list[Mix] = []
+    tried: list[InstanceMix] = []
     serve = good_where(lambda prefill, decode, kvstore: decode >= 10 - 3 * (prefill >= 40) and prefill >= 12, tried)
-    for cost, best in ((20.0, Mix(40, 7, 0)), (1.0, Mix(12, 10, 0))):
+    for cost, best in ((20.0, InstanceMix(40, 7, 0)), (1.0, InstanceMix(12, 10, 0))):
         tried.clear()
         hardware = Hardware("walk", {}, {"prefill": 1.0, "decode": cost, "kvstore": 100.0}, 1, 0)
-        assert Search(base(Slo()), hardware, serve, 1.0, 64, silent).plan().best == best
+        assert PlanSearch(base(Slo()), hardware, serve, 1.0, 64, silent).plan().best == best
         assert len(tried) < 60
 
 
 def test_kvstores_are_doubled_while_that_pays_and_then_counted_back() -> None:
     serve = good_where(lambda prefill, decode, kvstore: prefill >= 16 - min(kvstore, 13) and decode >= 2, [])
     hardware = Hardware("stores", {}, {"prefill": 1.0, "decode": 1.0, "kvstore": 0.5}, 1, 0)
-    assert Search(base(Slo()), hardware, serve, 1.0, 32, silent).plan().best == Mix(3, 2, 13)
+    assert PlanSearch(base(Slo()), hardware, serve, 1.0, 32, silent).plan().best == InstanceMix(3, 2, 13)
 
 
-def test_no_mix_is_good_enough(trace: Source) -> None:
-    search = Search(base(Slo(0.01, 0.03)), HARDWARE, serving(trace), 0.9, 2, silent)
+def test_no_mix_is_good_enough(trace: RequestSource) -> None:
+    search = PlanSearch(base(Slo(0.01, 0.03)), HARDWARE, serving(trace), 0.9, 2, silent)
     with pytest.raises(NoPlan, match=r"no mix of at most 2 instances of a kind reaches a goodput of 90\.0%"):
         search.plan()
 

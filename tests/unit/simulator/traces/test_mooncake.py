@@ -17,7 +17,7 @@ from simulator.traces.mooncake import (
     trace_path,
     write_trace,
 )
-from simulator.traces.workload import CHAT, Mix, Workload
+from simulator.traces.workload import CHAT, Workload, WorkloadMix
 
 
 def test_tokens_follow_from_hash_ids() -> None:
@@ -42,7 +42,7 @@ def test_written_and_read(tmp_path: Path) -> None:
 
 def test_tenants_and_several_answers(tmp_path: Path) -> None:
     """They change nothing else of a generated trace, and are read as they were written."""
-    mix = Mix(tenants=3, several=0.3)
+    mix = WorkloadMix(tenants=3, several=0.3)
     trace, plain = Workload(1, mix).requests(300), Workload(1).requests(300)
     assert [replace(one, tenant="", choices=1) for one in trace] == plain
     share = {name: sum(one.tenant == name for one in trace) / 300 for name in ("t0", "t1", "t2")}
@@ -76,7 +76,7 @@ def test_generated_trace() -> None:
 
 
 def test_bursts_bring_more_requests() -> None:
-    mix = Mix(conversations=0.0, burst_factor=10.0, burst_s=20.0, burst_every_s=120.0)
+    mix = WorkloadMix(conversations=0.0, burst_factor=10.0, burst_s=20.0, burst_every_s=120.0)
     times = [request.timestamp / 1000 for request in Workload(1, mix).requests(1000)]
     inside = sum(time % 120 < 20 for time in times)
     assert 0.55 < inside / 1000 < 0.8  # 200 of 300 that are expected in each period

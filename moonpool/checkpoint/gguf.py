@@ -1,0 +1,695 @@
+"""A GGUF file: its header, configuration, tensors under their Hugging Face names, tokenizer and chat template.
+
+A large model may come in parts, `NAME-00001-of-00003.gguf` and so on: the first part has the metadata and stands for
+all. Source: GGUF's specification, `docs/gguf.md` of ggml; versions 2 and 3, little-endian. No tensor data is read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from moonpool.checkpoint.config import DTYPES, JsonFields, ModelConfig, RopeScaling, TensorInfo, check_shape
+from moonpool.checkpoint.families import FAMILIES
+from moonpool.errors import CheckpointError, UnsupportedModel
+
+GGUF_SUFFIX = ".gguf"
+
+
+_PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+_MAGIC = b"GGUF"
+
+
+_VERSIONS = (2, 3)
+
+
+_STRING, _ARRAY = 8, 9
+
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+_MAX_DIMENSIONS = 4
+
+
+_ALIGNMENT = 32
+
+
+class TensorType(NamedTuple):
+    """How elements are stored: blocks of so many elements in so many bytes, all in one row."""
+
+    name: str
+    elements: int
+    bytes: int
+
+
+#: Types that can be read, by their number in files.
+TENSOR_TYPES = {
+    0: TensorType("F32", 1, 4),
+    1: TensorType("F16", 1, 2),
+    2: TensorType("Q4_0", 32, 18),
+    3: TensorType("Q4_1", 32, 20),
+    6: TensorType("Q5_0", 32, 22),
+    7: TensorType("Q5_1", 32, 24),
+    8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
+    12: TensorType("Q4_K", 256, 144),
+    13: TensorType("Q5_K", 256, 176),
+    14: TensorType("Q6_K", 256, 210),
+    16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74),
+    18: TensorType("IQ3_XXS", 256, 98),
+    19: TensorType("IQ1_S", 256, 50),
+    20: TensorType("IQ4_NL", 32, 18),
+    21: TensorType("IQ3_S", 256, 110),
+    22: TensorType("IQ2_S", 256, 82),
+    23: TensorType("IQ4_XS", 256, 136),
+    29: TensorType("IQ1_M", 256, 56),
+    30: TensorType("BF16", 1, 2),
+}
+
+
+class GgufTensor(NamedTuple):
+    """One tensor: its type, its shape with rows first, the byte at which its data begins, and in which file."""
+
+    type: TensorType
+    shape: tuple[int, ...]
+    begin: int
+    file: Path
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The header of the file `path` and of its further parts; names of metadata and tensors are the file's own."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @classmethod
+    def read(cls, path: Path) -> GgufFile:
+        """Read the header of `path`, and of its further parts if it has some.
+
+        Raises:
+            CheckpointError: a file is missing, damaged, cut short or no GGUF file, or not the first part.
+            UnsupportedModel: a version, a byte order or a tensor's type that cannot be read.
+        """
+        first, *others = (_read_one(part) for part in gguf_parts(path))
+        tensors = dict(first.tensors)
+        for part in others:
+            for name, tensor in part.tensors.items():
+                if name in tensors:
+                    raise CheckpointError(f"{part.path}: tensor {name} is in {tensors[name].file.name} too")
+                tensors[name] = tensor
+        wanted, count = (first.metadata.get(f"split.{key}") for key in ("tensors.count", "count"))
+        if (count or 1) != 1 + len(others):
+            raise CheckpointError(f"{path}: is one of {count} parts, which its name does not say")
+        if others and wanted is not None and wanted != len(tensors):
+            raise CheckpointError(f"{path}: its parts have {len(tensors)} tensors, {wanted} are expected")
+        return cls(path, first.metadata, tensors)
+
+    def floats(self, name: str) -> tuple[float, ...]:
+        """Return the elements of the F32 tensor `name`.
+
+        Raises:
+            CheckpointError: it is stored in another type.
+        """
+        tensor = self.tensors[name]
+        if tensor.type.name != "F32":
+            raise CheckpointError(f"{self.path}: tensor {name} is stored as {tensor.type.name}, not F32")
+        count = _product(tensor.shape)
+        with tensor.file.open("rb") as stream:
+            stream.seek(tensor.begin)
+            return struct.unpack(f"<{count}f", stream.read(4 * count))
+
+
+def is_gguf(path: Path | str) -> bool:
+    """Tell whether `path` names a GGUF file, by its ending."""
+    return str(path).endswith(GGUF_SUFFIX)
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """Return the files of the model that `path` is, or is the first part of.
+
+    Raises:
+        CheckpointError: it is another part, or one is missing.
+    """
+    match = _PART_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    parts = [
+        path.with_name(f"{match['stem']}-{number:05}-of-{count:05}{GGUF_SUFFIX}") for number in range(1, count + 1)
+    ]
+    if path != parts[0]:
+        raise CheckpointError(f"{path}: is part {int(match['number'])} of a model; name the first, {parts[0].name}")
+    for part in parts:
+        if not part.exists():
+            raise CheckpointError(f"{path}: its part {part.name} is missing")
+    return parts
+
+
+def gguf_name(path: Path) -> str:
+    """The name of a GGUF file without its ending, and without the number of its part."""
+    match = _PART_NAME.fullmatch(path.name)
+    return path.name.removesuffix(GGUF_SUFFIX) if match is None else match["stem"]
+
+
+def _read_one(path: Path) -> GgufFile:
+    try:
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _read_value(path, _Cursor(data))
+    except (OSError, ValueError, OverflowError, struct.error) as error:
+        raise CheckpointError(f"{path}: not a whole GGUF file: {error}") from None
+
+
+class _Cursor:
+    """Reads values one after the other; raises ValueError or struct.error past the end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.size = len(data)
+        self.position = 0
+
+    def raw(self, count: int) -> bytes:
+        end = self.position + count
+        if end > self.size:
+            raise ValueError(f"it ends at byte {self.size}, within its header")
+        piece = self._data[self.position : end]
+        self.position = end
+        return piece
+
+    def values(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from("<" + form, self._data, self.position)
+        self.position += struct.calcsize("<" + form)
+        return found
+
+    def number(self, form: str) -> int:
+        value: int = self.values(form)[0]
+        return value
+
+    def text(self) -> str:
+        return self.raw(self.number("Q")).decode()
+
+    def value(self, kind: int) -> Any:
+        """Return a value of a type that the file has just named."""
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            return self._array(*self.values("IQ"))
+        if kind not in _SCALARS:
+            raise ValueError(f"metadata of type {kind}")
+        return self.values(_SCALARS[kind])[0]
+
+    def _array(self, kind: int, count: int) -> list[Any]:
+        if kind == _STRING:
+            return [self.text() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ValueError(f"metadata is an array of type {kind}")
+        return list(self.values(f"{count}{_SCALARS[kind]}"))
+
+
+def _read_value(path: Path, cursor: _Cursor) -> GgufFile:
+    if cursor.raw(4) != _MAGIC:
+        raise ValueError("it does not begin with GGUF")
+    version = cursor.number("I")
+    if version not in _VERSIONS:
+        raise UnsupportedModel("GGUF.version", f"{path}: {version} is none of {_VERSIONS}, little-endian")
+    tensor_count, metadata_count = cursor.values("QQ")
+    metadata: dict[str, Any] = {}
+    for _ in range(metadata_count):
+        key = cursor.text()
+        if key in metadata:
+            raise ValueError(f"{key} is there twice")
+        metadata[key] = cursor.value(cursor.number("I"))
+    entries = [_read_tensor(cursor) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if type(alignment) is not int or alignment <= 0:
+        raise ValueError(f"general.alignment must be a positive integer, not {alignment!r}")
+    data = -(-cursor.position // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for name, shape, kind, offset in entries:
+        if name in tensors:
+            raise ValueError(f"tensor {name} is there twice")
+        begin = data + offset
+        tensors[name] = GgufTensor(_checked_type(name, shape, kind, begin, cursor.size), shape, begin, path)
+    return GgufFile(path, metadata, tensors)
+
+
+def _read_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Return name, shape (rows first; files have it the other way round), type and offset of one tensor."""
+    name = cursor.text()
+    dimensions = cursor.number("I")
+    if dimensions > _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {name} has {dimensions} dimensions")
+    shape = cursor.values(f"{dimensions}Q")[::-1]
+    kind, offset = cursor.values("IQ")
+    return name, shape, kind, offset
+
+
+def _checked_type(name: str, shape: tuple[int, ...], number: int, begin: int, size: int) -> TensorType:
+    """Return a tensor's type; refuse one that cannot be read, and data past the end of the file."""
+    if number not in TENSOR_TYPES:
+        known = ", ".join(kind.name for kind in TENSOR_TYPES.values())
+        raise UnsupportedModel(name, f"is stored as type {number}, which is none of {known}")
+    kind = TENSOR_TYPES[number]
+    if shape and shape[-1] % kind.elements:
+        raise ValueError(f"tensor {name} has rows of {shape[-1]} elements, {kind.name} stores {kind.elements} together")
+    if begin + _product(shape) // kind.elements * kind.bytes > size:
+        raise ValueError(f"tensor {name} lies past its end")
+    return kind
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+ROPE_DIVISORS = "rope_freqs.weight"
+
+
+#: What the ids of end tokens are called, and texts of control tokens that end an answer whatever the ids say: files
+#: name one end token, chat models have several. As in llama.cpp (`llama-vocab.cpp`, end of generation).
+_END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+_END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>")
+
+
+_CONTROL_TOKEN = 3
+
+
+#: Keys that change the result where they are neither absent nor 0.
+_REFUSED = (
+    "expert_count",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "embedding_scale",
+    "residual_scale",
+)
+
+
+_STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+_QUANTISED = "bfloat16"
+
+
+def gguf_config(path: Path) -> ModelConfig:
+    """Read the configuration of the GGUF file `path`.
+
+    Biases and a separate output head are those whose tensors are there. The declared dtype is the type that most
+    elements have, bfloat16 where they are quantised.
+
+    Raises:
+        CheckpointError: the file is damaged, or a key is missing or malformed.
+        UnsupportedModel: the model needs something that is not implemented; names the key.
+    """
+    return config_of(GgufFile.read(path))
+
+
+def config_of(file: GgufFile) -> ModelConfig:
+    """As `gguf_config`, of a file whose header has been read."""
+    name = file.metadata.get("general.architecture")
+    if name not in GGUF_ARCHITECTURES:
+        raise UnsupportedModel("general.architecture", f"{name!r} is none of {', '.join(GGUF_ARCHITECTURES)}")
+    fields = JsonFields(file.metadata, file.path.name)
+    hidden, heads = fields.positive(f"{name}.embedding_length"), fields.positive(f"{name}.attention.head_count")
+    head_dim = fields.positive(f"{name}.attention.key_length", max(1, hidden // heads))
+    positions = fields.positive(f"{name}.context_length")
+    _refuse(fields, name, head_dim, positions)
+    tokens = JsonFields(file.metadata, f"{file.path.name}: tokenizer")
+    config = ModelConfig(
+        architecture=GGUF_ARCHITECTURES[name],
+        hidden_size=hidden,
+        num_layers=fields.positive(f"{name}.block_count"),
+        num_heads=heads,
+        num_kv_heads=_kv_heads(fields, name, heads),
+        head_dim=head_dim,
+        intermediate_size=fields.positive(f"{name}.feed_forward_length"),
+        vocab_size=_vocabulary(file),
+        rms_norm_eps=fields.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.number(f"{name}.rope.freq_base", 10000.0),
+        rope_scaling=_rope_scaling(file, fields, name, head_dim),
+        max_position_embeddings=positions,
+        tie_word_embeddings="output.weight" not in file.tensors,
+        qkv_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+        qk_norm=FAMILIES[GGUF_ARCHITECTURES[name]].qk_norm,
+        dtype=_most_common_dtype(file),
+        eos_token_ids=_end_tokens(file, tokens),
+        bos_token_id=_token_id(tokens, "tokenizer.ggml.bos_token_id"),
+    )
+    check_shape(config, file.path.name)
+    return config
+
+
+def _refuse(fields: JsonFields, name: str, head_dim: int, positions: int) -> None:
+    """Refuse what would change the result and is not implemented."""
+    for key in _REFUSED:
+        if fields.get(f"{name}.{key}"):
+            raise UnsupportedModel(f"{name}.{key}", f"{fields.get(f'{name}.{key}')!r} is not supported")
+    for key, meaning in (
+        ("attention.value_length", "values of another length than keys are not supported"),
+        ("rope.dimension_count", "RoPE on a part of each head is not supported"),
+    ):
+        if fields.positive(f"{name}.{key}", head_dim) != head_dim:
+            raise UnsupportedModel(f"{name}.{key}", meaning)
+    if fields.number(f"{name}.rope.scaling.attn_factor", 1.0) != 1.0:
+        raise UnsupportedModel(f"{name}.rope.scaling.attn_factor", "scaled attention is not supported")
+    window = fields.number(f"{name}.attention.sliding_window", 0.0)
+    if 0 < window < positions:
+        raise UnsupportedModel(
+            f"{name}.attention.sliding_window", f"attention to the last {window:g} tokens only is not supported"
+        )
+
+
+def _kv_heads(fields: JsonFields, name: str, heads: int) -> int:
+    """Return the KV heads; files may list them layer by layer."""
+    key = f"{name}.attention.head_count_kv"
+    listed = fields.get(key)
+    if not isinstance(listed, list):
+        return fields.positive(key, heads)
+    if len(set(listed)) != 1:
+        raise UnsupportedModel(key, "layers with different numbers of KV heads are not supported")
+    return JsonFields({key: listed[0]}, fields.source).positive(key)
+
+
+def _vocabulary(file: GgufFile) -> int:
+    """Return the rows of the embedding; the list of tokens may be shorter."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or not embedding.shape:
+        raise CheckpointError(f"{file.path}: tensor token_embd.weight is missing")
+    return embedding.shape[0]
+
+
+def _rope_scaling(file: GgufFile, fields: JsonFields, name: str, head_dim: int) -> RopeScaling | None:
+    """Return the scaling: a tensor of divisors (how Llama 3's is written), or the linear one."""
+    kind = fields.get(f"{name}.rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise UnsupportedModel(f"{name}.rope.scaling.type", f"{kind!r} is none of none, linear")
+    if ROPE_DIVISORS in file.tensors:
+        divisors = file.floats(ROPE_DIVISORS)
+        if len(divisors) != head_dim // 2 or kind == "linear":
+            raise UnsupportedModel(ROPE_DIVISORS, f"has {len(divisors)} elements, with scaling {kind!r}")
+        return RopeScaling("divisors", 1.0, divisors=divisors)
+    if kind == "linear":
+        return RopeScaling("linear", fields.number(f"{name}.rope.scaling.factor"))
+    return None
+
+
+def _most_common_dtype(file: GgufFile) -> str:
+    """Return the type that most elements have."""
+    elements: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        elements[_STORED.get(tensor.type.name, _QUANTISED)] += prod(tensor.shape)
+    return max(DTYPES, key=lambda dtype: elements[dtype])
+
+
+def _token_id(fields: JsonFields, key: str) -> int | None:
+    """Return a token's id, None where there is none."""
+    value = fields.get(key)
+    if value is not None and (type(value) is not int or value < 0):
+        raise CheckpointError(f"{fields.source}: {key} must be a token id, not {value!r}")
+    return value
+
+
+def _end_tokens(file: GgufFile, fields: JsonFields) -> tuple[int, ...]:
+    """Return the tokens that end an answer, the one that the file names first."""
+    ids = [_token_id(fields, f"tokenizer.ggml.{key}") for key in _END_IDS]
+    tokens, kinds = (file.metadata.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
+    ids += [i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if _end_ids(token, kind)]
+    return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+
+def _end_ids(token: Any, kind: Any) -> bool:
+    return kind == _CONTROL_TOKEN and token in _END_TEXTS
+
+
+_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+_TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+)\.(?P<kind>weight|bias)")
+
+
+_PAIRED = ("attn_q", "attn_k")
+
+
+def gguf_index(path: Path) -> dict[str, TensorInfo]:
+    """Return every tensor of a GGUF file by its Hugging Face name.
+
+    Raises:
+        CheckpointError: the file is damaged.
+        UnsupportedModel: the file has a tensor that the model would not use; names it.
+    """
+    file = GgufFile.read(path)
+    config = config_of(file)
+    # llama.cpp turns every second element of a head in RoPE, Hugging Face those half a head apart. Its converter
+    # reorders the rows of q and k of the llama architecture for that, and of no other.
+    paired = config.head_dim if config.architecture == "LlamaForCausalLM" else 0
+    index = {}
+    for name, tensor in file.tensors.items():
+        if name == ROPE_DIVISORS:
+            continue
+        ours, leaf = _translated(name)
+        head_rows = paired if leaf in _PAIRED else 0
+        index[ours] = TensorInfo(tensor.file, tensor.type.name, tensor.shape, begin=tensor.begin, paired_rows=head_rows)
+    return index
+
+
+def _translated(name: str) -> tuple[str, str]:
+    """Return the Hugging Face name of a tensor, and its part of GGUF's name that says what it does."""
+    match = _TENSOR_NAME.fullmatch(name)
+    names = {} if match is None else _OUTER_NAMES if match["layer"] is None else _LAYER_NAMES
+    if match is None or match["leaf"] not in names:
+        raise UnsupportedModel(name, "this tensor has no place in a model of this architecture")
+    prefix = "" if match["layer"] is None else f"model.layers.{match['layer']}."
+    return f"{prefix}{names[match['leaf']]}.{match['kind']}", match["leaf"]
+
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+
+
+_SPACE = "\u2581"
+
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+_GPT2_NAMES = ("gpt-2", "gpt2", "default")
+
+
+_DIGIT_NAMES = ("smollm", "starcoder", "refact", "command-r", "codeshell")
+
+
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3")
+
+
+_QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen", "megrez")
+
+
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, str | None, Mapping[str, str]]:
+    """Read the tokenizer, the chat template and the special tokens that the template may name.
+
+    Raises:
+        CheckpointError: the file is damaged, or its tokenizer is.
+        UnsupportedModel: a kind of tokenizer that is not built; names the key.
+    """
+    metadata = GgufFile.read(path).metadata
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in _MAKERS:
+        raise UnsupportedModel("tokenizer.ggml.model", f"{kind!r} is none of {', '.join(_MAKERS)}")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
+        raise CheckpointError(f"{path}: tokenizer.ggml.tokens must be a list of texts")
+    special = _special_tokens(path, metadata, tokens)
+    try:
+        backend = _MAKERS[kind](metadata, tokens)
+        _add_whole_tokens(backend, metadata, tokens)
+        backend.post_processor = _post_processor(metadata, kind, special)
+    except CheckpointError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
+    return backend, _chat_template(path, metadata), special
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return a byte-level BPE tokenizer."""
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    merges = [tuple(merge.split(" ", 1)) for merge in _listed(metadata, "merges")]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    # Where the text was cut by these expressions, a piece that is a token as a whole is that token.
+    whole = name in _LLAMA3_NAMES or name == "tekken"
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
+    backend.pre_tokenizer = _pre_tokenizer(name)
+    if name in _QWEN2_NAMES:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _listed(metadata: Mapping[str, Any], key: str) -> list[Any]:
+    """Return a list that a tokenizer of this kind cannot do without."""
+    values = metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(values, list):
+        raise ValueError(f"tokenizer.ggml.{key} is missing")
+    return values
+
+
+def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
+    """Return what cuts text up before it is merged."""
+    if name in _GPT2_NAMES:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if name in _DIGIT_NAMES:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    expressions = {**dict.fromkeys(_LLAMA3_NAMES, _LLAMA3), **dict.fromkeys(_QWEN2_NAMES, _QWEN2), "tekken": _TEKKEN}
+    if name not in expressions:
+        known = ", ".join((*_GPT2_NAMES, *_DIGIT_NAMES, *expressions))
+        raise UnsupportedModel("tokenizer.ggml.pre", f"{name!r} is none of {known}")
+    split = pre_tokenizers.Split(Regex(expressions[name]), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """Return a SentencePiece BPE tokenizer; bytes without a token of their own have those of bytes."""
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    scored = zip(tokens, _listed(metadata, "scores"), kinds, strict=True)
+    merges = _merges(vocabulary, {token: score for token, score, kind in scored if kind == _NORMAL})
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=True, byte_fallback=True))
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    scheme = "first" if prefix else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
+    return backend
+
+
+def _merges(vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the merges that scores stand for: every way to join two tokens to a third one, the best third one first.
+
+    In the order of transformers' `generate_merges`.
+    """
+
+    def ways() -> Iterator[tuple[str, str]]:
+        for token in scores:
+            cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+            found = (pair for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary)
+            yield from sorted(found, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+
+    return sorted(ways(), key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0]), -len(pair[1])))
+
+
+_MAKERS: dict[str, Callable[[Mapping[str, Any], Sequence[str]], tokenizers.Tokenizer]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+}
+
+
+def _add_whole_tokens(backend: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
+    """Make tokens that the file marks match as a whole: control tokens, which are special, and user-defined ones."""
+    kinds = metadata.get("tokenizer.ggml.token_type") or ()
+    marked = list(zip(tokens, kinds, strict=False))
+    control = [token for token, kind in marked if kind == _CONTROL]
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    defined = [token for token, kind in marked if kind == _USER_DEFINED]
+    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
+
+
+def _post_processor(
+    metadata: Mapping[str, Any], kind: str, special: Mapping[str, str]
+) -> processors.PostProcessor | None:
+    """Return what puts begin and end tokens around a text; without a flag, what llama.cpp does."""
+    begins = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
+    asked = {
+        "bos_token": metadata.get("tokenizer.ggml.add_bos_token", begins),
+        "eos_token": metadata.get("tokenizer.ggml.add_eos_token", False),
+    }
+    used = {name: special[name] for name, wanted in asked.items() if wanted and name in special}
+    if not used:
+        return None
+    around = [used.get("bos_token"), "$A", used.get("eos_token")]
+    ids = {special[name]: metadata[f"tokenizer.ggml.{_SPECIAL[name]}"] for name in used}
+    pieces = [f"{piece}:0" for piece in around if piece is not None]
+    return processors.TemplateProcessing(single=pieces, special_tokens=list(ids.items()))
+
+
+def _special_tokens(path: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
+    """Return `bos_token` and the like, as templates see them."""
+    special = {}
+    for name, key in _SPECIAL.items():
+        index = metadata.get(f"tokenizer.ggml.{key}")
+        if index is None:
+            continue
+        if type(index) is not int or not 0 <= index < len(tokens):
+            raise CheckpointError(f"{path}: tokenizer.ggml.{key} must be one of {len(tokens)} tokens, not {index!r}")
+        special[name] = tokens[index]
+    return special
+
+
+def _chat_template(path: Path, metadata: Mapping[str, Any]) -> str | None:
+    """Return the default template."""
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{path}: tokenizer.chat_template must be text")
+    return template

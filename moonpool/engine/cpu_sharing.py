@@ -1,0 +1,181 @@
+"""CPU cores that the engines of a host share: a process that computes takes the cores of those that do not.
+
+All engine processes of a user, or of a stack with a page of its own, map one small file. Each has a slot in it: its
+process, its share, a number for the cores it may run on, and when it last computed. Native kernels read the page
+before each parallel region (`lending.cpp`). The cores of a dead process are free within a tenth of a second.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpool.errors import ConfigError
+from moonpool.scheduling.steps import MAX_WAIT_STEPS, longest_wait_s
+
+SLOTS = 64
+
+
+SLOT = struct.Struct("qqqq")
+"""Process (`life_of`, 0 = free), share, number of its cores, when it last computed: ns of the monotonic clock."""
+
+
+_BEAT = 24
+
+
+POLL_S = 0.0005
+"""Between two looks at whether others compute."""
+
+
+_PROCESS_BITS = 22  # Linux has no larger process numbers
+
+
+_LONGEST_NUMBER = (1 << 63) - 1
+
+
+def default_core_page() -> Path:
+    """Where this user's page is, in memory."""
+    return Path(f"/dev/shm/moonpool-lent-cores-{os.getuid()}")  # noqa: S108  # `claim` looks whose it is
+
+
+def cpu_set_id(cores: Sequence[int]) -> int:
+    """A number that is equal for equal sets of cores."""
+    return hash(tuple(sorted(cores))) & _LONGEST_NUMBER
+
+
+@dataclass(slots=True)
+class CpuSlot:
+    """This process's slot in the page; made by `claim`.
+
+    Attributes:
+        page: all slots.
+        own: index of ours.
+    """
+
+    page: mmap.mmap
+    own: int
+
+    @classmethod
+    def claim(cls, path: Path, share: int) -> "CpuSlot":
+        """Takes a free slot of a page, which is made when there is none; slots of dead processes are free.
+
+        Args:
+            path: of the page.
+            share: of the cores when others compute too, relative to theirs.
+
+        Raises:
+            ConfigError: it cannot be used (`core_page`), or all slots are taken.
+        """
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError("core_page", f"{path}: {error.strerror}") from error
+        try:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+                raise ConfigError("core_page", f"{path}: must be a file of this user that others cannot write")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            size = SLOTS * SLOT.size
+            os.posix_fallocate(handle, 0, size)  # what is mapped but cannot be had would end the process
+            page = mmap.mmap(handle, size)
+            own = next((index for index in range(SLOTS) if not _alive(_read_slot(page, index)[0])), None)
+            if own is None:
+                raise ConfigError("core_page", f"{path}: all of its {SLOTS} slots are taken")
+            SLOT.pack_into(
+                page, own * SLOT.size, process_epoch(os.getpid()), share, cpu_set_id([*os.sched_getaffinity(0)]), 0
+            )
+        except OSError as error:
+            raise ConfigError("core_page", f"{path}: {error.strerror}") from error
+        finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone does not: the mapping has a descriptor of its own
+            os.close(handle)
+        return cls(page, own)
+
+    @property
+    def address(self) -> int:
+        """Of the page, in this process, as long as it runs."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.page))
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Others take back what they lend when the body ends."""
+        try:
+            yield
+        finally:
+            struct.pack_into("q", self.page, self.own * SLOT.size + _BEAT, 0)
+
+    def fixed_split(self) -> int:
+        """Cores of this process when all that are alive compute: for kernels that do not look into the page."""
+        _, share, cores, _ = _read_slot(self.page, self.own)
+        others = [_read_slot(self.page, index) for index in range(SLOTS) if index != self.own]
+        shares = share + sum(slot[1] for slot in others if slot[2] == cores and _alive(slot[0]))
+        return max(1, len(os.sched_getaffinity(0)) * share // shares)
+
+
+@dataclass(slots=True)
+class StepTurns:
+    """Steps of an engine that others may go before, while they compute.
+
+    A step of a small batch takes almost as long as one of a large one. So where nobody waits for single tokens, prompts
+    of the same host are computed first: the batch grows sooner, and each token is had for less. A step adds `PATIENCE`
+    times what it took to what may be waited, and some of it is kept (`longest_wait_s`): so the prompts of a burst come
+    first, and of a longer time decode keeps its part.
+
+    Attributes:
+        others_compute: whether another process computes on our cores.
+        had: which share of the cores that it wanted this process had since it was asked before.
+        clock: seconds.
+        nap: lets time pass, so many seconds.
+    """
+
+    others_compute: Callable[[], bool]
+    had: Callable[[], float]
+    clock: Callable[[], float] = time.monotonic
+    nap: Callable[[float], None] = time.sleep
+    _saved_s: float = 0.0
+    _began: float = 0.0
+
+    def give_way(self, urgent: Callable[[], bool]) -> None:
+        """Returns when nobody else computes, at the latest when all that may be waited is used up.
+
+        Args:
+            urgent: whether the step that is to begin is wanted no more, or at once; then nothing is waited for.
+        """
+        arrived = now = self.clock()
+        while not urgent() and self.others_compute() and now < arrived + self._saved_s:
+            self.nap(POLL_S)
+            now = self.clock()
+        self._saved_s = max(0.0, self._saved_s - (now - arrived))
+        self._began = 0.0 if urgent() else now  # what an aborted step takes says nothing of others
+
+    def share(self, steps: int = 1) -> float:
+        """Which share of the cores that they wanted some steps had, which end now; since the first did not wait."""
+        if self._began:
+            took_s, self._began = self.clock() - self._began, 0.0
+            self._saved_s = min(self._saved_s + MAX_WAIT_STEPS * took_s, longest_wait_s(took_s / steps))
+        return self.had()
+
+
+def _read_slot(page: mmap.mmap, index: int) -> tuple[int, int, int, int]:
+    owner, share, cores, beat = SLOT.unpack_from(page, index * SLOT.size)
+    return owner, share, cores, beat
+
+
+def process_epoch(process: int) -> int:
+    """A number for this life of a process number, which others get again later: with its start; 0 = it has ended."""
+    try:
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return 0
+    return 0 if state in "ZX" else int(fields[18]) << _PROCESS_BITS | process
+
+
+def _alive(life: int) -> bool:
+    return life != 0 and life == process_epoch(life & (1 << _PROCESS_BITS) - 1)

@@ -1,0 +1,230 @@
+"""Decode steps of a stage as CUDA graphs: which graph a step takes, when to capture one, and how to replay it.
+
+A graph is captured for a shape: a number of rows, and contexts up to a length, which the kernels' launches depend on.
+Steps are padded to the next shape. A shape's first step runs eagerly, its second step captures the graph. Padding
+rows write no KV (block -1).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.footprint import MAX_GRAPH_BYTES
+from moonpool.models.batch import PackedBatch
+from moonpool.models.stage import StageModel
+from moonpool.platforms.interface import CapturedGraph, Device
+from moonpool.platforms.kv_memory import KVMemory
+from moonpool.scheduling.steps import Step
+
+MAX_GRAPH_ROWS = 256
+"""Rows of a decode step that has a graph."""
+
+
+MAX_GRAPHS = 64
+
+
+_GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_GRAPH_ROWS + 1, 32))
+
+
+_LEAST_CONTEXT, _WIDER = 1024, 4
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """What a graph computes: `rows` sequences with a token each, of up to `context` tokens."""
+
+    rows: int
+    context: int
+
+
+class GraphMode(Enum):
+    """How a step is computed."""
+
+    EAGER = auto()
+    CAPTURE = auto()
+    """Its graph is captured, and then replayed."""
+    REPLAY = auto()
+
+
+def next_size(values: Sequence[int], at_least: int) -> int | None:
+    """The first of rising values that is not less; None when all are."""
+    return next((value for value in values if value >= at_least), None)
+
+
+class GraphCache:
+    """What is captured of one stage.
+
+    Args:
+        longest: tokens of the longest sequence.
+        most_graphs: captured at most.
+        most_bytes: of memory that they hold together.
+    """
+
+    def __init__(self, longest: int, *, most_graphs: int = MAX_GRAPHS, most_bytes: int = MAX_GRAPH_BYTES) -> None:
+        self._contexts = [_LEAST_CONTEXT]
+        while self._contexts[-1] < longest:
+            self._contexts.append(self._contexts[-1] * _WIDER)
+        self._contexts[-1] = longest
+        self._most_graphs, self._most_bytes = most_graphs, most_bytes
+        self._held: dict[GraphShape, int] = {}
+        self._seen: set[GraphShape] = set()
+        self.stopped = ""
+        """Why nothing more is captured; empty = more may be."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the graphs hold."""
+        return sum(self._held.values())
+
+    def shape(self, rows: int, context: int) -> GraphShape | None:
+        """The least shape that a step of so many sequences fits, the longest of `context` tokens; None without any.
+
+        Once nothing more is captured, only shapes with a graph are fitted.
+        """
+        found_rows, found_context = next_size(_GRAPH_ROWS, rows), next_size(self._contexts, context)
+        if found_rows is None or found_context is None:
+            return None
+        shape = GraphShape(found_rows, found_context)
+        return shape if not self.stopped or shape in self._held else None
+
+    def way(self, shape: GraphShape) -> GraphMode:
+        """How the next step of a shape is computed; told once for each step."""
+        if shape in self._held:
+            return GraphMode.REPLAY
+        if self.stopped:
+            return GraphMode.EAGER
+        if shape in self._seen:
+            return GraphMode.CAPTURE
+        self._seen.add(shape)
+        return GraphMode.EAGER
+
+    def captured(self, shape: GraphShape, nbytes: int) -> bool:
+        """A graph was captured; returns whether it may be kept."""
+        if self.nbytes + nbytes > self._most_bytes:
+            self.stopped = f"graphs would hold more than {self._most_bytes >> 20} MiB"
+            return False
+        self._held[shape] = nbytes
+        if len(self._held) == self._most_graphs:
+            self.stopped = f"{self._most_graphs} graphs are captured"
+        return True
+
+    def failed(self, why: str) -> None:
+        """A graph could not be captured."""
+        self.stopped = why
+
+
+log = logging.getLogger(__name__)
+
+
+_PADDING = {"token_ids": 0, "positions": 0, "context_lens": 1, "block_ids": -1, "offsets": 0}
+"""What rows without a sequence have: they read one slot of the pool and write none."""
+
+
+class DecodeGraphs:
+    """The graphs of one stage.
+
+    Args:
+        device: captures.
+        model: the stage.
+        memory: its KV.
+        captures: says what is captured.
+        longest: tokens of the longest sequence.
+    """
+
+    def __init__(self, device: Device, model: StageModel, memory: KVMemory, captures: GraphCache, longest: int) -> None:
+        self._device, self._model, self._memory, self._captures = device, model, memory, captures
+        self._graphs: dict[GraphShape, CapturedGraph] = {}
+        size = memory.kv.shape[4]
+        where = device.torch_device
+        self._hidden = torch.zeros(MAX_GRAPH_ROWS, model.config.hidden_size, dtype=model.dtype, device=where)
+        numbers = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=where)
+        self._static = PackedBatch(
+            token_ids=numbers.clone(),
+            positions=numbers.clone(),
+            query_start=torch.arange(MAX_GRAPH_ROWS + 1, dtype=torch.int32, device=where),
+            context_lens=numbers.int(),
+            block_tables=torch.zeros(MAX_GRAPH_ROWS, -(-longest // size), dtype=torch.int32, device=where),
+            block_ids=numbers.clone(),
+            offsets=numbers.clone(),
+            last_rows=torch.arange(MAX_GRAPH_ROWS, device=where),
+            block_tokens=size,
+        )
+
+    def shape(self, step: Step, batch: PackedBatch) -> GraphShape | None:
+        """The shape of the graph of a step, or of a further one of its run; None where it runs layer by layer.
+
+        `batch`: the step's, on the host.
+        """
+        sequences = len(batch.context_lens)
+        if step.gated or step.layer_events or batch.num_tokens != sequences:
+            return None
+        return self._captures.shape(sequences, int(batch.context_lens.max()))
+
+    def run(self, shape: GraphShape, batch: PackedBatch, hidden: Tensor) -> Tensor:
+        """Compute all layers of a step; return its hidden states [T, hidden], which belong to the caller.
+
+        Args:
+            shape: of the step.
+            batch: the step's, on the host.
+            hidden: states [T, hidden] of the stage before; not looked at on the first stage.
+        """
+        self._fill(shape, batch, hidden)
+        work = partial(self._layers, shape)
+        way = self._captures.way(shape)
+        if way is GraphMode.CAPTURE:
+            self._capture(shape, work)
+        graph = self._graphs.get(shape)
+        if graph is None:
+            result = work()
+        else:
+            graph.replay()
+            result = graph.result
+        return result[: batch.num_tokens].clone()
+
+    def _fill(self, shape: GraphShape, batch: PackedBatch, hidden: Tensor) -> None:
+        rows, width = batch.num_tokens, min(batch.block_tables.shape[1], self._static.block_tables.shape[1])
+        for name, padding in _PADDING.items():
+            given: Tensor = getattr(batch, name)
+            padded = given.new_full((shape.rows,), padding)
+            padded[:rows] = given
+            getattr(self._static, name)[: shape.rows].copy_(padded)
+        tables = batch.block_tables.new_zeros((shape.rows, width))
+        tables[:rows] = batch.block_tables[:, :width]
+        self._static.block_tables[: shape.rows, :width].copy_(tables)
+        if not self._model.is_first:
+            self._hidden[:rows].copy_(hidden)
+
+    def _layers(self, shape: GraphShape) -> Tensor:
+        """What is captured: nothing here depends on what the buffers hold."""
+        static, blocks = self._static, -(-shape.context // self._static.block_tokens)
+        part = {name: getattr(static, name)[: shape.rows] for name in (*_PADDING, "last_rows")}
+        batch = PackedBatch(
+            **part,
+            query_start=static.query_start[: shape.rows + 1],
+            block_tables=static.block_tables[: shape.rows, :blocks],
+            block_tokens=static.block_tokens,
+            most_context=shape.context,
+        )
+        model, memory = self._model, self._memory
+        hidden = model.embed(batch.token_ids) if model.is_first else self._hidden[: shape.rows]
+        begin, end = model.layer_begin, model.layer_end
+        return model.run(hidden, batch, memory.kv, begin, end, scales=memory.scales)[1]
+
+    def _capture(self, shape: GraphShape, work: Callable[[], Tensor]) -> None:
+        try:
+            graph = self._device.capture(work)
+        except RuntimeError as error:  # as torch's errors of CUDA are, running out of memory among them
+            self._captures.failed(f"{shape} cannot be captured: {error}")
+        else:
+            if self._captures.captured(shape, graph.nbytes):
+                self._graphs[shape] = graph
+        if self._captures.stopped:
+            # Engine processes set up no logging: warnings get to standard error, anything less is dropped.
+            log.warning("no more graphs of decode steps: %s", self._captures.stopped)

@@ -1,0 +1,528 @@
+"""Starts and runs an engine: one process per pipeline stage, or the emulated engine.
+
+A step is sent to all stages at once and is over when every stage has reported it; only then are its blocks free to
+change. If one process dies, the engine has failed for good: the other processes are killed, and running and later
+steps raise. Workers exit when their channel closes, so a killed I/O process leaves none behind.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import moonpool.errors
+from moonpool.engine.calibration import measure
+from moonpool.engine.channel import AsyncChannel, ChannelClosed
+from moonpool.engine.emulated.engine import start_emulated
+from moonpool.engine.interface import Engine
+from moonpool.engine.messages import (
+    MAX_FETCHES,
+    AbortStageStep,
+    BlocksFetched,
+    DropSequence,
+    EngineSpec,
+    FetchBlocks,
+    Footprint,
+    LayersLoaded,
+    OpenKVGate,
+    Shutdown,
+    StageDone,
+    StageSpec,
+    StopRun,
+    WorkerFailed,
+    WorkerReady,
+)
+from moonpool.errors import DeadlineExceeded, Internal, MoonpoolError, Unavailable
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.pool import KVPool
+from moonpool.platforms.names import DeviceName
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.steps import LayerDone, Step, StepResult, stage_ranges
+from moonpool.telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+
+OnLoading = Callable[[int, int, int], None]
+"""Is told a stage, how many layers it has loaded, and how many it will have."""
+
+
+RUN_STEPS = 64
+"""Steps for which a single stage is not asked."""
+
+
+_SHUTDOWN_S = 5.0
+
+
+_REAP_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class WorkerProcess:
+    """One stage's process and this end of its channel."""
+
+    stage: int
+    process: subprocess.Popen[bytes]
+    channel: AsyncChannel
+
+    def __str__(self) -> str:
+        return f"engine stage {self.stage} (process {self.process.pid})"
+
+
+@dataclass(slots=True, eq=False)
+class _StepInFlight:
+    """A step that some stage is not done with."""
+
+    future: "asyncio.Future[StepResult]"
+    on_layer: Callable[[LayerDone], None] | None
+    on_step: Callable[[StepResult], None] | None
+    deadline: asyncio.TimerHandle
+    done: list[StageDone] = field(default_factory=list)
+    error: Exception | None = None
+
+    def tell(self, event: LayerDone | StageDone) -> None:
+        """A layer is done, or some of the run's steps but the last."""
+        try:
+            if isinstance(event, LayerDone) and self.on_layer is not None and self.error is None:
+                self.on_layer(event)
+            elif isinstance(event, StageDone) and self.on_step is not None and self.error is None:
+                self.on_step(_step_result([event]))
+        except Exception as error:  # raised to the caller when the step is over
+            self.error = error
+
+
+def _step_result(stages: Sequence[StageDone]) -> StepResult:
+    aborted = any(done.aborted for done in stages)
+    last = max(stages, key=lambda done: done.stage)
+    start_ns = min(done.start_ns for done in stages)
+    end_ns = max(done.end_ns for done in stages)
+    sampled = () if aborted else last.sampled
+    told = last.several, last.logprobs, last.scores, last.failed
+    share = sum(done.share for done in stages) / len(stages)
+    earlier = tuple(_step_result([done]) for done in last.earlier)
+    return StepResult(sampled, aborted, start_ns, end_ns, *told, share, max(done.waited_ns for done in stages), earlier)
+
+
+@dataclass(slots=True, eq=False)
+class _PendingFetch:
+    """A fetch that some stages have not answered."""
+
+    future: "asyncio.Future[None]"
+    missing: set[int]
+
+
+class ProcessEngine:
+    """An `Engine` on one process per stage."""
+
+    def __init__(self, spec: EngineSpec, pool: KVPool, workers: Sequence[WorkerProcess]) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._workers = list(workers)
+        self._loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[str] = self._loop.create_future()
+        self._flights: dict[int, _StepInFlight] = {}
+        self._last_step_id: int | None = None
+        self._closing = False
+        self._one_pool = DeviceName.parse(spec.device).kind == "cpu"
+        self._numbers = itertools.count(1)
+        self._fetches: dict[int, _PendingFetch] = {}
+        self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
+        self._readers: list[asyncio.Task[None]] = []
+        self.speeds = Speeds()
+        self.footprints: dict[int, Footprint] = {}
+        """What each stage's process holds in memory at most."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Arrangement of the KV."""
+        return self._spec.layout
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._spec.blocks
+
+    @property
+    def stages(self) -> int:
+        """Stages, and steps that may be in flight."""
+        return len(self._workers)
+
+    @property
+    def pool(self) -> KVPool:
+        """The paged memory."""
+        return self._pool
+
+    @property
+    def failed(self) -> "asyncio.Future[str]":
+        """Done, with the reason, when the engine can run no more steps."""
+        return self._failed
+
+    @property
+    def pids(self) -> list[int]:
+        """The stages' processes."""
+        return [worker.process.pid for worker in self._workers]
+
+    @property
+    def run_steps(self) -> int:
+        """Of several stages the first does not know what the last has sampled."""
+        return RUN_STEPS if self.stages == 1 else 1
+
+    async def run(
+        self,
+        step: Step,
+        *,
+        on_layer: Callable[[LayerDone], None] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> StepResult:
+        """See `Engine.run`."""
+        if self._failed.done():
+            raise Unavailable(self._failed.result())
+        if len(self._flights) >= self.stages:
+            raise Internal(f"step {step.step_id} would be one more than the {self.stages} that may be in flight")
+        if self._last_step_id is not None and step.step_id <= self._last_step_id:
+            raise Internal(f"step {step.step_id} after step {self._last_step_id}")
+        self._last_step_id = step.step_id
+        flight = _StepInFlight(self._loop.create_future(), on_layer, on_step, self._deadline(step.step_id))
+        # When the caller was cancelled, the loop must not report the future's exception as never retrieved.
+        flight.future.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self._flights[step.step_id] = flight
+        self._send(step)
+        # Shielded: the step of a cancelled caller is still writing.
+        return await asyncio.shield(flight.future)
+
+    def open_gate(self, step_id: int, layer: int) -> None:
+        """See `Engine.open_gate`."""
+        self._send(OpenKVGate(step_id, layer))
+
+    def drop(self, step_id: int, index: int) -> None:
+        """See `Engine.drop`."""
+        self._send(DropSequence(step_id, index))
+
+    def cut(self, step_id: int, *, hurried: bool = False) -> None:
+        """See `Engine.cut`."""
+        self._send(StopRun(step_id, hurried))
+
+    def abort(self, step_id: int) -> None:
+        """See `Engine.abort`."""
+        self._send(AbortStageStep(step_id))
+
+    def _send(
+        self, message: Step | OpenKVGate | DropSequence | StopRun | AbortStageStep | FetchBlocks | Shutdown
+    ) -> None:
+        if self._failed.done():
+            return
+        for worker in self._workers:
+            worker.channel.send(message)
+
+    async def fetch(self, blocks: Sequence[int]) -> None:
+        """See `Engine.fetch`."""
+        if self._one_pool:
+            return
+        async with self._may_fetch:
+            if self._failed.done():
+                raise Unavailable(self._failed.result())
+            number = next(self._numbers)
+            answer = self._fetches[number] = _PendingFetch(self._loop.create_future(), set(range(self.stages)))
+            self._send(FetchBlocks(number, tuple(blocks)))
+            try:
+                await answer.future
+            finally:
+                del self._fetches[number]
+
+    async def idle(self) -> None:
+        """Waits until no step is in flight, those of cancelled callers included."""
+        await asyncio.gather(*(flight.future for flight in self._flights.values()), return_exceptions=True)
+
+    # --- answers of the stages -------------------------------------------------------------------------------------
+
+    async def ready(self, on_loading: OnLoading) -> None:
+        """Waits until every stage has loaded.
+
+        Args:
+            on_loading: is told of each layer that a stage has loaded.
+
+        Raises:
+            MoonpoolError: What a stage could not do; Unavailable when one died.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                stages = [group.create_task(self._ready(worker, on_loading)) for worker in self._workers]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        by = " / ".join(dict.fromkeys(stage.result() for stage in stages))  # one line: stages hardly ever differ
+        spec = self._spec
+        log.info("computing", by=by, device=spec.device, weights=spec.dtype, kv=spec.layout.dtype)
+
+    async def _ready(self, worker: WorkerProcess, on_loading: OnLoading) -> str:
+        try:
+            message = await worker.channel.receive()
+            while isinstance(message, LayersLoaded):
+                on_loading(worker.stage, message.layers, message.all_layers)
+                message = await worker.channel.receive()
+        except ChannelClosed:
+            raise Unavailable(await self._death_of(worker)) from None
+        if isinstance(message, WorkerFailed):
+            raise error_of_worker(message, str(worker))
+        assert isinstance(message, WorkerReady)
+        log.info(
+            "loaded", stage=worker.stage, seconds=round(message.load_s, 2), peak_mib=message.peak_bytes >> 20,
+            checkpoint=self._spec.checkpoint,
+        )  # fmt: skip
+        self.footprints[worker.stage] = message.footprint
+        log.info("memory", stage=worker.stage, pid=worker.process.pid, **message.footprint.mebibytes())
+        return message.computing
+
+    def listen(self) -> None:
+        """Starts to read the messages of the stages."""
+        self._readers = [asyncio.create_task(self._read(worker), name=str(worker)) for worker in self._workers]
+
+    async def _read(self, worker: WorkerProcess) -> None:
+        try:
+            while True:
+                self._handle(worker, await worker.channel.receive())
+        except ChannelClosed:
+            if not self._closing:
+                self._fail(await self._death_of(worker))
+        except Exception as error:  # an unreadable message leaves the stages in an unknown state
+            self._fail(f"{worker} sent an unreadable message: {type(error).__name__}: {error}")
+
+    def _handle(self, worker: WorkerProcess, message: LayerDone | StageDone | BlocksFetched | WorkerFailed) -> None:
+        if isinstance(message, WorkerFailed):
+            self._fail(f"{worker} failed: {message.message}{self._others(worker)}")
+            return
+        if isinstance(message, BlocksFetched):
+            self._fetched(message)
+            return
+        flight = self._flights.get(message.step_id)
+        if flight is None:
+            return
+        if isinstance(message, LayerDone):
+            flight.tell(message)
+        elif not message.over:
+            flight.deadline.cancel()
+            flight.deadline = self._deadline(message.step_id)
+            flight.tell(message)
+        else:
+            flight.done.append(message)
+            if len(flight.done) == self.stages:
+                self._finish(message.step_id)
+
+    def _fetched(self, message: BlocksFetched) -> None:
+        answer = self._fetches.get(message.number)
+        if answer is not None:
+            answer.missing.discard(message.stage)
+            if not answer.missing and not answer.future.done():
+                answer.future.set_result(None)
+
+    def _finish(self, step_id: int) -> None:
+        flight = self._flights.pop(step_id)
+        flight.deadline.cancel()
+        if flight.error is not None:
+            flight.future.set_exception(flight.error)
+        else:
+            flight.future.set_result(_step_result(flight.done))
+
+    def _deadline(self, step_id: int) -> asyncio.TimerHandle:
+        return self._loop.call_later(self._spec.step_timeout_s, self._hung, step_id)
+
+    def _hung(self, step_id: int) -> None:
+        self._fail(f"step {step_id} was not done after {self._spec.step_timeout_s:g} s")
+
+    def _fail(self, reason: str) -> None:
+        """Fails the engine; no process runs any more when this returns."""
+        if self._failed.done():
+            return
+        self._failed.set_result(reason)
+        self.kill()
+        for flight in self._flights.values():
+            flight.deadline.cancel()
+            flight.future.set_exception(Unavailable(reason))
+        self._flights.clear()
+        for answer in self._fetches.values():
+            if not answer.future.done():
+                answer.future.set_exception(Unavailable(reason))
+
+    async def _death_of(self, worker: WorkerProcess) -> str:
+        """How a worker ended whose channel has closed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = await asyncio.to_thread(worker.process.wait, _REAP_S)
+            return f"{worker} {_exit_reason(code)}{self._others(worker)}"
+        return f"{worker} closed its channel{self._others(worker)}"
+
+    def _others(self, worker: WorkerProcess) -> str:
+        """Other stages that have died: the first report is rarely from the stage that caused the failure."""
+        dead = [(w, w.process.poll()) for w in self._workers if w is not worker]
+        return "".join(f"; {w} {_exit_reason(code)}" for w, code in dead if code is not None)
+
+    # --- shutdown --------------------------------------------------------------------------------------------------
+
+    async def shutdown(self) -> None:
+        """Aborts steps in flight and lets the stages exit; kills them after some seconds.
+
+        Idempotent. Runs in flight return (aborted or not), or raise Unavailable when force was needed.
+        """
+        self._closing = True
+        try:
+            if not self._failed.done():
+                for step_id in self._flights:
+                    self.abort(step_id)
+                self._send(Shutdown())
+                async with asyncio.timeout(_SHUTDOWN_S):
+                    await asyncio.gather(*self._readers)
+        except TimeoutError:
+            pass  # killed below
+        finally:
+            self._fail("the engine was shut down")
+            for reader in self._readers:
+                reader.cancel()
+            for worker in self._workers:
+                worker.channel.close()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        for worker in self._workers:
+            await worker.channel.wait_closed()
+
+    def kill(self) -> None:
+        """Ends all processes at once and reaps them."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(_REAP_S)  # a killed process ends in milliseconds
+
+
+def error_of_worker(failure: WorkerFailed, who: str) -> MoonpoolError:
+    """The error that a worker's `Failed` message describes."""
+    kind = getattr(moonpool.errors, failure.kind, None) if failure.kind else None
+    if not (isinstance(kind, type) and issubclass(kind, MoonpoolError)):
+        return Internal(f"{who} failed: {failure.message}")
+    make: Callable[..., MoonpoolError] = kind
+    with contextlib.suppress(TypeError):
+        return make(failure.field, failure.message) if failure.field else make(failure.message)
+    return Internal(f"{who} failed: {failure.message}")
+
+
+def _exit_reason(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+WORKER = (sys.executable, "-m", "moonpool.engine.worker")
+
+
+def _worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
+    env = dict(os.environ)
+    env["OMP_NUM_THREADS"] = str(threads)
+    # Threads that spin while they wait would take the cores from the I/O process and the other stages.
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # glibc hands every large buffer back to the kernel and pays its page faults again; ignored by other libraries.
+    env.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
+    env.setdefault("MALLOC_TRIM_THRESHOLD_", str((1 << 31) - 1))
+    env.setdefault("MALLOC_TOP_PAD_", str(64 << 20))
+    env.setdefault("MALLOC_ARENA_MAX", "2")  # each arena keeps the most that its threads ever had
+    if spec.stages > 1:
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all stages are on this host
+    return env
+
+
+def _spawn_worker(
+    command: Sequence[str], pool_fd: int, env: dict[str, str]
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts one worker; returns it and our end of its channel."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = subprocess.Popen(  # noqa: S603 - our own program
+                [*command, "--channel", str(theirs.fileno()), "--pool", str(pool_fd)],
+                pass_fds=(theirs.fileno(), pool_fd),
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output belongs to the process that started this one
+                env=env,
+                process_group=0,  # Ctrl-C is ours alone
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours
+
+
+@asynccontextmanager
+async def start_processes(
+    spec: EngineSpec,
+    *,
+    start_timeout_s: float,
+    on_loading: OnLoading = lambda stage, layers, of: None,
+    command: Sequence[str] = WORKER,
+) -> AsyncIterator[Engine]:
+    """See `moonpool.engine.executor.start_engine`; `command` starts a worker (tests put their own in its place)."""
+    ranges = stage_ranges(spec.layout.layers, spec.stages)
+    cores = len(os.sched_getaffinity(0))
+    threads = spec.threads or (cores if spec.core_page else max(1, cores // spec.stages))
+    spec = replace(spec, threads=threads)
+    async with AsyncExitStack() as stack:
+        pool = KVPool.create(spec.layout, spec.blocks, ranges)
+        stack.callback(pool.close)
+        rendezvous = ""
+        if spec.stages > 1:
+            rendezvous = tempfile.mkdtemp(prefix="moonpool-engine-")  # readable by us alone
+            stack.callback(shutil.rmtree, rendezvous, ignore_errors=True)
+        env = _worker_environment(spec, threads)
+        workers: list[WorkerProcess] = []
+        with ExitStack() as unwind:
+            for stage, part in enumerate(pool.parts):
+                process, sock = _spawn_worker(command, part.fd, env)
+                unwind.callback(process.wait)
+                unwind.callback(process.kill)
+                workers.append(WorkerProcess(stage, process, await AsyncChannel.open(sock)))
+                unwind.callback(workers[-1].channel.close)
+            unwind.pop_all()  # from here on it is the engine's
+        engine = ProcessEngine(spec, pool, workers)
+        stack.push_async_callback(engine.shutdown)
+        for worker, (begin, end) in zip(workers, ranges, strict=True):
+            worker.channel.send(StageSpec(spec, worker.stage, begin, end, rendezvous))
+        try:
+            async with asyncio.timeout(start_timeout_s):
+                await engine.ready(on_loading)
+                engine.listen()
+                if rendezvous and DeviceName.parse(spec.device).kind != "cuda":  # NCCL looks there now and then
+                    shutil.rmtree(rendezvous, ignore_errors=True)  # they have met
+                if spec.measure:
+                    engine.speeds = await measure(engine, max_tokens=spec.max_tokens)  # this warms it up, too
+                if spec.speeds is not None:
+                    engine.speeds = spec.speeds
+        except TimeoutError:
+            engine.kill()
+            raise DeadlineExceeded(f"the engine was not ready after {start_timeout_s:g} s") from None
+        except BaseException:
+            engine.kill()
+            raise
+        yield engine
+
+
+def start_engine(
+    spec: EngineSpec,
+    *,
+    start_timeout_s: float = 120.0,
+    on_loading: OnLoading = lambda stage, layers, of: None,
+) -> AbstractAsyncContextManager[Engine]:
+    """Starts the engine's processes, or emulates them; leaving the context ends them and frees the pool.
+
+    `on_loading` is told of each layer that a stage has loaded.
+
+    Raises:
+        ConfigError: A value of `spec` is refused (stages, blocks, device, memory).
+        CheckpointError: The checkpoint cannot be loaded.
+        DeadlineExceeded: Not ready within `start_timeout_s`.
+        Unavailable: A worker died on its way up.
+    """
+    if spec.emulated is not None:
+        return start_emulated(
+            spec.emulated, spec.layout, spec.blocks, stages=spec.stages, gate_timeout_s=spec.gate_timeout_s
+        )
+    return start_processes(spec, start_timeout_s=start_timeout_s, on_loading=on_loading)

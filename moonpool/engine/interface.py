@@ -1,0 +1,96 @@
+"""The `Engine` interface: run steps, open KV gates, drop sequences, abort, and learn that the engine died.
+
+Services are written against it. Behind it are engine processes (`moonpool.engine.executor`) or an emulated engine.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.pool import KVPool
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.steps import LayerDone, Step, StepResult
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A model on one or more stages over one KV pool."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Arrangement of the KV."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the pool."""
+
+    @property
+    def stages(self) -> int:
+        """Stages = steps that may be in flight at once."""
+
+    @property
+    def pool(self) -> KVPool:
+        """The paged memory, shared with the engine's processes."""
+
+    @property
+    def speeds(self) -> Speeds:
+        """Measured at start; load and transfer rates are the defaults of `Speeds`."""
+
+    @property
+    def failed(self) -> "asyncio.Future[str]":
+        """Done, with the reason, when the engine can run no more steps. Never cancelled, never an exception."""
+
+    @property
+    def run_steps(self) -> int:
+        """Steps that it takes in one run at most; 1 = it must be given each."""
+
+    async def run(
+        self,
+        step: Step,
+        *,
+        on_layer: Callable[[LayerDone], None] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> StepResult:
+        """Runs one step, or a run, and returns when every stage is done with it.
+
+        The step is sent when this coroutine first runs, so steps start in the order of the calls' first run. Up to
+        `stages` may be in flight. `on_layer` is called on the event loop for every `LayerDone`, always before the
+        result returns; with several stages the layers of one stage are in order. `on_step` is called for each step of a
+        run but the last, whose result is returned; those of a patient run may come with a later one's
+        (`StepResult.earlier`). Neither must raise.
+        Cancelling the coroutine does not stop the step: abort it, and treat its blocks as in use until a later step's
+        result has come.
+
+        Raises:
+            Unavailable: The engine has failed, before or during the step.
+            Internal: More than `stages` steps in flight, or a step id that does not grow.
+        """
+
+    def open_gate(self, step_id: int, layer: int) -> None:
+        """The step's prefix is in the pool, up to this layer. May precede `run`; late calls are ignored."""
+
+    def drop(self, step_id: int, index: int) -> None:
+        """One sequence's share of a step counts for nothing: what it computes and samples is not looked at.
+
+        After that the step's gates may open though this sequence's prefix is not there. May precede `run`; late calls
+        are ignored.
+        """
+
+    async def fetch(self, blocks: Sequence[int]) -> None:
+        """Returns when the pool has all KV of some blocks: what is part-filled may be on the engine's device alone.
+
+        Full blocks, and a prompt's last one after its last step, are there without it. No running step writes to them.
+
+        Raises:
+            Unavailable: The engine has failed.
+        """
+
+    def cut(self, step_id: int, *, hurried: bool = False) -> None:
+        """Ends a run with the step that is being computed, or the one after it; late calls are ignored.
+
+        `hurried`: somebody waits who is not patient, so the step lets nothing else go before.
+        """
+
+    def abort(self, step_id: int) -> None:
+        """Gives a step up before its next layer. May precede `run`; late calls are ignored; `run` still returns."""

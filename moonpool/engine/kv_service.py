@@ -1,0 +1,405 @@
+"""What peers and conductors ask of an instance's KV pool: reads of its blocks (`ReadKV`) and deletions.
+
+Prefill and decode share it.
+"""
+
+import asyncio
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
+
+from moonpool.cluster.proto_conversion import read_deletions
+from moonpool.engine.instance import InstanceContext
+from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unavailable
+from moonpool.kv.delete_kv import DeletionIndex, KVSelection, check_ttls
+from moonpool.kv.frames import Slice
+from moonpool.kv.keys import BlockKey, bind, slice_hash
+from moonpool.kv.pool import KVPool
+from moonpool.kv_transfer.read_server import FrameWriter, ReadSessions, check_hello
+from moonpool.kv_transfer.write_back import WriteBack, WriteBackJob
+from moonpool.scheduling.block_manager import (
+    BlockLending,
+    BlockManager,
+    BlocksLent,
+    DeleteKV,
+    KVDeleted,
+    LendBlocks,
+    ReturnBlocks,
+)
+from moonpool.telemetry.gauges import Entry
+from moonpool.telemetry.logs import get_logger
+from moonpool.transport.flow_control import EgressLink, StreamTraffic
+from moonpool.transport.handshake import TransportListener
+from moonpool.transport.streams import OpenStreams
+from moonpool.v1 import kv_pb2
+
+
+class PoolCalls:
+    """Asks the core.
+
+    Args:
+        ask: has it handle what a peer wants, before it returns; raises what that meets.
+        tell: the same for what nobody waits for: raises nothing.
+    """
+
+    def __init__(self, ask: Callable[[DeleteKV | LendBlocks], None], tell: Callable[[ReturnBlocks], None]) -> None:
+        self._ask = ask
+        self._tell = tell
+        self._forgot: dict[int, int] = {}
+        self._lent: dict[int, tuple[int, ...]] = {}
+
+    def answered(self, action: KVDeleted | BlocksLent) -> None:
+        """The core's answer."""
+        if isinstance(action, KVDeleted):
+            self._forgot[action.number] = action.blocks
+        else:
+            self._lent[action.number] = action.blocks
+
+    def forget(self, event: DeleteKV) -> int:
+        """Deletes KV from the pool; how many blocks.
+
+        Raises:
+            Unavailable: the core has stopped.
+        """
+        self._ask(event)
+        if event.number not in self._forgot:
+            raise Unavailable("the instance stops")
+        return self._forgot.pop(event.number)
+
+    def lend(self, event: LendBlocks) -> tuple[int, ...]:
+        """Blocks that may be read until `take_back`; none where the core has stopped."""
+        self._ask(event)
+        return self._lent.pop(event.number, ())
+
+    def take_back(self, event: ReturnBlocks) -> None:
+        """The blocks are not read any more."""
+        self._tell(event)
+
+
+log = get_logger(__name__)
+
+
+MAX_BLOCKS = 1 << 15
+"""Keys of one read at most."""
+
+
+STALL_S = 10.0
+"""Longest wait for a reader's credits."""
+
+
+LEASE_S = 60.0
+"""Longest read; its blocks cannot be evicted so long."""
+
+
+class PoolReads:
+    """What other instances read here.
+
+    Args:
+        instance: this one.
+        namespace: of its KV, the only one that is read.
+        pool: what is read.
+        link: the way out.
+        calls: has the core hold blocks.
+        manager: where the core has its blocks; only looked at.
+        closing: set when streams are to end.
+        lanes: offers lanes to readers.
+        carried_out: names of deletions that were carried out here.
+
+    Attributes:
+        sessions: reads under way.
+        sent_bytes: so far.
+    """
+
+    def __init__(
+        self,
+        instance: kv_pb2.Instance,
+        namespace: bytes,
+        pool: KVPool,
+        link: EgressLink,
+        calls: PoolCalls,
+        manager: BlockManager,
+        closing: asyncio.Event,
+        lanes: TransportListener,
+        carried_out: Container[str],
+    ) -> None:
+        self.instance, self.namespace, self.pool, self.link, self.closing = instance, namespace, pool, link, closing
+        self.lanes, self.carried_out = lanes, carried_out
+        self.sessions = self.sent_bytes = 0
+        self._calls = calls
+        self._manager = manager
+        self._numbers = itertools.count(1)
+        self._streams = OpenStreams()
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """What is under way to all readers."""
+        return self._streams.traffic
+
+    async def serve(self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: object) -> None:
+        """One reader's stream, until it ends; raises as `ServerStream.run`."""
+        stream = ReadStream(self)
+        with self._streams.running(stream):
+            await stream.run(requests, context)
+
+    def lend(self, keys: Sequence[BlockKey]) -> "PoolReadLease":
+        """Holds the leading blocks of `keys` that are here."""
+        number = next(self._numbers)
+        blocks = self._calls.lend(LendBlocks(number, tuple(keys)))
+        self.sessions += 1
+        return PoolReadLease(number, keys[: len(blocks)], blocks)
+
+    def take_back(self, lease: "PoolReadLease") -> None:
+        """A lease is over."""
+        self.sessions -= 1
+        self._calls.take_back(ReturnBlocks(lease.number))
+
+    def suspect(self, key: BlockKey) -> None:
+        """A reader got a block whose bytes do not match their hash: if they do not here, nobody finds it any more.
+
+        It is not lent for that, which may be impossible just now: nothing is evicted before this returns.
+        """
+        layers = range(self.pool.layout.layers)
+        if not all(self._is_intact(layer, block) for block in self._manager.match([key]) for layer in layers):
+            self._calls.take_back(ReturnBlocks(next(self._numbers), (key,)))
+
+    def _is_intact(self, layer: int, block: int) -> bool:
+        data, value = self.pool.read(layer, block)
+        return slice_hash(data) == value
+
+    def slices(self, lease: "PoolReadLease", layers: range) -> Iterator[Slice]:
+        """The slices of a lease, layers in order."""
+        full = self.pool.layout.block_tokens
+        for layer in layers:
+            for index, (block, key) in enumerate(zip(lease.blocks, lease.keys, strict=True)):
+                data, value = self.pool.read(layer, block)
+                yield Slice(layer, index, data, full, bind(value, key, layer))
+
+
+def pool_reads(
+    context: InstanceContext,
+    calls: PoolCalls,
+    manager: BlockManager,
+    closing: asyncio.Event,
+    carried_out: Container[str],
+) -> PoolReads:
+    """What other instances read of an instance's pool."""
+    setup = context.setup
+    pool, link = context.engine.pool, context.link
+    own = context.instance, setup.namespace, pool, link
+    return PoolReads(*own, calls, manager, closing, context.lanes, carried_out)
+
+
+def read_gauges(reads: PoolReads, lending: BlockLending) -> list[Entry]:
+    """What other instances read."""
+    return [
+        ("peer_reads", lambda: reads.sessions, 0),
+        ("lent_blocks", lambda: sum(1 for _ in lending), 0),
+        ("read_credits_out_bytes", lambda: reads.traffic.credits_out, 0),
+        ("peer_read_bytes", lambda: reads.sent_bytes, None),
+    ]
+
+
+class PoolReadLease:
+    """Blocks that are held for one read."""
+
+    def __init__(self, number: int, keys: Sequence[BlockKey], blocks: tuple[int, ...]) -> None:
+        self.number, self.keys, self.blocks = number, keys, blocks
+
+
+class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
+    """One reading instance's stream."""
+
+    def __init__(self, reads: PoolReads) -> None:
+        super().__init__(
+            reads.closing,
+            lanes=reads.lanes,
+            response=kv_pb2.ReadKVResponse,
+            carried_out=reads.carried_out,
+            suspect=reads.suspect,
+            max_keys=MAX_BLOCKS,
+        )
+        self._reads = reads
+
+    async def on_hello(self, message: kv_pb2.ReadKVRequest) -> None:
+        """Takes readers of the pool's own KV only. The welcome gives no credits: on this stream the reader does."""
+        reads = self._reads
+        check_hello(message.hello, namespace=reads.namespace, layout=reads.pool.layout)
+        self.writes(
+            FrameWriter(
+                self.outbox, reads.pool.layout, lambda header: kv_pb2.ReadKVResponse(frame=header), link=reads.link
+            )
+        )
+        welcome = kv_pb2.StreamWelcome(receiver=reads.instance, lane=self.offer_lane(message))
+        self.post(kv_pb2.ReadKVResponse(welcome=welcome))
+
+    def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
+        """Begins a read."""
+        reads, layers = self._reads, self._layers(message)
+        lease = reads.lend(keys)
+        try:
+            work = self._serve(message.session, lease, layers, message.forgotten)
+            self.serve(message.session, work, lambda: reads.take_back(lease))
+        except BaseException:
+            reads.take_back(lease)
+            raise
+
+    def _layers(self, message: kv_pb2.ReadOpen) -> range:
+        layout = self._reads.pool.layout
+        layers = range(message.layer_begin, message.layer_end)
+        layout.check_part(layers, range(layout.kv_heads))
+        if (message.head_begin, message.head_end) != (0, layout.kv_heads):
+            raise InvalidRequest("head_end", "slices are read whole")
+        return layers
+
+    async def _serve(self, number: int, lease: PoolReadLease, layers: range, forgotten: Sequence[str]) -> None:
+        """One read from its opening to its end; deletions of such blocks were carried out before."""
+        reads = self._reads
+        self.opened(number, len(lease.blocks), forgotten)
+        try:
+            async with asyncio.timeout(LEASE_S):
+                sent = await self.frames.send(number, 0, reads.slices(lease, layers), timeout_s=STALL_S)
+            reads.sent_bytes += sent
+        except StreamBroken:
+            return  # the stream itself reports it
+        except (MoonpoolError, TimeoutError) as error:
+            log.warning("read ended early", blocks=len(lease.blocks), error=str(error))
+        self.done(number)
+
+
+WRITE_BACK_TIMEOUT_S = 30.0
+
+
+MAX_DELETIONS = 1 << 16
+"""Deletions that are known to have been carried out; conductors repeat those of the last month only."""
+
+
+DEMANDED_S = 3600.0
+"""For so long others must have carried out a deletion, too, if KV is to be taken from them: far longer than older KV is
+on its way, minutes as a rule; far shorter than conductors repeat deletions to those who join."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _PendingDeletion:
+    """A deletion whose blocks are gone here, while writes of such KV are still under way."""
+
+    blocks: int
+    writes: tuple[WriteBackJob, ...]
+
+
+class DeletionLog:
+    """The deletions that an engine instance has carried out. Those of the longest ago are forgotten.
+
+    What it says of itself, that it has carried them out, is true for good. What it demands of others is so for a while
+    only: one who has come since may never have been told of an old deletion, and has nothing that is older.
+
+    Args:
+        namespace: of its KV.
+        clock: seconds.
+    """
+
+    def __init__(self, namespace: bytes, clock: Callable[[], float]) -> None:
+        self.namespace = namespace
+        self._clock = clock
+        self._deletions = DeletionIndex()
+        self._demanded = DeletionIndex()
+        self._until: deque[tuple[float, str]] = deque()  # those that are demanded, first come first
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._deletions
+
+    def add(self, name: str, selection: KVSelection) -> None:
+        """The pool has nothing of it any more."""
+        self._deletions.add(name, selection)
+        self._drop_old()
+        self._demanded.add(name, selection)
+        self._until.append((self._clock() + DEMANDED_S, name))
+        while len(self._deletions) > MAX_DELETIONS:
+            self._deletions.remove(next(iter(self._deletions)))
+
+    def concerning(self, keys: Iterable[bytes], tenant: str) -> list[str]:
+        """Those of such blocks: what is given to others is younger."""
+        return self._deletions.concerning(keys, tenant, self.namespace)
+
+    def demanded(self, keys: Iterable[bytes], tenant: str) -> list[str]:
+        """Those of such blocks that somebody must have carried out, too, of whom they are taken."""
+        self._drop_old()
+        return self._demanded.concerning(keys, tenant, self.namespace)
+
+    def _drop_old(self) -> None:
+        while self._until and self._until[0][0] <= self._clock():
+            self._demanded.remove(self._until.popleft()[1])
+
+
+class KVDeletion:
+    """Carries out deletions, each once, however often and by how many conductors it is ordered.
+
+    Args:
+        block_bytes: of a block.
+        write_back: of the instance.
+        carry_out: tells the core, and gives the number of blocks.
+        carried_out: what others are told of, who give or take KV; deletions are added here.
+    """
+
+    def __init__(
+        self,
+        block_bytes: int,
+        write_back: WriteBack,
+        carry_out: Callable[[DeleteKV], int],
+        carried_out: DeletionLog,
+    ) -> None:
+        self._namespace = carried_out.namespace
+        self._block_bytes = block_bytes
+        self._write_back = write_back
+        self._carry_out = carry_out
+        self._carried_out = carried_out
+        self._numbers = itertools.count(1)
+        self._ending: dict[str, _PendingDeletion] = {}
+
+    async def forget(self, request: kv_pb2.ForgetRequest) -> kv_pb2.ForgetResponse:
+        """Deletes; returns when no write of such KV is on its way to a kvstore any more.
+
+        Who orders again what is being carried out waits for the same end, and is told the same blocks.
+
+        Raises:
+            InvalidRequest: a selection or a time is wrong.
+            Unavailable: such a write does not end; to be asked again.
+        """
+        ttl_s, ending = check_ttls(request.ttl_s), dict[str, _PendingDeletion]()
+        for chosen in await read_deletions(request.deletions):
+            self._begin({name: selection for name, selection in chosen.items() if name not in self._carried_out})
+            ending |= {name: self._ending[name] for name in chosen if name in self._ending}
+            await asyncio.sleep(0)
+        blocks = sum(one.blocks for one in ending.values()) + self._expire(ttl_s)
+        writes = {job for one in ending.values() for job in one.writes}
+        if not await self._write_back.ended(writes, WRITE_BACK_TIMEOUT_S):
+            raise Unavailable("deleted here, but it is being written to a kvstore that does not answer")
+        for name in ending:
+            self._ending.pop(name, None)
+        return kv_pb2.ForgetResponse(blocks=blocks, bytes=blocks * self._block_bytes)
+
+    def _begin(self, new: Mapping[str, KVSelection]) -> None:
+        """From here on the pool has nothing of it, and what is written to kvstores is younger.
+
+        The pool is looked through once. The blocks count as the first one's.
+        """
+        if not new:
+            return
+        together = KVSelection.union(new.values())
+        blocks = self._carry_out(self._event(together))
+        everything = self._namespace in together.namespaces
+        writes = self._write_back.forget(
+            lambda keys, tenant: everything or tenant in together.tenants or not together.keys.isdisjoint(keys)
+        )
+        for name, selection in new.items():
+            self._ending[name] = _PendingDeletion(blocks, tuple(writes))
+            self._carried_out.add(name, selection)
+            blocks = 0
+
+    def _expire(self, ttl_s: Mapping[str, float]) -> int:
+        if not ttl_s:
+            return 0
+        return self._carry_out(DeleteKV(next(self._numbers), KVSelection(), ttl_s=tuple(ttl_s.items())))
+
+    def _event(self, selection: KVSelection) -> DeleteKV:
+        return DeleteKV(next(self._numbers), selection, self._namespace in selection.namespaces)

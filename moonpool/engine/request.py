@@ -1,0 +1,194 @@
+"""Requests of an engine instance: checked, unpacked, and read in a thread if they are long.
+
+Every request that passes is safe to compute: the model has every token id in it.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Self
+
+from moonpool.contracts import sampling_from_proto
+from moonpool.errors import InvalidRequest, Overloaded, Unavailable
+from moonpool.kv.keys import BlockKey, chain_root, pack_keys, tokens_from_bytes
+from moonpool.kv.native_library import chain_keys, tokens_below
+from moonpool.logprobs import bytes_per_token
+from moonpool.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, check_beams, check_end_tokens
+from moonpool.scheduling.fair_share import check_priority
+from moonpool.scheduling.steps import SequenceSampling, TokenHistory
+from moonpool.transport.async_utils import ThreadOffload
+from moonpool.v1 import kv_pb2
+
+MAX_NAME_CHARS = 256
+
+
+MAX_END_TOKENS = 4096
+
+
+MAX_BAD_TOKENS = 2 * MAX_BAD_WORDS
+
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingRequest:
+    """A checked request.
+
+    Attributes:
+        request_id: of the request.
+        token_ids: tokens whose KV is wanted; typecode "i".
+        keys: keys of their full blocks.
+        chain_root: parent of the first key.
+        tenant: whose KV it is.
+        sampling: how the next tokens are chosen.
+        transient: none of its blocks is to be kept.
+        priority: among the tenant's own; lower ones go first.
+        weight: the tenant's share, relative to others'.
+    """
+
+    request_id: str
+    token_ids: "array[int]"
+    keys: Sequence[BlockKey]
+    chain_root: BlockKey
+    tenant: str
+    sampling: SequenceSampling
+    transient: bool = False
+    priority: int = 0
+    weight: float = 1.0
+
+    @classmethod
+    def from_proto(
+        cls, spec: kv_pb2.SequenceSpec, *, namespace: bytes, block_tokens: int, vocab_size: int, max_tokens: int
+    ) -> Self:
+        """From the contract. Keys are computed here: a block under a wrong key would be a wrong answer later.
+
+        Raises:
+            InvalidRequest: naming the field at fault.
+        """
+        _check_name("sequence.request_id", spec.request_id, least=1)
+        _check_name("sequence.tenant", spec.tenant, least=0)
+        check_priority(spec.priority, "sequence.priority")
+        weight = spec.weight or 1.0
+        if not 0.0 < weight < inf:
+            raise InvalidRequest("sequence.weight", f"must be above 0, is {weight}")
+        # Sizes come first: what is refused for its size is neither copied nor unpacked.
+        if not TOKEN_BYTES <= len(spec.token_ids) <= TOKEN_BYTES * max_tokens:
+            raise InvalidRequest("sequence.token_ids", f"must be 1 to {max_tokens} tokens")
+        if len(spec.end_token_ids) > min(vocab_size, MAX_END_TOKENS):
+            raise InvalidRequest("sequence.end_token_ids", f"at most {min(vocab_size, MAX_END_TOKENS)} tokens")
+        params = sampling_from_proto(spec.sampling, "sequence.sampling").suggested({})
+        params.check(vocab_size, "sequence.sampling")
+        ends = frozenset(spec.end_token_ids).union(params.stop_token_ids)
+        check_end_tokens(ends, params.min_tokens, vocab_size, "sequence.end_token_ids")
+        check_beams(params, ends, vocab_size, "sequence.sampling")
+        tokens = tokens_from_bytes(spec.token_ids, "sequence.token_ids")
+        if not tokens_below(spec.token_ids, vocab_size):
+            raise InvalidRequest("sequence.token_ids", f"must be in [0, {vocab_size})")
+        if not 1 <= spec.prompt_tokens <= len(tokens):
+            raise InvalidRequest("sequence.prompt_tokens", f"must be in [1, {len(tokens)}], is {spec.prompt_tokens}")
+        root = chain_root(namespace, spec.tenant)
+        if spec.chain_root != root:
+            raise InvalidRequest("sequence.chain_root", "is not that of this namespace and tenant")
+        keys = chain_keys(root, spec.token_ids, block_tokens)
+        if spec.block_keys != pack_keys(keys):
+            raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")
+        bad_tokens = _bad_tokens(spec, len(ends), vocab_size)
+        if bad_tokens and params.response_format:
+            raise InvalidRequest("sequence.bad_tokens", "has no meaning with response_format, which says what may come")
+        sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids, bad_tokens)
+        rest = sampling, spec.transient, spec.priority, weight
+        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, *rest)
+
+    @property
+    def width(self) -> int:
+        """Sequences that run together: answers, or beams."""
+        return self.sampling.params.width
+
+    @property
+    def logprob_bytes(self) -> int:
+        """Memory of the log probabilities of each token of an answer."""
+        return bytes_per_token(self.sampling.params.logprobs)
+
+    def history(self, token_ids: "array[int] | None" = None) -> TokenHistory:
+        """For engines that check what blocks hold; `token_ids` = the array that grows with the answer, if one does."""
+        return TokenHistory(self.chain_root, self.token_ids if token_ids is None else token_ids, self.keys)
+
+    def parents(self) -> list[BlockKey]:
+        """The key before each of `keys` in its chain."""
+        return [self.chain_root, *self.keys][: len(self.keys)]
+
+
+def _bad_tokens(spec: kv_pb2.SequenceSpec, ends: int, vocab_size: int) -> list[Sequence[int]]:
+    """Checked, also that something can be chosen whatever they ban."""
+    field, most = "sequence.bad_tokens", min(MAX_BAD_TOKENS, vocab_size - ends - 1)
+    if len(spec.bad_tokens) > max(0, most):
+        raise InvalidRequest(field, f"at most {most}")
+    runs = [run.token_ids for run in spec.bad_tokens]
+    if not all(0 < len(run) <= MAX_BAD_WORD_CHARS + 1 for run in runs):
+        raise InvalidRequest(field, f"each has 1 to {MAX_BAD_WORD_CHARS + 1} tokens")
+    if not all(0 <= token < vocab_size for run in runs for token in run):
+        raise InvalidRequest(field, f"token ids must be in [0, {vocab_size})")
+    return [tuple(run) for run in runs]
+
+
+def _check_name(field: str, name: str, *, least: int) -> None:
+    if not least <= len(name) <= MAX_NAME_CHARS:
+        raise InvalidRequest(field, f"must have {least} to {MAX_NAME_CHARS} characters, has {len(name)}")
+
+
+MAX_PENDING_READS = 1024
+
+
+@dataclass(slots=True, eq=False)
+class _PendingRead:
+    """A request that is being read in a thread, and who has asked."""
+
+    request_id: str
+    who: str
+    cancelled: bool = False
+
+
+class RequestReader:
+    """Requests that have come and are not known to the core yet.
+
+    Args:
+        read: checks a request, in any thread.
+        beside: where long ones are read.
+    """
+
+    def __init__(self, read: Callable[[kv_pb2.SequenceSpec], IncomingRequest], beside: ThreadOffload) -> None:
+        self._read = read
+        self._beside = beside
+        self._reading: set[_PendingRead] = set()
+
+    async def read(self, spec: kv_pb2.SequenceSpec, who: str = "") -> IncomingRequest:
+        """Checks a request of `who`. Others may come and go meanwhile: what was true before may not be so afterwards.
+
+        Raises:
+            InvalidRequest: naming the field at fault.
+            Overloaded: too many are being read.
+            Unavailable: it was cancelled meanwhile.
+        """
+        if len(spec.token_ids) < TOKEN_BYTES * self._beside.least_tokens:
+            return self._read(spec)
+        if len(self._reading) >= MAX_PENDING_READS:
+            raise Overloaded(f"{MAX_PENDING_READS} requests are being read", reason="queue_full", retry_after_s=1.0)
+        reading = _PendingRead(spec.request_id, who)
+        self._reading.add(reading)
+        try:
+            incoming = await asyncio.get_running_loop().run_in_executor(self._beside.executor, self._read, spec)
+        finally:
+            self._reading.discard(reading)
+        if reading.cancelled:
+            raise Unavailable("it was cancelled while it was read")
+        return incoming
+
+    def cancel(self, request_id: str, who: str = "") -> bool:
+        """Cancels what is being read under this id for `who`; whether there was anything."""
+        found = [it for it in self._reading if (it.request_id, it.who) == (request_id, who)]
+        for reading in found:
+            reading.cancelled = True
+        return bool(found)

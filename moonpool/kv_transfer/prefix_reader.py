@@ -1,0 +1,508 @@
+"""Reads a prefix of blocks from a kvstore or an engine's pool, layer by layer: the client of `Get` and `ReadKV`."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
+from moonpool.kv.frames import (
+    FRAME_BYTES,
+    MAX_FRAME_SLICES,
+    DamagedSliceError,
+    FrameOpener,
+    FrameShape,
+    SliceRun,
+    bind_all,
+    frame_shape,
+    shape_of,
+    split_run,
+    whole_runs,
+)
+from moonpool.kv.keys import bind, key_bindings, layer_binding, pack_keys
+from moonpool.kv.layout import KVLayout
+from moonpool.kv_transfer.receiver import SliceBitmap
+from moonpool.rpc.channels import Channels, Metadata
+from moonpool.transport.async_utils import OneTimeEvent, ThreadOffload
+from moonpool.transport.base import FilledBuffer, ReceiveBuffer, ReceivedPayload
+from moonpool.transport.grpc import payload_stream
+from moonpool.transport.handshake import TransportDialer
+from moonpool.transport.sessions import MuxSession, MuxStream, StreamClient
+from moonpool.transport.streams import CONNECT_TIMEOUT_S
+from moonpool.v1 import kv_pb2, kvstore_pb2
+
+ReadResponse = kvstore_pb2.GetResponse | kv_pb2.ReadKVResponse
+
+
+OnSlice = Callable[[int, int, memoryview, int], None]
+
+
+Into = Callable[[int, int], memoryview | None]
+
+
+class PrefixLost(TransferFailed):
+    """The source lost blocks of a prefix after whole layers of them had been handed out.
+
+    Attributes:
+        blocks: Leading blocks that are still good.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(f"the source lost blocks while they were being read; the first {blocks} are good")
+        self.args = (blocks,)
+        self.blocks = blocks
+
+
+class _WholeRead(NamedTuple):
+    """What takes all of a read: its shape, where its slices land, and what their hashes are bound with."""
+
+    shape: FrameShape
+    targets: list[memoryview]
+    bindings: list[int]
+
+
+class PrefixRead:
+    """One reading session: hands slices out as they come, layers in order. Arguments as for `BlockReader.read`."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        keys: Sequence[bytes],
+        layers: range,
+        heads: range,
+        on_slice: OnSlice,
+        on_layer: Callable[[int], None],
+        forgotten: Sequence[str] = (),
+        into: Into | None = None,
+        beside: ThreadOffload | None = None,
+    ) -> None:
+        self.finished = OneTimeEvent()
+        self.blocks = len(keys)
+        self.damaged_key = b""
+        self._keys = keys
+        self._layout = layout
+        self._layers = layers
+        self._heads = heads
+        self._on_slice = on_slice
+        self._on_layer = on_layer
+        self.forgotten = forgotten
+        self._into = into if len(heads) == layout.kv_heads else None
+        self._beside = beside
+        self._quiet = asyncio.Event()  # no thread writes to the reader's memory
+        self._quiet.set()
+        self._left = False
+        self._began = False  # `place` has taken the opening that `on_message` will get
+        self._expected_all: _WholeRead | None = None
+        self._ledger: SliceBitmap | None = None
+        self._next_layer = layers.start
+
+    def place(self, message: ReadResponse, nbytes: int) -> ReceiveBuffer | None:
+        """Where a frame of whole slices lands; None for one that must be opened."""
+        kind = message.WhichOneof("message")
+        if self._into is None or kind not in ("opened", "frame"):
+            return None
+        header = message.opened.frame if kind == "opened" else message.frame
+        if kind == "opened" and (landing := self._all(message.opened, nbytes)) is not None:
+            return landing
+        runs = whole_runs(header, nbytes, self._layout)
+        if runs is None or any(run.valid_tokens != self._layout.block_tokens for run, _ in runs):
+            return None
+        if kind == "opened" and not self._began:
+            self._opened(message.opened)
+            self._began = True
+        return self._landing(runs)
+
+    def expect(self) -> None:
+        """To be called when the source has been asked: does beforehand what all of a small read in one frame needs."""
+        layout, blocks = self._layout, len(self._keys)
+        slices = blocks * len(self._layers)
+        if self._into is not None and slices <= MAX_FRAME_SLICES and slices * layout.slice_bytes <= FRAME_BYTES:
+            self._expected_all = self._targets(
+                frame_shape(self._layers, blocks, self._heads, layout.block_tokens), self._into
+            )
+
+    def _targets(self, shape: FrameShape, into: Into) -> _WholeRead | None:
+        targets = [target for cell in shape.cells if (target := into(*cell)) is not None]
+        if len(targets) < len(shape.cells):
+            return None
+        return _WholeRead(shape, targets, shape.bindings(self._keys[: len(targets) // len(self._layers)]))
+
+    def _all(self, opened: kv_pb2.ReadOpened, nbytes: int) -> ReceiveBuffer | None:
+        """Where all of the read lands; None when this is not all of it, in the usual order."""
+        into, blocks, layout = self._into, opened.blocks, self._layout
+        if nbytes != blocks * len(self._layers) * layout.slice_bytes or self._ledger is not None or into is None:
+            return None
+        shape = shape_of(opened.frame, self._layers, blocks, self._heads, layout.block_tokens)
+        if shape is None:
+            return None
+        self._check_opened(opened)
+        expected = self._expected_all
+        if expected is None or expected.shape is not shape:
+            expected = self._targets(shape, into)
+        if expected is None:
+            return None
+        _, targets, bindings = expected
+        hashes = bind_all(opened.frame.slice_hashes, bindings)
+
+        def landed(intact: int, error: Exception | None) -> None:
+            _check_arguments(error)
+            if intact < len(targets):
+                self._damaged(*shape.cells[intact])
+            for (layer, index), target, value in zip(shape.cells, targets, hashes, strict=True):
+                self._on_slice(layer, index, target, value)
+            self.blocks = blocks
+            for layer in self._layers:
+                self._on_layer(layer)
+            self.finished.done()
+
+        return ReceiveBuffer(targets, hashes, lambda: not self._left, landed, self._beside, self._writing)
+
+    def leave(self) -> None:
+        """The reader has gone: nothing is written to its memory any more, once it is `quiet`."""
+        self._left = True
+
+    async def quiet(self) -> None:
+        """Waits until no thread writes to the reader's memory; not even being cancelled ends that before."""
+        cancelled = None
+        while not self._quiet.is_set():
+            try:
+                await self._quiet.wait()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    def _writing(self, writing: bool) -> None:
+        (self._quiet.clear if writing else self._quiet.set)()
+
+    def on_message(self, message: ReadResponse, payload: ReceivedPayload) -> None:
+        match message.WhichOneof("message"):
+            case "opened" if isinstance(payload, FilledBuffer):
+                self._began = False
+                payload.tell()
+                self._check_finished()
+            case "opened":
+                if not self._began:
+                    self._opened(message.opened)
+                self._began = False
+                if message.opened.HasField("frame"):
+                    self._frame(message.opened.frame, payload)
+                    self._check_finished()
+            case "frame":
+                self._frame(message.frame, payload)
+            case "missing":
+                self._missing(message.missing.block)
+            case "done":
+                self._check_finished()
+
+    def on_broken(self, error: Exception) -> None:
+        self.finished.done(error)
+
+    def _check_finished(self) -> None:
+        if not self.finished.is_done:
+            raise TransferFailed(f"the source ended a read with {self._missing_slices()} slices missing")
+
+    def _check_opened(self, message: kv_pb2.ReadOpened) -> None:
+        blocks = message.blocks
+        if blocks and self.forgotten and not set(self.forgotten).issubset(message.forgotten):
+            raise TransferFailed("the source may have blocks that are older than their deletion")
+        if self._ledger is not None or self.finished.is_done or blocks > self.blocks:
+            raise FrameError(f"the source opened a read of {self.blocks} blocks with {blocks}, or twice")
+
+    def _opened(self, message: kv_pb2.ReadOpened) -> None:
+        self._check_opened(message)
+        blocks = message.blocks
+        self.blocks = blocks
+        self._ledger = SliceBitmap(self._layers, blocks, self._heads)
+        if not blocks:
+            self.finished.done()
+
+    @functools.cached_property
+    def _opener(self) -> FrameOpener:
+        return FrameOpener(self._layout, self._heads, self._keys)
+
+    @functools.cached_property
+    def _of_keys(self) -> list[int]:
+        return key_bindings(self._keys)
+
+    def _expected(self) -> SliceBitmap:
+        if self._ledger is None:
+            raise FrameError("a frame came before its session was opened")
+        return self._ledger
+
+    def _landing(self, runs: Sequence[tuple[SliceRun, Sequence[int]]]) -> ReceiveBuffer | None:
+        ledger, into = self._expected(), self._into
+        assert into is not None, "nothing lands nowhere"
+        targets: list[memoryview] = []
+        hashes: list[int] = []
+        for run, values in runs:
+            ledger.check(run)
+            layer, of_layer = run.layer, layer_binding(run.layer)
+            for index, value in enumerate(values, run.first_block):
+                target = into(layer, index)
+                if target is None:
+                    return None
+                targets.append(target)
+                hashes.append(value ^ of_layer ^ self._of_keys[index])
+
+        def landed(intact: int, error: Exception | None) -> None:
+            _check_arguments(error)
+            slices = iter(zip(targets, hashes, strict=True))
+            for run, _ in runs:
+                if intact < run.block_count:
+                    self._damaged(run.layer, run.first_block + intact)
+                intact -= run.block_count
+                ledger.accept(run)
+                for index in range(run.first_block, run.first_block + run.block_count):
+                    self._on_slice(run.layer, index, *next(slices))
+            self._advance(ledger)
+
+        return ReceiveBuffer(targets, hashes, lambda: not self._left, landed, self._beside, self._writing)
+
+    def _damaged(self, layer: int, block: int) -> None:
+        self.damaged_key = self._keys[block]
+        raise DamagedSliceError(layer, block)
+
+    def _frame(self, header: kv_pb2.FrameHeader, payload: ReceivedPayload) -> None:
+        ledger = self._expected()
+        if isinstance(payload, FilledBuffer):
+            payload.tell()
+            return
+        assert isinstance(payload, memoryview), "nothing is lent to a reader"
+        try:
+            opened = self._opener.open(header, payload)
+        except DamagedSliceError as error:
+            self.damaged_key = self._keys[error.block]
+            raise
+        for run, data, hashes in opened:
+            if run.valid_tokens != self._layout.block_tokens:
+                raise FrameError(f"{run}: stored blocks are full")
+            ledger.accept(run)
+            for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
+                self._on_slice(run.layer, index, piece, bind(value, self._keys[index], run.layer))
+        self._advance(ledger)
+
+    def _missing(self, block: int) -> None:
+        if self._ledger is None:
+            raise FrameError("a block went missing before its session was opened")
+        if block >= self.blocks:
+            return
+        self.blocks = block
+        self._ledger.truncate(block)
+        if self._next_layer > self._layers.start:
+            raise PrefixLost(block)
+        if not block:
+            self.finished.done()
+        else:
+            self._advance(self._ledger)
+
+    def _advance(self, ledger: SliceBitmap) -> None:
+        while self._next_layer < self._layers.stop and ledger.layer_complete(self._next_layer):
+            self._on_layer(self._next_layer)
+            self._next_layer += 1
+        if ledger.complete:
+            self.finished.done()
+
+    def _missing_slices(self) -> int:
+        return self._ledger.missing() if self._ledger is not None else self.blocks * len(self._layers)
+
+
+def _check_arguments(error: Exception | None) -> None:
+    if error is not None:
+        raise TransferFailed(f"a payload could not be taken: {error!r}") from error
+
+
+__all__ = ["BlockReader", "PrefixLost", "ReadMethod"]
+
+
+READ_WINDOW_BYTES = 32 << 20
+
+
+ReadRequest = kvstore_pb2.GetRequest | kv_pb2.ReadKVRequest
+
+
+class ReadMethod(NamedTuple):
+    """How blocks are read from one kind of instance; the messages of all kinds have the same fields."""
+
+    service: str
+    method: str
+    asked: type[ReadRequest]
+    answer: type[ReadResponse]
+
+
+FROM_STORE = ReadMethod("KVStoreService", "Get", kvstore_pb2.GetRequest, kvstore_pb2.GetResponse)
+
+
+FROM_PREFILL = ReadMethod("PrefillService", "ReadKV", kv_pb2.ReadKVRequest, kv_pb2.ReadKVResponse)
+
+
+FROM_DECODE = FROM_PREFILL._replace(service="DecodeService")
+
+
+def _get_session(message: ReadResponse) -> Hashable:
+    match message.WhichOneof("message"):
+        case "frame":
+            return message.frame.session
+        case "opened":
+            return message.opened.session
+        case "missing":
+            return message.missing.session
+        case "done":
+            return message.done.session
+    return None
+
+
+class BlockReader(StreamClient[ReadRequest, ReadResponse]):
+    """One per pair of processes: everything this process reads from one kvstore or engine, on one stream."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        address: str,
+        hello: kv_pb2.StreamHello,
+        layout: KVLayout,
+        method: ReadMethod = FROM_STORE,
+        *,
+        window_bytes: int = READ_WINDOW_BYTES,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        lanes: TransportDialer | None = None,
+        metadata: Metadata = (),
+        forgotten: Callable[[Sequence[bytes], str], Sequence[str]] = lambda keys, tenant: (),
+        beside: ThreadOffload | None = None,
+    ) -> None:
+        """Connects when the first read begins.
+
+        Args:
+            channels: Where the channel comes from.
+            address: "host:port" of the instance.
+            hello: This side, and the KV it speaks of.
+            layout: Arrangement of that KV.
+            method: How its kind is read.
+            window_bytes: Payload bytes the source may be ahead.
+            connect_timeout_s: Longest wait for the source's welcome.
+            lanes: Opens lanes beside gRPC; None to stay on gRPC.
+            metadata: Of the call, such as an API key.
+            forgotten: `(keys, tenant)` -> the deletions that concern such blocks and were carried out on this side:
+                nothing is taken from who has not carried out all of them.
+            beside: Where slices land that land `into` memory; None: on the loop.
+        """
+        self._layout = layout
+        self._forgotten = forgotten
+        self._beside = beside
+        self._asked = method.asked
+        self._ids = count(1)
+        stream: MuxStream[ReadRequest, ReadResponse] = MuxStream(
+            f"KV from {address}",
+            lambda: payload_stream(
+                channels.get(address),
+                f"moonpool.v1.{method.service}",
+                method.method,
+                method.asked,
+                method.answer,
+            )(metadata=metadata),
+            method.asked(hello=hello),
+            _get_session,
+            method.answer,
+            lanes=lanes,
+            window_bytes=window_bytes,
+            credit=lambda credit: method.asked(credit=credit),
+            connect_timeout_s=connect_timeout_s,
+        )
+        super().__init__(stream)
+
+    async def read(
+        self,
+        keys: Sequence[bytes],
+        *,
+        layers: range,
+        heads: range | None = None,
+        on_slice: OnSlice,
+        on_layer: Callable[[int], None],
+        timeout_s: float,
+        tenant: str = "",
+        into: Into | None = None,
+    ) -> int:
+        """Reads the leading blocks of `keys` that the source has; returns how many that were (fewer is a miss).
+
+        Args:
+            keys: A chain's keys; their order numbers the blocks.
+            layers: Consecutive layers wanted.
+            heads: Consecutive heads wanted; None for all, as slices with scales must be read.
+            on_slice: Called once with (layer, index into keys, bytes of the wanted heads in order, their hash) for each
+                slice; must take them at once. A slice of a block at or past the returned count may come too.
+            on_layer: Called for each layer, in order, when all its slices have been handed out.
+            timeout_s: Longest time for all of it.
+            tenant: Whose KV it is.
+            into: Says where the slice of any (layer, index into keys) may land; saves a copy: `on_slice` gets that
+                memory then. None for a slice that may not. The memory is undefined where a read fails, or has fewer
+                blocks; nothing is written there after `read` has returned or raised.
+
+        Neither is called after `read` has returned or raised. What they raise ends the read.
+
+        Raises:
+            InvalidRequest: The layout has no such heads, or they cannot be read apart.
+            PrefixLost: A block went missing after a layer had been handed out with it.
+            TransferFailed: It took too long, or the source ended the session early, or may have deleted blocks.
+            DamagedSliceError: A slice did not match its hash; the source was told and will look at its block.
+            FrameError: What came was not intact, not asked for, or came twice.
+            StreamBroken: The stream has ended, or the source cannot be reached.
+            Mismatch: The source does not take this KV.
+        """
+        heads = range(self._layout.kv_heads) if heads is None else heads
+        if not keys or not layers or not heads:
+            return 0
+        self._check_heads(heads)
+        forgotten = self._forgotten(keys, tenant)
+        read = PrefixRead(self._layout, keys, layers, heads, on_slice, on_layer, forgotten, into, self._beside)
+        number = next(self._ids)
+        began = asyncio.get_running_loop().time()
+        try:
+            with self._stream.deadlines.within(timeout_s):
+                await self._read(number, read, keys, layers, heads)
+        except TimeoutError:
+            self._stream.suspect(began)
+            raise TransferFailed(f"{self._stream.name}: a read of {len(keys)} blocks took {timeout_s:g} s") from None
+        return read.blocks
+
+    def _check_heads(self, heads: range) -> None:
+        """Here, because the source would end the stream, and with it all other reads."""
+        whole = range(self._layout.kv_heads)
+        if heads.step != 1 or heads.start not in whole or heads.stop > whole.stop:
+            raise InvalidRequest("heads", f"{heads} are not among the layout's {self._layout.kv_heads}")
+        if self._layout.scale_bytes and heads != whole:
+            raise InvalidRequest("heads", "slices with scales travel whole")
+
+    async def _read(self, number: int, read: PrefixRead, keys: Sequence[bytes], layers: range, heads: range) -> None:
+        session = await self._stream.open(number, read, read.place)
+        finished = False
+        try:
+            opening = kv_pb2.ReadOpen(
+                session=number,
+                keys=pack_keys(keys),
+                layer_begin=layers.start,
+                layer_end=layers.stop,
+                head_begin=heads.start,
+                head_end=heads.stop,
+                takes_frame=True,
+                forgotten=read.forgotten,
+            )
+            session.post(self._asked(open=opening, credit_bytes=session.take_credit()))
+            read.expect()
+            await read.finished.wait()
+            finished = True
+        finally:
+            read.leave()
+            session.close()
+            if not finished:
+                self._tell_closed(session, number, read.damaged_key)
+            await read.quiet()
+
+    def _tell_closed(self, session: MuxSession[ReadRequest, ReadResponse], number: int, damaged_key: bytes) -> None:
+        close = kv_pb2.ReadClose(session=number, damaged_key=damaged_key)
+        try:
+            session.post(self._asked(close=close))
+        except StreamBroken:
+            return

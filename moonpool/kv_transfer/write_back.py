@@ -1,0 +1,287 @@
+"""Write-back: full blocks of an engine's pool on their way to a kvstore, in the background.
+
+A job holds references that keep its blocks' bytes in place; it hands them back by one call to its `over`, whatever
+happens. A store that is slow, lost or full costs dropped jobs and a counter, never a request; each store has a queue
+and workers of its own.
+"""
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded
+from moonpool.kv.keys import BlockKey
+from moonpool.kv_transfer.store_writer import PutOutcome
+from moonpool.telemetry.logs import get_logger
+from moonpool.transport.flow_control import StreamTraffic
+from moonpool.transport.sessions import PeerClient, PeerClients
+from moonpool.v1 import kv_pb2
+
+log = get_logger(__name__)
+
+
+MAX_PAUSE_S = 30.0
+"""Longest time for which a store that says when it will have room is left alone."""
+
+
+class BlockWriter(PeerClient, Protocol):
+    """What a job is written with; `StoreWriter` is one."""
+
+    async def put(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        tenant: str,
+        read: Callable[[int, int], tuple[memoryview, int]],
+        *,
+        timeout_s: float,
+        forgotten: Sequence[str] = (),
+    ) -> PutOutcome:
+        """Stores blocks; returns once they are visible. Of the deletions `forgotten` they are known to be younger."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WriteBackLimits:
+    """Bounds of the write-back.
+
+    Attributes:
+        blocks: blocks held for it at most, waiting and under way, counted once per store; more are dropped.
+        workers: jobs under way at once, for each store.
+        timeout_s: seconds a job may take.
+        pause_s: seconds for which a store is left alone after a job to it failed.
+    """
+
+    blocks: int
+    workers: int = 2
+    timeout_s: float = 30.0
+    pause_s: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class WriteBackJob:
+    """Blocks for one kvstore."""
+
+    store: kv_pb2.Instance
+    keys: Sequence[BlockKey]
+    parents: Sequence[BlockKey]
+    tenant: str
+    blocks: Sequence[int]
+    over: Callable[[bool], None]
+
+
+@dataclasses.dataclass(slots=True)
+class _StoreQueue:
+    """The jobs for one store at one address; it exists while there are some."""
+
+    queue: collections.deque[WriteBackJob] = dataclasses.field(default_factory=collections.deque)
+    blocks_held: int = 0
+    workers: int = 0
+
+
+class WriteBack:
+    """Background writer of one engine instance.
+
+    Args:
+        limits: the bounds.
+        open_writer: makes the client of the store at an address.
+        read: `(layer, block)` -> slice of the pool and its hash.
+        clock: monotonic seconds.
+        forgotten: `(keys, tenant)` -> the deletions that concern such blocks and were carried out here. A kvstore that
+            knows of one more does not take them.
+    """
+
+    def __init__(
+        self,
+        limits: WriteBackLimits,
+        open_writer: Callable[[str], BlockWriter],
+        read: Callable[[int, int], tuple[memoryview, int]],
+        clock: Callable[[], float],
+        forgotten: Callable[[Sequence[BlockKey], str], Sequence[str]] = lambda keys, tenant: (),
+    ) -> None:
+        self._limits = limits
+        self._stores: PeerClients[BlockWriter] = PeerClients(open_writer)
+        self._read = read
+        self._clock = clock
+        self._forgotten = forgotten
+        self._lanes: dict[tuple[str, str], _StoreQueue] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._closed = False
+        self._doing: list[WriteBackJob] = []
+        self._ended = asyncio.Event()  # another one after each job
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.blocks_held = 0
+        self.blocks_stored = 0
+        self.blocks_present = 0
+        self.blocks_dropped = 0
+
+    @property
+    def sessions(self) -> int:
+        """Jobs under way at stores."""
+        return self._stores.sessions
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """What is under way on the streams to all stores."""
+        return self._stores.traffic
+
+    def room(self, store: kv_pb2.Instance, blocks: int) -> int:
+        """How many of so many blocks would be taken now, the leading ones; the others are counted as dropped.
+
+        While blocks for several stores are held, each store may have an equal part, so that one that does not answer
+        leaves room for the others.
+        """
+        taken = 0
+        if not self._closed and not self._stores.paused(store, self._clock()):
+            taken = max(0, min(blocks, self._limits.blocks - self.blocks_held))
+            lane = self._lanes.get(_store_key(store))
+            if lane is not None:
+                taken = max(0, min(taken, self._limits.blocks // len(self._lanes) - lane.blocks_held))
+        self.blocks_dropped += blocks - taken
+        return taken
+
+    def submit(
+        self,
+        store: kv_pb2.Instance,
+        keys: Sequence[BlockKey],
+        parents: Sequence[BlockKey],
+        tenant: str,
+        blocks: Sequence[int],
+        over: Callable[[bool], None],
+    ) -> None:
+        """Takes a job for which there is `room` now; one reference on each block passes to the write-back.
+
+        It is handed back by `over`, which is told whether all blocks are in the store now.
+        """
+        assert not self._closed
+        assert len(keys) == len(parents) == len(blocks) > 0
+        lane = self._lanes.setdefault(_store_key(store), _StoreQueue())
+        lane.blocks_held += len(blocks)
+        self.blocks_held += len(blocks)
+        self._idle.clear()
+        lane.queue.append(WriteBackJob(store, keys, parents, tenant, blocks, over))
+        self._staff(lane)
+
+    async def run(self) -> None:
+        """Works until cancelled; then every job is dropped and every stream closed."""
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                for lane in self._lanes.values():
+                    self._staff(lane)
+                try:
+                    await asyncio.Event().wait()  # until cancelled
+                finally:
+                    self._closed = True  # a group that ends takes no new tasks
+        finally:
+            for lane in list(self._lanes.values()):
+                while lane.queue:
+                    self._drop(lane.queue.popleft())
+            await self._stores.aclose()
+
+    async def idle(self, timeout_s: float) -> bool:
+        """Waits until nothing is held any more; False when the time was over first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def forget(self, concerns: Callable[[Sequence[BlockKey], str], bool]) -> list[WriteBackJob]:
+        """Drops jobs that wait and of which `concerns(keys, tenant)` is true; returns those that are under way."""
+        for lane in list(self._lanes.values()):
+            waiting = list(lane.queue)
+            lane.queue.clear()
+            for job in waiting:
+                if concerns(job.keys, job.tenant):
+                    self._drop(job)
+                else:
+                    lane.queue.append(job)
+        return [job for job in self._doing if concerns(job.keys, job.tenant)]
+
+    async def ended(self, jobs: Collection[WriteBackJob], timeout_s: float) -> bool:
+        """Waits until none of some jobs is under way any more; False when that takes longer than `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(job in jobs for job in self._doing):
+                    await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _staff(self, lane: _StoreQueue) -> None:
+        """A worker more for a lane, as long as it may have one."""
+        if self._group is not None and lane.workers < self._limits.workers:
+            lane.workers += 1
+            self._group.create_task(self._work(lane))
+
+    async def _work(self, lane: _StoreQueue) -> None:
+        try:
+            while lane.queue:
+                await self._do(lane.queue.popleft())
+        finally:
+            lane.workers -= 1
+
+    async def _do(self, job: WriteBackJob) -> None:
+        if self._stores.paused(job.store, self._clock()):
+            self._drop(job)
+            return
+        stored = False
+        self._doing.append(job)
+        forgotten = self._forgotten(job.keys, job.tenant)  # now: of what is deleted from here on, the job is older
+        try:
+            writer = await self._stores.get(job.store)
+            outcome = await writer.put(
+                job.keys,
+                job.parents,
+                job.tenant,
+                lambda layer, index: self._read(layer, job.blocks[index]),
+                timeout_s=self._limits.timeout_s,
+                forgotten=forgotten,
+            )
+            self.blocks_stored += outcome.stored
+            self.blocks_present += outcome.present
+            stored = True
+        except MoonpoolError as error:
+            self._failed(job, error)
+            log.warning("write-back failed", store=job.store.id, blocks=len(job.blocks), reason=str(error))
+        except Exception as error:
+            # A defect here must cost stored blocks, not the engine that serves requests.
+            self._failed(job, error)
+            log.exception("write-back failed", store=job.store.id, blocks=len(job.blocks))
+        finally:
+            self._doing.remove(job)
+            self._ended.set()
+            self._ended = asyncio.Event()
+            self._give_back(job, stored=stored)
+
+    def _failed(self, job: WriteBackJob, error: Exception) -> None:
+        self.blocks_dropped += len(job.blocks)
+        if isinstance(error, InvalidRequest | FrameError) or getattr(error, "reason", "") == "kvstore_guaranteed":
+            return  # what is wrong with this job, or what its tenant may have, must not keep others' blocks back
+        pause_s = self._limits.pause_s
+        if isinstance(error, Overloaded):
+            pause_s = max(pause_s, min(error.retry_after_s, MAX_PAUSE_S))
+        self._stores.pause(job.store, self._clock() + pause_s)
+
+    def _drop(self, job: WriteBackJob) -> None:
+        self.blocks_dropped += len(job.blocks)
+        self._give_back(job, stored=False)
+
+    def _give_back(self, job: WriteBackJob, *, stored: bool) -> None:
+        lane = self._lanes[_store_key(job.store)]
+        lane.blocks_held -= len(job.blocks)
+        if not lane.blocks_held:
+            del self._lanes[_store_key(job.store)]
+        self.blocks_held -= len(job.blocks)
+        job.over(stored)
+        if not self.blocks_held:
+            self._idle.set()
+
+
+def _store_key(store: kv_pb2.Instance) -> tuple[str, str]:
+    """A store is an id at an address; its incarnation does not matter here."""
+    return store.id, store.address

@@ -1,0 +1,207 @@
+"""The sequences of one step as packed tensors: any mix of prompt chunks and decode steps, without padding.
+
+Also which rows the last layer is computed for: only those whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.plan import AttentionPlan
+from moonpool.errors import InvalidRequest
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """Tokens of S sequences, one after the other: T rows in all.
+
+    A sequence that starts at position p with n tokens attends to its first p + n tokens; the KV of the first p is in
+    the pool already, in the blocks of its table.
+    """
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    query_start: Tensor  # [S + 1] int32: rows of sequence s are query_start[s] .. query_start[s + 1]
+    context_lens: Tensor  # [S] int32: tokens with KV after this step
+    block_tables: Tensor  # [S, max_blocks] int32, padded with 0
+    block_ids: Tensor  # [T] int64: the block that each row's KV goes to; -1: it is there already
+    offsets: Tensor  # [T] int64: and the token slot in it
+    last_rows: Tensor  # [S] int64: the last row of each sequence, whose logits choose the next token
+    block_tokens: int
+    most_context: int | None = None
+    """Set where the contents change between two uses, as in a captured graph: every sequence has one row, and a context
+    of so many tokens at most."""
+    # On a CPU, the same memory as numpy has it, whose small operations take a tenth of torch's time; and `capacity`,
+    # [S] int64: tokens that each sequence's table holds.
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
+    room: int = 0  # steps that the tables have room for, this one included; 0: not looked at yet
+    within: int = 0  # further steps in which no sequence begins a block
+    # What the layers of one stage compute once per batch:
+    angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    plans: dict[Any, AttentionPlan] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the number of rows."""
+        return self.token_ids.shape[0]
+
+    @classmethod
+    def build(
+        cls,
+        sequences: Sequence[tuple[bytes, int, Sequence[int]]],
+        block_tokens: int,
+        device: torch.device | str = "cpu",
+        *,
+        full_hits: Collection[int] = (),
+    ) -> PackedBatch:
+        """Pack `sequences`, each (token ids as little-endian int32, position of the first, block table).
+
+        Those at the indices `full_hits` have KV of all their tokens: it is read, and none is written.
+
+        Raises:
+            InvalidRequest: no sequence, one without tokens, or a block table too short for its tokens; names which.
+        """
+        if not sequences:
+            raise InvalidRequest("sequences", "a batch needs at least one")
+        starts: list[int] = []
+        counts: list[int] = []
+        tables: list[Sequence[int]] = []
+        for i, (tokens, start, table) in enumerate(sequences):
+            count = len(tokens) // 4
+            if not count or len(tokens) % 4 or start < 0:
+                raise InvalidRequest(f"sequences[{i}]", f"{len(tokens)} bytes of tokens from position {start}")
+            if len(table) * block_tokens < start + count:
+                raise _too_short(i, start + count, len(table), block_tokens)
+            starts.append(start)
+            counts.append(count)
+            tables.append(table)
+        batch = cls(**_packed(b"".join(item[0] for item in sequences), starts, counts, tables, block_tokens))
+        for index in full_hits:
+            begin, end = batch.query_start[index : index + 2].tolist()
+            batch.block_ids[begin:end] = -1
+        return batch if torch.device(device).type == "cpu" else batch.to(device)
+
+    def after(self, tokens: Sequence[int]) -> PackedBatch:
+        """Return the batch of the next step of the same sequences, on a CPU: each has one of `tokens` more.
+
+        Where there is one token of each already it is this one, changed in place.
+
+        Raises:
+            InvalidRequest: a block table is too short; names which.
+        """
+        if self.num_tokens != len(self.context_lens):
+            return self._packed_anew(tokens)
+        its, size = self.arrays, self.block_tokens
+        positions, tables = its["positions"], its["block_tables"]
+        positions += 1
+        self.room = (self.room or int((its["capacity"] - positions).min()) + 1) - 1
+        if not self.room:
+            short = int((its["capacity"] - positions).argmin())
+            raise _too_short(short, int(positions[short]) + 1, int(its["capacity"][short]) // size, size)
+        its["token_ids"][:] = tokens
+        its["context_lens"] += 1
+        if self.within:  # mostly: behind a step caches are cold, so each kind of operation takes its time
+            its["offsets"] += 1
+            self.within -= 1
+        else:
+            np.remainder(positions, size, out=its["offsets"])
+            its["block_ids"][:] = tables[np.arange(len(tables)), positions // size]
+            self.within = size - 1 - int(its["offsets"].max())
+        self.angles.clear()
+        for plan in self.plans.values():
+            plan.go_on(tables)
+        return self
+
+    def filled(self) -> list[int]:
+        """Blocks that the step fills, of a batch with one token of each sequence."""
+        if self.within:
+            return []
+        filled: list[int] = self.arrays["block_ids"][self.arrays["offsets"] == self.block_tokens - 1].tolist()
+        return filled
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """Return the same batch on another device."""
+        names = ("token_ids", "positions", "query_start", "context_lens", "block_tables", "block_ids", "offsets")
+        moved = {name: getattr(self, name).to(device) for name in (*names, "last_rows")}
+        return PackedBatch(**moved, block_tokens=self.block_tokens)
+
+    def _packed_anew(self, tokens: Sequence[int]) -> PackedBatch:
+        used = (self.arrays["capacity"] // self.block_tokens).tolist()
+        tables = [row[:count] for row, count in zip(self.block_tables.tolist(), used, strict=True)]
+        ids = [array("i", [token]).tobytes() for token in tokens]
+        return PackedBatch.build(list(zip(ids, self.context_lens.tolist(), tables, strict=True)), self.block_tokens)
+
+
+def _too_short(index: int, tokens: int, blocks: int, block_tokens: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"sequences[{index}].block_table", f"{blocks} blocks of {block_tokens} tokens do not hold {tokens}"
+    )
+
+
+def _packed(
+    tokens: bytes, starts: Sequence[int], counts: Sequence[int], tables: Sequence[Sequence[int]], block_tokens: int
+) -> dict[str, Any]:
+    """Return the fields of a batch."""
+    padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    rows_of, ends = np.array(counts), np.cumsum(counts)
+    sequence = np.repeat(np.arange(len(counts)), rows_of)
+    positions = np.arange(ends[-1]) + np.repeat(np.array(starts) - (ends - rows_of), rows_of)
+    arrays = {
+        "token_ids": np.frombuffer(tokens, "<i4").astype(np.int64),
+        "positions": positions,
+        "query_start": np.concatenate(([0], ends)).astype(np.int32),
+        "context_lens": (np.array(starts) + rows_of).astype(np.int32),
+        "block_tables": padded,
+        "block_ids": padded[sequence, positions // block_tokens].astype(np.int64),
+        "offsets": positions % block_tokens,
+        "last_rows": ends - 1,
+    }
+    fields: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    capacity = np.array([len(table) for table in tables]) * block_tokens
+    return {**fields, "block_tokens": block_tokens, "arrays": {**arrays, "capacity": capacity}}
+
+
+@dataclass(slots=True)
+class LogitsRows:
+    """The wanted rows, and what attention is given for them; see `kernels.plan.AttentionPlan`."""
+
+    rows: Tensor  # [R] int64, rising
+    single: Tensor  # [n, 4] int32: place in `rows`, 1, sequence, context; of sequences with one wanted row
+    several: Tensor  # [n, 4] int32: first place in `rows`, how many, sequence, context; of the others
+
+
+def logits_rows(batch: PackedBatch, tails: Sequence[int] | None) -> LogitsRows | None:
+    """Return what the last layer computes; None where it is all rows.
+
+    `tails`: for each sequence, how many of its last rows are wanted; None: all of all.
+    """
+    if tails is None or sum(tails) == batch.num_tokens:
+        return None
+    rows: list[int] = []
+    items: list[tuple[int, int, int, int]] = []
+    starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
+    for index, ((begin, end), count) in enumerate(zip(pairwise(starts), tails, strict=True)):
+        assert 0 <= count <= end - begin
+        if count:
+            items.append((len(rows), count, index, contexts[index]))
+            rows += range(end - count, end)
+    return LogitsRows(
+        torch.tensor(rows, dtype=torch.int64),
+        _rows_table([item for item in items if item[1] == 1]),
+        _rows_table([item for item in items if item[1] > 1]),
+    )
+
+
+def _rows_table(items: Sequence[tuple[int, int, int, int]]) -> Tensor:
+    return torch.tensor(items, dtype=torch.int32).view(-1, 4)

@@ -1,0 +1,185 @@
+"""Building blocks of a layer: linear layers, rotary position embeddings, and the weights of one layer.
+
+Where native kernels run, weights are packed for them (`kernels.packed_weights`). Elsewhere oneDNN's packed form is
+used if it can be had. Source of the embeddings: Su et al. 2021 (RoFormer), in the half-split form of transformers'
+`rotate_half`; Llama-3 scaling as in transformers' `_compute_llama3_parameters`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels import ops
+from kernels.memory import Arena
+from kernels.packed_weights import PackedWeights, pack_weights
+from moonpool.checkpoint.config import ModelConfig, RopeScaling
+
+# Arrangements chosen for many rows turned out best for few rows too.
+_ROWS_HINT = 512
+
+
+#: Rows of oneDNN's products in deterministic mode: in one shape, a row's bits depend neither on its place nor on the
+#: others (held by a test; in other shapes it may divide the sums in another way). The native ones need no such thing.
+FIXED_ROWS = 32
+
+
+class Linear:
+    """x [rows, inputs] to x @ weight.T + bias [rows, outputs], in the weight's element type.
+
+    `gated`: the outputs are gates, then as many ups, and the result is silu(gates) * ups, [rows, outputs / 2].
+    The weight is not kept: what is kept is its arrangement, in memory from `arena`.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, arena: Arena | None = None
+    ) -> None:
+        self.shape = weight.shape
+        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+        self.panels: PackedWeights | None = pack_weights(weight, bias, gated=gated, arena=arena or Arena())
+        self._bias = bias
+        self._gated = gated
+        self._weight: Tensor | None = None
+        self._packed = False
+        if self.panels is None:
+            packed = _onednn_pack(weight)
+            self._packed = packed is not None
+            self._weight = weight if packed is None else packed
+
+    def __call__(
+        self, x: Tensor, *, deterministic: bool = False, wide: bool = False, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the product; `wide`: as float32, after it was rounded to the weight's type.
+
+        `out`: a result of the same call with as many rows, of which the memory may be used.
+        `deterministic`: the same row gives the same bits in every batch, see FIXED_ROWS.
+        """
+        if self.panels is not None:
+            return self.panels.product(x, wide=wide, out=out)
+        result = self._in_tiles(x) if deterministic else self._product(x)
+        if self._gated:
+            result = ops.silu_mul(result)
+        return result.float() if wide else result
+
+    def dense(self) -> Tensor:
+        """Return the weight in plain form [outputs, inputs]."""
+        if self.panels is not None:
+            return self.panels.rows(torch.arange(self.shape[0]))
+        assert self._weight is not None
+        return self._weight.to_dense() if self._packed else self._weight
+
+    def _in_tiles(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        result = x.new_empty((rows, self.shape[0]))
+        padded = x.new_zeros((FIXED_ROWS, x.shape[1]))
+        for begin in range(0, rows, FIXED_ROWS):
+            count = min(FIXED_ROWS, rows - begin)
+            tile = x[begin : begin + count]
+            if count < FIXED_ROWS:
+                padded[:count] = tile
+                tile = padded
+            result[begin : begin + count] = self._product(tile)[:count]
+        return result
+
+    def _product(self, x: Tensor) -> Tensor:
+        assert self._weight is not None
+        if not self._packed:
+            return functional.linear(x, self._weight, self._bias)
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return result
+
+
+@torch.inference_mode()
+def _onednn_pack(weight: Tensor) -> Tensor | None:
+    """Return `weight` as oneDNN arranges it, or None where that cannot be done."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    try:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        torch.ops.mkldnn._linear_pointwise(weight.new_zeros(1, weight.shape[1]), packed, None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return None
+    return packed
+
+
+TABLE = 8192
+"""Positions whose angles are kept, from the first on: a step looks them up in a fifth of the time."""
+
+
+class RopeTable:
+    """Angles for one model in one element type."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(config).to(device)
+        self._dtype = dtype
+        kept = self._computed(torch.arange(min(TABLE, config.max_position_embeddings), device=device))
+        self._kept = torch.stack(kept)  # [2, positions, head_dim]: one look-up for both
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and *signed* sin for `positions` [T], each [T, head_dim], computed in float32.
+
+        The first half of sin is negated, as `kernels.ops.rope` wants it.
+        """
+        # Elsewhere than on a CPU, looking at a position would wait for the device.
+        if positions.device.type != "cpu" or int(positions.numpy().max()) >= self._kept.shape[1]:
+            return self._computed(positions)
+        cos, sin = self._kept.index_select(1, positions)
+        return cos, sin
+
+    def ahead(self, positions: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return cos and signed sin, each [N, head_dim], of `positions` [T] (on a CPU) and of those after them.
+
+        Row `turns[i]` belongs to `positions[i]`, and as many as `steps` follow it for the next ones; `turns` [T] int64.
+        """
+        if int(positions.max()) + steps < self._kept.shape[1]:
+            return self._kept[0], self._kept[1], positions.clone()
+        later = positions[:, None] + torch.arange(steps + 1)
+        return *self._computed(later.flatten()), torch.arange(len(positions)) * (steps + 1)
+
+    def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions.float()[:, None] * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((cos, cos), dim=-1).to(self._dtype), torch.cat((-sin, sin), dim=-1).to(self._dtype)
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """Return the angle per position of each pair of elements, float32 [head_dim / 2]."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "divisors":
+        return frequencies / torch.tensor(scaling.divisors)
+    return frequencies / scaling.factor if scaling.kind == "linear" else _llama3(frequencies, scaling)
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow the low frequencies down by `factor`, keep the high ones, go over smoothly between."""
+    original = scaling.original_max_position_embeddings
+    low_wavelength = original / scaling.low_freq_factor
+    high_wavelength = original / scaling.high_freq_factor
+    wavelength = 2 * math.pi / frequencies
+    slowed = torch.where(wavelength > low_wavelength, frequencies / scaling.factor, frequencies)
+    smooth = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    between = (1 - smooth) * slowed / scaling.factor + smooth * slowed
+    medium = ~(wavelength < high_wavelength) & ~(wavelength > low_wavelength)
+    return torch.where(medium, between, slowed)
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """Weights of one layer; projections that read the same input are one matrix."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Linear  # hidden to (heads + 2 * kv_heads) * head_dim: q, then k, then v
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    output: Linear  # heads * head_dim to hidden
+    post_norm: Tensor  # [hidden]
+    gate_up: Linear  # gated: hidden to intermediate
+    down: Linear  # intermediate to hidden

@@ -1,0 +1,313 @@
+"""All layers of a stage, and further steps of a run, in one native call (`kernels/native/step.cpp`, `go_on.cpp`)."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.choice import why_not_native
+from kernels.int8_head import Int8Head
+from kernels.native import library, structures
+from kernels.native.library import MAX_HEAD_DIM, TYPES, Library
+from kernels.packed_weights import PackedWeights
+from kernels.plan import AttentionPlan
+from moonpool.checkpoint.config import ModelConfig
+from moonpool.errors import InvalidRequest
+from moonpool.models.batch import PackedBatch, logits_rows
+from moonpool.models.layers import LayerWeights, Linear
+
+
+class StepSignals(Protocol):
+    """What other threads may change while a step runs."""
+
+    address: int
+    """Of three words of 8 bytes: whether the step was given up, the model's highest layer that may run, and whether
+    something waits for the step's end."""
+
+    def stopped(self, layer: int) -> bool:
+        """Whether this layer must not run (any more, or yet)."""
+        ...
+
+
+class Progress:
+    """How far the layers of a step have come, for one thread that follows them while another one computes.
+
+    Args:
+        native: The library that they run by.
+        first: The stage's first layer, counted in the whole model, as in what follows.
+        count: Its layers.
+    """
+
+    def __init__(self, native: Library, first: int, count: int) -> None:
+        self._native, self._first = native, first
+        self._began_ns = array("q", bytes(8 * count))
+        self._words = structures.Progress(first, self._began_ns.buffer_info()[0])
+        self.address = ctypes.addressof(self._words)
+
+    def wait(self, layer: int) -> bool:
+        """Wait until a layer is computed; return False if it is over before. Other threads of Python run meanwhile."""
+        return self._native.follow(self._words, layer)
+
+    def began_ns(self, layer: int) -> int:
+        """Return when a layer began that was waited for, time.monotonic_ns."""
+        return self._began_ns[layer - self._first]
+
+    def end(self) -> None:
+        """No further layer is computed. By the thread that computes."""
+        self._native.over(self._words)
+
+
+class NativeLayers:
+    """The layers of one stage, from layer `index` of the model on, as the native step is given them."""
+
+    def __init__(self, native: Library, config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> None:
+        self.native = native
+        self._index = index
+        self._weights = list(layers)  # kept alive
+        self._layers = (structures.Layer * len(layers))(*map(_layer_structure, layers))
+        first = layers[0].input_norm
+        self.model = structures.Model(
+            self._layers,
+            config.hidden_size, config.intermediate_size,
+            TYPES[first.dtype], config.num_heads, config.num_kv_heads, config.head_dim,
+            config.rms_norm_eps, config.head_dim**-0.5,
+        )  # fmt: skip
+
+    def progress(self) -> Progress:
+        """Return a step's progress, of which nothing is done."""
+        return Progress(self.native, self._index, len(self._layers))
+
+    def run(self, step: structures.Step) -> int:
+        """Run a step's layers and return the one that it came to, counted in the whole model."""
+        return self.native.step(self.model, step) + self._index
+
+    def step(
+        self,
+        hidden: Tensor,
+        batch: PackedBatch,
+        angles: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        kv: Tensor,
+        scales: Tensor | None,
+        first: int,
+        last: int,
+        *,
+        tails: Sequence[int] | None,
+        watch: StepSignals | None,
+        progress: Progress | None = None,
+    ) -> structures.Step:
+        """Return layers `first` up to `last`, counted in the whole model, over a batch, as native code is given them.
+
+        Args:
+            hidden: States [T, hidden], contiguous: in and out.
+            batch: The sequences; its tables were checked for `plan`.
+            angles: RoPE's cos and sin of the batch's rows.
+            plan: Of the batch and `kv`.
+            kv: The stage's pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], each block dense.
+            scales: Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32, each block dense.
+            first: First layer.
+            last: The layer after the last.
+            tails: Of each sequence so many last rows are wanted of layer `last` - 1, the others are left undefined;
+                None: all are wanted.
+            watch: What the layers look at; None: nothing.
+            progress: What is told of each layer; None: nothing.
+        """
+        tables = batch.block_tables
+        chosen = logits_rows(batch, tails)
+        some = structures.Items()
+        if chosen is not None:
+            some = _items_structure(chosen.single, chosen.several)
+        size = kv.element_size()
+        step = structures.Step(
+            first - self._index, last - self._index, self._index,
+            hidden.data_ptr(), hidden.shape[0],
+            angles[0].data_ptr(), angles[1].data_ptr(),
+            batch.block_ids.data_ptr(), batch.offsets.data_ptr(),
+            kv.data_ptr(), kv.stride(0) * size, kv.stride(1) * size, kv.shape[4],
+            *((None, 0, 0) if scales is None else (scales.data_ptr(), scales.stride(0), scales.stride(1))),
+            TYPES[kv.dtype],
+            tables.data_ptr(), tables.stride(0),
+            _items_structure(plan.decode, plan.prefill),
+            None if chosen is None else chosen.rows.data_ptr() or hidden.data_ptr(),
+            0 if chosen is None else chosen.rows.numel(),
+            some,
+            None if watch is None else watch.address,
+            None if progress is None else progress.address,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        # Alive, as long as it has their addresses.
+        step.kept = hidden, batch, angles, plan, kv, scales, chosen, watch, progress
+        return step
+
+    def normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Return the RMS norm of `rows` [R, hidden], each dense, in the weights' type."""
+        out = torch.empty(rows.shape, dtype=rows.dtype)
+        self.native.rms_norm(rows, None, weight, self.model.eps, out)
+        return out
+
+
+def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> NativeLayers | str:
+    """Return the layers from `index` on for the native step, or why they run operation by operation."""
+    first = layers[0].input_norm
+    missing = why_not_native(first.device, first.dtype) or _why_not(config, layers)
+    if missing:
+        return missing
+    native = library.get()
+    assert native is not None
+    return NativeLayers(native, config, index, layers)
+
+
+def _why_not(config: ModelConfig, layers: Sequence[LayerWeights]) -> str:
+    """Return why the native step does not take these layers; "" where it does."""
+    if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
+    linears = [linear for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    if any(linear.panels is None for linear in linears):
+        return "a matrix cannot be arranged in panels"
+    return ""
+
+
+def _layer_structure(weights: LayerWeights) -> structures.Layer:
+    matrices = []
+    for linear in (weights.qkv, weights.output, weights.gate_up, weights.down):
+        assert linear.panels is not None
+        matrices.append(linear.panels.structure)
+    norms = (weights.input_norm, weights.post_norm, weights.q_norm, weights.k_norm)
+    return structures.Layer(*(None if norm is None else norm.data_ptr() for norm in norms), *matrices)
+
+
+def _items_structure(single: Tensor, several: Tensor) -> structures.Items:
+    return structures.Items(single.data_ptr(), single.shape[0], several.data_ptr(), several.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class RunInputs:
+    """What a stage computes a run's steps with."""
+
+    step: structures.Step
+    """Of all layers, over one row of each sequence."""
+    hidden: Tensor
+    """[T, hidden], the step's states."""
+    angles: Tensor
+    """[2, T, head_dim], the step's cos and sin."""
+    cos: Tensor
+    """[N, head_dim], of all positions that the run may come to; and `sin`."""
+    sin: Tensor
+    turns: Tensor
+    """[T] int64: the row of these that belongs to each sequence's position; from now on changed in place."""
+    embedding: Tensor | PackedWeights
+    norm: Tensor
+    head: Linear
+    sketch: Int8Head | None
+
+
+@dataclass(slots=True)
+class RunResult:
+    """What a call did."""
+
+    steps: int
+    """That are done."""
+    stopped: bool
+    """Another step was begun and given up: the watch stopped it."""
+    filled: list[int]
+    """Blocks that were filled."""
+
+
+class NativeRun:
+    """The rest of a run; `StageModel.going_on` makes it.
+
+    Attributes:
+        logits: of the last step [T, vocab], float32; they may be overwritten. Where tokens are chosen here they may be
+            an earlier step's: a sketch of the head finds greedy tokens without them.
+        logits_at: their address.
+        alone: tokens are chosen here, too.
+    """
+
+    def __init__(
+        self, layers: NativeLayers, batch: PackedBatch, parts: RunInputs, steps: int, chosen: int, out: Tensor | None
+    ) -> None:
+        head, rows = parts.head.panels, batch.num_tokens
+        assert head is not None
+        shape = (rows, head.structure.outputs)
+        reused = out is not None and out.shape == shape
+        self.logits = out if out is not None and reused else torch.empty(shape, dtype=torch.float32)
+        self.logits_at = self.logits.data_ptr()
+        self.alone = False
+        self._native, self._batch, self._parts, self._left = layers.native, batch, parts, steps
+        self._normed = torch.empty_like(parts.hidden)
+        self._full = np.zeros(steps * rows, np.int64)
+        self._found, self._over_ns = np.zeros((steps, rows), np.int32), np.zeros(steps, np.int64)
+        self._ends = np.zeros(0, np.int32)
+        embedded = parts.embedding.structure if isinstance(parts.embedding, PackedWeights) else None
+        self._call = structures.GoOn(
+            ctypes.pointer(layers.model), ctypes.pointer(parts.step),
+            chosen, batch.token_ids.data_ptr(), batch.positions.data_ptr(), batch.context_lens.data_ptr(),
+            parts.turns.data_ptr(), parts.cos.data_ptr(), parts.sin.data_ptr(),
+            None if embedded is None else ctypes.pointer(embedded),
+            parts.embedding.data_ptr() if isinstance(parts.embedding, Tensor) else None,
+            parts.norm.data_ptr(), ctypes.pointer(head.structure), self._normed.data_ptr(), self.logits_at,
+            None if parts.sketch is None else ctypes.pointer(parts.sketch.structure),
+            full=self._full.ctypes.data, found=self._found.ctypes.data, over_ns=self._over_ns.ctypes.data,
+        )  # fmt: skip
+
+    def choose_by(self, alone: Callable[[structures.GoOn], bool], ends: Collection[int]) -> None:
+        """Choose tokens in the same call, where a sampler lets it; and further ones, but behind one of `ends`."""
+        self.alone = alone(self._call)
+        self._ends = np.array(list(ends), np.int32)
+        self._call.ends, self._call.end_count = self._ends.ctypes.data, len(self._ends)
+
+    def go_on(self, most: int = 1, until_ns: int = 0) -> RunResult:
+        """Compute a step with the tokens that were chosen, and more where tokens are chosen here.
+
+        Args:
+            most: steps.
+            until_ns: no step follows one that is over later, time.monotonic_ns.
+
+        Raises:
+            InvalidRequest: the block tables hold no further token.
+        """
+        if not self._left:
+            raise InvalidRequest("sequences", "a block table does not hold a run's next token")
+        self._call.most, self._call.until_ns = min(most, self._left), until_ns
+        steps = self._native.go_on(self._call)
+        self._left -= steps
+        return RunResult(
+            steps, bool(self._call.stopped), self._full[: self._call.filled].tolist() if self._call.filled else []
+        )
+
+    def tokens(self, steps: int) -> list[tuple[list[int], int]]:
+        """Of the last call's steps, where tokens are chosen here: those of each sequence, and when each was over."""
+        return list(zip(self._found[:steps].tolist(), self._over_ns[:steps].tolist(), strict=True))
+
+    @property
+    def failed(self) -> bool:
+        """Of the last step: no token was found for a sequence."""
+        return bool(self._call.failed)
+
+
+def native_run(
+    layers: NativeLayers, batch: PackedBatch, parts: RunInputs, blocks: int, steps: int, chosen: int, out: Tensor | None
+) -> NativeRun | None:
+    """Return the rest of a run, or None where it has to go one operation at a time.
+
+    Args:
+        layers: of the model, all of them.
+        batch: as `StageModel.going_on` has it.
+        parts: of the stage.
+        blocks: of the pool.
+        steps: as `StageModel.going_on` has it.
+        chosen: so, too.
+        out: so, too.
+    """
+    tables, context = batch.arrays["block_tables"], batch.arrays["context_lens"]
+    if parts.head.panels is None or tables.min() < 0 or tables.max() >= blocks:
+        return None
+    room = int((batch.arrays["capacity"] - context).min())
+    return NativeRun(layers, batch, parts, min(room, steps), chosen, out)

@@ -1,0 +1,70 @@
+"""A plain CPU: work is done when it is given, and steps compute in the pool itself."""
+
+from collections.abc import Callable, Sequence
+
+from moonpool.kv.pool import PoolPart
+from moonpool.platforms.interface import DeviceEvent
+from moonpool.platforms.kv_memory import OnDone, pool_slices, typed_kv
+from moonpool.scheduling.steps import Step, finished_blocks
+
+
+class _CompletedEvent:
+    """A mark of what is done already."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class CpuStream:
+    """The lane of a plain CPU: work is done when it is given."""
+
+    _NOW = _CompletedEvent()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Does it."""
+        work()
+
+    def mark(self) -> DeviceEvent:
+        """Has come already."""
+        return self._NOW
+
+    def after(self, mark: DeviceEvent) -> None:
+        """Is so."""
+
+
+class CpuKVMemory:
+    """See `KVMemory`. Steps compute in the pool itself, and everything is done at once."""
+
+    def __init__(self, part: PoolPart) -> None:
+        self.kv, self.scales = typed_kv(pool_slices(part), part.layout)
+        self.host_bytes = part.nbytes
+        self._part = part
+        self._finished: Sequence[tuple[int, int]] = ()
+
+    def begin(self, step: Step) -> None:
+        """See `KVMemory.begin`."""
+        for source, block in step.copies:
+            self._part.copy(source, block)
+        self._finished = finished_blocks(step, self._part.layout.block_tokens)
+
+    def go_on(self, written: Sequence[int], full: Sequence[int]) -> None:
+        """See `KVMemory.go_on`."""
+        self._finished = [(block, self._part.layout.block_tokens) for block in full]
+
+    def need(self, layer: int) -> None:
+        """It is there."""
+
+    def leave(self, layer: int, then: OnDone | None) -> None:
+        """See `KVMemory.leave`."""
+        for block, valid_tokens in self._finished:
+            self._part.seal(layer, block, valid_tokens)
+        if then is not None:
+            then()
+
+    def over(self, then: OnDone, *, aborted: bool) -> None:
+        """See `KVMemory.over`."""
+        then()
+
+    def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
+        """It is there."""
+        then()

@@ -1,0 +1,131 @@
+"""A GPU over CUDA streams and events. Never run on a GPU yet; what it shares with `staged` is tested there."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from moonpool.errors import ConfigError
+from moonpool.platforms.interface import CapturedGraph, DeviceEvent
+
+
+def check_free_memory(needed: int, beside: int, free: int) -> None:
+    """Checks that a pool fits the free memory of a GPU, with what steps need beside it; all in bytes.
+
+    Raises:
+        ConfigError: it does not; names the field `kv_bytes`.
+    """
+    if needed + beside > free:
+        room = f"{free} are free, of which steps need up to {beside}"
+        raise ConfigError("kv_bytes", f"{needed} bytes of KV do not fit the GPU: {room}")
+
+
+class _CudaEvent:
+    """See `Mark`."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        """See `Mark.wait`."""
+        self.event.synchronize()
+
+
+class CudaStream:
+    """See `Lane`."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def run(self, work: Callable[[], None]) -> None:
+        """See `Lane.run`."""
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def mark(self) -> DeviceEvent:
+        """See `Lane.mark`."""
+        return _CudaEvent(self._stream)
+
+    def after(self, mark: DeviceEvent) -> None:
+        """See `Lane.after`."""
+        assert isinstance(mark, _CudaEvent)
+        self._stream.wait_event(mark.event)
+
+
+class _CudaGraph:
+    """See `Graph`.
+
+    Args:
+        graph: is empty so far.
+        capturing: fills it with what the body gives to the stream.
+        work: is captured.
+    """
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, capturing: AbstractContextManager[None], work: Callable[[], Tensor]
+    ) -> None:
+        self._graph = graph
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # as capturing does: what is reserved more afterwards is the graph's
+        before = torch.cuda.memory_reserved()
+        with capturing:
+            self.result = work()
+        self.nbytes = max(0, torch.cuda.memory_reserved() - before)
+
+    def replay(self) -> None:
+        """See `Graph.replay`."""
+        self._graph.replay()
+
+
+class CudaDevice:
+    """See `Device`.
+
+    Args:
+        number: of the GPU.
+
+    Raises:
+        ConfigError: there is no such GPU here.
+    """
+
+    def __init__(self, number: int) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError("device", "no CUDA device can be used here")
+        if number >= torch.cuda.device_count():
+            raise ConfigError("device", f"there is no GPU {number}, only {torch.cuda.device_count()}")
+        self._device = torch.device("cuda", number)
+        torch.cuda.set_device(self._device)
+        compute, up, down = (torch.cuda.Stream(self._device) for _ in range(3))  # type: ignore[no-untyped-call]
+        # Weights and batches, which this thread brings, come in the order of the steps.
+        torch.cuda.set_stream(compute)
+        self.compute, self.up, self.down = CudaStream(compute), CudaStream(up), CudaStream(down)
+        self._graphs = torch.cuda.graph_pool_handle()  # their memory, which they share
+
+    @property
+    def torch_device(self) -> torch.device:
+        """See `Device.torch_device`."""
+        return self._device
+
+    def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
+        """See `Device.memory`."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        check_free_memory(torch.Size(shape).numel(), beside, free)
+        found = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        torch.cuda.synchronize(self._device)
+        return found
+
+    def buffers(self, count: int, nbytes: int) -> Tensor:
+        """See `Device.buffers`."""
+        return torch.empty((count, nbytes), dtype=torch.uint8, pin_memory=True)
+
+    def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
+        """See `Device.capture`."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        # Other threads wait for events meanwhile, which must not end the capture.
+        mode = "thread_local"
+        return _CudaGraph(graph, torch.cuda.graph(graph, self._graphs, stream, mode), work)
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        torch.cuda.synchronize(self._device)

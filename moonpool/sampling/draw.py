@@ -1,0 +1,163 @@
+"""Draws tokens from logits by seed: temperature, top-k, top-p, min-p, for all rows at once, without a sort.
+
+The rule, for one row. The weight of a token is exp(logit / temperature - the greatest of these). Of all tokens, top-k
+keeps the k of highest weight; top-p keeps those before which, in falling order of weight, less than p of their sum
+lies; min-p keeps those whose weight is at least p of the highest. Equal weights count in order of the token. Then the
+kept weights are summed **in order of the token**, and the token is chosen at which the sum passes u times the whole
+sum. u in [0, 1) belongs to the seed and the output position (`uniform`).
+
+Weights are float32, sums float64. This is the reference of the native sampler (`kernels/native/sample.cpp`), which
+gives the same weights and sums to the bit. Nothing here reads a tensor's contents on the host, and no shape depends
+on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moonpool.sampling.ops import RUN, keep_top_k, keep_top_p, running_sums, runs_of, send_to_device
+from moonpool.sampling_params import SamplingParams
+
+_LOG2_E = 1.4426950408889634
+
+
+_LEAST_POWER = -126.0
+"""Of two: what is less is 0."""
+
+
+_ROUNDING = 12582912.0
+"""1.5 * 2^23: a float of some size that this is added to loses its fraction."""
+
+
+_POWER_OF_2 = (1.537070260e-4, 1.339984826e-3, 9.618373259e-3, 5.550329035e-2, 2.402264846e-1, 6.931472056e-1, 1.0)
+"""A polynomial for 2^x in [-0.5, 0.5], highest power first; 1e-7 relative."""
+
+
+_ROWS = 4
+"""Rows that are weighed together on a CPU: what is between the first and the last operation stays in its caches."""
+
+
+_LANES = 16
+"""A run's weights are summed up in so many sums, one for each token modulo this, which are then halved down to one."""
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the number in [0, 1) that belongs to one output position of a seed.
+
+    A hash of the two and 0 (BLAKE2b, 53 bits of it): counter-based, so it needs no state and has no order. The native
+    sampler hashes them itself (`kernels/native/draws.cpp`).
+    """
+    counter = struct.pack("<QQQ", seed & (2**64 - 1), 0, position)
+    number = int.from_bytes(hashlib.blake2b(counter, digest_size=8, person=b"moonpool sample").digest(), "little")
+    return (number >> 11) * 2.0**-53
+
+
+class RandomDraws:
+    """How some rows are drawn; lies on the logits' device from the first step on.
+
+    Args:
+        params: of each row.
+        sizes: how many tokens each row draws.
+        vocab: tokens of the model.
+        device: of the logits.
+    """
+
+    def __init__(
+        self, params: Sequence[SamplingParams], sizes: Sequence[int], vocab: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._scales = send_to_device(torch.tensor([scale_of(it) for it in params]), device)
+        self._rows = send_to_device(torch.arange(len(params)).repeat_interleave(torch.tensor(sizes)), device)
+        whole = len(params)
+        self._top_k = self._some({row: it.top_k for row, it in enumerate(params) if 0 < it.top_k < vocab}, whole)
+        self._top_p = self._some({row: it.top_p for row, it in enumerate(params) if it.top_p < 1}, whole)
+        least = torch.tensor([it.min_p for it in params])[:, None]
+        self._least = send_to_device(least, device) if any(it.min_p for it in params) else None
+
+    def __call__(self, logits: Tensor, numbers: Sequence[float]) -> Tensor:
+        """Choose tokens of each row of `logits` [R, vocab] float32, which has a finite highest one.
+
+        `numbers`: one in [0, 1) of each draw, row after row. Returns each draw's token, int64 [D].
+        """
+        weights = weights_of(logits, self._scales)
+        for some, keep in ((self._top_k, keep_top_k), (self._top_p, keep_top_p)):
+            if some is None:
+                continue
+            rows, goals = some
+            part = weights if rows is None else weights[rows]
+            keep(part, goals)
+            if rows is not None:
+                weights.index_copy_(0, rows, part)
+        if self._least is not None:
+            weights.masked_fill_(weights < self._least, 0)
+        return _pick(weights, self._rows, send_to_device(torch.tensor(numbers, dtype=torch.float64), self._device))
+
+    def _some(self, goals: Mapping[int, float], whole: int) -> tuple[Tensor | None, Tensor] | None:
+        """Rows that have a goal, None where these are all, and the goals; None without any."""
+        if not goals:
+            return None
+        rows = None if len(goals) == whole else send_to_device(torch.tensor(list(goals)), self._device)
+        return rows, send_to_device(torch.tensor(list(goals.values()), dtype=torch.float64), self._device)
+
+
+def scale_of(params: SamplingParams) -> float:
+    """Return what logits are multiplied with to become powers of two."""
+    return _LOG2_E / params.temperature
+
+
+def weights_of(logits: Tensor, scales: Tensor) -> Tensor:
+    """Return 2 ^ (scale * (logit - the row's highest)) of `logits` [R, vocab], in whole runs: 0 behind the vocabulary.
+
+    `scales` [R] float32.
+    """
+    rows, vocab = logits.shape
+    result = logits.new_zeros(rows, runs_of(vocab) * RUN)
+    together = _ROWS if logits.device.type == "cpu" else rows
+    for row in range(0, rows, together):
+        part = slice(row, row + together)
+        _weigh(logits[part], scales[part], result[part, :vocab])
+    return result
+
+
+def _weigh(logits: Tensor, scales: Tensor, result: Tensor) -> None:
+    """Write the weights of some rows into `result`, which is 0."""
+    powers = (logits - logits.amax(-1, keepdim=True)).mul_(scales[:, None])
+    dead = ~(powers >= _LEAST_POWER)  # also of minus infinity times 0
+    powers.masked_fill_(dead, 0)
+    whole = (powers + _ROUNDING).sub_(_ROUNDING)
+    powers -= whole
+    result += _POWER_OF_2[0]
+    for factor in _POWER_OF_2[1:]:
+        result.mul_(powers).add_(factor)
+    result.view(torch.int32).add_(whole.to(torch.int32) << 23)
+    result.masked_fill_(dead, 0)
+
+
+def _sums_of_runs(runs: Tensor) -> Tensor:
+    """Return the sums of `runs` [..., RUN] in float64, in the order that is the same everywhere."""
+    sums = runs[..., :_LANES].double()
+    for begin in range(_LANES, RUN, _LANES):
+        sums += runs[..., begin : begin + _LANES]
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    return sums[..., 0]
+
+
+def _pick(weights: Tensor, rows: Tensor, numbers: Tensor) -> Tensor:
+    """Return the token of each of `rows` [D] that belongs to its number [D], float64: [D]."""
+    runs = weights.view(weights.shape[0], -1, RUN)
+    sums = running_sums(_sums_of_runs(runs))[rows]  # [D, runs]
+    whole = sums[:, -1]
+    goals = torch.minimum(numbers * whole, torch.nextafter(whole, torch.zeros_like(whole)))[:, None]
+    run = torch.searchsorted(sums, goals, right=True)
+    before = torch.where(run > 0, sums.gather(1, (run - 1).clamp_min(0)), 0.0)
+    inside = runs[rows, run[:, 0]].double()
+    at = torch.searchsorted(running_sums(inside) + before, goals, right=True)
+    last = RUN - 1 - (inside.flip(-1) > 0).int().argmax(-1, keepdim=True)  # rounding may lead past it
+    return (run * RUN + torch.minimum(at, last))[:, 0]

@@ -1,0 +1,110 @@
+"""Tensor operations of the sampler without a sort of the vocabulary and without waiting for the device.
+
+`keep_top_k` and `keep_top_p` find the least weight that is kept digit by digit, ten bits at a time: the bits of non-
+negative floats have the order of the floats. `top` looks only at those runs of 128 values that can hold one of the
+highest values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on `device`, for what is given to the device from now on.
+
+    To a GPU it goes from pinned memory: from other memory torch would wait for all work that the GPU was given before.
+    """
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+_DIGIT = 10
+
+
+_DIGITS = 1 << _DIGIT
+
+
+_SHIFTS = (20, 10, 0)
+"""Weights are at most 1: the two highest bits are 0."""
+
+
+def running_sums(values: Tensor) -> Tensor:
+    """Return the sums along each row of `values` [R, n], with each value added to the sum of those before it.
+
+    On a GPU torch adds in this order along every dimension but the last, unless there is one row only.
+    """
+    rows = values.shape[0]
+    columns = values.expand(2, -1) if rows == 1 else values
+    return columns.t().contiguous().cumsum(0)[:, :rows].t().contiguous()
+
+
+def keep_top_k(weights: Tensor, counts: Tensor) -> None:
+    """Set all but the highest `counts` [R] float64 of each row's `weights` [R, n] in [0, 1] to 0.
+
+    Of equal ones the first are kept.
+    """
+    _keep_leading(weights, counts, by_weight=False)
+
+
+def keep_top_p(weights: Tensor, shares: Tensor) -> None:
+    """As `keep_number`, of those before which, in falling order, less than `shares` [R] float64 of the sum lies.
+
+    At least one is kept.
+    """
+    _keep_leading(weights, shares, by_weight=True)
+
+
+def _keep_leading(weights: Tensor, goals: Tensor, *, by_weight: bool) -> None:
+    bits = weights.view(torch.int32)
+    least, above = torch.zeros_like(bits[:, :1]), torch.zeros_like(goals)[:, None]
+    for shift in _SHIFTS:
+        digits = (bits >> shift) - (least << _DIGIT)
+        inside = (digits >= 0) & (digits < _DIGITS)
+        amounts = torch.where(inside, weights, 0.0).double() if by_weight else inside.double()
+        masses = amounts.new_zeros(len(weights), _DIGITS)
+        masses.scatter_add_(1, digits.clamp_(0, _DIGITS - 1).long(), amounts)
+        sums = running_sums(torch.cat((above, masses.flip(1)), 1))
+        if shift == _SHIFTS[0]:
+            goals = (goals * sums[:, -1] if by_weight else goals)[:, None]
+        # Rounding may put the goal behind all of them: then it is the last digit.
+        place = (sums[:, 1:] < goals).sum(1, keepdim=True).clamp_(max=_DIGITS - 1)
+        above = sums.gather(1, place)
+        least = (least << _DIGIT) + (_DIGITS - 1 - place).int()
+    each = least.view(torch.float32).double() if by_weight else torch.ones_like(above)
+    kept = _fitting(goals, above, each).clamp_(1, weights.shape[1]).int()
+    equal = bits == least
+    weights.masked_fill_((bits < least) | (equal & (equal.cumsum(1, dtype=torch.int32) > kept)), 0)
+
+
+def _fitting(goals: Tensor, above: Tensor, each: Tensor) -> Tensor:
+    """How many equal weights `each` there are before which, with what is `above`, less than the goal lies."""
+    count = ((goals - above) / each).ceil()
+    count -= (above + (count - 1) * each >= goals).double()
+    return count + (above + count * each < goals).double()
+
+
+RUN = 128
+
+
+def runs_of(count: int) -> int:
+    """Runs that so many values begin."""
+    return -(-count // RUN)
+
+
+def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` greatest of each row of `values` [R, n], and their indices; equals in order of these."""
+    size = values.shape[1]
+    if 2 * count >= runs_of(size):
+        ordered = values.sort(descending=True, stable=True)
+        return ordered.values[:, :count], ordered.indices[:, :count]
+    padded = functional.pad(values, (0, -size % RUN), value=-torch.inf)
+    runs = padded.view(values.shape[0], -1, RUN)
+    chosen = runs.amax(-1).sort(descending=True, stable=True).indices[:, :count].sort().values
+    found = runs.gather(1, chosen[:, :, None].expand(-1, -1, RUN)).flatten(1)
+    ordered = found.sort(descending=True, stable=True)
+    at = ordered.indices[:, :count]
+    return ordered.values[:, :count], chosen.gather(1, at // RUN) * RUN + at % RUN

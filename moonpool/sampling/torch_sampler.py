@@ -1,0 +1,134 @@
+"""Rows sampled in plain torch, on the logits' device: the reference of the native sampler.
+
+Between logits and tokens the host waits for nothing: it gives all operations to the device, then reads the results.
+Shapes follow from what is asked for, never from what is found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from moonpool.logprobs import Logprobs
+from moonpool.sampling.draw import RandomDraws, uniform
+from moonpool.sampling.logprobs import DeviceLogprobs, gather_logprobs
+from moonpool.sampling.native_sampler import RowChoices
+from moonpool.sampling.ops import send_to_device
+from moonpool.sampling.penalties import LogitsAdjuster, TokenMask
+from moonpool.sampling_params import SampleSpec, stream_seed
+
+
+@dataclass(slots=True)
+class PendingChoices:
+    """What a step chose, on its device."""
+
+    tokens: Tensor
+    """[D], each row's draws one after the other."""
+    highest: Tensor
+    """[R] float32: the logit of each row that is highest; where it is not finite, none of its tokens is right."""
+    told: DeviceLogprobs | None
+    """Of the rows that want log probabilities."""
+
+
+class _RowPart:
+    """Some rows, and the draws of them, as indices on the device; of all draws, row after row.
+
+    Args:
+        rows: of the logits.
+        sizes: draws of each row of the logits.
+        device: of the logits.
+    """
+
+    def __init__(self, rows: Sequence[int], sizes: Sequence[int], device: torch.device) -> None:
+        ends = list(accumulate(sizes))
+        self.sizes = [sizes[row] for row in rows]
+        draws = [at for row in rows for at in range(ends[row] - sizes[row], ends[row])]
+        self.whole = len(rows) == len(sizes)
+        self.rows = send_to_device(torch.tensor(rows), device)
+        self.draws = send_to_device(torch.tensor(draws), device)
+        self.row_of_draw = send_to_device(torch.arange(len(rows)).repeat_interleave(torch.tensor(self.sizes)), device)
+
+
+class TorchRows:
+    """Rows that are sampled in torch, step after step.
+
+    Args:
+        specs: of each row, for the first step.
+        drawn: rows that are drawn; of the others the highest logit is chosen.
+        vocab: tokens of the model.
+        device: of the logits.
+    """
+
+    def __init__(self, specs: Sequence[SampleSpec], drawn: Sequence[int], vocab: int, device: torch.device) -> None:
+        self._specs, self._later = specs, 0
+        self._sizes = [spec.samples for spec in specs]
+        self._all = _RowPart(range(len(specs)), self._sizes, device)
+        self._adjusting = LogitsAdjuster(specs, vocab, device)
+        self._seeds = [
+            (stream_seed(specs[row].seed, index), specs[row].position)
+            for row in drawn
+            for index in range(self._sizes[row])
+        ]
+        self._drawn = _RowPart(drawn, self._sizes, device) if drawn else None
+        params = [specs[row].params for row in drawn]
+        self._drawing = RandomDraws(params, [self._sizes[row] for row in drawn], vocab, device) if drawn else None
+        self._counts = {row: spec.params.logprobs for row, spec in enumerate(specs) if spec.params.logprobs is not None}
+        self._told = _RowPart(list(self._counts), self._sizes, device) if self._counts else None
+
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """The next step, after each row's first sample was `tokens`; nothing is given to the device before it."""
+        self._later += 1
+        self._adjusting.go_on(tokens)
+
+    def begin(self, logits: Tensor, masks: Mapping[int, TokenMask]) -> PendingChoices:
+        """Have tokens of each row of `logits` [R, vocab] float32 chosen, which are overwritten."""
+        untouched = None if self._told is None else logits[self._told.rows]
+        self._adjusting(logits, masks)
+        highest, greedy = _highest(logits)
+        tokens = greedy[self._all.row_of_draw]
+        if self._drawn is not None and self._drawing is not None:
+            numbers = [uniform(seed, position + self._later) for seed, position in self._seeds]
+            hot, peaks = logits, highest
+            if not self._drawn.whole:
+                hot, peaks = logits[self._drawn.rows], highest[self._drawn.rows]
+            hot.masked_fill_(~torch.isfinite(peaks)[:, None], 0)  # nobody reads what is drawn there
+            tokens.index_copy_(0, self._drawn.draws, self._drawing(hot, numbers))
+        told = None
+        if self._told is not None and untouched is not None:
+            most = max(self._counts.values())
+            told = gather_logprobs(untouched, self._told.row_of_draw, tokens[self._told.draws], most)
+        return PendingChoices(tokens, highest, told)
+
+    def read(self, pending: PendingChoices) -> RowChoices:
+        """Wait for what was chosen."""
+        drawn, highest = pending.tokens.tolist(), pending.highest.tolist()
+        failed = {row: value == -math.inf for row, value in enumerate(highest) if not math.isfinite(value)}
+        ends = accumulate(self._sizes)
+        tokens = [
+            [] if row in failed else drawn[end - size : end]
+            for row, (size, end) in enumerate(zip(self._sizes, ends, strict=True))
+        ]
+        return RowChoices(tokens, failed, self._logprobs(pending.told, failed))
+
+    def _logprobs(self, told: DeviceLogprobs | None, failed: Mapping[int, bool]) -> dict[int, Logprobs]:
+        if told is None or self._told is None:
+            return {}
+        found = told.read(self._told.sizes, list(self._counts.values()))
+        return {row: its for row, its in zip(self._counts, found, strict=True) if row not in failed}
+
+
+def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the highest logit of every row, and its index: the lowest among equals.
+
+    Torch's `argmax` is an order of magnitude slower than `amax`: the maximum of each run of 128 is found first.
+    """
+    rows, vocab = logits.shape
+    width = 128 if vocab % 128 == 0 else 1
+    runs = logits.view(rows, -1, width)
+    highest, run = runs.amax(-1).max(-1)
+    return highest, run * width + runs[torch.arange(rows, device=logits.device), run].argmax(-1)

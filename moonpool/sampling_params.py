@@ -1,0 +1,355 @@
+"""Sampling parameters of a request: names, defaults and limits, the same everywhere. Torch-free.
+
+To add an option: one field of `SamplingParams`, its check in `SamplingParams.check`, its use in `moonpool.sampling`,
+and a field of the same name in the contract's `Sampling`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, Literal, get_args
+
+from moonpool.errors import InvalidRequest
+from moonpool.logprobs import MAX_LOGPROBS
+
+MAX_CHOICES = 64
+
+
+MAX_BEAMS = 16
+
+
+MAX_CANDIDATES = 4096
+
+
+MAX_LENGTH_PENALTY = 10.0
+
+
+MAX_STOPS = 16
+
+
+MAX_STOP_CHARS = 1024
+
+
+MAX_STOP_TOKENS = 1024
+
+
+MAX_BAD_WORDS = 256
+
+
+MAX_BAD_WORD_CHARS = 256
+
+
+MAX_LOGIT_BIASES = 1024
+
+
+MAX_LOGIT_BIAS = 100.0
+
+
+MAX_PENALTY = 2.0
+
+
+MAX_GRAMMAR_BYTES = 1 << 16
+
+
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+
+
+class Unset(float):
+    """The neutral value of a parameter that was not given: what the served checkpoint suggests comes before it."""
+
+
+class UnsetInt(int):
+    """As `Unsaid`."""
+
+
+ResponseFormat = Literal["", "json_object", "json_schema", "regex", "lark"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen. Names and meaning are those of vLLM and OpenAI.
+
+    A value that is None stands for the default. An unsupported or impossible value is refused by the server with
+    `InvalidRequest`, which names the field.
+    """
+
+    max_tokens: int = 128
+    """Tokens to generate at most; cut to what the model's length leaves."""
+    min_tokens: int = 0
+    """No end token is chosen before so many tokens."""
+    temperature: float = Unset(1.0)
+    """0 = greedy. This and the next two, and `repetition_penalty`, are the checkpoint's own where they are not given,
+    if its `generation_config.json` has them and the conductor uses it (docs/sampling.md)."""
+    top_p: float = Unset(1.0)
+    """Smallest set of most likely tokens whose probability reaches it; 1 = all."""
+    top_k: int = UnsetInt(0)
+    """Number of most likely tokens considered; 0 = all."""
+    min_p: float = 0.0
+    """Least probability relative to the most likely token."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token generated already."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it was generated."""
+    repetition_penalty: float = Unset(1.0)
+    """Divides positive, multiplies negative logits of tokens in prompt or answer."""
+    stop: str | Sequence[str] = field(default=(), metadata={"max_items": MAX_STOPS})
+    """The answer ends before any of these texts; a single text stands for a list of one."""
+    stop_token_ids: Sequence[int] = field(default=(), metadata={"max_items": MAX_STOP_TOKENS})
+    """The answer ends with any of these tokens."""
+    ignore_eos: bool = False
+    """The model's end tokens do not end the answer."""
+    seed: int | None = None
+    """Seed of the sampling, 64 bits unsigned; drawn by the server and reported in the result when None."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"max_items": MAX_LOGIT_BIASES})
+    """Added to the logits of single tokens."""
+    bad_words: str | Sequence[str] = field(default=(), metadata={"max_items": MAX_BAD_WORDS})
+    """Texts that the answer must not have, as vLLM means it: of each, and of it with a space before it, the last token
+    is not chosen after the others."""
+    logprobs: int | None = None
+    """Most likely tokens, at most 20, that are told beside each token with their log probabilities; None = not even the
+    token's own. They are the model's own: before temperature, penalties, bias and bans."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens but the first. The whole prompt is computed: no cached KV is used for it."""
+    n: int = 1
+    """Number of answers (choices) to the prompt, at most 64 and as many as a decode instance has places in a step.
+    Answer i is that of a request of its own with seed `seed` + i (`stream_seed`)."""
+    response_format: ResponseFormat = ""
+    """What the answer looks like: "json_object" = any JSON object; "json_schema", "regex" and "lark" = what `grammar`
+    describes; "" = anything. Tokens that do not fit are never chosen; the model's end token is chosen when, and only
+    where, the answer may end."""
+    grammar: str = ""
+    """A JSON schema, a regular expression (the whole answer matches it) or a grammar in Lark's notation, an EBNF."""
+    beam_width: int = 0
+    """Beams of a beam search, at most 16; 0 = none. Its `n` best hypotheses are the answers, the best first, and come
+    at its end. Nothing is drawn, and nothing but bans changes the model's distribution."""
+    length_penalty: float = 1.0
+    """A hypothesis' score is the sum of its tokens' log probabilities over (their number ^ length_penalty)."""
+    early_stopping: bool | Literal["never"] = False
+    """When a search that has as many hypotheses as beams ends: True = at once; False = when the best beam's score at
+    its length is not better than the worst hypothesis'; "never" = when no beam can become better. As in
+    `transformers`."""
+    skip_special_tokens: bool = True
+    """The answer's text leaves out special tokens. Some models mark calls of functions with them."""
+
+    def __post_init__(self) -> None:
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) is None and default is not None:
+                object.__setattr__(self, name, default)
+        for name in ("stop", "bad_words"):
+            if isinstance(text := getattr(self, name), str):
+                object.__setattr__(self, name, (text,))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Each step carries the parameters to the engine process; this takes half the time of dataclasses' own way.
+        return _restore, _VALUES(self)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def width(self) -> int:
+        """Sequences that run together for the request: its beams, or its answers."""
+        return self.beam_width or self.n
+
+    def suggested(self, values: Mapping[str, float | int]) -> SamplingParams:
+        """Return these parameters with all given: from `values`, else neutral. A beam search takes no values."""
+        own = {} if self.beam_width else values
+        unsaid = (name for name in _NEUTRAL if isinstance(getattr(self, name), Unset | UnsetInt))
+        given: dict[str, Any] = {name: own.get(name, _NEUTRAL[name]) for name in unsaid}
+        return replace(self, **given) if given else self
+
+    def check(self, vocab_size: int, field_prefix: str = "sampling") -> None:
+        """Checks that an engine can sample with these parameters.
+
+        Raises:
+            InvalidRequest: names the first field that is wrong, as "FIELD_PREFIX.NAME".
+        """
+        require = partial(_require, field_prefix)
+        for name, limit in ITEM_LIMITS.items():
+            require(name, len(getattr(self, name)) <= limit, f"at most {limit}")
+        self._check_lengths(require)
+        self._check_numbers(require)
+        self._check_tokens(require, vocab_size)
+        require("n", 1 <= self.n <= MAX_CHOICES, f"must be in [1, {MAX_CHOICES}]")
+        for name in ("logprobs", "prompt_logprobs"):
+            bounds = f"must be in [0, {MAX_LOGPROBS}]"
+            require(name, getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS, bounds)
+        self._check_format(require)
+        self._check_beams(require)
+
+    def _check_format(self, require: partial[None]) -> None:
+        formats = get_args(ResponseFormat)
+        require(
+            "response_format", self.response_format in formats, f"must be one of {', '.join(filter(None, formats))}"
+        )
+        described = self.response_format not in ("", "json_object")
+        require("grammar", bool(self.grammar) == described, f"must {'' if described else 'not '}be given")
+        require("grammar", len(self.grammar) <= MAX_GRAMMAR_BYTES, f"at most {MAX_GRAMMAR_BYTES} bytes")
+        for name in _NOT_WITH_FORMAT if self.response_format else ():
+            unset = getattr(self, name) == _DEFAULTS[name]
+            require(name, unset, "has no meaning with response_format, which says where the answer may end")
+
+    def _check_lengths(self, require: partial[None]) -> None:
+        require("max_tokens", self.max_tokens >= 1, "must be at least 1")
+        require("min_tokens", self.min_tokens >= 0, "must not be negative")
+        require("min_tokens", self.min_tokens <= self.max_tokens, "must not exceed max_tokens")
+        for stop in self.stop:
+            require("stop", 0 < len(stop) <= MAX_STOP_CHARS, f"each needs 1 to {MAX_STOP_CHARS} characters")
+        for word in self.bad_words:
+            chars = f"each needs 1 to {MAX_BAD_WORD_CHARS} characters"
+            require("bad_words", 0 < len(word) <= MAX_BAD_WORD_CHARS, chars)
+
+    def _check_numbers(self, require: partial[None]) -> None:
+        require("temperature", 0 <= self.temperature < math.inf, "must be finite and at least 0")
+        require("top_p", 0 < self.top_p <= 1, "must be in (0, 1]")
+        require("top_k", self.top_k >= 0, "must be at least 0 (0 = all)")
+        require("min_p", 0 <= self.min_p <= 1, "must be in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(name, abs(getattr(self, name)) <= MAX_PENALTY, f"must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+        # Beyond these a logit overflows, and what is left of the distribution is no longer the model's.
+        bounds = f"must be in [{MIN_REPETITION:g}, {MAX_REPETITION:g}]"
+        require("repetition_penalty", MIN_REPETITION <= round(self.repetition_penalty, 6) <= MAX_REPETITION, bounds)
+
+    def _check_beams(self, require: partial[None]) -> None:
+        require("beam_width", 0 <= self.beam_width <= MAX_BEAMS, f"must be in [0, {MAX_BEAMS}]")
+        bounds = f"must be in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
+        require("length_penalty", abs(self.length_penalty) <= MAX_LENGTH_PENALTY, bounds)
+        require("early_stopping", self.early_stopping in (False, True, "never"), "must be False, True or 'never'")
+        for name in _BEAM_OPTIONS if not self.beam_width else _NOT_WITH_BEAMS:
+            unset = getattr(self, name) == _DEFAULTS[name]
+            require(name, unset, f"has no meaning with{'' if self.beam_width else 'out'} beam_width")
+        if self.beam_width:
+            require("temperature", self.temperature in (0, 1), "must be 0 or 1 with beam_width: nothing is drawn")
+            require("n", self.n <= self.beam_width, "must not exceed beam_width")
+
+    def _check_tokens(self, require: partial[None], vocab_size: int) -> None:
+        known = f"token ids must be in [0, {vocab_size})"
+        stops, biases = self.stop_token_ids, self.logit_bias
+        require("stop_token_ids", all(0 <= token < vocab_size for token in stops), known)
+        require("logit_bias", all(0 <= token < vocab_size for token in biases), known)
+        bounds = f"must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
+        require("logit_bias", all(abs(bias) <= MAX_LOGIT_BIAS for bias in biases.values()), bounds)
+
+
+def check_end_tokens(end_token_ids: frozenset[int], min_tokens: int, vocab_size: int, field: str) -> None:
+    """Checks the tokens that end a sequence, and that something can be chosen while they are banned.
+
+    Raises:
+        InvalidRequest: names `field`.
+    """
+    if not all(0 <= token < vocab_size for token in end_token_ids):
+        raise InvalidRequest(field, f"token ids must be in [0, {vocab_size})")
+    if min_tokens and len(end_token_ids) >= vocab_size:
+        raise InvalidRequest(field, "no token is left that does not end the answer before min_tokens")
+
+
+def check_beams(params: SamplingParams, end_token_ids: frozenset[int], vocab_size: int, field_prefix: str) -> None:
+    """Checks that a beam search has enough tokens to go on with, and not too many to look at.
+
+    Raises:
+        InvalidRequest: names "FIELD_PREFIX.beam_width".
+    """
+    width, ends = params.beam_width, len(end_token_ids)
+    enough = f"{width} beams with {ends} end tokens need as many tokens, of {vocab_size}"
+    _require(field_prefix, "beam_width", not width or width + ends <= vocab_size, enough)
+    many = f"{width} beams with {ends} end tokens are too many: more than {MAX_CANDIDATES} candidates in a step"
+    _require(field_prefix, "beam_width", width * (width + ends) <= MAX_CANDIDATES, many)
+
+
+def _require(prefix: str, name: str, condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{prefix}.{name}", message)
+
+
+def _restore(*values: object) -> SamplingParams:
+    params = object.__new__(SamplingParams)
+    for assign, value in zip(_SETTERS, values, strict=True):
+        assign(params, value)
+    return params
+
+
+ITEM_LIMITS: dict[str, int] = {
+    f.name: f.metadata["max_items"] for f in fields(SamplingParams) if "max_items" in f.metadata
+}
+"""Most items of a list or mapping."""
+
+
+_DEFAULTS: dict[str, Any] = {
+    f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(SamplingParams)
+}
+
+
+_NEUTRAL: dict[str, float | int] = {
+    name: float(value) if isinstance(value, Unset) else int(value)
+    for name, value in _DEFAULTS.items()
+    if isinstance(value, Unset | UnsetInt)
+}
+"""Of parameters that checkpoints suggest; plain numbers, which are pickled quickly."""
+
+
+_BEAM_OPTIONS = ("length_penalty", "early_stopping")
+
+
+_NOT_WITH_BEAMS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "seed",
+    "logit_bias",
+    "bad_words",
+    "logprobs",
+    "response_format",
+)
+
+
+_NOT_WITH_FORMAT = ("min_tokens", "ignore_eos", "bad_words")
+
+
+_VALUES = attrgetter(*_DEFAULTS)
+
+
+_SETTERS = [getattr(SamplingParams, name).__set__ for name in _DEFAULTS]
+
+
+def stream_seed(seed: int, index: int) -> int:
+    """Seed by which a request's sample of this index is drawn: (seed + index) mod 2^64.
+
+    So sample `index` of a request equals the one answer to a request with that seed.
+    """
+    return (seed + index) % (1 << 64)
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Everything that one sampled token is a function of, besides the logits."""
+
+    params: SamplingParams = GREEDY
+    seed: int = 0
+    """Of the counter-based generator, 64 bits unsigned: the request's `stream_seed`."""
+    samples: int = 1
+    """Tokens that are drawn, each for another sample: the first with `seed`, the others with the seeds after it."""
+    best: int = 0
+    """For beam search: how many of the most likely tokens are wanted, with log probabilities; then none is drawn."""
+    position: int = 0
+    """Output position of the token to be sampled, 0 for the first."""
+    history: bytes | None = None
+    """All tokens so far (prompt, then output), little-endian int32; only when penalties are active."""
+    prompt_tokens: int = 0
+    """How many of them are the prompt's."""
+    banned: tuple[int, ...] = ()
+    """Tokens that must not be chosen: end tokens while min_tokens is not reached, and those that end a bad word."""
+    answer: bytes = b""
+    """The answer's tokens so far, little-endian int32; only with a response format."""

@@ -1,1 +1,0 @@
-"""Scheduling cores that more than one service runs. Pure: no I/O, no clock, no randomness."""

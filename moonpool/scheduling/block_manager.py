@@ -1,0 +1,391 @@
+"""The block manager of one instance's KV pool: reference counts, prefix keys, eviction, deletion and lending.
+
+A block is in exactly one of three states:
+
+    free    no references, no key      -> allocated first, the most recently freed block before others
+    cached  no references, has a key   -> evicted only when no block is free, least recently used first; replicas
+                                          unused for `COLD_S` are evicted before
+    used    referenced, with or without a key
+
+Prefill and decode share the rules here for deleting KV from the pool and for lending blocks to other instances.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from moonpool.errors import MoonpoolError
+from moonpool.frozen import frozen
+from moonpool.kv.blocks import KeyChanges
+from moonpool.kv.delete_kv import KVSelection, ttl_of
+from moonpool.kv.keys import BlockKey
+from moonpool.scheduling.state_machine import digest_of
+
+
+class OutOfBlocks(MoonpoolError):  # noqa: N818 - named like its kind in the field
+    """Fewer blocks are free or cached than were asked for; nothing was changed."""
+
+
+NO_KEY_CHANGES = KeyChanges()
+
+
+@dataclass(slots=True, eq=False)
+class KVOwner:
+    """Whose KV a request computes; shared by all that registers blocks for it."""
+
+    tenant: str = ""
+    transient: bool = False
+    """Its KV was deleted while it was on its way: none of its blocks gets a key any more."""
+
+
+NO_OWNER = KVOwner()
+
+
+COLD_S = 60.0
+"""Seconds after which a copied block that nobody has used is the first to be evicted."""
+
+
+class BlockManager:
+    """The blocks of one pool.
+
+    Who gets blocks from `allocate` or refers to them by `acquire` must `release` each of them once.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        # A stack: the block freed last is used first, so that a lightly loaded pool touches little memory.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # first = next to be evicted
+        self._copies: OrderedDict[int, float] = OrderedDict()  # cached ones that were copied and not used, and when
+        self._refs = [0] * num_blocks
+        self._key_of: list[BlockKey | None] = [None] * num_blocks
+        self._block_of: dict[BlockKey, int] = {}
+        self._owned: list[tuple[str, float]] = [("", 0.0)] * num_blocks  # by whom and when its key was registered
+        self.now = 0.0
+        """Time of what is being done, seconds; set by the core that owns the manager."""
+        # Net events. Dicts keep the order of insertion and forget in constant time.
+        self._stored: dict[BlockKey, None] = {}
+        self._removed: dict[BlockKey, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without references and without a key."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks without references that are kept for reuse under their key."""
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with references."""
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` could hand out now: free and cached."""
+        return len(self._free) + len(self._cached)
+
+    def match(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Blocks of the longest run of leading keys that are held. Not acquired: do that before anything else."""
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def is_cached(self, block: int) -> bool:
+        """Whether the block is cached, so that acquiring it makes one block fewer available."""
+        return block in self._cached
+
+    def key_of(self, block: int) -> BlockKey | None:
+        """The block's key, if it has one."""
+        return self._key_of[block]
+
+    def ref_count(self, block: int) -> int:
+        """How often the block is referred to."""
+        return self._refs[block]
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Refers once more to blocks that are cached or used (as found by `match`)."""
+        refs, cached = self._refs, self._cached
+        for block in blocks:
+            if refs[block] == 0:
+                assert block in cached, f"block {block} is free and cannot be acquired"
+                del cached[block]
+                self._copies.pop(block, None)
+            refs[block] += 1
+
+    def can_allocate(self, n: int) -> bool:
+        """Whether `allocate(n)` would succeed."""
+        return n <= self.num_available
+
+    def allocate(self, n: int) -> list[int]:
+        """Takes n blocks without key, each referred to once. Evicts cached blocks when not enough are free.
+
+        Raises:
+            OutOfBlocks: Fewer than n are free or cached.
+        """
+        assert n >= 0
+        if not self.can_allocate(n):
+            raise OutOfBlocks(f"{n} blocks wanted, {self.num_free} free and {self.num_cached} cached")
+        taken = []
+        for _ in range(n):
+            block = self._free.pop() if self._free else self._evict()
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def register(self, block: int, key: BlockKey, owner: KVOwner = NO_OWNER) -> bool:
+        """Gives a used block, whose KV is complete in all layers, its identity.
+
+        If another block has this key already, that one keeps it and this one stays anonymous: who matches next finds
+        one of them, and the older has been referred to by others. So it does when its owner is transient.
+
+        Returns:
+            Whether the block has the key now.
+        """
+        assert self._refs[block] > 0, f"block {block} is not used"
+        own = self._key_of[block]
+        assert own is None or own == key, f"block {block} has another key"
+        if owner.transient or self._block_of.setdefault(key, block) != block:
+            return False
+        if own is None:
+            self._key_of[block] = key
+            self._owned[block] = owner.tenant, self.now
+            self._note(key, now=self._stored, before=self._removed)
+        return True
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Refers once less to blocks, given in the order of their chain.
+
+        Blocks without further references become cached if they have a key, else free. The chain's tail is put in the
+        eviction order before its head: a chain without head is useless.
+        """
+        refs, keys, cached = self._refs, self._key_of, self._cached
+        for block in reversed(blocks):
+            left = refs[block] - 1
+            assert left >= 0, f"block {block} is released more often than acquired"
+            refs[block] = left
+            if left:
+                continue
+            if keys[block] is None:
+                self._free.append(block)
+            else:
+                cached[block] = None
+
+    def note_copies(self, blocks: Sequence[int]) -> None:
+        """Notes that blocks, in the order of their chain, are here because somebody may want them, not for a prompt."""
+        for block in reversed(blocks):
+            if block in self._cached:
+                self._copies[block] = self.now
+
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Takes their identity from blocks that are damaged or to be deleted, so that nobody finds them any more."""
+        for key in keys:
+            block = self._block_of.pop(key, None)
+            if block is None:
+                continue
+            self._key_of[block] = None
+            self._note(key, now=self._removed, before=self._stored)
+            if block in self._cached:
+                del self._cached[block]
+                self._copies.pop(block, None)
+                self._free.append(block)
+
+    def held(self, takes: Callable[[BlockKey, str, float], bool]) -> list[BlockKey]:
+        """Keys of which `takes(key, tenant, seconds since it was registered)` is true."""
+        now, owned = self.now, self._owned
+        return [key for key, block in self._block_of.items() if takes(key, owned[block][0], now - owned[block][1])]
+
+    def keys(self) -> list[BlockKey]:
+        """All keys held, by used and cached blocks."""
+        return list(self._block_of)
+
+    def take_events(self) -> KeyChanges:
+        """Net change of `keys()` since the last call."""
+        if not (self._stored or self._removed):
+            return NO_KEY_CHANGES
+        events = KeyChanges(tuple(self._stored), tuple(self._removed))
+        self._stored.clear()
+        self._removed.clear()
+        return events
+
+    def _evict(self) -> int:
+        block = self._coldest()
+        del self._cached[block]
+        self._copies.pop(block, None)
+        key = self._key_of[block]
+        assert key is not None
+        self._key_of[block] = None
+        del self._block_of[key]
+        self._note(key, now=self._removed, before=self._stored)
+        return block
+
+    def _coldest(self) -> int:
+        if self._copies:
+            block, came_at = next(iter(self._copies.items()))
+            if self.now - came_at >= COLD_S:
+                return block
+        return next(iter(self._cached))
+
+    @staticmethod
+    def _note(key: BlockKey, *, now: dict[BlockKey, None], before: dict[BlockKey, None]) -> None:
+        if key in before:  # stored and removed (or the other way round) since the last call: nothing has happened
+            del before[key]
+        else:
+            now[key] = None
+
+    def digest(self) -> bytes:
+        """Hash of the whole state, for cores that own a manager."""
+        owned = [self._owned[block] for block in self._block_of.values()]
+        cached = list(self._cached), self._copies
+        return digest_of(self._free, *cached, self._refs, self._key_of, owned, self._stored, self._removed)
+
+    def check_invariants(self) -> None:
+        """Asserts what must hold between any two calls."""
+        free, cached = set(self._free), set(self._cached)
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert not free & cached, "a block is free and cached"
+        assert self.num_free + self.num_cached + self.num_used == self.num_blocks
+        for block in range(self.num_blocks):
+            refs, key = self._refs[block], self._key_of[block]
+            assert refs >= 0
+            assert (refs > 0) == (block not in free and block not in cached), f"block {block} is in two states"
+            assert block not in free or key is None, f"free block {block} has a key"
+            assert block not in cached or key is not None, f"cached block {block} has no key"
+            assert key is None or self._block_of[key] == block, f"block {block} and its key disagree"
+        assert self._copies.keys() <= cached, "a copy that is not cached"
+        assert len(self._block_of) == sum(key is not None for key in self._key_of)
+        assert not self._stored.keys() & self._removed.keys()
+        assert self._stored.keys() <= self._block_of.keys()
+        assert not self._removed.keys() & self._block_of.keys()
+
+
+@frozen
+class DeleteKV:
+    """KV is to be deleted from the pool. Answered by `Forgot`.
+
+    The requests that compute or hold such KV now go on, but none of their blocks is kept: not one in use, not one that
+    they fill later.
+    """
+
+    number: int
+    """Names the answer."""
+    selection: KVSelection
+    everything: bool = False
+    """The selection names the pool's own namespace."""
+    ttl_s: tuple[tuple[str, float], ...] = ()
+    """Besides, blocks that are here for longer than their tenants' may be, seconds by tenant."""
+
+
+@frozen
+class KVDeleted:
+    """Nobody finds the KV in the pool any more."""
+
+    number: int
+    blocks: int
+
+
+def delete_kv(
+    manager: BlockManager, event: DeleteKV, requests: Iterable[tuple[KVOwner, Iterable[BlockKey]]]
+) -> KVDeleted:
+    """Deletes; `requests` are the owners of those that are here, with the keys of their blocks."""
+    chosen, ttl_s = event.selection, dict(event.ttl_s)
+
+    def takes(key: BlockKey, tenant: str, age_s: float) -> bool:
+        return event.everything or chosen.takes(key, tenant, b"") or age_s > ttl_of(ttl_s, tenant)
+
+    for owner, keys in requests:
+        if event.everything or owner.tenant in chosen.tenants or not chosen.keys.isdisjoint(keys):
+            owner.transient = True
+    keys = manager.held(takes)
+    manager.forget(keys)
+    return KVDeleted(event.number, len(keys))
+
+
+LENDABLE_PART = 4
+"""One block of so many may be lent at once, to however many: reading takes no more from those who compute here."""
+
+
+@frozen
+class LendBlocks:
+    """Another instance wants to read blocks. Answered by `Lent`; they are held until `TakeBack`."""
+
+    number: int
+    """Never used twice."""
+    keys: tuple[BlockKey, ...]
+
+
+@frozen
+class ReturnBlocks:
+    """Nobody reads what was lent any more. Without effect where nothing was."""
+
+    number: int
+    damaged: tuple[BlockKey, ...] = ()
+    """Of blocks whose bytes do not match their hashes: nobody finds them any more."""
+
+
+@frozen
+class BlocksLent:
+    """Blocks that may be read."""
+
+    number: int
+    blocks: tuple[int, ...]
+    """Of the leading keys that are here, as far as they can be spared."""
+
+
+class BlockLending:
+    """What is lent of one pool.
+
+    Blocks that have a key are full and do not change, so they are lent by a reference more. Nothing else waits for a
+    reader: what is lent and was cached is missing to others for as long as the read takes, so there is a limit.
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
+        self._lent: dict[int, tuple[int, ...]] = {}
+        self._loans: dict[int, int] = {}  # of each block, how many
+        self._most = max(1, manager.num_blocks // LENDABLE_PART)
+
+    def __iter__(self) -> Iterator[int]:
+        """All blocks that are lent; one that is lent twice comes twice."""
+        return (block for blocks in self._lent.values() for block in blocks)
+
+    def handle(self, event: LendBlocks | ReturnBlocks, spare: int) -> list[BlocksLent]:
+        """Lends, or takes back; `spare` = blocks that may be taken from those that are free or cached."""
+        if isinstance(event, LendBlocks):
+            return [self._lend(event, spare)]
+        self._take_back(self._lent.pop(event.number, ()))
+        self._manager.forget(event.damaged)
+        return []
+
+    def _take_back(self, blocks: Sequence[int]) -> None:
+        self._manager.release(blocks)
+        for block in blocks:
+            self._loans[block] -= 1
+            if not self._loans[block]:
+                del self._loans[block]
+
+    def _lend(self, event: LendBlocks, spare: int) -> BlocksLent:
+        blocks = []
+        left = self._most - len(self._loans)
+        for block in self._manager.match(event.keys):
+            left -= block not in self._loans
+            spare -= self._manager.is_cached(block)
+            if min(left, spare) < 0:
+                break
+            blocks.append(block)
+        if blocks:
+            self._manager.acquire(blocks)
+            for block in blocks:
+                self._loans[block] = self._loans.get(block, 0) + 1
+            self._lent[event.number] = tuple(blocks)
+        return BlocksLent(event.number, tuple(blocks))
+
+    def digest(self) -> bytes:
+        """Hash of what is lent."""
+        return digest_of(self._lent)

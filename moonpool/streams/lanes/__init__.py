@@ -1,1 +1,0 @@
-"""Ways for a KV stream's messages beside gRPC: offers, regions, framing, both ends (docs/lanes.md)."""

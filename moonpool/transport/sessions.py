@@ -1,0 +1,689 @@
+"""Many sessions on one long-lived stream: multiplexing, reconnection, and the clients of a process by peer.
+
+A stream connects with the first session, and again with the first one after it broke. Messages have a `oneof message`
+with at least `hello` on the way up and `welcome` on the way down; `credit` on the way down lets frames go up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from moonpool.errors import MoonpoolError, StreamBroken, TransferFailed
+from moonpool.rpc.messages import Payload, payload_bytes
+from moonpool.telemetry.logs import get_logger
+from moonpool.transport.async_utils import Deadlines
+from moonpool.transport.base import BorrowedBuffer, PendingPayload, ReceiveBuffer, ReceivedPayload
+from moonpool.transport.config import GRPC_NAME, transport_name
+from moonpool.transport.flow_control import TO_DECODE, ByteCredits, CreditReturn, EgressLink, StreamTraffic
+from moonpool.transport.grpc import STALL_S
+from moonpool.transport.handshake import TransportDialer
+from moonpool.transport.streams import CONNECT_TIMEOUT_S, ClientStream, Req, Res, Spawn
+from moonpool.v1 import kv_pb2
+
+log = get_logger(__name__)
+
+
+ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
+
+
+ResAny = TypeVar("ResAny", bound=Message)
+
+
+PlacePayload = Callable[[ResAny, int], ReceiveBuffer | None]
+
+
+IN_FLIGHT_BYTES = 4 << 20
+"""Payloads of one session that a lane may have at once."""
+
+
+LINGER_S = 0.005
+"""How long the last credits to be handed back wait for a message to travel with."""
+
+
+@dataclass(slots=True)
+class StreamSpec(Generic[Req, Res]):
+    """What makes a stream this stream.
+
+    Attributes:
+        name: Who is at the other end and what for; begins error messages.
+        connect: Starts the call.
+        hello: First message sent.
+        session_of: Key of the session a message belongs to; None for none.
+        link: The process' way out; frames wait for their slots on it.
+        priority: Of frames on the link.
+        window_bytes: Payload bytes the peer may be ahead in sending; 0 when the peer sends no payloads.
+        credit: Wraps a Credit for the peer; needed with a window.
+        connect_timeout_s: Longest time from the start of the call to the peer's welcome.
+        stall_s: Longest time one write may take before the stream counts as broken.
+        silence_s: The peer is suspect when nothing was heard of it for so long while something was expected.
+        lanes: Opens the lanes that the peer offers; None to stay on gRPC.
+        answers: Class of the peer's messages, for lanes.
+    """
+
+    name: str
+    connect: Callable[[], grpc.aio.StreamStreamCall[Any, Any]]
+    hello: Req
+    session_of: Callable[[Res], Hashable]
+    link: EgressLink | None
+    priority: int
+    window_bytes: int
+    credit: Callable[[kv_pb2.Credit], Req] | None
+    connect_timeout_s: float
+    stall_s: float
+    silence_s: float
+    lanes: TransportDialer | None
+    answers: type[Res]
+
+
+def own_memory(message: Message, nbytes: int) -> None:
+    """Payloads get memory of their own."""
+
+
+class SessionHandler(Protocol[ResIn]):
+    """What a session's owner does with what comes. Called from the reader: must be quick and must not wait."""
+
+    def on_message(self, message: ResIn, payload: Any) -> None:
+        """A message of the session. What it raises ends this session only.
+
+        The payload is a memoryview, which may be kept; or Landed, where the session has said where it is to land.
+        """
+
+    def on_broken(self, error: Exception) -> None:
+        """The session has ended: StreamBroken, or what `on_message` raised. Nothing comes after it."""
+
+
+class MuxSession(Generic[Req, Res]):
+    """One session on a stream; ended by `close`, by its handler's failure, or with the stream."""
+
+    def __init__(
+        self, connection: MuxConnection[Req, Res], key: Hashable, handler: SessionHandler[Res], place: PlacePayload[Res]
+    ) -> None:
+        self.key = key
+        self.error: Exception | None = None
+        self._connection = connection
+        self._handler = handler
+        self._place = place
+
+    @property
+    def welcome(self) -> kv_pb2.StreamWelcome:
+        """What the peer said of itself when the stream began."""
+        assert self._connection.welcome is not None, "a session exists only after the handshake"
+        return self._connection.welcome
+
+    def post(self, message: Req) -> None:
+        """Sends a small message without waiting.
+
+        Raises:
+            StreamBroken: The stream has ended.
+        """
+        self._connection.outbox.post(message)
+
+    async def send(self, frames: Iterable[tuple[Req, Payload]], *, timeout_s: float) -> None:
+        """Sends frames in their order: waits for credits, for the link, for room, and queues their bytes.
+
+        On a lane some are under way at once, so that the peer is not waited for after each. When it returns or raises,
+        nothing refers to the payloads' memory any more. A frame that was not sent used no credits.
+
+        Args:
+            frames: The message around each frame's header, and the frame's bytes; taken as they can be sent.
+            timeout_s: Longest time of each wait.
+
+        Raises:
+            StreamBroken: The stream has ended.
+            TransferFailed: A wait took too long.
+            Exception: The session has ended; whatever ended it. Or whatever `frames` raises.
+        """
+        outbox, under_way, ahead = self._connection.outbox, deque[PendingPayload](), 0
+        try:
+            for message, payload in frames:
+                held = await self.begin(message, payload, timeout_s)
+                if held is None:
+                    continue
+                under_way.append(held)
+                ahead += held.nbytes
+                while under_way and (ahead >= IN_FLIGHT_BYTES or under_way[0].done.done()):
+                    first = under_way.popleft()
+                    ahead -= first.nbytes
+                    await outbox.done_with(first, timeout_s)
+            while under_way:
+                await outbox.done_with(under_way.popleft(), timeout_s)
+        finally:
+            await outbox.abandon(under_way)
+
+    async def begin(self, message: Req, payload: Payload, timeout_s: float) -> PendingPayload | None:
+        """As `send` of one frame, but its memory is free only after `done_with`, or `abandon`, of what it returns."""
+        self.check()
+        size = payload_bytes(payload)
+        connection = self._connection
+        if not connection.credits.take(size):
+            await connection.credits.acquire(size, timeout_s=timeout_s)
+        try:
+            if connection.has_link:
+                await connection.link_slot(size, timeout_s)
+            self.check()
+        except BaseException:
+            connection.credits.grant(size)
+            raise
+        unsent = functools.partial(connection.credits.grant, size)
+        return await connection.outbox.begin(message, payload, timeout_s=timeout_s, unsent=unsent)
+
+    async def done_with(self, held: PendingPayload | None, timeout_s: float) -> None:
+        """Waits until what `begin` returned is done with; raises as `send`."""
+        if held is not None:
+            await self._connection.outbox.done_with(held, timeout_s)
+
+    async def abandon(self, held: PendingPayload | None) -> None:
+        """Gives up what `begin` returned, if it is not done with; its memory is free then."""
+        if held is not None and not held.done.done():
+            await self._connection.outbox.abandon([held])
+
+    def take_credit(self) -> int:
+        """Bytes to be handed back to the peer with the message that is sent next, which must say so."""
+        return self._connection.take_credit()
+
+    def check(self) -> None:
+        """Raises whatever ended the session, if it has ended."""
+        if self.error is not None:
+            raise self.error
+
+    def suspect(self, since: float) -> None:
+        """As MuxStream.suspect, for the session's own connection."""
+        self._connection.give_up_if_silent(since)
+
+    def close(self) -> None:
+        """Forgets the session: what still comes for it is dropped. Tells the peer nothing. Idempotent."""
+        self._connection.forget(self)
+        if self.error is None:
+            self.error = StreamBroken("the session is closed")
+
+    def place(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
+        """Where a payload is to land; for the connection."""
+        try:
+            return self._place(message, nbytes)
+        except Exception as error:  # as in `deliver`
+            self.fail(error)
+            return None
+
+    def deliver(self, message: Res, payload: ReceivedPayload) -> None:
+        """Hands a message to the handler; for the connection."""
+        try:
+            self._handler.on_message(message, payload)
+        except Exception as error:  # the handler's owner learns of it; other sessions go on
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the session with `error` and tells the handler; for the connection and for handlers."""
+        self._connection.forget(self)
+        if self.error is None:
+            self.error = error
+            self._handler.on_broken(error)
+
+
+class MuxConnection(ClientStream[Req, Res]):
+    """One call: from its start until it breaks, for whatever reason; then every session on it has failed."""
+
+    def __init__(self, spec: StreamSpec[Req, Res], spawn: Spawn) -> None:
+        """Starts nothing yet; `spawn` starts tasks that somebody waits for in the end."""
+        super().__init__(
+            spec.name,
+            spec.connect,
+            _hello(spec),
+            connect_timeout_s=spec.connect_timeout_s,
+            stall_s=spec.stall_s,
+            spawn=spawn,
+        )
+        self.sessions: dict[Hashable, MuxSession[Req, Res]] = {}
+        self.welcome: kv_pb2.StreamWelcome | None = None
+        self.credits = ByteCredits(0)
+        self._spec = spec
+        self._returns = CreditReturn(spec.window_bytes)
+        self._lingering: asyncio.TimerHandle | None = None
+        self._passed_over = False
+
+    async def start(self) -> None:
+        """Starts the call, shakes hands, and opens the lane that the peer offers."""
+        await super().start()
+        await self._open_lane()
+        self._give_back(self._spec.window_bytes)
+
+    @property
+    def outgrown(self) -> bool:
+        """It did without a lane that could be tried again by now, and is not in use."""
+        spec, welcome = self._spec, self.welcome
+        if not self._passed_over or self.sessions or welcome is None or spec.lanes is None:
+            return False
+        return asyncio.get_running_loop().time() >= spec.lanes.retry_at(welcome.receiver.incarnation)
+
+    async def _open_lane(self) -> None:
+        spec, welcome = self._spec, self.welcome
+        assert welcome is not None, "the handshake is over"
+        if spec.lanes is None or not welcome.HasField("lane"):
+            return
+        incarnation = welcome.receiver.incarnation
+        self._passed_over = asyncio.get_running_loop().time() < spec.lanes.retry_at(incarnation)
+        if self._passed_over:
+            return
+        try:
+            lane = await spec.lanes.dial(welcome.lane, incarnation, spec.answers, spec.window_bytes, self.outbox.post)
+        except (MoonpoolError, OSError, TimeoutError) as error:
+            self._passed_over = True
+            spec.lanes.failed(spec.name, transport_name(welcome.lane.kind), incarnation, error)
+            return
+        log.info("lane opened", stream=spec.name, lane=lane.name)
+        self.use_lane(lane)
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """What is under way."""
+        return StreamTraffic(self.credits.out, self._returns.pending, len(self.outbox))
+
+    @property
+    def has_link(self) -> bool:
+        """Frames wait for slots."""
+        return self._spec.link is not None
+
+    async def link_slot(self, size: int, timeout_s: float) -> None:
+        """Waits for a slot on the link, if there is one."""
+        spec = self._spec
+        if spec.link is None:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await spec.link.slot(size, spec.priority)
+        except TimeoutError:
+            raise TransferFailed(f"{spec.name}: no slot on the link within {timeout_s:g} s") from None
+
+    def give_up_if_silent(self, since: float) -> None:
+        """Breaks when nothing was heard of the peer for long; only the time after `since` counts."""
+        silent_s = asyncio.get_running_loop().time() - max(self.heard_at, since)
+        if silent_s >= self._spec.silence_s:
+            self.break_(StreamBroken(f"{self._spec.name}: nothing heard for {silent_s:.1f} s"))
+
+    def forget(self, session: MuxSession[Req, Res]) -> None:
+        """Removes a session; with the last one, all credits go back to the peer, unless another comes soon."""
+        if self.sessions.get(session.key) is session:
+            del self.sessions[session.key]
+        if not self.sessions and self.error is None and self._returns.pending and self._lingering is None:
+            self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._idle)
+
+    def take_credit(self) -> int:
+        """All bytes that were to be handed back; the caller tells the peer."""
+        return self._returns.flush()
+
+    @property
+    def is_good(self) -> bool:
+        """It stands, and another one would not be better."""
+        return self.error is None and not self.ending and not (self._passed_over and self.outgrown)
+
+    def place(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
+        """Where its session wants a payload."""
+        session = self.sessions.get(self._spec.session_of(message))
+        return session.place(message, nbytes) if session is not None else None
+
+    def on_message(self, message: Res, payload: ReceivedPayload) -> None:
+        """Hands a message to its session, and credits back to the peer."""
+        assert not isinstance(payload, BorrowedBuffer), "nothing is lent to a client"
+        received = cast("Any", message)
+        kind = received.WhichOneof("message")
+        if credit_bytes := getattr(received, "credit_bytes", 0):  # not every stream's messages have it
+            self.credits.grant(credit_bytes)
+        if self.welcome is None:
+            if kind != "welcome":
+                raise StreamBroken(f"the first message is {kind}, not a welcome")
+            self.welcome = received.welcome
+            self.credits.grant(received.welcome.credit_bytes)
+            self.ready()
+        elif kind == "credit":
+            self.credits.grant(received.credit.bytes)
+        else:
+            session = self.sessions.get(self._spec.session_of(message))
+            if session is not None:
+                session.deliver(message, payload)
+        if payload.nbytes and self._spec.credit is not None:
+            # Also for frames of sessions that have ended or failed: their credits are used up all the same.
+            self._give_back(self._returns.consumed(payload.nbytes, idle=not self.sessions))
+
+    def on_broken(self, error: Exception) -> None:
+        """Fails every session."""
+        spec, welcome = self._spec, self.welcome
+        if self.lane_error is not None and self.lane is not None and spec.lanes is not None and welcome is not None:
+            spec.lanes.failed(spec.name, self.lane.name, welcome.receiver.incarnation, self.lane_error)
+        self.credits.close(error)
+        if self._lingering is not None:
+            self._lingering.cancel()
+        for session in list(self.sessions.values()):
+            session.fail(error)
+
+    def _idle(self) -> None:
+        self._lingering = None
+        if not self.sessions and self.error is None:
+            with contextlib.suppress(StreamBroken):  # the writer has ended and the connection is about to
+                self._give_back(self._returns.flush())
+
+    def _give_back(self, nbytes: int) -> None:
+        if nbytes and self._spec.credit is not None:
+            self.outbox.post(self._spec.credit(kv_pb2.Credit(bytes=nbytes)))
+
+
+def _hello(spec: StreamSpec[Req, Res]) -> Req:
+    """The hello with the lanes that this side can use now."""
+    if spec.lanes is None:
+        return spec.hello
+    message: Any = type(spec.hello)()
+    message.CopyFrom(spec.hello)
+    spec.lanes.fill(message.hello)
+    return cast("Req", message)
+
+
+__all__ = ["CONNECT_TIMEOUT_S", "MuxSession", "MuxStream", "SessionHandler", "StreamClient"]
+
+
+T = TypeVar("T")
+
+
+SILENCE_S = 10.0
+
+
+class MuxStream(Generic[Req, Res]):
+    """A stream that connects when the first session opens, and again when one opens after it broke.
+
+    Attributes:
+        deadlines: of what uses it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connect: Callable[[], grpc.aio.StreamStreamCall[Any, Any]],
+        hello: Req,
+        session_of: Callable[[Res], Hashable],
+        answers: type[Res],
+        *,
+        lanes: TransportDialer | None = None,
+        link: EgressLink | None = None,
+        priority: int = TO_DECODE,
+        window_bytes: int = 0,
+        credit: Callable[[kv_pb2.Credit], Req] | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        stall_s: float = STALL_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """Connects nothing yet. Arguments as for StreamSpec."""
+        assert (credit is None) == (window_bytes == 0), "a window needs messages that give it"
+        self.spec = StreamSpec(
+            name,
+            connect,
+            hello,
+            session_of,
+            link,
+            priority,
+            window_bytes,
+            credit,
+            connect_timeout_s,
+            stall_s,
+            silence_s,
+            lanes,
+            answers,
+        )
+        self.deadlines = Deadlines()
+        self._connection: MuxConnection[Req, Res] | None = None
+        self._attempt: asyncio.Task[MuxConnection[Req, Res]] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """Who is at the other end and what for."""
+        return self.spec.name
+
+    @property
+    def sessions(self) -> int:
+        """Number of open sessions."""
+        return len(self._connection.sessions) if self._connection is not None else 0
+
+    @property
+    def tasks(self) -> int:
+        """Readers and writers of connections; none after `aclose`."""
+        return len(self._tasks)
+
+    @property
+    def connected(self) -> bool:
+        """The stream stands, as far as this side knows."""
+        return self._connection is not None and self._connection.error is None
+
+    @property
+    def lane(self) -> str:
+        """How the standing connection carries messages: a lane's name, or "grpc"; "" without a connection."""
+        if self._connection is None or not self.connected:
+            return ""
+        return GRPC_NAME if self._connection.lane is None else self._connection.lane.name
+
+    @property
+    def credits(self) -> ByteCredits | None:
+        """Credits of the standing connection."""
+        return self._connection.credits if self._connection is not None and self.connected else None
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """What is under way on the standing connection; a broken one has none."""
+        return self._connection.traffic if self._connection is not None and self.connected else StreamTraffic()
+
+    async def open(
+        self, key: Hashable, handler: SessionHandler[Res], place: PlacePayload[Res] = own_memory
+    ) -> MuxSession[Req, Res]:
+        """Opens a session on this side, connecting first where necessary. The caller tells the peer of it.
+
+        Args:
+            key: The session's.
+            handler: Gets its messages.
+            place: Says where the payload of one of them, of so many bytes, is to land when it comes on a lane.
+
+        Raises:
+            Mismatch: The peer does not take what the hello offers.
+            StreamBroken: The peer cannot be reached, or the stream is closed.
+            TransferFailed: A session with this key is open.
+        """
+        connection = self._connection
+        if connection is None or not connection.is_good:
+            connection = await self._connected()
+        if key in connection.sessions:
+            raise TransferFailed(f"{self.spec.name}: session {key} is open already")
+        session = MuxSession(connection, key, handler, place)
+        connection.sessions[key] = session
+        return session
+
+    def suspect(self, since: float) -> None:
+        """To be called when a wait for the peer was in vain: a stream on which it has long been silent is given up.
+
+        So a peer that hangs, or whose end of the stream got lost, does not keep later sessions from a new stream.
+
+        Args:
+            since: When the wait began, on the event loop's clock.
+        """
+        if self._connection is not None:
+            self._connection.give_up_if_silent(since)
+
+    async def aclose(self) -> None:
+        """Ends the stream and all its sessions. Idempotent."""
+        self._closed = True
+        if self._connection is not None:
+            self._connection.break_(StreamBroken(f"{self.spec.name}: closed"))
+        if self._attempt is not None:
+            self._attempt.cancel()
+        self.deadlines.close()
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Starts a task that `aclose` waits for."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieved here; the task that waits raises it
+
+    async def _connected(self) -> MuxConnection[Req, Res]:
+        if self._closed:
+            raise StreamBroken(f"{self.spec.name}: closed")
+        standing = self._connection
+        if standing is not None and standing.ending:
+            await standing.ended()
+        if standing is not None and standing.is_good:
+            return standing
+        if self._attempt is None or self._attempt.done():
+            self._attempt = self._spawn(self._attempt_once())
+        attempt = self._attempt
+        try:
+            # One attempt for all that wait; a cancelled one leaves it to the others.
+            connection = await asyncio.shield(attempt)
+        except asyncio.CancelledError:
+            if self._closed and attempt.cancelled():
+                raise StreamBroken(f"{self.spec.name}: closed") from None
+            raise
+        if connection.error is not None:
+            raise connection.error
+        return connection
+
+    async def _attempt_once(self) -> MuxConnection[Req, Res]:
+        connection = MuxConnection(self.spec, self._spawn)
+        try:
+            await connection.start()
+        except BaseException as error:
+            connection.break_(error if isinstance(error, Exception) else StreamBroken(f"{self.spec.name}: given up"))
+            raise
+        if self._connection is not None:
+            self._connection.break_(StreamBroken(f"{self.spec.name}: replaced"))
+        self._connection = connection
+        return connection
+
+
+class StreamClient(Generic[Req, Res]):
+    """What the clients of one stream have in common; their sessions are reads, puts or transfers under way."""
+
+    def __init__(self, stream: MuxStream[Req, Res]) -> None:
+        self._stream = stream
+
+    @property
+    def sessions(self) -> int:
+        """Number of open sessions."""
+        return self._stream.sessions
+
+    @property
+    def lane(self) -> str:
+        """How messages travel: the name of a lane, or "grpc"; "" without a connection."""
+        return self._stream.lane
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """What is under way on the stream."""
+        return self._stream.traffic
+
+    async def aclose(self) -> None:
+        """Ends the stream; open sessions fail. Idempotent."""
+        await self._stream.aclose()
+
+
+class PeerClient(Protocol):
+    """What `Peers` needs of a client; see `StreamClient`."""
+
+    @property
+    def sessions(self) -> int:
+        """Open sessions."""
+        ...
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """What is under way on the stream."""
+        ...
+
+    async def aclose(self) -> None:
+        """Ends the stream. Idempotent."""
+        ...
+
+
+C = TypeVar("C", bound=PeerClient)
+
+
+@dataclass(slots=True)
+class _PeerEntry(Generic[C]):
+    client: C
+    quiet_until: float = 0.0
+
+
+class PeerClients(Generic[C]):
+    """The clients of one process for one kind of stream.
+
+    A peer is an id at an address. Its incarnation does not matter here: clients connect again after a restart, and
+    sessions check whom they speak to.
+    """
+
+    def __init__(self, open_client: Callable[[str], C], *, max_peers: int = 64) -> None:
+        """`open_client` makes the client for an address; beyond `max_peers`, idle clients are closed, oldest first."""
+        self._open_client = open_client
+        self._max_peers = max_peers
+        self._peers: OrderedDict[tuple[str, str], _PeerEntry[C]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    @property
+    def sessions(self) -> int:
+        """Open sessions with all peers."""
+        return sum(peer.client.sessions for peer in self._peers.values())
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """What is under way on the streams to all peers."""
+        return sum((peer.client.traffic for peer in self._peers.values()), StreamTraffic())
+
+    async def get(self, instance: kv_pb2.Instance) -> C:
+        """The client for a peer. Open a session on it before anything else is awaited."""
+        key = (instance.id, instance.address)
+        while (peer := self._peers.get(key)) is None:
+            removed = self._take_idle(instance.id)
+            for client in removed:
+                await client.aclose()
+            if not removed:
+                peer = self._peers[key] = _PeerEntry(self._open_client(instance.address))
+        self._peers.move_to_end(key)
+        return peer.client
+
+    def pause(self, instance: kv_pb2.Instance, until: float) -> None:
+        """A peer has failed: it is left alone until a time on the caller's clock."""
+        peer = self._peers.get((instance.id, instance.address))
+        if peer is not None:
+            peer.quiet_until = until
+
+    def paused(self, instance: kv_pb2.Instance, now: float) -> bool:
+        """Whether a peer is left alone now."""
+        peer = self._peers.get((instance.id, instance.address))
+        return peer is not None and peer.quiet_until > now
+
+    async def aclose(self) -> None:
+        """Closes all clients. Idempotent."""
+        while self._peers:
+            await self._peers.popitem()[1].client.aclose()
+
+    def _take_idle(self, instance_id: str) -> list[C]:
+        """Takes out what must be closed before a peer is added: its idle clients at other addresses, then the oldest.
+
+        They are taken out first and closed later, because closing waits, and a client may become busy meanwhile.
+        """
+        idle = [key for key, peer in self._peers.items() if not peer.client.sessions]
+        idle.sort(key=lambda key: key[0] != instance_id)
+        moved = sum(key[0] == instance_id for key in idle)
+        excess = len(self._peers) + 1 - self._max_peers
+        return [self._peers.pop(key).client for key in idle[: max(moved, excess)]]

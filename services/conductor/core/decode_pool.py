@@ -1,0 +1,421 @@
+"""The decode instances: what runs on each, what will run there later, and which is best for an answer."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moonpool.frozen import frozen
+from moonpool.scheduling.latency import Speeds, decode_step_seconds
+from moonpool.scheduling.state_machine import digest_of, thin_out
+from services.conductor.core.instances import (
+    SHORTLIST,
+    HealthMonitor,
+    InstanceFacts,
+    InstancePool,
+    LoadFacts,
+    LoadRanking,
+    SpeedClass,
+    blocks_at,
+)
+from services.conductor.core.latency_model import (
+    ALWAYS_BUSY,
+    BusySpan,
+    DecodeChoice,
+    DecodeLatencyModel,
+    Demand,
+    KVLink,
+    OutputLengthModel,
+    Stratum,
+    TpotModel,
+    step_load_s,
+)
+
+SPEED_NOISE = 1.5
+"""Factor by which measured speeds of identical instances differ on noisy machines; also the width of a class."""
+
+
+TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
+"""Of the step by which an instance's quickness is judged."""
+
+
+TRANSFER_BYTES = 1 << 28
+"""Transfers are compared by the seconds that so much KV takes."""
+
+
+@dataclass(slots=True)
+class PlacedAnswer:
+    """An answer that we have placed, or several to one prompt: context when it was placed, and blocks.
+
+    `made` are its tokens at `told_at`; as long as they are 0, that is when it is expected to begin. `stratum` says how
+    long it may become.
+    `number` is the instance's own of the promise, 0 if it gives none, None while we have not heard of one. `covered`:
+    the last report includes it, so its blocks are not counted any more. `tokens` is how long it is expected to become.
+    """
+
+    context_tokens: int
+    blocks: int
+    sequences: int = 1
+    stratum: Stratum = ()
+    told_at: float = 0.0
+    made: int = 0
+    number: int | None = None
+    covered: bool = False
+    tokens: float = 0.0
+
+    def span(self, now: float, step_s: float) -> BusySpan:
+        """When it is expected to run, with steps that take so long; one that is longer than expected ends soon."""
+        begin_s = 0.0 if self.made else max(self.told_at - now, 0.0)
+        since_s = min(self.told_at - now, 0.0) if self.made else begin_s
+        return BusySpan(begin_s, max(since_s + (self.tokens - self.made) * step_s, begin_s + step_s))
+
+
+@dataclass(slots=True)
+class DecodeInstanceState:
+    """One instance; `speeds` are as it tells them: it learns from its steps.
+
+    `sequences` are what the last report says and what it did not include, at least our own; `context_tokens` the
+    context of all of them, where what our own generated since they were placed shows in reports only; `room_blocks`
+    the blocks that could be promised; `others` sequences
+    that were not ours by the last report; `pace` what answers took here.
+    """
+
+    facts: InstanceFacts
+    slot: int
+    speeds: Speeds
+    load: LoadFacts
+    turn: int = 0
+    answers: dict[int, PlacedAnswer] = field(default_factory=dict)
+    vigil: HealthMonitor = field(default_factory=HealthMonitor)
+    pace: TpotModel = field(init=False)
+    link: KVLink = field(default_factory=KVLink)
+    own_sequences: int = 0
+    unreported: int = 0  # of these, those that no report includes
+    unreported_blocks: int = 0
+    own_context_tokens: int = 0
+    others: int = 0
+    sequences: int = field(init=False)
+    context_tokens: int = field(init=False)
+    room_blocks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pace = TpotModel(decode_step_seconds(self.speeds, 1, TYPICAL_CONTEXT))
+        self.count()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer of ours is here."""
+        return bool(self.answers)
+
+    def spans(self, now: float) -> list[BusySpan]:
+        """When sequences are expected to run; what others have placed there is taken to stay."""
+        if self.others:
+            return [ALWAYS_BUSY]
+        step_s = decode_step_seconds(self.speeds, self.sequences, self.context_tokens)
+        return [answer.span(now, step_s) for answer in self.answers.values()]
+
+    def count(self) -> None:
+        """Counts what is there anew: by the last report, and what it did not include."""
+        load = self.load
+        self.sequences = max(load.running + load.waiting + self.unreported, self.own_sequences)
+        self.context_tokens = max(load.context_tokens, self.own_context_tokens)
+        self.room_blocks = load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
+
+    def claim(self, number: int, answer: PlacedAnswer) -> None:
+        """Counts an answer, or several together, from now on."""
+        self.answers[number] = answer
+        self.own_sequences += answer.sequences
+        self.unreported += answer.sequences
+        self.unreported_blocks += answer.blocks
+        self.own_context_tokens += answer.context_tokens
+        self.count()
+
+    def known(self, claim: int, number: int) -> None:
+        """Notes that the instance has promised room, as its how many-th; the last report may include it already."""
+        answer = self.answers[claim]
+        answer.number = number
+        if 0 < number <= self.load.taken and not answer.covered:
+            self._cover(answer)
+            self.count()
+
+    def release(self, number: int) -> None:
+        """Stops counting an answer."""
+        answer = self.answers.pop(number)
+        self.own_sequences -= answer.sequences
+        self.own_context_tokens -= answer.context_tokens
+        if not answer.covered:
+            self._cover(answer)
+        self.count()
+
+    def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
+        """Takes a report, which includes the answers that the instance has promised room for."""
+        self.load = load
+        if load.speeds is not None:
+            seconds = decode_step_seconds(load.speeds, TYPICAL_BATCH, TYPICAL_CONTEXT)
+            idle = not load.running + load.waiting
+            believed = self.vigil.hear(load.speeds, seconds, now, slow_factor, idle=idle)
+            if believed != self.speeds:  # an equal one stays the same object, by which ranks know it
+                self.speeds = believed
+        if self.unreported:
+            for answer in self.answers.values():
+                if not answer.covered and answer.number is not None and answer.number <= load.taken:
+                    self._cover(answer)
+        ours = sum([answer.sequences for answer in self.answers.values() if answer.covered])
+        self.others = max(load.running + load.waiting - ours, 0)
+        self.count()
+
+    def _cover(self, answer: PlacedAnswer) -> None:
+        answer.covered = True
+        self.unreported -= answer.sequences
+        self.unreported_blocks -= answer.blocks
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        told = self.facts, self.slot, self.speeds, self.load
+        return digest_of(*told, self.turn, self.answers, self.vigil, self.pace.state, self.link)
+
+    def check_invariants(self) -> None:
+        """Asserts that the sums are those of the answers."""
+        counted = self.sequences, self.context_tokens, self.room_blocks
+        self.count()
+        assert counted == (self.sequences, self.context_tokens, self.room_blocks)
+        open_ones = [answer for answer in self.answers.values() if not answer.covered]
+        assert self.own_sequences == sum(answer.sequences for answer in self.answers.values())
+        assert self.unreported == sum(answer.sequences for answer in open_ones)
+        assert self.unreported_blocks == sum(answer.blocks for answer in open_ones)
+        assert self.own_context_tokens == sum(answer.context_tokens for answer in self.answers.values())
+
+
+class DecodePool(InstancePool[DecodeInstanceState]):
+    """All decode instances, ranked by what runs on them."""
+
+    def __init__(self) -> None:
+        super().__init__(LoadRanking(SPEED_NOISE, TypicalDecodeSeconds()))
+        self._by_host: dict[str, dict[str, DecodeInstanceState]] = {}
+
+    def add(self, instance: DecodeInstanceState) -> None:
+        """Takes an instance in."""
+        super().add(instance)
+        self._by_host.setdefault(instance.facts.host, {})[instance.facts.id] = instance
+
+    def remove(self, instance: DecodeInstanceState) -> None:
+        """Takes an instance out."""
+        super().remove(instance)
+        there = self._by_host[instance.facts.host]
+        del there[instance.facts.id]
+        if not there:
+            del self._by_host[instance.facts.host]
+
+    def company(self, host: str, now: float) -> list[BusySpan] | None:
+        """When instances of a host are expected to compute; None = none is known to be there."""
+        there = self._by_host.get(host) if host else None
+        return [span for one in there.values() for span in one.spans(now)] if there else None
+
+    def rank(self, instance: DecodeInstanceState) -> None:
+        """Ranks an instance anew, after its load or speeds have changed."""
+        sequences, context = instance.sequences, instance.context_tokens
+        self.ranks.put(
+            instance.slot,
+            instance.speeds,
+            lambda speeds: step_load_s(speeds, sequences, context),
+            instance.turn,
+            instance.facts.id,
+        )
+
+    def room_of(self, decode: str) -> tuple[int, int]:
+        """Blocks that an instance could promise now, and all its blocks; (0, 0) when it takes no requests."""
+        instance = self.get(decode)
+        if instance is None or instance.load.draining:
+            return 0, 0
+        return instance.room_blocks, instance.facts.total_blocks
+
+    def answer_tokens(self, decode: str) -> int:
+        """Tokens that an instance expects a new answer to have; 0 = not told."""
+        instance = self.get(decode)
+        return instance.load.answer_tokens if instance is not None else 0
+
+    def choose(
+        self, demand: Demand, model: DecodeLatencyModel, prefixes: Sequence[tuple[int, int]], suspects: int
+    ) -> list[DecodeChoice]:
+        """The instances that could take the request, best first, a few only; none when none is large enough.
+
+        Those without room by their last report come after the others: the report may be stale, and Reserve decides.
+        Room is for what each expects an answer to need, as it is admitted there, and not for the longest.
+        Those of the mask `suspects`, which failed this request before, come last.
+        """
+        able = self.able(demand.total_blocks)
+
+        def roomy(slot: int) -> bool:
+            one = self.by_slot[slot]
+            return one.room_blocks >= model.blocks(one.load.answer_tokens)
+
+        def crowded(slot: int) -> bool:
+            return not roomy(slot)
+
+        choices: list[DecodeChoice] = []
+        for allowed in (able & ~suspects, able & suspects):
+            for fits in (roomy, crowded):
+                if allowed and len(choices) < SHORTLIST:
+                    found = self.ranks.search(
+                        allowed,
+                        prefixes,
+                        lambda found, blocks: _decode_cost(model, found, blocks),
+                        model.load_s,
+                        SHORTLIST - len(choices),
+                        fits,
+                    )
+                    places = [(one.place.slot, one.blocks) for one in found]
+                    overlooked = self.overlooked(allowed)
+                    if overlooked is not None and fits(overlooked) and all(slot != overlooked for slot, _ in places):
+                        places.append((overlooked, blocks_at(prefixes, overlooked)))
+                    choices += self._ordered(model, places)
+        return choices
+
+    def _ordered(self, model: DecodeLatencyModel, found: Sequence[tuple[int, int]]) -> list[DecodeChoice]:
+        """By their own speeds. Where these differ by less than noise, the one with fewer sequences is better.
+
+        Otherwise the luckiest measurement at start would draw all light load to one instance.
+        """
+        rated = []
+        for slot, blocks in found:
+            one = self.by_slot[slot]
+            sequences = one.sequences
+            need = model.blocks(one.load.answer_tokens)
+            choice = model.choice(one.facts.id, one.speeds, sequences, one.context_tokens, blocks, need)
+            rated.append((sequences, choice.finish_s * self.belief(one), one.turn, choice))
+        near_s = SPEED_NOISE * min([finish_s for _, finish_s, _, _ in rated], default=0.0)
+        order = [
+            (sequences if finish_s <= near_s else sys.maxsize, finish_s, turn, choice.id, choice)
+            for sequences, finish_s, turn, choice in rated
+        ]
+        return [choice for *_, choice in sorted(order)]
+
+
+def _decode_cost(model: DecodeLatencyModel, found: SpeedClass, blocks: int) -> float:
+    return model.fixed_s(found.speeds, blocks)
+
+
+@frozen
+class TypicalDecodeSeconds:
+    """Seconds by which decode instances are compared: a small step, a large one, and a transfer.
+
+    A class and not a function, so that a journal can hold it.
+    """
+
+    def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
+        send_s = TRANSFER_BYTES / speeds.transfer_bytes_per_s if speeds.transfer_bytes_per_s else 0.0
+        return decode_step_seconds(speeds, 1, 2048), decode_step_seconds(speeds, 64, 131072), send_s
+
+
+@frozen
+class LoadForecast:
+    """Sequences and their context that are expected to run; means, so they are no whole numbers."""
+
+    sequences: float
+    context_tokens: float
+
+
+NO_LOAD = LoadForecast(0.0, 0.0)
+
+
+FORECAST_POINTS = 8
+"""Later times at which a forecast looks at most."""
+
+
+def load_now(instance: DecodeInstanceState) -> LoadForecast:
+    """What runs now, without what was promised room and is still being prefilled."""
+    to_come = [answer for answer in instance.answers.values() if not answer.made]
+    sequences = instance.sequences - sum([answer.sequences for answer in to_come])
+    context = instance.context_tokens - sum([answer.context_tokens for answer in to_come])
+    return LoadForecast(max(sequences, 0), max(context, 0))
+
+
+def load_at(instance: DecodeInstanceState, lengths: OutputLengthModel, now: float, at: float) -> LoadForecast:
+    """What is expected to run at the time `at`.
+
+    An answer of ours counts by the probability that it is still running then. What others have placed there is known
+    from reports only, and is taken to stay. Tokens are made with the mean of the step of now and the one of then.
+    """
+    now_s = forecast_step_seconds(instance, load_now(instance)) or 1.0
+    then_s = forecast_step_seconds(instance, _load_at(instance, lengths, now, at, now_s)) or 1.0
+    return _load_at(instance, lengths, now, at, (now_s + then_s) / 2)
+
+
+def _load_at(
+    instance: DecodeInstanceState, lengths: OutputLengthModel, now: float, at: float, step_s: float
+) -> LoadForecast:
+    sequences = float(instance.sequences - instance.own_sequences)
+    context = float(max(instance.context_tokens - instance.own_context_tokens, 0))
+    for answer in instance.answers.values():
+        tokens, share = _answer_at(answer, lengths, now, at, step_s)
+        sequences += share * answer.sequences
+        context += share * (answer.context_tokens + answer.sequences * tokens)
+    return LoadForecast(sequences, context)
+
+
+def _answer_at(
+    answer: PlacedAnswer, lengths: OutputLengthModel, now: float, at: float, step_s: float
+) -> tuple[float, float]:
+    """Tokens that an answer will have, and the probability that it runs then."""
+    since = answer.told_at if answer.made else max(answer.told_at, now)  # it cannot have begun without our knowing
+    if at < since:
+        return 0.0, 0.0
+    tokens = answer.made + (at - since) / step_s
+    so_far = answer.made + (now - since) / step_s if answer.made else 0.0
+    return tokens, lengths.outlives(answer.stratum, tokens, so_far)
+
+
+def forecast_step_seconds(
+    instance: DecodeInstanceState, outlook: LoadForecast, joining: LoadForecast = NO_LOAD
+) -> float:
+    """Seconds of a step over what is expected and what joins it."""
+    return decode_step_seconds(
+        instance.speeds,
+        outlook.sequences + joining.sequences,
+        outlook.context_tokens + joining.context_tokens,
+    )
+
+
+class LoadForecaster:
+    """Forecasts for all decode instances.
+
+    Args:
+        decodes: the instances.
+        assumed: mean length of answers that is believed before any was seen.
+    """
+
+    def __init__(self, decodes: DecodePool, assumed: int) -> None:
+        self.lengths = OutputLengthModel(assumed)
+        """How long answers become."""
+        self._decodes = decodes
+
+    def tbt_now(self, decode: str, joining: LoadForecast = NO_LOAD) -> float:
+        """Seconds between tokens on a decode instance if something joined what runs there now."""
+        instance = self._decodes.get(decode)
+        return forecast_step_seconds(instance, load_now(instance), joining) if instance is not None else 0.0
+
+    def tbt_at(self, decode: str, joining: LoadForecast, stratum: Stratum, now: float, at: float) -> float:
+        """Seconds between tokens if something joins what is expected to run there at the time `at`.
+
+        The longest of then and of when others begin that were promised room before and come later: they would be too
+        slow by a sequence that only looks at its own beginning. What joins counts there by the probability that it
+        still runs, as an answer of the stratum.
+        """
+        instance = self._decodes.get(decode)
+        if instance is None:
+            return 0.0
+        then = load_at(instance, self.lengths, now, at)
+        step_s = forecast_step_seconds(instance, then, joining)
+        later = [it.told_at for it in instance.answers.values() if not it.made and it.told_at > at]
+        for time in thin_out(later, FORECAST_POINTS) if step_s else ():
+            share = self.lengths.outlives(stratum, (time - at) / step_s)
+            left = LoadForecast(share * joining.sequences, share * joining.context_tokens)
+            step_s = max(step_s, forecast_step_seconds(instance, load_at(instance, self.lengths, now, time), left))
+        return step_s
+
+    def digest(self) -> bytes:
+        """Hash of what was learnt."""
+        return self.lengths.digest()
+
+    def check_invariants(self) -> None:
+        """Asserts that what was learnt agrees with itself."""
+        self.lengths.check_invariants()

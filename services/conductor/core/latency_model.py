@@ -1,0 +1,1027 @@
+"""Predicted latencies.
+
+Time to first token, time per output token, transfers and output lengths, corrected by what was measured.
+
+`PrefillLatencyModel` is Algorithm 1 of the Mooncake paper, with a choice of loading or recomputing a prefix.
+"""
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp, inf, log
+from typing import NamedTuple
+
+from moonpool.frozen import frozen
+from moonpool.scheduling.latency import (
+    DEFAULT_BYTES_PER_S,
+    PrefillWork,
+    Regression,
+    Speeds,
+    decode_step_seconds,
+    learnt_rate,
+    overlapped_seconds,
+    pipelined_seconds,
+    transfer_seconds,
+    work_of,
+    work_seconds,
+)
+from moonpool.scheduling.state_machine import digest_of
+
+
+class LatencyParts(NamedTuple):
+    """Seconds of each part; or the factors by which each is corrected, or was.
+
+    Attributes:
+        queue: waiting for the prompts before it.
+        load: of loading its prefix, what computing does not hide.
+        fixed: of computing, what each step takes whatever is in it: a prompt of few tokens is mostly this.
+        growing: of computing, what grows with tokens.
+        later: what prompts that come later take of the step in which it ends. Its factor is their share of a full step.
+    """
+
+    queue: float = 1.0
+    load: float = 1.0
+    fixed: float = 1.0
+    growing: float = 1.0
+    later: float = 1.0
+
+    def slowed(self, by: float) -> "LatencyParts":
+        """Each so many times as long."""
+        return LatencyParts(*[part * by for part in self])
+
+    def computed(self, by: float) -> "LatencyParts":
+        """Loading and computing so many times as long."""
+        return self._replace(load=self.load * by, fixed=self.fixed * by, growing=self.growing * by)
+
+
+RATE_WEIGHT = 0.2
+"""Of one read, when the rate of a link is learnt."""
+
+
+RATE_FRESH_S = 60.0
+"""What was learnt of a link counts for so long after the last read: a link that seems slow gets another chance."""
+
+
+class PrefixHolder(NamedTuple):
+    """An instance that a prefix can be loaded from, as a request sees it.
+
+    `blocks` are the leading blocks of the request's chain that it holds. `wait_s` are the seconds that reads of ours
+    still take there, `bytes_per_s` is what was learnt of its link, 0 before. `peer`: it is an engine instance. The
+    first `warm` blocks are in its memory (None = all, as far as is known); others may be on its SSD only, from which
+    reading was learnt to have `cold_bytes_per_s`, 0 before.
+    """
+
+    id: str
+    blocks: int
+    wait_s: float = 0.0
+    bytes_per_s: float = 0.0
+    peer: bool = False
+    warm: int | None = None
+    cold_bytes_per_s: float = 0.0
+
+    def cold_blocks(self, local_blocks: int) -> int:
+        """Blocks on its SSD only, of those that an instance with so many leading blocks would read."""
+        return 0 if self.warm is None else max(0, self.blocks - max(self.warm, local_blocks))
+
+    def rate(self, speeds: Speeds) -> float:
+        """Bytes per second at which an instance of these speeds reads what is in memory: the slower end decides."""
+        rate = (speeds.peer_bytes_per_s if self.peer else 0.0) or speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S
+        return min(rate, self.bytes_per_s) if self.bytes_per_s else rate
+
+    def read_s(self, rate: float, nbytes: int, cold_bytes: int = 0) -> float:
+        """Predicted seconds of reading so much at this rate; `cold_bytes` of it are on SSD only."""
+        if not (cold_bytes and self.cold_bytes_per_s):
+            return nbytes / rate
+        cold_bytes = min(cold_bytes, nbytes)
+        return (nbytes - cold_bytes) / rate + cold_bytes / min(rate, self.cold_bytes_per_s)
+
+
+class LinkRead(NamedTuple):
+    """One read: its predicted seconds, 0 for one that did not have the link to itself, and its share from SSD."""
+
+    seconds: float = 0.0
+    cold: float = 0.0
+
+
+NO_READ = LinkRead()
+
+
+@dataclass(slots=True)
+class LearnedRate:
+    """How quick reads were: `bytes_per_s`, 0 before any, learnt at `told_at`."""
+
+    bytes_per_s: float = 0.0
+    told_at: float = 0.0
+
+    def known(self, now: float) -> float:
+        """Bytes per second, as far as that is known; 0 = it is not."""
+        return self.bytes_per_s if now - self.told_at < RATE_FRESH_S else 0.0
+
+    def learn(self, before: float, nbytes: float, seconds: float, now: float) -> None:
+        """So much was read in so long, where `before` was believed."""
+        self.bytes_per_s, self.told_at = learnt_rate(before, nbytes, seconds, RATE_WEIGHT), now
+
+
+@dataclass(slots=True)
+class KVLink:
+    """The way out of one instance, over which others read its blocks, and a prefill instance sends to decode.
+
+    `memory` and `ssd` are what was learnt, by where blocks were. `free_at` is when our reads are predicted to be over.
+    `reads`: our claims.
+    """
+
+    memory: LearnedRate = field(default_factory=LearnedRate)
+    ssd: LearnedRate = field(default_factory=LearnedRate)
+    free_at: float = 0.0
+    reads: dict[int, LinkRead] = field(default_factory=dict)
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until our reads are over."""
+        return max(self.free_at - now, 0.0) if self.reads else 0.0
+
+    def claim(self, number: int, read: LinkRead, now: float) -> None:
+        """Counts a read from now on."""
+        alone = not self.reads
+        for other in self.reads:
+            self.reads[other] = NO_READ
+        self.free_at = self.wait_s(now) + now + read.seconds
+        self.reads[number] = read if alone else NO_READ
+
+    def learn(self, read: LinkRead, nbytes: int, seconds: float, now: float) -> None:
+        """A read of so much has taken so long: that is about the tier from which most of it came."""
+        usual = nbytes / read.seconds
+        rates = [rate.known(now) or usual for rate in (self.memory, self.ssd)]
+        sizes = [nbytes * (1.0 - read.cold), nbytes * read.cold]
+        foreseen = [size / rate for size, rate in zip(sizes, rates, strict=True)]
+        most = int(2 * read.cold > 1.0)
+        part_s = seconds * foreseen[most] / sum(foreseen)
+        (self.memory, self.ssd)[most].learn(rates[most], sizes[most], part_s, now)
+
+
+class ReadsInFlight:
+    """All our reads, by claim, and what our prompts send to decode: that goes over the same links."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, KVLink] = {}
+        self._sends: dict[int, KVLink] = {}
+
+    def __len__(self) -> int:
+        """Reads under way."""
+        return len(self._links)
+
+    def claim(self, number: int, link: KVLink, read: LinkRead, now: float) -> None:
+        """Counts a read from now on."""
+        self._links[number] = link
+        link.claim(number, read, now)
+
+    def send(self, number: int, link: KVLink, seconds: float, now: float) -> None:
+        """Counts KV that goes to decode, beside the claim's read from elsewhere."""
+        self._sends[number] = link
+        link.claim(number, LinkRead(seconds), now)
+
+    def told(self, number: int, link: KVLink, nbytes: int, seconds: float, now: float) -> None:
+        """What a read over a link has taken; one that was counted on another link, or not at all, teaches nothing."""
+        if self._links.get(number) is link and link.reads[number].seconds and nbytes:
+            link.learn(link.reads[number], nbytes, seconds, now)
+
+    def release(self, number: int) -> None:
+        """Stops counting a read; unknown claims are fine."""
+        for links in (self._links, self._sends):
+            link = links.pop(number, None)
+            if link is not None:
+                del link.reads[number]
+
+    def check_invariants(self) -> None:
+        """Asserts that links and claims agree."""
+        both = [*self._links.items(), *self._sends.items()]
+        assert all(number in link.reads for number, link in both)
+        assert all(link in (self._links.get(it), self._sends.get(it)) for _, link in both for it in link.reads)
+
+
+class PrefillChoice(NamedTuple):
+    """The prediction for one prefill instance, seconds; `excluded` says why it cannot be used.
+
+    `load_s` is what computing does not hide of loading. `source` is whom it would load from, whose link is busy with it
+    for `read_s`; it has `cold_blocks` of what is read on SSD only. `busy_s` is how much later the next prompt begins
+    for this one: less than its own time where stages overlap. `later_s` is what prompts that come later are expected to
+    take of the step in which this one ends, if it waits. `overhead_s` is what calls take; `factors` are those by which
+    the parts are corrected; `fixed_s` are seconds of `prefill_s` that do not grow with tokens.
+    `shared`: share of its work there beside which other engines of its host compute; None = there are none. `others`:
+    requests that its host has as it is placed.
+    """
+
+    id: str
+    local_blocks: int
+    used_blocks: int
+    queue_s: float
+    load_s: float
+    prefill_s: float
+    busy_s: float
+    source: str = ""
+    excluded: str = ""
+    overhead_s: float = 0.0
+    factors: LatencyParts = LatencyParts()
+    shared: float | None = None
+    others: int = 0
+    read_s: float = 0.0
+    later_s: float = 0.0
+    fixed_s: float = 0.0
+    cold_blocks: int = 0
+
+    @property
+    def read(self) -> LinkRead:
+        """What it would read."""
+        return LinkRead(self.read_s, self.cold_blocks / max(1, self.used_blocks - self.local_blocks))
+
+    @property
+    def parts(self) -> LatencyParts:
+        """Its time at the instance."""
+        return LatencyParts(self.queue_s, self.load_s, self.fixed_s, self.prefill_s - self.fixed_s, self.later_s)
+
+    @property
+    def alone_s(self) -> float:
+        """Predicted time to first token on an idle instance."""
+        return self.overhead_s + self.load_s + self.prefill_s
+
+    @property
+    def known_s(self) -> float:
+        """Predicted time to first token by what is known now: places are compared by it."""
+        return self.queue_s + self.alone_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted time to first token, with what is expected to come later."""
+        return self.known_s + self.later_s
+
+
+class DecodeChoice(NamedTuple):
+    """The prediction for one decode instance.
+
+    `tbt_s`: seconds between tokens. `finish_s`: seconds until the request is done there. `blocks`: room that it is
+    expected to need there.
+    """
+
+    id: str
+    tbt_s: float
+    finish_s: float
+    blocks: int = 0
+
+
+class PrefillCost(NamedTuple):
+    """Seconds of one prompt on an idle instance, and what it uses of its prefix; see `PrefillChoice`."""
+
+    load_s: float
+    prefill_s: float
+    busy_s: float
+    used_blocks: int
+    source: str
+    read_s: float = 0.0
+    fixed_s: float = 0.0
+    cold_blocks: int = 0
+
+    @property
+    def alone_s(self) -> float:
+        """Time to first token."""
+        return self.load_s + self.prefill_s
+
+
+_LoadableSource = tuple[PrefixHolder, int, PrefillWork]
+"""A prefix that may be loaded, its blocks, and the work behind it."""
+
+
+_RatedSource = tuple[PrefixHolder, int, PrefillWork, float, float]
+"""The same at some speeds: also the work's seconds, and bytes per second of reading."""
+
+
+@frozen
+class Demand:
+    """What a request needs.
+
+    `prompt_blocks` is room for the prompt at prefill, `total_blocks` for prompt and longest answers at decode;
+    `decode_tokens` are the tokens that decode is expected to make, in each of `choices` answers.
+    """
+
+    prompt_tokens: int
+    prompt_blocks: int
+    total_blocks: int
+    decode_tokens: int
+    choices: int = 1
+
+
+@frozen
+class KVShape:
+    """Sizes of the KV that is served. `emulated`: compute is emulated, all engines alike."""
+
+    block_tokens: int
+    token_bytes: int
+    layers: int
+    emulated: bool = False
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-tokens // self.block_tokens)
+
+    def reused_tokens(self, tokens: int, blocks: int) -> int:
+        """Tokens of a prompt that need not be computed where its leading blocks are.
+
+        The last token always is, as its logits are wanted.
+        """
+        return min(blocks * self.block_tokens, tokens - 1)
+
+    def blocks_for_choices(self, tokens: int, answer_tokens: int, choices: int) -> int:
+        """Blocks of `choices` answers that share the full blocks of the `tokens` they begin with."""
+        shared = tokens // self.block_tokens
+        return shared + choices * (self.blocks_for(tokens + answer_tokens) - shared)
+
+
+class PrefillLatencyModel:
+    """Predicts one request's prompt on any instance.
+
+    Args:
+        demand: of the request.
+        shape: of the KV.
+        sources: whom a prefix may be loaded from; few.
+        threshold: a prefix elsewhere must be so many times longer than the instance's own.
+    """
+
+    def __init__(self, demand: Demand, shape: KVShape, sources: Sequence[PrefixHolder], threshold: float) -> None:
+        self._tokens = demand.prompt_tokens
+        self._shape = shape
+        self._sources = sources
+        self._block_bytes = shape.block_tokens * shape.token_bytes
+        self._threshold = threshold
+        self._works: dict[tuple[int, int], PrefillWork] = {}
+        self._asked: tuple[Speeds | None, int] = None, 0
+        self._loads: list[_RatedSource] = []
+        self._rests: dict[int, list[_LoadableSource]] = {}
+
+    def cost(self, speeds: Speeds, stages: int, step_tokens: int, local_blocks: int) -> PrefillCost:
+        """The prediction for an instance of these speeds that holds `local_blocks` leading blocks itself."""
+        if self._asked[0] is not speeds or self._asked[1] != step_tokens:  # those of a class are asked about in a row
+            self._asked, self._loads = (speeds, step_tokens), self._loads_at(speeds, step_tokens)
+        local = self._works.get((local_blocks, step_tokens)) or self._work(local_blocks, step_tokens)
+        compute_s = least_s = work_seconds(speeds, *local)
+        best, least_blocks, shape = None, max(local_blocks, self._threshold * local_blocks), self._shape
+        for load in self._loads:
+            source, blocks, rest, rest_s, rate = load
+            if blocks > least_blocks:
+                nbytes = (rest.prefix_tokens - local.prefix_tokens) * shape.token_bytes
+                load_s = source.read_s(rate, nbytes, source.cold_blocks(local_blocks) * self._block_bytes)
+                both_s = overlapped_seconds(source.wait_s + load_s, rest_s, shape.layers)
+                if both_s < least_s and load_s:
+                    best, least_s, read_s = load, both_s, load_s
+        if best is None:
+            own_s = compute_s if stages == 1 else pipelined_seconds(compute_s, steps=local.steps, stages=stages)
+            fixed_s = fixed_seconds(speeds, local, compute_s, own_s)
+            return PrefillCost(0.0, own_s, compute_s / stages, local_blocks, "", 0.0, fixed_s)
+        source, blocks, rest, compute_s, _ = best
+        own_s, busy_s = compute_s, max(compute_s / stages, read_s)
+        if stages > 1:
+            own_s = pipelined_seconds(own_s, steps=rest.steps, stages=stages)
+            least_s = overlapped_seconds(source.wait_s + read_s, own_s, shape.layers)
+        fixed_s, cold = fixed_seconds(speeds, rest, compute_s, own_s), source.cold_blocks(local_blocks)
+        return PrefillCost(least_s - own_s, own_s, busy_s, blocks, source.id, read_s, fixed_s, cold)
+
+    def alone_s(self, speeds: Speeds, stages: int, step_tokens: int, blocks: int) -> float:
+        """Seconds until the first token on an idle instance that holds so many leading blocks and loads nothing."""
+        work = self._works.get((blocks, step_tokens)) or self._work(blocks, step_tokens)
+        compute_s = work_seconds(speeds, *work)
+        return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
+
+    def _loads_at(self, speeds: Speeds, step_tokens: int) -> list[_RatedSource]:
+        """What an instance of these speeds could load."""
+        rests = self._rests.get(step_tokens)
+        if rests is None:
+            rests = [(it, it.blocks, self._work(it.blocks, step_tokens)) for it in self._sources]
+            self._rests[step_tokens] = rests
+        return [
+            (source, blocks, rest, work_seconds(speeds, *rest), source.rate(speeds)) for source, blocks, rest in rests
+        ]
+
+    def _work(self, blocks: int, step_tokens: int) -> PrefillWork:
+        """What is to be computed behind so many leading blocks."""
+        prefix = self._shape.reused_tokens(self._tokens, blocks)
+        new = self._tokens - prefix
+        work = self._works[blocks, step_tokens] = work_of(new, prefix, steps_of(new, step_tokens))
+        return work
+
+
+def fixed_seconds(speeds: Speeds, work: PrefillWork, compute_s: float, own_s: float) -> float:
+    """Of the time that work takes in a pipeline, as of the `compute_s` one stage after the other, what is fixed."""
+    return work.steps * speeds.prefill_base_s * (own_s / compute_s) if compute_s else 0.0
+
+
+def steps_of(tokens: int, step_tokens: int) -> int:
+    """Steps that so many tokens take; 0 tokens a step = all in one."""
+    return -(-tokens // step_tokens) if step_tokens else 1
+
+
+class DecodeLatencyModel:
+    """Predicts one request's answer on any decode instance."""
+
+    def __init__(self, demand: Demand, shape: KVShape) -> None:
+        self._prompt_tokens = demand.prompt_tokens
+        self._tokens = demand.decode_tokens
+        self._choices = demand.choices
+        self._context_tokens = demand.prompt_tokens * demand.choices
+        self._total_blocks = demand.total_blocks
+        self._shape = shape
+        self._lacking: dict[int, int] = {}
+        self._needs: dict[int, int] = {}
+
+    def blocks(self, answer_tokens: int) -> int:
+        """Room that the request is expected to need where answers are expected to have so many tokens."""
+        blocks = self._needs.get(answer_tokens)
+        if blocks is None:
+            need = MemoryNeed(self._prompt_tokens, self._total_blocks, self._choices)
+            blocks = expected_blocks(self._shape, need, answer_tokens)
+            self._needs[answer_tokens] = blocks
+        return blocks
+
+    def fixed_s(self, speeds: Speeds, held_blocks: int) -> float:
+        """Seconds of the request on an idle instance: receiving the KV it lacks, and its own share of steps."""
+        receive_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks))
+        return receive_s + self._tokens * decode_step_seconds(speeds, self._choices, self._context_tokens)
+
+    def load_s(self, step_load_s: float) -> float:
+        """Seconds added by what runs there already, which makes each step longer by `step_load_s`."""
+        return self._tokens * step_load_s
+
+    def choice(
+        self, name: str, speeds: Speeds, sequences: int, context_tokens: int, held_blocks: int, blocks: int
+    ) -> DecodeChoice:
+        """The prediction for an instance with this load, where the request is expected to need so many blocks."""
+        tbt_s = decode_step_seconds(speeds, sequences + self._choices, context_tokens + self._context_tokens)
+        receive_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks))
+        return DecodeChoice(name, tbt_s, receive_s + self._tokens * tbt_s, blocks)
+
+    def _lacking_bytes(self, held_blocks: int) -> int:
+        nbytes = self._lacking.get(held_blocks)
+        if nbytes is None:
+            held = min(held_blocks * self._shape.block_tokens, self._prompt_tokens)
+            nbytes = self._lacking[held_blocks] = (self._prompt_tokens - held) * self._shape.token_bytes
+        return nbytes
+
+
+class MemoryNeed(NamedTuple):
+    """What room depends on: tokens of the request now, blocks with its longest answers, and how many these are."""
+
+    tokens: int
+    longest: int
+    choices: int = 1
+
+
+def expected_blocks(shape: KVShape, need: MemoryNeed, answer_tokens: int) -> int:
+    """Blocks that a request is expected to need.
+
+    Args:
+        shape: of the KV.
+        need: of the request.
+        answer_tokens: that the decode instance expects an answer to have; 0 = not told: the longest is assumed.
+    """
+    if not answer_tokens:
+        return need.longest
+    return min(shape.blocks_for_choices(need.tokens, answer_tokens, need.choices), need.longest)
+
+
+def step_load_s(speeds: Speeds, sequences: int, context_tokens: int) -> float:
+    """Seconds that what runs on a decode instance adds to each step."""
+    return speeds.decode_per_sequence_s * sequences + speeds.decode_per_context_token_s * context_tokens
+
+
+class BusySpan(NamedTuple):
+    """When something computes, in seconds from now."""
+
+    begin_s: float
+    end_s: float
+
+
+ALWAYS_BUSY = BusySpan(0.0, inf)
+
+
+def contended_seconds(work_s: float, company: Sequence[BusySpan], slow: float) -> tuple[float, float]:
+    """How long work takes that needs `work_s` alone, and which share of it is done in company.
+
+    Args:
+        work_s: seconds.
+        company: when others compute; may overlap.
+        slow: times as long that it takes meanwhile.
+    """
+    at, left_s, shared_s = 0.0, work_s, 0.0
+    for begin_s, end_s in sorted(company):
+        alone_s = max(0.0, begin_s - at)
+        if alone_s >= left_s:
+            break
+        at, left_s = at + alone_s, left_s - alone_s
+        with_s = min(left_s * slow, max(0.0, end_s - at))
+        at, left_s, shared_s = at + with_s, left_s - with_s / slow, shared_s + with_s / slow
+    return at + left_s, shared_s / work_s if work_s else 0.0
+
+
+LOAD_BUCKETS = 5
+"""Learnt apart for requests that find no other one on their host, one, two or three, four to seven, and more."""
+
+
+OVERHEAD_SAMPLES = 15
+"""The overhead is the median of so many: a few that took long do not count, and it follows how busy the machine is."""
+
+
+FIRST_SLOWDOWN, SLOWDOWN_SPREAD = 1.5, 0.5
+"""Times as long as alone that work is believed to take while other engines of the host compute, and how uncertain."""
+
+
+MAX_SLOWDOWN = 6.0
+
+
+CHANGE_SAMPLES = 16
+"""So many prompts in a row beyond the gate are a change."""
+
+
+LEARNING_DRIFT = 5e-3
+"""Of what is learnt here: where times differ by a third, the last twenty prompts count most."""
+
+
+MIN_ERROR_S = 0.005
+"""Errors of predictions shorter than this count as those of one so long."""
+
+
+def load_bucket(others: int) -> int:
+    """The crowd that so many others are."""
+    return min(others.bit_length(), LOAD_BUCKETS - 1)
+
+
+def nearest_bucket(crowd: int, known: list[bool]) -> int | None:
+    """The crowd next to this one of which something is known; None = there is none."""
+    return min((it for it in range(LOAD_BUCKETS) if known[it]), key=lambda it: (abs(it - crowd), it), default=None)
+
+
+class OverheadModel:
+    """Seconds that requests take beside what is foreseen of them by their sizes: medians of the last ones."""
+
+    __slots__ = ("_latest", "_medians")
+
+    def __init__(self) -> None:
+        self._latest: list[tuple[float, ...]] = [()] * LOAD_BUCKETS
+        self._medians = [0.0] * LOAD_BUCKETS
+
+    def seconds(self, others: int) -> float:
+        """The median of the last ones; where there are none, of those of the nearest crowd."""
+        return self._medians[load_bucket(others)]
+
+    def observe(self, others: int, seconds: float) -> None:
+        """Learns what a request took beside."""
+        crowd = load_bucket(others)
+        self._latest[crowd] = (*self._latest[crowd][-OVERHEAD_SAMPLES + 1 :], max(seconds, 0.0))
+        known = [bool(latest) for latest in self._latest]
+        near = [self._latest[it] for crowd in range(LOAD_BUCKETS) if (it := nearest_bucket(crowd, known)) is not None]
+        self._medians = [sorted(latest)[len(latest) // 2] for latest in near]
+
+    @property
+    def state(self) -> tuple[tuple[float, ...], ...]:
+        """Everything that later predictions depend on."""
+        return tuple(self._latest)
+
+
+class BucketedRegression:
+    """A regression for each crowd, which begins with what is known of the nearest one then.
+
+    Args:
+        first: coefficients before anything was measured.
+        spreads: how uncertain each is.
+    """
+
+    __slots__ = ("_first", "_regressions", "_spreads")
+
+    def __init__(self, first: Sequence[float], spreads: Sequence[float]) -> None:
+        self._first, self._spreads = tuple(first), tuple(spreads)
+        self._regressions: list[Regression | None] = [None] * LOAD_BUCKETS
+
+    def coefficients(self, others: int) -> tuple[float, ...]:
+        """With so many other requests; where nothing was measured, those of the nearest crowd."""
+        near = nearest_bucket(load_bucket(others), [one is not None for one in self._regressions])
+        found = None if near is None else self._regressions[near]
+        return self._first if found is None else found.coefficients
+
+    def observe(self, others: int, sizes: Sequence[float], seconds: float, known_s: float = 0.0) -> None:
+        """See `Regression.observe`."""
+        crowd = load_bucket(others)
+        one = self._regressions[crowd]
+        if one is None:
+            first = self.coefficients(others)
+            one = Regression(first, self._spreads, change=CHANGE_SAMPLES, drift=LEARNING_DRIFT, least_s=MIN_ERROR_S)
+            self._regressions[crowd] = one
+        one.observe(sizes, seconds, known_s)
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Everything that later predictions depend on."""
+        return tuple(None if one is None else one.state for one in self._regressions)
+
+
+class SlowdownModel:
+    """How many times as long as alone work takes in company. The more requests a host has, the more its services take.
+
+    Args:
+        first: what is believed at first; 1 = company costs nothing, as of emulated engines, and that stays so.
+    """
+
+    __slots__ = ("_learnt",)
+
+    def __init__(self, first: float = FIRST_SLOWDOWN) -> None:
+        self._learnt = BucketedRegression((first,), (SLOWDOWN_SPREAD if first > 1.0 else 0.0,))
+
+    def of(self, others: int) -> float:
+        """With so many other requests; where nothing was measured, as of the nearest crowd."""
+        return min(max(self._learnt.coefficients(others)[0], 1.0), MAX_SLOWDOWN)
+
+    def observe(self, others: int, beside_s: float, alone_s: float, seconds: float) -> None:
+        """Learns what work took of which `beside_s` was done in company and `alone_s` was not, as it takes alone."""
+        self._learnt.observe(others, (beside_s,), seconds, alone_s)
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Everything that later predictions depend on."""
+        return self._learnt.state
+
+
+LATER_SHARE = 0.25
+"""Share of a full step that prompts which come later are believed to take of the step in which one that waited ends."""
+
+
+FIRST_FACTORS = LatencyParts(later=LATER_SHARE)
+
+
+FACTOR_SPREADS = LatencyParts(queue=0.2, load=0.2, fixed=0.2, growing=0.2, later=0.25)
+"""What is believed of the factors before anything was measured, and how uncertain that is."""
+
+
+SHARED_HOST_SPREADS = FACTOR_SPREADS._replace(fixed=0.3, growing=0.5)
+"""The same where other programs may have cores: an instance tells what it takes with all of its own."""
+
+
+class PrefillCorrections:
+    """Speeds of a prefill instance: those that it tells, corrected by what its prompts took.
+
+    What a prompt takes at its instance, from coming to its first token, is the sum of some parts (`Parts`), each times
+    its factor. The factors begin with 1: what the instance says is believed first. Where other programs have cores,
+    what grows with tokens takes longer, and the rest of a step hardly does. While a prompt waits others come, whose
+    tokens fill the step in which it ends; that does not grow with the queue: it is a share of a full step. All factors
+    are learnt together: had those that waited a regression of their own, one misled prompt that found the instance idle
+    would stay believed as long as all wait.
+    What is left of the time that the conductor measures is overhead: calls, tokenising, tokens on their way, and all
+    else that does not grow with the prompt.
+
+    An instance learns from each of its steps and tells what it has learnt. The factors are about what it cannot see,
+    and are in no hurry: otherwise both would learn one slow moment, and it would count twice.
+
+    Where engines share a host, a prompt takes longer while another one computes, the more so the more requests there
+    are, as the services take cores, too. Prompts that were expected to have company teach how much (`Slowness`).
+
+    Args:
+        told: the speeds that it tells.
+        alone: it takes no cores from others, nor they from it, as emulated engines; company costs it nothing.
+
+    Attributes:
+        overheads: what prompts take beside.
+        factors: of each part.
+        slowness: how much longer it takes in company.
+    """
+
+    __slots__ = ("_learnt", "_speeds", "_told", "factors", "overheads", "slowness")
+
+    def __init__(self, told: Speeds, *, alone: bool = False) -> None:
+        self._told = told
+        self.overheads = OverheadModel()
+        self._learnt = Regression(
+            FIRST_FACTORS,
+            FACTOR_SPREADS if alone else SHARED_HOST_SPREADS,
+            change=CHANGE_SAMPLES,
+            drift=LEARNING_DRIFT,
+            least_s=MIN_ERROR_S,
+        )
+        self.slowness = SlowdownModel(1.0 if alone else FIRST_SLOWDOWN)
+        self._speeds: Speeds | None = None
+        self.factors = FIRST_FACTORS
+
+    @property
+    def speeds(self) -> Speeds:
+        """The corrected speeds; the same object as long as nothing changes."""
+        if self._speeds is None:
+            _, load, fixed, growing, _ = self.factors
+            same = load == fixed == growing == 1.0
+            self._speeds = self._told if same else self._told.slowed_prefill(growing, load, fixed)
+        return self._speeds
+
+    def told(self, speeds: Speeds) -> None:
+        """The instance tells its speeds. What was learnt stays true until it is measured anew."""
+        if speeds != self._told:
+            self._told, self._speeds = speeds, None
+
+    def slowed(self, work: PrefillWork) -> float:
+        """Times as long as the instance tells that some work takes."""
+        told_s = work_seconds(self._told, *work)
+        return work_seconds(self.speeds, *work) / told_s if told_s else self.factors.growing
+
+    def observe(
+        self,
+        foreseen: LatencyParts,
+        by: LatencyParts,
+        there_s: float,
+        shared: float | None = None,
+        others: int = 0,
+    ) -> None:
+        """Learns from a prompt what it took at its instance, in seconds from its coming to its first token.
+
+        Args:
+            foreseen: seconds of each part, as it was placed.
+            by: the factors in them.
+            there_s: measured by the instance.
+            shared: of its work, the share that was expected to be done in company; None = there is none on its host.
+            others: requests that its host had as it was placed.
+        """
+        sizes = LatencyParts(*[seconds / factor for seconds, factor in zip(foreseen, by, strict=True)])
+        if shared:
+            whole_s = self._learnt.seconds(sizes)
+            self.slowness.observe(others, shared * whole_s, (1.0 - shared) * whole_s, there_s)
+            there_s /= 1.0 + shared * (self.slowness.of(others) - 1.0)
+        self._learnt.observe(sizes, there_s)
+        self.factors, self._speeds = LatencyParts(*self._learnt.coefficients), None
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Everything that later predictions depend on."""
+        return self._told, *self._learnt.state, *self.slowness.state, *self.overheads.state
+
+
+class TpotForecast(NamedTuple):
+    """What is foreseen of the times between an answer's tokens, seconds.
+
+    Attributes:
+        tbt_s: of a step, as decode has promised it; 0 = it has not.
+        tpot_s: the mean over the answer; 0 = not foreseen.
+        others: requests that its host has as it is placed.
+    """
+
+    tbt_s: float = 0.0
+    tpot_s: float = 0.0
+    others: int = 0
+
+
+NO_TPOT_FORECAST = TpotForecast()
+
+
+FIRST_TPOT = (0.01, 1.0, 0.0)
+"""What is believed before anything was measured: seconds once, and factors of steps as promised and as at its start."""
+
+
+TPOT_SPREADS = (0.05, 0.5, 1.0)
+"""How uncertain these are."""
+
+
+class TpotModel:
+    """Learns of a decode instance what answers take there.
+
+    That is so much once, so many times what was promised for their steps, and so many times what steps took at the
+    instance's start: what is promised follows the moment, and what slows steps down later does not depend on it.
+
+    Args:
+        step_s: a step of one sequence, as the instance said at its start.
+    """
+
+    __slots__ = ("_learnt", "_step_s")
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._learnt = BucketedRegression(FIRST_TPOT, TPOT_SPREADS)
+
+    def foresee(self, tbt_s: float, steps: float, others: int, *, joins: bool) -> TpotForecast:
+        """Of an answer of so many tokens after its first one; `joins`: prefill computes that one, not decode."""
+        once_s, *factors = self._learnt.coefficients(others)
+        step_s = factors[0] * tbt_s + factors[1] * self._step_s
+        return TpotForecast(tbt_s, step_s + (once_s / max(steps, 1.0) if joins else 0.0), others)
+
+    def observe(self, foreseen: TpotForecast, steps: int, seconds: float) -> None:
+        """Learns what an answer took from its first token to its last one, so many later."""
+        sizes = 1.0, steps * foreseen.tbt_s, steps * self._step_s
+        self._learnt.observe(foreseen.others, sizes, seconds)
+
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Everything that later predictions depend on."""
+        return self._step_s, self._learnt.state
+
+
+def _length_bounds() -> tuple[int, ...]:
+    exact = (2 ** (quarter / 4) for quarter in range(81))
+    return tuple(sorted({round(border) for border in exact}))
+
+
+LENGTH_BOUNDS = _length_bounds()
+"""The last length of each interval: 1, 2, 3, 4, 5, 6, 7, 8, 10, ... 1,048,576 tokens."""
+
+
+PRIOR_ANSWERS = 8.0
+"""Answers that a parent's probability counts as."""
+
+
+LENGTH_WINDOW = 1024
+"""Answers that ended, after which the counts of a stratum are halved: old ones fade."""
+
+
+MAX_STRATA = 4096
+"""Of the strata beyond, those that began an answer least recently are forgotten."""
+
+
+MIN_LOG_SURVIVAL = -30.0
+"""Logarithm of the least probability of outliving an interval: a product of such is still a number."""
+
+
+CURVE_REFRESH = 32
+"""A curve is computed anew when answers have ended beside it by a share of one in so many, and at least one."""
+
+
+Stratum = tuple[str, ...]
+"""() is everybody, (tenant,) a tenant, (tenant, bucket) a tenant's prompts of similar length."""
+
+
+def stratum_of(tenant: str, prompt_tokens: int) -> Stratum:
+    """The stratum of a request; lengths of prompts within a factor of four are alike."""
+    return tenant, str((prompt_tokens.bit_length() + 1) // 2)
+
+
+@dataclass(slots=True)
+class _LengthCounts:
+    """Answers by interval; `total` those that ended ever."""
+
+    ended: list[float] = field(default_factory=lambda: [0.0] * len(LENGTH_BOUNDS))
+    outlived: list[float] = field(default_factory=lambda: [0.0] * len(LENGTH_BOUNDS))
+    total: int = 0
+    recent: float = 0.0
+
+    def end(self, interval: int) -> None:
+        self.ended[interval] += 1.0
+        self.total += 1
+        self.recent += 1.0
+        if self.recent >= LENGTH_WINDOW:
+            self.recent /= 2
+            self.ended = [count / 2 for count in self.ended]
+            self.outlived = [count / 2 for count in self.outlived]
+
+
+@dataclass(slots=True)
+class _RunningAnswer:
+    stratum: Stratum
+    interval: int = 0
+
+
+class OutputLengthModel:
+    """Forecasts lengths of answers from those that were seen.
+
+    Args:
+        assumed: mean length that is believed before any was seen.
+    """
+
+    def __init__(self, assumed: int = 256) -> None:
+        widths = [border - before for before, border in zip((0, *LENGTH_BOUNDS), LENGTH_BOUNDS, strict=False)]
+        self._prior = tuple([max(-width / assumed, MIN_LOG_SURVIVAL) for width in widths])
+        self._counts: OrderedDict[Stratum, _LengthCounts] = OrderedDict({(): _LengthCounts()})
+        self._running: dict[int, _RunningAnswer] = {}
+        self._curves: dict[Stratum, tuple[int, tuple[float, ...]]] = {}
+
+    def __len__(self) -> int:
+        """Answers that are followed."""
+        return len(self._running)
+
+    # --- what is seen -----------------------------------------------------------------------------------------------
+
+    def begin(self, number: int, stratum: Stratum) -> None:
+        """An answer has its first token; one that is followed already is fine."""
+        if number in self._running:
+            return
+        self._running[number] = _RunningAnswer(stratum)
+        for one in _with_parents(stratum):
+            if one not in self._counts:
+                self._counts[one] = _LengthCounts()
+            self._counts.move_to_end(one)
+        while len(self._counts) > MAX_STRATA:
+            forgotten, _ = self._counts.popitem(last=False)
+            self._curves.pop(forgotten, None)
+
+    def grew(self, number: int, tokens: int) -> None:
+        """An answer has so many tokens and goes on, as far as is known; unknown ones are fine."""
+        running = self._running.get(number)
+        if running is None or tokens <= LENGTH_BOUNDS[running.interval]:
+            return
+        reached = min(bisect_left(LENGTH_BOUNDS, tokens), len(LENGTH_BOUNDS) - 1)
+        for counts in self._of(running.stratum):
+            for interval in range(running.interval, reached):
+                counts.outlived[interval] += 1.0
+        running.interval = reached
+
+    def ended(self, number: int, tokens: int) -> None:
+        """An answer has ended by itself with so many tokens; unknown ones are fine."""
+        self.grew(number, tokens)
+        running = self._running.pop(number, None)
+        if running is not None:
+            for counts in self._of(running.stratum):
+                counts.end(running.interval)
+
+    def removed(self, number: int) -> None:
+        """An answer was cut off or given up: how long it would have become is not known. Unknown ones are fine."""
+        self._running.pop(number, None)
+
+    def _of(self, stratum: Stratum) -> list[_LengthCounts]:
+        return [self._counts[one] for one in _with_parents(stratum) if one in self._counts]
+
+    # --- what is expected -------------------------------------------------------------------------------------------
+
+    def outlives(self, stratum: Stratum, tokens: float, so_far: float = 0.0) -> float:
+        """Probability that an answer that has more than `so_far` tokens has more than `tokens`."""
+        curve = self._curve(stratum)
+        return exp(min(_curve_at(curve, tokens) - _curve_at(curve, so_far), 0.0))
+
+    def expected(self, stratum: Stratum, longest: int, least: int = 0) -> float:
+        """Mean length of an answer that has at least `least` tokens and is cut off at `longest`."""
+        curve, before = self._curve(stratum), min(least, longest)
+        mean, known, share = float(before), _curve_at(curve, before), 1.0
+        for border in LENGTH_BOUNDS[bisect_left(LENGTH_BOUNDS, before + 1) :]:
+            if before >= longest:
+                break
+            end, share_before = min(border, longest), share
+            share = exp(_curve_at(curve, end) - known)
+            mean += (end - before) * (share_before + share) / 2
+            before = end
+        return mean
+
+    def _curve(self, stratum: Stratum) -> tuple[float, ...]:
+        """Logarithm of the probability of outliving each border, and 0 before the first."""
+        while stratum not in self._counts:
+            stratum = stratum[:-1]
+        total = self._counts[()].total
+        known = self._curves.get(stratum)
+        if known is not None and total - known[0] < max(1, known[0] // CURVE_REFRESH):
+            return known[1]
+        steps = self._prior
+        for one in reversed(_with_parents(stratum)):
+            steps = self._steps(one, steps) if one in self._counts else steps
+        curve, height = [0.0], 0.0
+        for step in steps:
+            height += step
+            curve.append(height)
+        self._curves[stratum] = total, tuple(curve)
+        return tuple(curve)
+
+    def _steps(self, stratum: Stratum, parent: tuple[float, ...]) -> tuple[float, ...]:
+        """Logarithms of the probabilities of outliving each interval, once it is reached."""
+        counts = self._counts[stratum]
+        three = zip(counts.ended, counts.outlived, parent, strict=True)
+        return tuple(
+            [
+                log((outlived + PRIOR_ANSWERS * exp(above)) / (ended + outlived + PRIOR_ANSWERS))
+                for ended, outlived, above in three
+            ]
+        )
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(self._counts, self._running, self._curves)
+
+    def check_invariants(self) -> None:
+        """Asserts that everybody is the sum of all, as far as nobody was forgotten or faded."""
+        everybody = self._counts[()]
+        assert all(count >= 0.0 for count in (*everybody.ended, *everybody.outlived))
+        if everybody.total < LENGTH_WINDOW and len(self._counts) < MAX_STRATA:
+            tenants = [counts for stratum, counts in self._counts.items() if len(stratum) == 1]
+            assert everybody.total == sum(counts.total for counts in tenants)
+        assert set(self._curves) <= set(self._counts)
+        assert len(self._counts) <= MAX_STRATA
+
+
+def _with_parents(stratum: Stratum) -> list[Stratum]:
+    """From itself to everybody."""
+    return [stratum[:length] for length in range(len(stratum), -1, -1)]
+
+
+def _curve_at(curve: tuple[float, ...], tokens: float) -> float:
+    """The curve between its borders: straight in the logarithm."""
+    if tokens <= 0.0:
+        return 0.0
+    place = bisect_left(LENGTH_BOUNDS, tokens)
+    if place >= len(LENGTH_BOUNDS):
+        return curve[-1]
+    before = LENGTH_BOUNDS[place - 1] if place else 0
+    share = (tokens - before) / (LENGTH_BOUNDS[place] - before)
+    return curve[place] + share * (curve[place + 1] - curve[place])
+
+
+@frozen
+class SloLimits:
+    """What a request expects, seconds; None = no limit.
+
+    `queue_s`: so long it waits at the conductor rather than being refused, which does not count in `ttft_s`.
+    """
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    queue_s: float = 0.0

@@ -1,0 +1,521 @@
+"""The prefill instances: when each will be free, which prefixes they are computing, and which is best for a prompt."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+
+from moonpool.frozen import frozen
+from moonpool.scheduling.fair_share import QueueKey
+from moonpool.scheduling.latency import PrefillWork, Speeds, work_of, work_seconds
+from moonpool.scheduling.state_machine import digest_of, draw_below
+from services.conductor.core.decode_pool import DecodePool
+from services.conductor.core.instances import (
+    SHORTLIST,
+    HealthMonitor,
+    InstanceFacts,
+    InstancePool,
+    LoadFacts,
+    LoadRanking,
+    blocks_at,
+)
+from services.conductor.core.latency_model import (
+    BusySpan,
+    Demand,
+    KVLink,
+    PrefillChoice,
+    PrefillCorrections,
+    PrefillLatencyModel,
+    contended_seconds,
+)
+from services.conductor.core.policies import Candidates, PlacementPolicy, TtftLimit
+from services.conductor.core.prefix_index import slots_in
+
+COMPARED_LENGTHS = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 20)}))
+"""Lengths in blocks at which chains are compared."""
+
+
+REPORTS_AWAITED = 2
+"""Load reports after a token with which its prompt's blocks are reported at the latest, or they were not kept. The
+first of them may have been under way when the token was."""
+
+
+@dataclass(slots=True)
+class _ComputedChain:
+    """A chain that is computed and not reported; so many reports have come since."""
+
+    marked: tuple[bytes, ...]
+    reports: int = 0
+
+
+class InFlightPrefixes:
+    """Chains of the prompts that are placed at prefill instances, by claim, until their blocks are reported."""
+
+    def __init__(self) -> None:
+        self._claims: dict[int, tuple[str, tuple[bytes, ...]]] = {}
+        self._computed: dict[str, list[_ComputedChain]] = {}  # by instance
+        self._at: dict[bytes, dict[str, int]] = {}  # by the key at a mark: prompts of each instance
+
+    def placed(self, claim: int, instance: str, keys: Sequence[bytes]) -> None:
+        """A prompt is placed."""
+        marked = _keys_at_marks(keys)
+        self._claims[claim] = instance, marked
+        at = self._at
+        for key in marked:
+            there = at.get(key)
+            if there is None:
+                at[key] = {instance: 1}
+            else:
+                there[instance] = there.get(instance, 0) + 1
+
+    def over(self, claim: int) -> None:
+        """It is not there any more; claims that are unknown, or computed, are fine."""
+        self._drop(*self._claims.pop(claim, ("", ())))
+
+    def computed(self, claim: int) -> str:
+        """It has its token: its blocks will be reported soon. Returns at which instance; "" = the claim is unknown."""
+        instance, marked = self._claims.pop(claim, ("", ()))
+        if marked:
+            self._computed.setdefault(instance, []).append(_ComputedChain(marked))
+        return instance
+
+    def told(self, instance: str, holds: Callable[[bytes], bool]) -> None:
+        """An instance has told which blocks it holds."""
+        if instance in self._computed:
+            self._keep(instance, lambda one: not holds(one.marked[-1]))
+
+    def reported(self, instance: str) -> None:
+        """An instance has reported its load."""
+        if instance in self._computed:
+            for one in self._computed[instance]:
+                one.reports += 1
+            self._keep(instance, lambda one: one.reports < REPORTS_AWAITED)
+
+    def lost(self, instance: str) -> None:
+        """Nothing is known of what an instance holds any more."""
+        self._keep(instance, lambda _: False)
+
+    def _keep(self, instance: str, wanted: Callable[[_ComputedChain], bool]) -> None:
+        """Keeps those of an instance's computed chains that are wanted."""
+        kept: list[_ComputedChain] = []
+        for one in self._computed.pop(instance, ()):
+            if wanted(one):
+                kept.append(one)
+            else:
+                self._drop(instance, one.marked)
+        if kept:
+            self._computed[instance] = kept
+
+    def _drop(self, instance: str, marked: Sequence[bytes]) -> None:
+        for key in marked:
+            there = self._at[key]
+            there[instance] -= 1
+            if not there[instance]:
+                del there[instance]
+                if not there:
+                    del self._at[key]
+
+    def match(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """Instances where the beginning of a chain is being computed, and how many blocks of it."""
+        if not self._at:
+            return {}
+        at = map(self._at.get, _keys_at_marks(keys))
+        levels = [
+            (blocks, there) for blocks, there in zip(COMPARED_LENGTHS, takewhile(bool, at), strict=False) if there
+        ]
+        found: dict[str, int] = {}
+        for blocks, there in reversed(levels):  # who computes more is in all that follow
+            if len(there) > len(found):
+                found = dict.fromkeys(there, blocks) | found
+        return found
+
+    @property
+    def claims(self) -> list[int]:
+        """Of the prompts that have no token yet."""
+        return list(self._claims)
+
+    @property
+    def awaited(self) -> list[str]:
+        """Instances that will report what they have computed."""
+        return list(self._computed)
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(sorted(self._claims.items()), sorted(self._computed.items()))
+
+    def check_invariants(self) -> None:
+        """Asserts that the counts are those of the chains."""
+        counted: dict[bytes, dict[str, int]] = {}
+        computed = [(instance, one.marked) for instance, here in self._computed.items() for one in here]
+        for instance, marked in [*self._claims.values(), *computed]:
+            for key in marked:
+                there = counted.setdefault(key, {})
+                there[instance] = there.get(instance, 0) + 1
+        assert counted == self._at
+
+
+def _keys_at_marks(keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The keys at the marks."""
+    return tuple([keys[blocks - 1] for blocks in COMPARED_LENGTHS[: bisect_right(COMPARED_LENGTHS, len(keys))]])
+
+
+def with_in_flight(prefixes: Sequence[tuple[int, int]], coming: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Prefixes as `Forest.match` gives them, where some slots will soon have more: (blocks, slot)."""
+    if not coming:
+        return prefixes
+    levels = dict(prefixes)
+    for blocks, slot in coming:
+        levels[blocks] = levels.get(blocks, 0) | 1 << slot
+    mask, found = 0, []
+    for blocks in sorted(levels, reverse=True):  # who has more has so many, too
+        mask |= levels[blocks]
+        found.append((blocks, mask))
+    return found[::-1]
+
+
+CLASS_WIDTH = 1.1
+
+
+TYPICAL_TOKENS = 2048
+"""Of the prompt by which an instance's quickness is judged."""
+
+
+TYPICAL_PROMPT = work_of(TYPICAL_TOKENS, 0)
+
+
+LONG_PROMPT_END = work_of(512, 16384)
+"""The end of a long prompt."""
+
+
+LOAD_BYTES = 1 << 28
+"""Loads are compared by the seconds that so much KV takes."""
+
+
+@dataclass(slots=True)
+class PlacedPrompt:
+    """A prompt that we have placed, and how long it keeps the instance busy.
+
+    `number` is the instance's own of it, 0 if it gives none, None while we have not heard that it has the prompt.
+    `covered`: the last report includes it, so it is not counted any more. `place`: where it stands among others there.
+    """
+
+    busy_s: float
+    number: int | None = None
+    covered: bool = False
+    place: QueueKey | None = None
+
+
+@dataclass(slots=True)
+class PrefillInstanceState:
+    """One instance.
+
+    `free_at` is when all prompts that we know of are computed, on the clock of `now`: the last report's, and those of
+    our own that it did not include, told at `told_at`; `overtaken`: the last one was passed over. `others_at` is when
+    those would be that are not ours. `learnt` has the speeds.
+    Others read its blocks over its `link`.
+    """
+
+    facts: InstanceFacts
+    slot: int
+    learnt: PrefillCorrections
+    free_at: float
+    others_at: float = 0.0
+    told_at: float = 0.0
+    overtaken: bool = False
+    load: LoadFacts = field(default_factory=LoadFacts)
+    turn: int = 0
+    prompts: dict[int, PlacedPrompt] = field(default_factory=dict)
+    vigil: HealthMonitor = field(default_factory=HealthMonitor)
+    link: KVLink = field(default_factory=KVLink)
+    full_step: PrefillWork = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.full_step = work_of(self.facts.step_tokens or TYPICAL_TOKENS, 0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a prompt of ours is here."""
+        return bool(self.prompts)
+
+    @property
+    def slowed(self) -> float:
+        """Times as long as it tells that its queue takes, which is full steps for the most part."""
+        return self.learnt.slowed(self.full_step)
+
+    def claim(self, number: int, busy_s: float, now: float, place: QueueKey | None = None) -> None:
+        """Counts a prompt from now on."""
+        self.prompts[number] = PlacedPrompt(busy_s, place=place)
+        self.free_at = max(self.free_at, now) + busy_s
+
+    def known(self, claim: int, number: int) -> None:
+        """Notes that the instance has a prompt, and as its how many-th; the last report may include it already."""
+        prompt = self.prompts[claim]
+        prompt.number = number
+        if 0 < number <= self.load.taken and not prompt.covered and self.load.drain_s is not None:
+            prompt.covered = True
+            self.free_at -= prompt.busy_s
+
+    def release(self, number: int, now: float) -> None:
+        """Stops counting a prompt."""
+        prompt = self.prompts.pop(number)
+        if self.load.drain_s is None:  # it does not tell when it will be free: what is left begins now
+            self.free_at = now + self._uncovered_s()
+        elif not prompt.covered:
+            self.free_at -= prompt.busy_s
+
+    def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
+        """Takes a report, which includes the prompts that the instance had taken.
+
+        An answer may have overtaken one, which is passed over then. Where the next one counts fewer prompts, too, the
+        answer was wrong.
+        """
+        self.overtaken = load.taken < self.load.taken and not self.overtaken
+        if self.overtaken:
+            return
+        self.load, self.told_at = load, now
+        if load.speeds is not None:
+            seconds, idle = work_seconds(load.speeds, *TYPICAL_PROMPT), not load.running + load.waiting
+            self.learnt.told(self.vigil.hear(load.speeds, seconds, now, slow_factor, idle=idle))
+        if load.drain_s is None:
+            return
+        for prompt in self.prompts.values():
+            prompt.covered = prompt.covered or (prompt.number is not None and prompt.number <= load.taken)
+        drain_s = load.drain_s * self.slowed
+        ahead_s = drain_s + self._uncovered_s()
+        self.others_at = now + max(0.0, drain_s - sum([it.busy_s for it in self.prompts.values() if it.covered]))
+        # An idle one keeps the time since when it is: the one that was idle longest is chosen first.
+        self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
+
+    def queue_s(self, place: QueueKey, all_s: float) -> float:
+        """Predicted seconds until a prompt at this place begins, if everything that is there takes `all_s`.
+
+        Who goes before others of ours waits for those before it in its tenant's line, each of which has its turn among
+        the tenants', and for the step that is under way.
+        """
+        ours = [(it.place, it.busy_s) for it in self.prompts.values() if it.place is not None]
+        before = [busy_s for it, busy_s in ours if it.tenant == place.tenant and it.own < place.own]
+        if len(before) == len(ours):
+            return all_s
+        weights = {it.tenant: it.weight for it, _ in ours} | {place.tenant: place.weight}
+        turns = sum(weights.values()) / place.weight
+        step_s = max([busy_s for _, busy_s in ours])
+        if self.facts.step_tokens:
+            step_s = min(step_s, work_seconds(self.learnt.speeds, *self.full_step))
+        return min(all_s, turns * sum(before) + step_s)
+
+    def observe(self, choice: PrefillChoice, there_s: float) -> None:
+        """Learns from what a prompt took here that was predicted so."""
+        self.learnt.observe(choice.parts, choice.factors, there_s, choice.shared, choice.others)
+
+    def computed(self, now: float) -> None:
+        """A prompt of ours has its token and is not counted any more: what is left of the others begins now."""
+        self.free_at = max(now, self.others_at) + sum([prompt.busy_s for prompt in self.prompts.values()])
+
+    def _uncovered_s(self) -> float:
+        return sum([prompt.busy_s for prompt in self.prompts.values() if not prompt.covered])
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        times = self.free_at, self.others_at, self.told_at, self.overtaken
+        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.vigil, self.link
+        return digest_of(self.facts, self.slot, *state)
+
+
+class PrefillPool(InstancePool[PrefillInstanceState]):
+    """All prefill instances, ranked by when they will be free.
+
+    Args:
+        policy: which is chosen.
+        seed: of its draws.
+        decodes: the decode instances, some of which may be on the hosts of these; None = there are none.
+    """
+
+    def __init__(self, policy: PlacementPolicy, seed: int = 0, decodes: DecodePool | None = None) -> None:
+        super().__init__(LoadRanking(CLASS_WIDTH, TypicalPrefillSeconds()))
+        self.coming = InFlightPrefixes()
+        """What is being computed where."""
+        self._decodes = decodes
+        self._policy = policy
+        self._seed = seed
+        self._decisions = 0
+
+    def queue_s(self, choice: PrefillChoice, place: QueueKey) -> float:
+        """Predicted seconds that a prompt at this place waits at the instance of a choice."""
+        instance = self.get(choice.id)
+        if instance is None or choice.queue_s <= 0.0:
+            return choice.queue_s
+        return instance.queue_s(place, choice.queue_s)
+
+    def lagging_s(self, instance: PrefillInstanceState, now: float) -> float:
+        """Seconds of its last report that an instance may have less done of than time has gone by.
+
+        What it tells is with all cores. While decode instances of its host compute, it has a part of them only.
+        """
+        company = self._decodes.company(instance.facts.host, now) if self._decodes is not None else None
+        if not company or instance.load.drain_s is None:
+            return 0.0
+        slow = instance.learnt.slowness.of(_requests_on_host(instance, company))
+        return (1.0 - 1.0 / slow) * min(now - instance.told_at, instance.load.drain_s)
+
+    def rank(self, instance: PrefillInstanceState) -> None:
+        """Ranks an instance anew, after its load or speeds have changed."""
+        facts, free_at = instance.facts, instance.free_at
+        self.ranks.put(
+            instance.slot,
+            instance.learnt.speeds,
+            lambda _: free_at,
+            instance.turn,
+            facts.id,
+            facts.stages,
+            facts.step_tokens,
+        )
+
+    def soon(self, prefixes: Sequence[tuple[int, int]], keys: Sequence[bytes]) -> Sequence[tuple[int, int]]:
+        """Who will hold how much of a chain when what is placed there is computed, given who holds it now."""
+        coming = self.coming.match(keys)
+        return with_in_flight(
+            prefixes, [(blocks, it.slot) for name, blocks in coming.items() if (it := self.get(name))]
+        )
+
+    def computed(self, claim: int) -> None:
+        """A prompt has its token; its blocks count until they are reported, if its instance is still here."""
+        name = self.coming.computed(claim)
+        if self.get(name) is None:
+            self.coming.lost(name)
+
+    def choose(
+        self,
+        demand: Demand,
+        model: PrefillLatencyModel,
+        prefixes: Sequence[tuple[int, int]],
+        now: float,
+        suspects: int,
+        limit: TtftLimit | None = None,
+    ) -> list[PrefillChoice]:
+        """Predictions for the best instances by the policy, best first, then for some that cannot be used.
+
+        Args:
+            demand: of the request.
+            model: predicts it.
+            prefixes: who holds how much of the prompt, as `Forest.match` says it.
+            now: seconds.
+            suspects: mask of instances that failed this request before; they come after all others.
+            limit: of the request; None = it has none.
+        """
+        self._decisions += 1
+        able = self.able(demand.prompt_blocks)
+        choices: list[PrefillChoice] = []
+        for allowed in (able & ~suspects, able & suspects):
+            if allowed and len(choices) < SHORTLIST:
+                candidates = self._candidates(model, prefixes, now, allowed, limit)
+                found = self._policy.order(candidates, SHORTLIST - len(choices))
+                if not found:
+                    raise ValueError(f"the policy has chosen none of {len(candidates)} instances")
+                choices += found
+        if len(choices) < SHORTLIST:
+            others = islice(slots_in(self.mask & ~able), SHORTLIST - len(choices))
+            choices += [self._excluded(model, prefixes, now, slot, demand) for slot in others]
+        return choices
+
+    def _candidates(
+        self,
+        model: PrefillLatencyModel,
+        prefixes: Sequence[tuple[int, int]],
+        now: float,
+        allowed: int,
+        limit: TtftLimit | None,
+    ) -> Candidates:
+        decision = self._decisions
+        return Candidates(
+            now,
+            lambda limit, counter: draw_below(limit, self._seed, decision, counter),
+            allowed,
+            self.ranks,
+            prefixes,
+            lambda found, blocks: model.cost(found.speeds, found.key.stages, found.key.step_tokens, blocks),
+            lambda slot, blocks: self._choice(model, slot, blocks, now),
+            self.overlooked(allowed),
+            lambda choice: limit is None or self._ttft_s(choice, limit.place) <= limit.within_s,
+        )
+
+    def _ttft_s(self, choice: PrefillChoice, place: QueueKey) -> float:
+        """Predicted time to first token of a request with this place, as tenants share the instance's time."""
+        return choice.ttft_s - choice.queue_s + self.queue_s(choice, place)
+
+    def _choice(
+        self, model: PrefillLatencyModel, slot: int, blocks: int, now: float, excluded: str = ""
+    ) -> PrefillChoice:
+        instance = self.by_slot[slot]
+        facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
+        cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks)
+        load_s, prefill_s, busy_s, used, source, read_s, fixed_s, cold = cost
+        factors = learnt.factors
+        queue_s = (free_at - now) * factors.queue if free_at > now else 0.0
+        steps = facts.step_tokens and queue_s
+        later_s = work_seconds(learnt.speeds, *instance.full_step) * factors.later if steps else 0.0
+        company = self._decodes.company(facts.host, now) if self._decodes is not None else None
+        others, shared = _requests_on_host(instance, company), None
+        if company is not None:
+            alone_s = queue_s + later_s + load_s + prefill_s
+            whole_s, shared = contended_seconds(alone_s, company, learnt.slowness.of(others))
+            by = whole_s / alone_s if alone_s else 1.0
+            queue_s, later_s, factors = queue_s * by, later_s * by, factors.slowed(by)
+            load_s, prefill_s, fixed_s = load_s * by, prefill_s * by, fixed_s * by
+        belief = self.belief(instance)
+        if belief < 1.0:
+            load_s, prefill_s, fixed_s, busy_s = [part * belief for part in (load_s, prefill_s, fixed_s, busy_s)]
+            factors = factors.computed(belief)
+        return PrefillChoice(
+            facts.id,
+            blocks,
+            used,
+            queue_s,
+            load_s,
+            prefill_s,
+            busy_s,
+            source,
+            excluded,
+            learnt.overheads.seconds(others),
+            factors,
+            shared,
+            others,
+            read_s,
+            later_s,
+            fixed_s,
+            cold,
+        )
+
+    def _excluded(
+        self, model: PrefillLatencyModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand
+    ) -> PrefillChoice:
+        has = self.by_slot[slot].facts.total_blocks
+        small = f"too small: {has} blocks, the prompt needs {demand.prompt_blocks}"
+        why = "draining" if self.draining >> slot & 1 else "slow" if self.resting >> slot & 1 else small
+        return self._choice(model, slot, blocks_at(prefixes, slot), now, why)
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(super().digest(), self._decisions, self.coming)
+
+    def check_invariants(self) -> None:
+        """As of all pools; and what is being computed is what was placed."""
+        super().check_invariants()
+        self.coming.check_invariants()
+        assert all(self.get(name) is not None for name in self.coming.awaited), "nobody will report it"
+
+
+def _requests_on_host(instance: PrefillInstanceState, company: Sequence[BusySpan] | None) -> int:
+    """Requests that an instance's host has."""
+    return max(len(company or ()), len(instance.prompts))
+
+
+@frozen
+class TypicalPrefillSeconds:
+    """Seconds by which prefill instances are compared: a prompt, the end of a long one, and a load.
+
+    A class and not a function, so that a journal can hold it.
+    """
+
+    def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
+        load_s = LOAD_BYTES / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0
+        return work_seconds(speeds, *TYPICAL_PROMPT), work_seconds(speeds, *LONG_PROMPT_END), load_s

@@ -1,0 +1,370 @@
+"""Wait queues.
+
+Requests that wait for decode memory or for a placement within their SLO, and fair shares of tenants.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+from moonpool.frozen import frozen
+from moonpool.scheduling.fair_share import FairQueue, FairShares, QueueKey
+from moonpool.scheduling.state_machine import Timers, digest_of
+from services.conductor.core.latency_model import MemoryNeed
+
+TENANT_MEMORY_S = 60.0
+"""A tenant is expected to come again for so long after the end of its last request."""
+
+
+MAX_RECENT_TENANTS = 1024
+"""Tenants that are remembered so."""
+
+
+WEIGHT_UNIT = 2.0**-20
+
+
+SHARE_LEFT_FREE = 16
+"""Who has more than its share leaves one in so many blocks of an instance to others."""
+
+
+def blocks_left_free(blocks: int, total: int) -> int:
+    """Blocks that a request which needs `blocks` of an instance with `total` leaves to others; fewer if it must."""
+    return max(min(total // SHARE_LEFT_FREE, total - blocks), 0)
+
+
+class TenantCounts:
+    """Requests by tenant, and tenants that were here lately. What it costs does not grow with either.
+
+    Weights are counted in whole parts of `PART`, so that sums are exact.
+    """
+
+    def __init__(self) -> None:
+        self._here: dict[str, int] = {}
+        self._total = 0
+        self._lately: OrderedDict[str, float] = OrderedDict()  # when the last request of those ended who are not here
+        self._weights: dict[str, int] = {}  # of all who are here or were lately
+        self._weight = 0
+
+    def came(self, place: QueueKey) -> None:
+        """A tenant has one more request."""
+        tenant, parts = place.tenant, _weight_units(place.weight)
+        self._here[tenant] = self._here.get(tenant, 0) + 1
+        self._total += 1
+        self._lately.pop(tenant, None)
+        self._weight += parts - self._weights.get(tenant, 0)
+        self._weights[tenant] = parts
+
+    def left(self, tenant: str, now: float) -> None:
+        """One of them has ended."""
+        self._total -= 1
+        self._here[tenant] -= 1
+        if not self._here[tenant]:
+            del self._here[tenant]
+            self._lately[tenant] = now
+            if len(self._lately) > MAX_RECENT_TENANTS:
+                self._forget()
+
+    def leaves_room(self, place: QueueKey, now: float) -> bool:
+        """Whether its tenant has more than its share of the requests, and others are here or were lately."""
+        while self._lately and next(iter(self._lately.values())) < now - TENANT_MEMORY_S:
+            self._forget()
+        parts = _weight_units(place.weight)
+        whole = self._weight - self._weights.get(place.tenant, 0) + parts
+        return whole > parts and self._here.get(place.tenant, 0) * whole > parts * self._total
+
+    def _forget(self) -> None:
+        """Who has not been here for longest is not expected any more."""
+        tenant, _ = self._lately.popitem(last=False)
+        self._weight -= self._weights.pop(tenant)
+
+    def check_invariants(self, here: Mapping[str, int]) -> None:
+        """Asserts that these are the requests."""
+        assert self._here == here
+        assert self._total == sum(here.values())
+        assert self._weights.keys() == self._here.keys() | self._lately.keys()
+        assert not self._here.keys() & self._lately.keys()
+        assert self._weight == sum(self._weights.values())
+        assert len(self._lately) <= MAX_RECENT_TENANTS
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(self._here, self._lately, self._weights)
+
+
+def _weight_units(weight: float) -> int:
+    return max(1, round(weight / WEIGHT_UNIT))
+
+
+HOLD_AFTER_S = 5.0
+
+
+MAX_LOOKS = 64
+"""So many at most that do not fit into the room of now are looked at for one report. One after the other of them gets
+an instance that is held free, so nobody behind them waits for ever. Those that an instance is too small for do not
+count: it is never held for them, so they would keep it from the others for as long as they wait."""
+
+
+@frozen
+class MemoryWaiter:
+    """A request, what room it needs, what it is predicted to cost, and since when it has waited."""
+
+    place: QueueKey
+    need: MemoryNeed
+    since: float
+    cost: float = 0.0
+
+
+class DecodeMemoryQueue:
+    """The waiting requests.
+
+    A report costs at most `LOOKS` looks, one for each that it wakes, and a comparison for each that the instance is too
+    small for.
+    """
+
+    def __init__(self, shares: FairShares) -> None:
+        self._shares = shares
+        self._queue = FairQueue(shares)
+        self._waiters: dict[int, MemoryWaiter] = {}
+        self._holds: dict[str, int] = {}
+        self._refused: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._waiters
+
+    def count(self) -> dict[str, int]:
+        """How many wait, by tenant."""
+        return self._queue.count()
+
+    def add(self, waiter: MemoryWaiter) -> None:
+        """Lets a request wait at its place."""
+        self._queue.add(waiter.place, waiter.cost)
+        self._waiters[waiter.place.number] = waiter
+
+    def remove(self, number: int) -> None:
+        """The request waits no more; unknown numbers are fine."""
+        if self._waiters.pop(number, None) is None:
+            return
+        self._queue.remove(number)
+        self._holds = {decode: holder for decode, holder in self._holds.items() if holder != number}
+
+    def refused(self, decode: str, room: int) -> None:
+        """A decode instance had no room although it seemed to have `room` blocks."""
+        self._refused[decode] = room
+
+    def promised(self, decode: str) -> None:
+        """A decode instance had room."""
+        self._refused.pop(decode, None)
+
+    def forget(self, decode: str) -> None:
+        """The instance is not there any more."""
+        self._refused.pop(decode, None)
+        self._holds.pop(decode, None)
+
+    def free_to(self, decode: str, place: QueueKey) -> bool:
+        """Whether the instance is not held for a request that goes before."""
+        holder = self._holds.get(decode)
+        if holder is None or holder == place.number:
+            return True
+        return self._shares.key(place) < self._shares.key(self._waiters[holder].place)
+
+    def woken(
+        self,
+        decode: str,
+        room: int,
+        total: int,
+        needs: Callable[[MemoryNeed], int],
+        leaves_room: Callable[[QueueKey], bool],
+        now: float,
+    ) -> list[int]:
+        """Those who fit into the room of one instance, in fair order; to be called when it has reported.
+
+        Args:
+            decode: the instance.
+            room: blocks that it could promise.
+            total: blocks of its pool.
+            needs: blocks that a request is expected to need there.
+            leaves_room: whether it leaves some to other tenants.
+            now: seconds.
+
+        Where room that seemed to be there was refused, and nothing has changed since, one at a time finds out.
+        """
+        found: list[int] = []
+        looks = MAX_LOOKS
+        most = 1 if self._refused.get(decode) == room else len(self._waiters)
+        if not total:
+            return found
+        for number in self._queue:
+            if len(found) >= most:
+                break
+            waiter = self._waiters[number]
+            if waiter.need.longest > total:
+                continue
+            blocks = needs(waiter.need)
+            left = blocks_left_free(blocks, total) if leaves_room(waiter.place) else 0
+            if blocks + left <= room and self.free_to(decode, waiter.place):
+                found.append(number)
+                room -= blocks
+                continue
+            looks -= 1
+            if self._holds_now(waiter, decode, now) or not looks:
+                break
+        return found
+
+    def check_invariants(self) -> None:
+        """Asserts order, and that instances are held for those who wait."""
+        self._queue.check_invariants()
+        assert sorted(self._queue) == sorted(self._waiters)
+        assert set(self._holds.values()) <= set(self._waiters)
+        assert len(set(self._holds.values())) == len(self._holds)
+
+    def state(self) -> object:
+        """All of it, for a digest."""
+        return self._waiters, self._holds, self._refused
+
+    def _holds_now(self, waiter: MemoryWaiter, decode: str, now: float) -> bool:
+        """Whether the instance is held for this one, who has waited for long and is too big for its room of now."""
+        number = waiter.place.number
+        if now - waiter.since >= HOLD_AFTER_S and number not in self._holds.values():
+            self._holds.setdefault(decode, number)
+        return self._holds.get(decode) == number
+
+
+LOOK_PAUSE_S = 0.05
+"""Between two looks of the whole line, at least."""
+
+
+MAX_LOOK_PAUSE_S = 1.0
+"""Between two looks of one request, at most: forecasts err."""
+
+
+LOOK_FIRST = 4
+"""So many look each time."""
+
+
+MAX_LOOK_AT_ONCE = 12
+"""So many at most look at once: each look costs a plan."""
+
+
+SLO_QUEUE_TIMER = ("line", 0)
+
+
+@frozen
+class SloWaiter:
+    """A request in the line, and bytes of its prompt."""
+
+    place: QueueKey
+    nbytes: int
+
+
+class SloQueue:
+    """The line, bounded in number and bytes. What it costs does not grow with those who wait, but for their tenants.
+
+    Args:
+        shares: of the tenants.
+        timers: of the core; `TIMER` is set to when somebody looks again.
+        most: requests.
+        most_bytes: of their prompts.
+    """
+
+    def __init__(self, shares: FairShares, timers: Timers[tuple[str, int]], most: int, most_bytes: int) -> None:
+        self._queue = FairQueue(shares)
+        self._timers = timers
+        self._most = most
+        self._most_bytes = most_bytes
+        self._waiting: dict[int, SloWaiter] = {}
+        self._again: Timers[int] = Timers()  # when each looks again
+        self._held: dict[str, int] = {}  # bytes, by tenant
+        self._looked_at = 0.0
+        self.nbytes = 0
+        """Of all prompts."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._waiting
+
+    def count(self) -> dict[str, int]:
+        """How many wait, by tenant."""
+        return self._queue.count()
+
+    def add(self, now: float, place: QueueKey, nbytes: int, cost: float, retry_s: float) -> list[int]:
+        """One more waits, who was told to look again after `retry_s`.
+
+        Returns:
+            Those for whom there is no room any more, maybe this one; they are not in the line. They are the last of
+            whoever has most bytes in it for his weight.
+        """
+        again_at = now + min(max(retry_s, LOOK_PAUSE_S), MAX_LOOK_PAUSE_S)
+        self._queue.add(place, cost)
+        self._waiting[place.number] = SloWaiter(place, nbytes)
+        self._again.set(place.number, again_at)
+        self._hold(place.tenant, nbytes)
+        pushed = []
+        while len(self) > self._most or self.nbytes > self._most_bytes:
+            pushed.append(self._queue.last_of(self._largest()))
+            self.remove(pushed[-1])
+        self._wake()
+        return pushed
+
+    def remove(self, number: int) -> None:
+        """One less; unknown numbers are fine."""
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None:
+            self._queue.remove(number)
+            self._again.clear(number)
+            self._hold(waiting.place.tenant, -waiting.nbytes)
+            self._wake()
+
+    def looking(self, now: float) -> list[int]:
+        """Those who look for a place now: the first of all, and who has waited for longest since he was to look."""
+        self._looked_at = now
+        found = list(islice(self._queue, LOOK_FIRST))
+        for number in found:
+            self._again.clear(number)
+        while len(found) < MAX_LOOK_AT_ONCE and (due := self._again.pop_due(now)) is not None:
+            found.append(due)
+        for number in found:  # whoever finds a place leaves the line
+            self._again.set(number, now + MAX_LOOK_PAUSE_S)
+        self._wake()
+        return found
+
+    def _hold(self, tenant: str, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._held[tenant] = self._held.get(tenant, 0) + nbytes
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+    def _largest(self) -> str:
+        """The tenant that has most in the line for its weight; of equal ones the last in the alphabet."""
+        return max(self._held, key=lambda tenant: (self._held[tenant] / self._weight(tenant), tenant))
+
+    def _weight(self, tenant: str) -> float:
+        return self._waiting[self._queue.last_of(tenant)].place.weight
+
+    def _wake(self) -> None:
+        first = self._again.next()
+        if first is None:
+            self._timers.clear(SLO_QUEUE_TIMER)
+        else:
+            self._timers.set(SLO_QUEUE_TIMER, max(first, self._looked_at + LOOK_PAUSE_S))
+
+    def check_invariants(self) -> None:
+        """Asserts that sums, order and timer are those of who waits."""
+        self._queue.check_invariants()
+        assert sorted(self._queue) == sorted(self._waiting)
+        assert self.nbytes == sum(it.nbytes for it in self._waiting.values()) <= self._most_bytes
+        held: dict[str, int] = {}
+        for it in self._waiting.values():
+            held[it.place.tenant] = held.get(it.place.tenant, 0) + it.nbytes
+        assert self._held == held
+        assert len(self._again) == len(self._waiting)
+        assert len(self) <= self._most
+        assert (self._timers.at(SLO_QUEUE_TIMER) is not None) == bool(self._waiting)
+
+    def digest(self) -> bytes:
+        """Hash of the state."""
+        return digest_of(self._waiting, self._again, self._queue, self._looked_at, self.nbytes)

@@ -1,0 +1,613 @@
+"""Carries out the decode scheduler's actions: runs of steps, transfers, block I/O, and output to conductors."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NoReturn
+
+from moonpool.cluster import Notify
+from moonpool.engine.interface import Engine
+from moonpool.engine.kv_service import PoolCalls
+from moonpool.engine.request import IncomingRequest
+from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.layout import KVLayout
+from moonpool.kv_transfer.prefix_reader import BlockReader
+from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
+from moonpool.kv_transfer.write_back import WriteBack
+from moonpool.runtime.driver import Driver
+from moonpool.runtime.journal import JournalWriter
+from moonpool.scheduling.block_manager import BlocksLent, KVDeleted
+from moonpool.scheduling.steps import Step, StepResult
+from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.core.actions import (
+    Action,
+    AppendBlock,
+    BeamsRanked,
+    DropOutputLog,
+    FenceConductor,
+    FinishSequence,
+    LoadStoredBlocks,
+    RequestAborted,
+    RequestAdopted,
+    RequestFreed,
+    RequestParked,
+    ReservationGranted,
+    ReservationRefused,
+    SelectBeams,
+    SetBlockTable,
+    StartRun,
+    StopReceiving,
+    StopRun,
+    StoreBlock,
+    SwapDrop,
+    SwapIn,
+    SwapOut,
+)
+from services.decode.core.batch import most_blocks
+from services.decode.core.events import (
+    AbortRequest,
+    AdoptRequest,
+    BeamCandidates,
+    ComputePrompt,
+    EngineDied,
+    Event,
+    ReserveBlocks,
+    RunDone,
+    RunProgress,
+    StartDecoding,
+    StreamClosed,
+    StreamOpened,
+    TransferComplete,
+    TransferOpened,
+    TransferProgress,
+)
+from services.decode.core.scheduler import DecodeScheduler
+from services.decode.core.settings import DecodeSettings
+from services.decode.kv_io import BlockIo
+from services.decode.live_requests import (
+    LiveRequest,
+    LiveRequestTable,
+    LiveSequence,
+    OutputLog,
+    Subscriber,
+    beam_rules_of,
+    conductor_identity,
+)
+
+MAX_GENERATION = (1 << 32) - 1
+
+
+def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_tokens: int) -> tuple[int, int]:
+    """Tokens whose KV will come, and the longest that each of the request's sequences can become.
+
+    Raises:
+        InvalidRequest: it could never fit, or there is nothing to generate; names the field.
+    """
+    tokens, total = len(incoming.token_ids), incoming.sampling.total_tokens(max_tokens)
+    if total <= tokens:
+        raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
+    if incoming.width > config.max_batch:
+        field = "beam_width" if incoming.sampling.params.beam_width else "n"
+        raise InvalidRequest(f"sequence.sampling.{field}", f"this instance has {config.max_batch} places in a step")
+    needed = most_blocks(config, incoming.sampling.prompt_tokens, total, incoming.width)
+    if needed > config.num_blocks:
+        have = f"this instance has {config.num_blocks}"
+        raise InvalidRequest("sequence.sampling.max_tokens", f"needs {needed} blocks, {have}")
+    return tokens, total
+
+
+def inbound_transfer(number: int, layout: KVLayout, tokens: int, held: int) -> InboundTransfer:
+    """The transfer of a request's KV, of which some leading blocks are held here."""
+    blocks = layout.blocks_for(tokens)
+    last = layout.valid_tokens(tokens, blocks - 1)
+    return InboundTransfer(number, number % MAX_GENERATION + 1, layout, blocks, held, last)
+
+
+def record_step_span(spans: Recorder, run: StartRun, sequences: Sequence[LiveSequence], result: StepResult) -> None:
+    """A step was computed for these sequences."""
+    if spans.enabled:
+        spans.add(
+            "decode.step",
+            result.start_ns,
+            result.end_ns,
+            step=run.step,
+            requests=[sequence.request.request_id for sequence in sequences],
+            sequences=len(sequences),
+            computed_again=sum(chunk.count for chunk in run.chunks),
+        )
+
+
+log = get_logger(__name__)
+
+
+EndedSequences = list[tuple[int, int]]
+
+
+class RunLoop:
+    """Gives the engine one run after the other. While it computes a step, the tokens of the one before are told.
+
+    Args:
+        engine: runs the steps.
+        live: the sequences.
+        max_tokens: longest sequence the model takes.
+        spans: where spans are recorded.
+        post: tells the core.
+        end: ends a request early.
+        notify: called when load or keys have changed.
+
+    Attributes:
+        steps: so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        live: LiveRequestTable,
+        max_tokens: int,
+        spans: Recorder,
+        post: Callable[[RunProgress | RunDone], None],
+        end: Callable[[LiveRequest, str], None],
+        notify: Notify,
+    ) -> None:
+        self._engine, self._live, self._max_tokens, self._spans = engine, live, max_tokens, spans
+        self._post, self._end, self._notify = post, end, notify
+        self._block_tokens = engine.layout.block_tokens
+        self._order: StartRun | None = None
+        self._wake = asyncio.Event()
+        self._last_ns = 0
+        self.steps = 0
+
+    def order(self, run: StartRun) -> None:
+        """The core wants a run, after the one that is over."""
+        self._order = run
+        self._wake.set()
+
+    def cut(self, step: int, *, hurried: bool = False) -> None:
+        """The run ends with the step that is being computed; see `Cut`."""
+        self._engine.cut(step, hurried=hurried)
+
+    def close(self) -> None:
+        """Nothing is begun any more."""
+        self._order = None
+
+    async def run(self) -> None:
+        """Runs what is ordered until cancelled.
+
+        Raises:
+            Unavailable: the engine died.
+        """
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._order is not None:
+                await self._run(self._order)
+
+    async def _run(self, run: StartRun) -> None:
+        self._order, self._last_ns = None, 0
+        sequences = [self._live.sequences[number] for number in run.batch]
+        steps = 1 if run.steps == 1 else min(run.steps, *(it.steady(self._max_tokens) for it in sequences))
+        size = self._block_tokens
+        parts = [it.step(len(it.tokens) - 1, 1, size, sample=True, steps=steps) for it in sequences]
+        for chunk in run.chunks:
+            sequences.append(self._live.sequences[chunk.id])
+            parts.append(
+                sequences[-1].step(chunk.start, chunk.count, size, sample=chunk.sample, full_hit=chunk.full_hit)
+            )
+        step = Step(run.step, tuple(parts), copies=run.copies, patient=run.patient, steps=steps)
+        result = await self._engine.run(step, on_step=partial(self._goes_on, run, sequences))
+        self._over(run, sequences, result)
+
+    def _goes_on(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> None:
+        """Some of the run's steps but the last are over."""
+        self._took_steps(run, sequences, (*result.earlier, result))
+
+    def _took_steps(self, run: StartRun, sequences: list[LiveSequence], results: Sequence[StepResult]) -> None:
+        """Steps are over with which nobody has ended."""
+        filled, seconds, waited_s = list[tuple[int, BlockKey]](), 0.0, 0.0
+        for result in results:
+            filled += self._take(sequences, result)
+            its_s, its_wait_s = self._seconds(run, sequences, result)
+            seconds, waited_s = seconds + its_s, waited_s + its_wait_s
+        for sequence in sequences:
+            try:
+                if not sequence.request.ending:
+                    sequence.tell()
+            except Exception:
+                self._defect(sequence.request)
+        self._post(RunProgress(run.step, len(results), seconds, tuple(filled), waited_s))
+        if filled:
+            self._notify()
+
+    def _take(self, sequences: list[LiveSequence], result: StepResult) -> list[tuple[int, BlockKey]]:
+        """Takes a step's tokens; returns the blocks that it has filled."""
+        filled = []
+        for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=True)):
+            assert token is not None, "the run would be over"
+            if sequence.request.ending:
+                continue
+            try:
+                filled += sequence.filled(self._block_tokens)
+                sequence.append(token, result.logprobs.get(index))
+            except Exception:
+                self._defect(sequence.request)
+        return filled
+
+    def _over(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> None:
+        if result.earlier:
+            self._took_steps(run, sequences, result.earlier)
+        ended: EndedSequences = []
+        filled = []
+        candidates: list[tuple[int, BeamCandidates]] = []
+        for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=not result.aborted)):
+            if index in result.failed:
+                self._end(sequence.request, result.failed[index])
+            if token is None or sequence.request.ending:
+                continue
+            try:
+                filled += sequence.filled(self._block_tokens)
+                if (beams := sequence.request.beams) is not None:
+                    found = beams.propose(sequence.choice, result.several[index], self._max_tokens)
+                    candidates.append((sequence.id, found))
+                    continue
+                sequence.append(token, result.logprobs.get(index))
+                reason = sequence.judge(self._max_tokens)
+                sequence.tell()
+            except Exception:
+                self._defect(sequence.request)
+                continue
+            if reason:
+                ended.append((sequence.id, int(reason)))
+        seconds, waited_s = self._seconds(run, sequences, result)
+        told = tuple(ended), tuple(filled), 1, tuple(candidates), waited_s
+        self._post(RunDone(run.step, result.aborted, seconds, *told))
+        if ended or filled or run.chunks:
+            self._notify(soon=bool(ended))  # a next turn may follow an answer at once
+
+    def _defect(self, request: LiveRequest) -> None:
+        """A request cannot take or tell its tokens, for a defect of ours: it ends, and no other one."""
+        log.exception("tokens cannot be taken: the request ends", request=request.request_id)
+        self._end(request, "a defect: its tokens cannot be taken")
+        request.ending = True  # now, also where the core hears of it later: what follows would have a gap before it
+
+    def _seconds(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> tuple[float, float]:
+        """Counts a step; returns what it took, with the time since the one before it in its run, and what it waited."""
+        self.steps += 1
+        record_step_span(self._spans, run, sequences, result)
+        begin_ns, self._last_ns = self._last_ns or result.start_ns, result.end_ns
+        return (result.end_ns - begin_ns - result.waited_ns) / 1e9, result.waited_ns / 1e9
+
+
+PROGRESS_PER_LEASE = 8  # the core is told that a transfer lives so often in a lease, not with every frame
+
+
+class DecodeExecutor:
+    """Drives the core of one instance.
+
+    Args:
+        core: decides.
+        engine: runs the steps.
+        max_tokens: longest sequence the model takes.
+        write_back: takes the answers' full blocks.
+        open_reader: makes the client of a kvstore at an address, from which preempted sequences come back.
+        spans: where spans are recorded.
+        notify: called when load or keys have changed.
+        journal: records what the core was told.
+        clock: seconds; never goes back.
+    """
+
+    def __init__(
+        self,
+        core: DecodeScheduler,
+        engine: Engine,
+        max_tokens: int,
+        write_back: WriteBack,
+        open_reader: Callable[[str], BlockReader],
+        spans: Recorder,
+        notify: Notify,
+        journal: JournalWriter | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.core = core
+        self._clock = clock
+        self._layout = engine.layout
+        self._max_tokens = max_tokens
+        self._spans = spans
+        self.notify = notify
+        self._driver: Driver[Event, Action] = Driver(core, self._perform, clock=clock, journal=journal)
+        self._live = LiveRequestTable()
+        self._next = 1
+        self._answers: dict[int, ReservationGranted | ReservationRefused] = {}
+        self.taken = 0
+        """Promises given so far."""
+        self.pool = PoolCalls(self._order, self._post)
+        self._streams: dict[Subscriber, int] = {}
+        self._stream_numbers = itertools.count(1)
+        self.log = OutputLog(self._live, self._streams)
+        self.running = RunLoop(engine, self._live, max_tokens, spans, self._driver.post, self.end, notify)
+        self.copies = BlockIo(engine, write_back, open_reader, self._post, clock)
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self.dead = ""
+
+    def __len__(self) -> int:
+        return len(self._live.requests)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(list(self._live.requests.values()))
+
+    @property
+    def step_in_flight(self) -> bool:
+        """Whether the engine computes, or is about to."""
+        return self.core.planner.flight is not None
+
+    def count(self, *states: TransferState) -> int:
+        """Requests that were not started and whose transfer is in one of these states."""
+        return sum(not live.started and live.transfer.state in states for live in self._live.requests.values())
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        incoming: IncomingRequest,
+        stores: Sequence[kv_pb2.Instance],
+        tbt_slo_s: float,
+        conductor: kv_pb2.Instance | None,
+        starts_in_s: float,
+        *,
+        secret: bytes = b"",
+        fence: int = 0,
+    ) -> tuple[LiveRequest, float]:
+        """Promises room; `tbt_slo_s` is to be kept from `starts_in_s` seconds on.
+
+        Who knows the `secret`, if there is one, may resume the sequence with a higher `fence`.
+
+        Returns:
+            The request, and the predicted seconds between its tokens.
+
+        Raises:
+            Overloaded: there is no room now, or the time between tokens cannot be kept.
+            InvalidRequest: it could never fit, or there is nothing to generate.
+            Unavailable: the core has stopped.
+        """
+        tokens, total = sequence_lengths(incoming, self.core.config, self._max_tokens)
+        number, self._next = self._next, self._next + incoming.width
+        who = "" if conductor is None else conductor_identity(conductor)
+        keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
+        width, targets, beams = incoming.width, len(stores), beam_rules_of(incoming.sampling.params)
+        asked = keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s
+        kept = incoming.priority, incoming.tenant, incoming.transient, incoming.logprob_bytes
+        self._order(ReserveBlocks(number, *asked, beams, bool(secret), fence, *kept))
+        if (answer := self._answers.pop(number, None)) is None:
+            raise Unavailable("the instance stops")
+        if isinstance(answer, ReservationRefused):
+            raise Overloaded(
+                answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
+            )
+        transfer = inbound_transfer(number, self._layout, tokens, answer.held)
+        live = LiveRequest(incoming, stores, transfer, self._clock(), secret, who)
+        self._live.add(live)
+        self.taken += 1
+        self.empty.clear()
+        return live, answer.tbt_s
+
+    def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
+        """The request of a transfer; None when it is unknown, has ended or has another generation."""
+        live = self._live.requests.get(transfer_id)
+        return live if live is not None and live.transfer.matches(generation) and not live.ending else None
+
+    def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None], *, older: bool) -> None:
+        """Binds a transfer's blocks: slices may come from now on, and `send_verdict` says how that ended.
+
+        `older`: what comes may be older than a deletion of such blocks, so nothing of it is kept.
+
+        Raises:
+            TransferFailed: it was opened before, or is over.
+        """
+        if live.transfer.state is not TransferState.PROMISED:
+            raise TransferFailed(f"transfer {live.id} was opened before")
+        self._order(TransferOpened(live.id, older))
+        if not live.table:
+            raise TransferFailed(f"transfer {live.id} is over")
+        live.send_verdict = send_verdict
+
+    def heard(self, live: LiveRequest) -> None:
+        """Something of the transfer came."""
+        now = self._clock()
+        if now - live.heard_at >= self.core.config.lease_s / PROGRESS_PER_LEASE:
+            live.heard_at = now
+            self._driver.post(TransferProgress(live.id))
+
+    def arrived(self, live: LiveRequest) -> None:
+        """All KV of a request has come."""
+        self._spans.instant("transfer.complete", request=live.request_id, transfer=live.id)
+        self._order(TransferComplete(live.id))
+
+    def end(self, live: LiveRequest, why: str) -> None:
+        """Ends a request early."""
+        self._post(AbortRequest(live.id, why, live.transfer.leading))
+
+    # --- conductors ------------------------------------------------------------------------------------------------
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """A conductor has opened a stream."""
+        number = self._streams[subscriber] = next(self._stream_numbers)
+        self._post(StreamOpened(number, conductor_identity(subscriber.conductor)))
+
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """A conductor's stream has ended; may be called again."""
+        if (number := self._streams.pop(subscriber, None)) is not None:
+            for live in self._live.requests.values():
+                if live.subscriber is subscriber:
+                    live.subscriber = None
+            self._post(StreamClosed(number))
+
+    def start(self, subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
+        """Starts a request with its answers' first tokens, or lets its prompt be computed here."""
+        live = self.get(message.transfer_id, message.generation)
+        if live is None or live.request_id != message.request_id:
+            why = f"there is no transfer {message.transfer_id} here (any more)"
+            subscriber.failed(message.request_id, why, transfer=True)
+        elif (misfit := self._live.misfit(live, message, subscriber)) is not None:
+            subscriber.failed(message.request_id, misfit)
+        else:
+            live.subscriber, live.gather, stream = subscriber, message.gather, self._streams[subscriber]
+            if message.compute_prompt:
+                live.compute()
+                self._order(ComputePrompt(live.id, stream, patient=live.gather))
+                return
+            finishes, candidates = live.begin(message, self._max_tokens)
+            self._order(
+                StartDecoding(live.id, stream, finishes[0], finishes[1:], candidates, *live.known, patient=live.gather)
+            )
+
+    def stop(self, message: decode_pb2.CancelSequence) -> None:
+        """One answer of a request is complete for its conductor; the others go on."""
+        live = self.get(message.transfer_id, message.generation)
+        if live is not None and live.request_id == message.request_id and message.choice < len(live.sequences):
+            live.sequences[message.choice].stopped = True
+            if self.core.planner.flight is not None:
+                self.running.cut(self.core.planner.flight.run.step)
+
+    def resume(self, subscriber: Subscriber, message: decode_pb2.ResumeSequence) -> None:
+        """Lets a conductor have a sequence that was another's, or read what is kept of one."""
+        self._driver.settle()  # so that the core knows what is known here
+        if self.log.knows(message):
+            positions = message.from_position, *(it.from_position for it in message.further)
+            self._order(AdoptRequest(message.transfer_id, self._streams[subscriber], message.fence, positions))
+        else:
+            subscriber.failed(message.request_id, "there is no such sequence here (any more)")
+
+    def cancel(self, subscriber: Subscriber, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
+        """Cancels a request, unless another conductor has it now; returns the state in which it was."""
+        live = self.get(message.transfer_id, message.generation) or self._live.promised(message, subscriber)
+        if live is None or live.request_id != message.request_id or live.subscriber not in (None, subscriber):
+            return kv_pb2.CANCEL_OUTCOME_UNKNOWN
+        before = live.transfer.state is TransferState.PROMISED
+        live.subscriber = None
+        self.end(live, "cancelled")
+        return kv_pb2.CANCEL_OUTCOME_BEFORE_START if before else kv_pb2.CANCEL_OUTCOME_IN_FLIGHT
+
+    def give_up(
+        self,
+        subscriber: Subscriber,
+        order: decode_pb2.StartSequence | decode_pb2.CancelSequence | decode_pb2.ResumeSequence,
+        why: str,
+    ) -> None:
+        """An order cannot be carried out: its request ends, if no other conductor has it."""
+        live = self.get(order.transfer_id, order.generation)
+        if live is not None and live.request_id == order.request_id and live.subscriber in (None, subscriber):
+            live.subscriber = None
+            self.end(live, why)
+        subscriber.failed(order.request_id, why)
+
+    # --- the engine ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Runs steps until cancelled.
+
+        Raises:
+            Unavailable: the engine died and every request has failed.
+        """
+        try:
+            await self.running.run()
+        except MoonpoolError as error:
+            self.die(f"the engine died: {error}")
+            raise Unavailable(self.dead) from error
+        finally:
+            self.die("the instance stops")
+            await self.copies.quiet()
+
+    async def failure(self) -> NoReturn:
+        """Waits until the core fails where no request is to blame; raises Internal then."""
+        await self._driver.failure()
+
+    def close(self) -> None:
+        """Takes no more events; the journal is whole."""
+        self._driver.close()
+
+    def die(self, why: str) -> None:
+        """Ends every request; the engine must not compute any more."""
+        if not self.dead:
+            self.dead = why
+            self.running.close()
+            self.copies.closed = True
+            self._post(EngineDied(why))
+
+    def _post(self, event: Event) -> None:
+        self._driver.tell(event)
+        self.notify()
+
+    def _order(self, event: Event) -> None:
+        """Has done what a peer orders; raises what that meets, which ends the request, the call or the stream."""
+        self._driver.ask(event)
+        self.notify()
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case StartRun():
+                self.running.order(action)
+            case StopRun(step, hurried):
+                self.running.cut(step, hurried=hurried)
+            case AppendBlock(number, block):
+                self._live.sequences[number].table += (block,)
+            case SetBlockTable(number, blocks):
+                self._live.sequences[number].bound(blocks)
+            case ReservationGranted(number) | ReservationRefused(number):
+                self._answers[number] = action
+            case StoreBlock(_, number) | LoadStoredBlocks(_, number):
+                self.copies.begin(action, self._live.sequences[number])
+            case FinishSequence() | SelectBeams() | BeamsRanked() | RequestAborted() | RequestFreed():
+                self._tell(action)
+            case RequestAdopted() | FenceConductor() | RequestParked() | DropOutputLog():
+                self.log.perform(action)
+                self._recount()
+            case SwapOut() | SwapIn() | SwapDrop():
+                self.copies.swap(action)
+            case StopReceiving(_, number):
+                self.copies.stop(action, self._live.requests[number])
+            case KVDeleted() | BlocksLent():
+                self.pool.answered(action)
+
+    def _tell(self, action: FinishSequence | SelectBeams | BeamsRanked | RequestAborted | RequestFreed) -> None:
+        """An answer, or a request, is over or nearly so. A defect that this meets ends the request, and no other."""
+        if isinstance(action, RequestFreed):
+            self._gone(self._live.take(action.id), logged=action.logged)
+            return
+        sequences, requests, number = self._live.sequences, self._live.requests, action.id
+        live = sequences[number].request if isinstance(action, FinishSequence) else requests[number]
+        try:
+            self._told(action, live)
+        except Exception:
+            log.exception("an answer cannot be told: its request ends", request=live.request_id)
+            live.ending, subscriber, live.subscriber = True, live.subscriber, None
+            if subscriber is not None:  # the core may be done with it already
+                subscriber.failed(live.request_id, "a defect: its answer cannot be told")
+            self.end(live, "a defect: its answer cannot be told")
+
+    def _told(self, action: FinishSequence | SelectBeams | BeamsRanked | RequestAborted, live: LiveRequest) -> None:
+        match action:
+            case FinishSequence(number, reason):
+                sequence = self._live.sequences[number]
+                sequence.finish = kv_pb2.FinishReason.ValueType(reason)
+                sequence.tell()
+            case SelectBeams() | BeamsRanked():
+                live.follow(action, self._max_tokens)
+            case RequestAborted(why=why):
+                live.end(why)
+
+    def _gone(self, live: LiveRequest, *, logged: bool) -> None:
+        live.transfer.fail("ended")
+        live.ending = True
+        if logged:
+            self.log.ended(live)
+        self._recount()
+
+    def _recount(self) -> None:
+        """The requests are others now."""
+        (self.empty.clear if self._live.requests else self.empty.set)()
+        self.notify()

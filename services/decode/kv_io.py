@@ -1,0 +1,245 @@
+"""Moves KV blocks out of the pool and back: kvstore writes and loads, and swapping to DRAM."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from moonpool.engine.interface import Engine
+from moonpool.errors import MoonpoolError
+from moonpool.kv.frames import DamagedSliceError
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.pool import KVPool, PoolTarget
+from moonpool.kv_transfer.prefix_reader import BlockReader, PrefixLost
+from moonpool.kv_transfer.write_back import WriteBack
+from moonpool.scheduling.state_machine import IoEnded
+from moonpool.telemetry.logs import get_logger
+from moonpool.transport.flow_control import StreamTraffic
+from moonpool.transport.sessions import PeerClients
+from moonpool.v1 import kv_pb2
+from services.decode.core.actions import LoadStoredBlocks, StopReceiving, StoreBlock, SwapDrop, SwapIn, SwapOut
+from services.decode.core.events import IoEnd, LoadEnd, ReceiveEnd, StoreEnd, SwapEnd
+from services.decode.live_requests import LiveRequest, LiveSequence
+
+_SwappedBlock = list[tuple[bytes, int]]  # a slice and its hash for each layer
+
+
+class SwapSpace:
+    """Copies blocks out of a pool and back. `save` and `restore` take time: call them in a thread."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._layers = range(pool.layout.layers)
+        self._saved: dict[int, list[_SwappedBlock]] = {}
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that are kept."""
+        return sum(map(len, self._saved.values()))
+
+    def save(self, number: int, blocks: Sequence[int]) -> None:
+        """Copies a sequence's blocks, part-filled ones as they are."""
+        self._saved[number] = [[self._read(layer, block) for layer in self._layers] for block in blocks]
+
+    def restore(self, number: int, first: int, blocks: Sequence[int]) -> None:
+        """Copies what was saved, from its block `first` on, into these blocks, and forgets it."""
+        for saved, block in zip(self._saved.pop(number)[first:], blocks, strict=True):
+            for layer, (data, value) in enumerate(saved):
+                self._pool.write(layer, block, memoryview(data), value)
+
+    def drop(self, number: int) -> None:
+        """Forgets a sequence; unknown ones are fine."""
+        self._saved.pop(number, None)
+
+    def _read(self, layer: int, block: int) -> tuple[bytes, int]:
+        data, value = self._pool.read(layer, block)
+        return bytes(data), value
+
+
+log = get_logger(__name__)
+
+
+FAILED_STORE_PAUSE_S = 2.0
+"""Seconds for which a store that failed is not asked: it delays one sequence by one deadline, not each."""
+
+
+class StoreLoads:
+    """The core's loads; each is answered by one `Ended`.
+
+    Args:
+        pool: the blocks are written there. Each slice is compared with its hash first.
+        open_reader: makes the client of a store at an address.
+        post: tells the core.
+        clock: seconds; never goes back.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        open_reader: Callable[[str], BlockReader],
+        post: Callable[[IoEnded[IoEnd]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._stores = PeerClients(open_reader)
+        self._post = post
+        self._clock = clock
+        self._tasks: set[asyncio.Task[LoadEnd]] = set()
+
+    @property
+    def sessions(self) -> int:
+        """Reads under way."""
+        return self._stores.sessions
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """Credits and messages of the streams from all stores."""
+        return self._stores.traffic
+
+    def start(self, action: LoadStoredBlocks, sequence: LiveSequence) -> None:
+        """Reads blocks; nothing is written into them once the core was told of the end."""
+        keys = sequence.keys[action.first : action.first + len(action.blocks)]
+        task = asyncio.get_running_loop().create_task(self._load(action, sequence, keys))
+        self._tasks.add(task)
+        # Not a `finally` in the task: a task that is cancelled before its first step never reaches it.
+        task.add_done_callback(lambda done: self._over(action.io, done))
+
+    async def quiet(self) -> None:
+        """Gives up what is under way, and waits until nothing writes into the pool."""
+        for task in self._tasks:
+            task.cancel()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._stores.aclose()
+
+    def _over(self, io: int, task: asyncio.Task[LoadEnd]) -> None:
+        self._tasks.discard(task)
+        self._post(IoEnded(io, LoadEnd(0, 0.0, failed=True) if task.cancelled() else task.result()))
+
+    async def _load(self, action: LoadStoredBlocks, sequence: LiveSequence, keys: Sequence[BlockKey]) -> LoadEnd:
+        began, request = self._clock(), sequence.request
+        store = request.stores[action.store]
+        if self._stores.paused(store, began):
+            return LoadEnd(0, 0.0, failed=True)
+        blocks, failed = 0, False
+        try:
+            blocks = await self._read(action, store, keys, request.incoming.tenant)
+        except PrefixLost as lost:
+            log.info("prefix lost while loading", store=store.id, request=request.request_id, reason=str(lost))
+        except DamagedSliceError as damaged:
+            log.warning("damaged slice while loading", store=store.id, request=request.request_id, reason=str(damaged))
+        except MoonpoolError as error:
+            log.warning("load failed", store=store.id, request=request.request_id, reason=str(error))
+            failed = True
+        except Exception:  # what is not loaded costs computing again
+            log.exception("load failed", store=store.id, request=request.request_id)
+            failed = True
+        if failed:
+            self._stores.pause(store, self._clock() + FAILED_STORE_PAUSE_S)
+        return LoadEnd(blocks, self._clock() - began, failed)
+
+    async def _read(
+        self, action: LoadStoredBlocks, store: kv_pb2.Instance, keys: Sequence[BlockKey], tenant: str
+    ) -> int:
+        """Reads a tenant's blocks; returns how many leading ones the store had. Raises as `BlockReader.read`."""
+        reader = await self._stores.get(store)
+        target = PoolTarget(self._pool, action.blocks)
+        return await reader.read(
+            keys,
+            layers=range(self._pool.layout.layers),
+            on_slice=target.take,
+            into=target.into,
+            on_layer=lambda layer: None,
+            timeout_s=action.timeout_s,
+            tenant=tenant,
+        )
+
+
+class BlockIo:
+    """The core's I/O on blocks; each is answered by one `Ended`.
+
+    Args:
+        engine: has the blocks in its pool.
+        write_back: writes to kvstores.
+        open_reader: makes the client of the kvstore at an address.
+        post: tells the core.
+        clock: seconds; never goes back.
+
+    Attributes:
+        loads: from kvstores.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        write_back: WriteBack,
+        open_reader: Callable[[str], BlockReader],
+        post: Callable[[IoEnded[IoEnd]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._clock = clock
+        self._write_back = write_back
+        self._post = post
+        self._engine = engine
+        self._space = SwapSpace(engine.pool)
+        self.loads = StoreLoads(engine.pool, open_reader, post, clock)
+        self._copying: set[asyncio.Task[None]] = set()
+        self._copied_at = 0.0
+        self.closed = False
+        """Nothing is written back any more."""
+
+    def begin(self, action: StoreBlock | LoadStoredBlocks, sequence: LiveSequence) -> None:
+        """Reads blocks from a kvstore, or writes one to one, if the write-back has room for it."""
+        if isinstance(action, LoadStoredBlocks):
+            self.loads.start(action, sequence)
+        else:
+            self._store(action, sequence)
+
+    def _store(self, action: StoreBlock, sequence: LiveSequence) -> None:
+        store = sequence.request.stores[action.store]
+        if self.closed or not self._write_back.room(store, 1):
+            self._post(IoEnded(action.io, StoreEnd(False)))
+            return
+        key, parent = sequence.keys[action.index], sequence.parent(action.index)
+
+        def over(stored: bool) -> None:
+            self._post(IoEnded(action.io, StoreEnd(stored)))
+
+        self._write_back.submit(store, [key], [parent], sequence.request.incoming.tenant, [action.block], over)
+
+    def stop(self, action: StopReceiving, live: LiveRequest) -> None:
+        """Lets what is being written into a request's blocks end."""
+        live.transfer.once_quiet(lambda: self._post(IoEnded(action.io, ReceiveEnd())))
+
+    def swap(self, action: SwapOut | SwapIn | SwapDrop) -> None:
+        """Copies a sequence's blocks to DRAM or back, or forgets them."""
+        match action:
+            case SwapOut(io, number, blocks):
+                self._copy(io, lambda: self._space.save(number, blocks), fetch=blocks)
+            case SwapIn(io, number, first, blocks):
+                self._copy(io, lambda: self._space.restore(number, first, blocks))
+            case SwapDrop(number):
+                self._space.drop(number)
+
+    async def quiet(self) -> None:
+        """Waits until no copy and no load uses the pool."""
+        while self._copying:
+            await asyncio.wait(self._copying)
+        await self.loads.quiet()
+
+    def _copy(self, io: int, work: Callable[[], None], fetch: Sequence[int] = ()) -> None:
+        """Does a copy in a thread, when the pool has all of the blocks `fetch`."""
+
+        async def copy() -> None:
+            began, ok = self._clock(), True
+            try:
+                if fetch:
+                    await self._engine.fetch(fetch)
+                await asyncio.to_thread(work)
+            except Exception:  # a copy that is not made costs computing again
+                log.exception("copying blocks between pool and swap space failed", io=io)
+                ok = False
+            began, self._copied_at = max(began, self._copied_at), self._clock()
+            self._post(IoEnded(io, SwapEnd(ok, self._copied_at - began)))
+
+        task = asyncio.get_running_loop().create_task(copy())
+        self._copying.add(task)
+        task.add_done_callback(self._copying.discard)

@@ -1,0 +1,677 @@
+"""Requests with what the scheduler never sees: tokens, transfers, subscribed conductors and the output log.
+
+A conductor that reads slowly gets fewer, larger messages: waiting tokens of a sequence are merged, so memory is
+bounded by what the admitted sequences may generate.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from hmac import compare_digest
+from typing import Self
+
+from moonpool.contracts import logprobs_from_proto, logprobs_to_proto
+from moonpool.engine.request import IncomingRequest
+from moonpool.kv.keys import BlockKey, block_keys, tokens_digest, tokens_to_bytes
+from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
+from moonpool.logprobs import Logprobs
+from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.steps import SampledCandidates, SequenceSampling, SequenceStep, TokenHistory
+from moonpool.v1 import decode_pb2, kv_pb2
+from services.decode.core.actions import (
+    BeamsRanked,
+    DropOutputLog,
+    FenceConductor,
+    RequestAdopted,
+    RequestParked,
+    SelectBeams,
+)
+from services.decode.core.events import BeamCandidates, BeamRules
+
+MAX_CANCEL_ANSWERS = 4096
+"""Failures, and answers to cancels and resumes, that wait at most.
+
+The conductor's next message is read when there is room again.
+"""
+
+
+class Subscriber:
+    """The sending side of one conductor's Steps stream."""
+
+    def __init__(self, conductor: kv_pb2.Instance) -> None:
+        self.conductor = conductor
+        self._tokens: dict[tuple[str, int], decode_pb2.SequenceTokens] = {}  # by request and choice
+        self._rest = decode_pb2.StepsResponse()
+        self._wake = asyncio.Event()
+        self._read = asyncio.Event()
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Sequences and answers that were not sent yet."""
+        return len(self._tokens) + len(self._rest.tokens) + self._answers
+
+    def tokens(
+        self,
+        request_id: str,
+        position: int,
+        token_ids: list[int],
+        reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED,
+        choice: int = 0,
+        score: float | None = None,
+        logprobs: Logprobs | None = None,
+    ) -> None:
+        """New tokens of one of a request's answers; sent at the next `flush`. A hypothesis comes whole, scored."""
+        waiting = self._tokens.get((request_id, choice))
+        if waiting is None:
+            waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position, choice=choice, score=score)
+            self._tokens[request_id, choice] = waiting
+        assert waiting.position + len(waiting.token_ids) == position, "tokens of a sequence come in order"
+        waiting.token_ids.extend(token_ids)
+        if score is not None:
+            waiting.score = score
+        if logprobs is not None:
+            waiting.logprobs.MergeFrom(logprobs_to_proto(logprobs))
+        waiting.finish_reason = reason
+        if reason:
+            self._rest.tokens.append(self._tokens.pop((request_id, choice)))
+
+    def failed(self, request_id: str, reason: str, *, transfer: bool = False) -> None:
+        """A request cannot go on; `transfer`: because its prompt's KV has not come whole."""
+        self._rest.tokens.extend(self._take(request_id))
+        self._rest.failed.add(request_id=request_id, reason=reason, transfer=transfer)
+        self.flush()
+
+    def cancelled(self, request_id: str, outcome: kv_pb2.CancelOutcome.ValueType) -> None:
+        """Answer to a cancel. Waiting tokens of the request are dropped."""
+        if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN:
+            self.forget(request_id)
+        self._rest.cancelled.add(request_id=request_id, outcome=outcome)
+        self.flush()
+
+    def fenced(self, request_id: str) -> None:
+        """Another conductor has the request. Waiting tokens of it are dropped."""
+        self.forget(request_id)
+        self._rest.fenced.add(request_id=request_id)
+        self.flush()
+
+    def forget(self, request_id: str) -> None:
+        """Drops waiting tokens of a request."""
+        self._take(request_id)
+
+    def _take(self, request_id: str) -> list[decode_pb2.SequenceTokens]:
+        """Closes the request's waiting tokens: later tokens under this id belong to another request."""
+        return [self._tokens.pop(key) for key in list(self._tokens) if key[0] == request_id]
+
+    @property
+    def _answers(self) -> int:
+        rest = self._rest
+        return len(rest.failed) + len(rest.cancelled) + len(rest.fenced)
+
+    async def room(self) -> None:
+        """Waits while too many answers are unread, so that no further message of this conductor is read."""
+        while self._answers >= MAX_CANCEL_ANSWERS and not self._closed:
+            self._read.clear()
+            await self._read.wait()
+
+    def flush(self) -> None:
+        """Lets waiting messages go; called after a step."""
+        if self.waiting:
+            self._wake.set()
+
+    def close(self) -> None:
+        """Ends the stream; `next` still returns what waits."""
+        self._closed = True
+        self._wake.set()
+        self._read.set()
+
+    async def next(self) -> decode_pb2.StepsResponse | None:
+        """The next message, None after the last."""
+        while not self.waiting:
+            if self._closed:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        message, self._rest = self._rest, decode_pb2.StepsResponse()
+        self._read.set()
+        message.tokens.extend(self._tokens.values())
+        self._tokens.clear()
+        self._wake.clear()
+        if self._closed:
+            self._wake.set()
+        return message
+
+
+def conductor_identity(conductor: kv_pb2.Instance) -> str:
+    """A conductor's name for the core; "" when it does not say who it is."""
+    return f"{conductor.id}/{conductor.incarnation}" if conductor.id else ""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOutput:
+    """What one answer has said so far.
+
+    Attributes:
+        tokens: its own, without the prompt's.
+        finish: why it has ended by itself; unspecified as long as it has not.
+        score: of a hypothesis of a beam search.
+        logprobs: of the tokens from `scored_from` on; None where they are not wanted.
+    """
+
+    tokens: "array[int]"
+    finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
+    score: float | None = None
+    logprobs: Logprobs | None = None
+    scored_from: int = 0
+
+    def tell(self, subscriber: Subscriber, request_id: str, choice: int, position: int) -> None:
+        """Lets a conductor know everything from a position on; goes with its next `flush`."""
+        its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
+        tokens = self.tokens[position:].tolist()
+        subscriber.tokens(request_id, position, tokens, self.finish, choice, self.score, its)
+
+
+def known_tokens(message: decode_pb2.StartSequence, answers: int) -> list[Sequence[int]]:
+    """Of each answer, the tokens that are known behind its first one."""
+    further: list[Sequence[int]] = [it.token_ids for it in message.further_known]
+    return [message.known_token_ids, *(further or [()] * (answers - 1))]
+
+
+GATHERED_TOKENS = 16
+"""Of an answer for which nobody waits token by token, so many are told together."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """One answer to a request.
+
+    Attributes:
+        request: which.
+        choice: which of its answers.
+        keys: of its full blocks, the answer's too.
+        sampling: how its tokens are chosen.
+        table: its blocks, as the core has said.
+        tokens: prompt and answer, once it was started; grows by each step.
+        history: the same for engines that check what blocks hold.
+        finish: why it has ended by itself.
+        stopped: the conductor has all that it wants of it: it is told no more, and ends with its next token.
+        logprobs: of its tokens from the output position `scored_from` on; None where they are not wanted.
+        told: tokens generated that its conductor knows.
+    """
+
+    request: "LiveRequest"
+    choice: int
+    keys: list[BlockKey]
+    sampling: SequenceSampling
+    finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
+    table: tuple[int, ...] = ()
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    history: TokenHistory | None = None
+    stopped: bool = False
+    logprobs: Logprobs | None = None
+    scored_from: int = 0
+    told: int = 0
+
+    @property
+    def id(self) -> int:
+        """The core's name for it."""
+        return self.request.id + self.choice
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.sampling.prompt_tokens
+
+    @property
+    def said(self) -> AnswerOutput:
+        """What it has said so far."""
+        answer = self.tokens[self.sampling.prompt_tokens :]
+        return AnswerOutput(answer, self.finish, None, self.logprobs, self.scored_from)
+
+    def begin(self, *first_tokens: int) -> None:
+        """Takes the first token, and those that are known behind it; a beam begins with the prompt alone."""
+        self.tokens = array("i", [*self.request.incoming.token_ids, *first_tokens])
+        self.history = self.request.incoming.history(self.tokens)
+        self.scored_from = self.told = self.output_tokens
+        self.logprobs = Logprobs() if self.sampling.params.logprobs is not None else None
+
+    def take_first(self, logprobs: Logprobs) -> None:
+        """Takes the log probabilities of its first token."""
+        if self.logprobs is not None:
+            self.logprobs, self.scored_from = logprobs, self.output_tokens - 1
+
+    def append(self, token: int, logprobs: Logprobs | None = None) -> None:
+        """Takes the next token."""
+        self.tokens.append(token)
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs.extend(logprobs)
+
+    def judge(self, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
+        """Why the answer ends with its last token, unspecified when it goes on; at the end of a run."""
+        self.finish = kv_pb2.FINISH_REASON_STOP if self.stopped else self.sampling.finish(self.tokens, max_tokens)
+        return self.finish
+
+    def bound(self, blocks: tuple[int, ...]) -> None:
+        """Has these blocks now."""
+        self.table, transfer = blocks, self.request.transfer
+        if transfer.state is TransferState.PROMISED:
+            transfer.bind(blocks)
+
+    def parent(self, index: int) -> BlockKey:
+        """Key of the block before the one at `index`."""
+        return self.keys[index - 1] if index else self.request.incoming.chain_root
+
+    def steady(self, max_tokens: int) -> int:
+        """Steps that it can take in one run."""
+        return self.sampling.steady(len(self.tokens), max_tokens)
+
+    def filled(self, block_tokens: int) -> list[tuple[int, BlockKey]]:
+        """Its number and the key of the block that became full when all tokens so far were computed, if one did."""
+        index, rest = divmod(len(self.tokens), block_tokens)
+        if rest or index <= len(self.keys):
+            return []
+        [key] = block_keys(self.parent(index - 1), self.tokens[-block_tokens:], block_tokens)
+        self.keys.append(key)
+        return [(self.id, key)]
+
+    def fill(self, block_tokens: int) -> tuple[BlockKey, ...]:
+        """Notes the keys of all blocks that are full with the tokens before the last one; those that are new."""
+        there, full = len(self.keys), (len(self.tokens) - 1) // block_tokens
+        tokens = self.tokens[there * block_tokens : full * block_tokens]
+        new = tuple(block_keys(self.parent(there), tokens, block_tokens))
+        self.keys += new
+        return new
+
+    def step(
+        self, start: int, count: int, block_tokens: int, *, sample: bool, steps: int = 1, full_hit: bool = False
+    ) -> SequenceStep:
+        """Its share of a step: `count` tokens from `start` on; the last ones of the sequence when it samples.
+
+        With it may begin a run of `steps`.
+        """
+        return SequenceStep(
+            token_ids=tokens_to_bytes(self.tokens[start : start + count]),
+            start=start,
+            block_table=self.table[: -(-(start + count + steps - 1) // block_tokens)],
+            sample=self.sampling.at(self.tokens) if sample else None,
+            full_hit=full_hit,
+            end_token_ids=self.sampling.end_token_ids if steps > 1 else frozenset(),
+            history=self.history,
+        )
+
+    def tell(self) -> None:
+        """Tells the conductor of new tokens, and of the end if it has come, if it wants them now or never."""
+        request, position = self.request, self.told
+        if request.subscriber is None or self.stopped:
+            return
+        few = self.output_tokens - position < GATHERED_TOKENS
+        if request.gather and few and position and not self.finish and not request.ending:
+            return
+        self.told = self.output_tokens
+        tokens = self.tokens[self.sampling.prompt_tokens + position :].tolist()
+        its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
+        request.subscriber.tokens(request.request_id, position, tokens, self.finish, self.choice, logprobs=its)
+        request.subscriber.flush()
+
+
+@dataclass(slots=True, eq=False)
+class LiveBeamSearch:
+    """The tokens of a beam search: what may follow each beam, and what has ended.
+
+    Attributes:
+        sequences: the beams, the best first.
+        hypotheses: prompt and answer of those that the core keeps, by number.
+        answers: those that are wanted, the best first, when the search is over.
+    """
+
+    sequences: list[LiveSequence]
+    hypotheses: "dict[int, array[int]]" = field(default_factory=dict)
+    answers: list[AnswerOutput] = field(default_factory=list)
+    _following: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._following = [()] * len(self.sequences)
+
+    def propose(self, beam: int, found: SampledCandidates, max_tokens: int) -> BeamCandidates:
+        """Takes what may follow a beam; returns what the core is told of it."""
+        sequence, self._following[beam] = self.sequences[beam], found.tokens
+        ends = (sequence.sampling.ends_with(it, len(sequence.tokens) + 1, max_tokens) for it in found.tokens)
+        return tuple(zip(found.log_probabilities, ends, strict=True))
+
+    def select(self, chosen: SelectBeams) -> None:
+        """Each beam takes the tokens of its parent and one more."""
+        for number, parent, candidate in chosen.ended:
+            self.hypotheses[number] = self._followed(parent, candidate)
+        self.hypotheses = {number: self.hypotheses[number] for number in chosen.kept}
+        tokens = [self._followed(parent, candidate) for parent, candidate in chosen.beams]
+        keys = [list(self.sequences[parent].keys) for parent, _ in chosen.beams]
+        for sequence, its_tokens, its_keys in zip(self.sequences, tokens, keys, strict=False):
+            sequence.tokens, sequence.keys = its_tokens, its_keys
+            sequence.history = sequence.request.incoming.history(its_tokens)
+
+    def _followed(self, parent: int, candidate: int) -> "array[int]":
+        return self.sequences[parent].tokens + array("i", [self._following[parent][candidate]])
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request.
+
+    Attributes:
+        beams: set when its sequences are beams.
+        incoming: what was asked for.
+        stores: kvstores for the answer's full blocks.
+        transfer: the KV that comes.
+        heard_at: when the core was last told that its transfer lives.
+        secret: who knows it may resume the request; b"" = nobody.
+        promised_to: the conductor that has asked for room; "" = it did not say.
+        sequences: its answers.
+        ending: the core lets it go: nothing is taken for it and nothing told any more.
+        why: it ends early.
+        subscriber: gets its tokens; set when it is started.
+        known: of each answer, tokens behind the first one that it began with, and keys of the blocks that they fill.
+        send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
+        gather: nobody waits for single tokens.
+    """
+
+    incoming: IncomingRequest
+    stores: Sequence[kv_pb2.Instance]
+    transfer: InboundTransfer
+    heard_at: float
+    secret: bytes = b""
+    promised_to: str = ""
+    sequences: list[LiveSequence] = field(default_factory=list)
+    beams: LiveBeamSearch | None = None
+    ending: bool = False
+    why: str = ""
+    subscriber: Subscriber | None = None
+    send_verdict: Callable[[InboundTransfer], None] | None = None
+    known: tuple[tuple[int, ...], tuple[tuple[BlockKey, ...], ...]] = ((), ())
+    gather: bool = False
+
+    def __post_init__(self) -> None:
+        for choice in range(self.incoming.width):
+            sampling = replace(self.incoming.sampling, sample_index=choice)
+            self.sequences.append(LiveSequence(self, choice, list(self.incoming.keys), sampling))
+        if self.incoming.sampling.params.beam_width:
+            self.beams = LiveBeamSearch(self.sequences)
+
+    def begin(self, message: decode_pb2.StartSequence, max_tokens: int) -> tuple[tuple[int, ...], BeamCandidates]:
+        """Takes the first tokens, and those that are known behind them.
+
+        Returns:
+            Why each answer ends with them, 0 when it goes on; for beams, what may follow the prompt.
+        """
+        tokens = [message.first_token_id, *message.further_token_ids]
+        if self.beams is not None:
+            for sequence in self.sequences:
+                sequence.begin()
+            return (0,), self.beams.propose(
+                0, SampledCandidates(tuple(tokens), tuple(message.log_probabilities)), max_tokens
+            )
+        known, first = known_tokens(message, len(tokens)), logprobs_from_proto(message.logprobs)
+        for sequence, token, behind in zip(self.sequences, tokens, known, strict=True):
+            sequence.begin(token, *behind)
+            if len(first):
+                sequence.take_first(first.part(sequence.choice, sequence.choice + 1))
+        if any(known):
+            size = self.transfer.layout.block_tokens
+            self.known = tuple(map(len, known)), tuple([sequence.fill(size) for sequence in self.sequences])
+        return tuple(it.sampling.finish(it.tokens, max_tokens) for it in self.sequences), ()
+
+    def compute(self) -> None:
+        """Begins with the prompt alone, whose rest is computed here."""
+        [sequence] = self.sequences
+        sequence.begin()
+        before_last = (len(sequence.tokens) - 1) // self.transfer.layout.block_tokens
+        del sequence.keys[before_last:]  # as the core: a last block that is full has its key when it is computed
+
+    def follow(self, action: SelectBeams | BeamsRanked, max_tokens: int) -> None:
+        """The core has chosen its beams, or their search is over: the conductor is told the answers, the best first."""
+        assert self.beams is not None
+        if isinstance(action, SelectBeams):
+            self.beams.select(action)
+            return
+        sampling = self.incoming.sampling
+        for number, score in action.hypotheses[: sampling.params.n]:
+            tokens = self.beams.hypotheses[number]
+            answer = tokens[sampling.prompt_tokens :]
+            self.beams.answers.append(AnswerOutput(answer, sampling.finish(tokens, max_tokens), score))
+        if self.subscriber is not None:
+            for choice, said in enumerate(self.beams.answers):
+                said.tell(self.subscriber, self.request_id, choice, 0)
+            self.subscriber.flush()
+
+    @property
+    def id(self) -> int:
+        """The core's name for it."""
+        return self.transfer.transfer_id
+
+    @property
+    def request_id(self) -> str:
+        """The conductor's name for it."""
+        return self.incoming.request_id
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """The blocks that its prompt's KV goes to."""
+        return self.sequences[0].table
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its KV has come."""
+        return self.transfer.state is TransferState.COMPLETE
+
+    @property
+    def started(self) -> bool:
+        """Whether its first tokens are known."""
+        return bool(self.sequences[0].tokens)
+
+    @property
+    def said(self) -> list[AnswerOutput]:
+        """What each answer has said so far; beams say nothing before their search is over."""
+        if self.beams is None:
+            return [sequence.said for sequence in self.sequences]
+        return self.beams.answers or [AnswerOutput(array("i"))] * self.incoming.sampling.params.n
+
+    def end(self, why: str) -> None:
+        """Ends early, and tells whoever waits for it."""
+        self.ending, self.why = True, why
+        self.transfer.fail(why)
+        if self.send_verdict is not None and not self.complete:
+            self.send_verdict(self.transfer)
+        if self.subscriber is not None:
+            for sequence in self.sequences if self.beams is None else ():
+                if sequence.output_tokens > sequence.told:  # gathered: others go on behind them
+                    sequence.tell()
+            self.subscriber.failed(self.request_id, why, transfer=not self.complete)
+            self.subscriber = None
+
+
+class LiveRequestTable:
+    """The requests that run, and their sequences, by the core's names."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, LiveRequest] = {}
+        self.sequences: dict[int, LiveSequence] = {}
+
+    def add(self, live: LiveRequest) -> None:
+        """One more."""
+        self.requests[live.id] = live
+        self.sequences |= {sequence.id: sequence for sequence in live.sequences}
+
+    def take(self, number: int) -> LiveRequest:
+        """One less."""
+        live = self.requests.pop(number)
+        for sequence in live.sequences:
+            del self.sequences[sequence.id]
+        return live
+
+    def promised(self, message: decode_pb2.CancelSequence, subscriber: Subscriber) -> LiveRequest | None:
+        """The promise that a conductor means which does not know its transfer."""
+        who = conductor_identity(subscriber.conductor)
+        for live in self.requests.values() if not message.transfer_id else ():
+            waits = live.transfer.state is TransferState.PROMISED and not live.started
+            if live.request_id == message.request_id and live.promised_to == who and waits:
+                return live
+        return None
+
+    def misfit(self, live: LiveRequest, message: decode_pb2.StartSequence, subscriber: Subscriber) -> str | None:
+        """Why a request cannot begin by this message of a conductor; None when it can."""
+        if live.started:
+            return f"transfer {message.transfer_id} was started before"
+        others = self.requests.values()
+        if any(other.subscriber is subscriber and other.request_id == message.request_id for other in others):
+            return "a sequence of this id is running already"
+        return _start_error(live, message)
+
+
+def beam_rules_of(params: SamplingParams) -> BeamRules | None:
+    """How a request's beams are chosen; None when it has none."""
+    return BeamRules(params.length_penalty, params.early_stopping) if params.beam_width else None
+
+
+def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
+    """Why a request cannot begin with these first tokens, or without; None when it can."""
+    params = live.incoming.sampling.params
+    if message.compute_prompt:
+        if params.prompt_logprobs is not None:
+            return "a prompt whose log probabilities are wanted (sampling.prompt_logprobs) is not computed here"
+        alone = len(live.sequences) == 1 and live.beams is None
+        return None if alone else "a prompt is computed here for one answer only, without beams"
+    tokens, scores, wanted = 1 + len(message.further_token_ids), len(message.log_probabilities), len(live.sequences)
+    known = message.known_token_ids or message.further_known
+    if known and (live.beams or message.HasField("logprobs")):
+        return "tokens behind the first ones may be known without beams and log probabilities"
+    longest = max(map(len, known_tokens(message, tokens)))
+    if len(live.incoming.token_ids) + 1 + longest > live.incoming.sampling.prompt_tokens + params.max_tokens:
+        return f"{longest} tokens are known behind a first one: the answer has at most {params.max_tokens}"
+    if message.further_known and len(message.further_known) != wanted - 1:
+        return f"{wanted} answers are wanted, of each tokens may be known"
+    if live.beams is None:
+        first = logprobs_from_proto(message.logprobs)
+        if not first.consistent or len(first) != tokens * message.HasField("logprobs"):
+            return f"the log probabilities are not those of {tokens} tokens"
+        return None if tokens == wanted else f"{wanted} answers are wanted, each has a first token"
+    enough = wanted <= tokens == scores
+    return None if enough else f"{wanted} beams are wanted, of at least as many tokens with their log probabilities"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What a request has said.
+
+    Attributes:
+        request_id: the conductor's name for it.
+        generation: of its transfer.
+        secret: who knows it may read on; b"" = nobody.
+        chain_root: of its tenant's keys.
+        answers: each of them.
+        why: it has ended early.
+    """
+
+    request_id: str
+    generation: int
+    secret: bytes
+    chain_root: BlockKey
+    answers: Sequence[AnswerOutput]
+    why: str
+
+    @classmethod
+    def of(cls, live: LiveRequest) -> Self:
+        """What a request has said so far."""
+        generation, root = live.transfer.generation, live.incoming.chain_root
+        return cls(live.request_id, generation, live.secret, root, live.said, live.why)
+
+    def matches(self, asked: decode_pb2.ResumeSequence) -> bool:
+        """Whether whoever asks knows the request, its secret, and each answer up to its position."""
+        named = (asked.request_id, asked.generation) == (self.request_id, self.generation)
+        if not named or not self.secret or not compare_digest(asked.secret, self.secret):
+            return False
+        if len(asked.further) != len(self.answers) - 1:
+            return False
+        had = [(asked.from_position, asked.digest), *((it.from_position, it.digest) for it in asked.further)]
+        return all(self._knows(said, *its) for said, its in zip(self.answers, had, strict=True))
+
+    def _knows(self, said: AnswerOutput, position: int, digest: bytes) -> bool:
+        if said.logprobs is not None and position < said.scored_from:
+            return False  # what is not known here is computed anew
+        known = said.tokens[:position]
+        return compare_digest(digest, tokens_digest(self.chain_root, known)) and len(known) == position
+
+    def tell(self, subscriber: Subscriber, positions: Sequence[int]) -> None:
+        """Sends everything of each answer from its position on."""
+        subscriber.forget(self.request_id)
+        for choice, (said, position) in enumerate(zip(self.answers, positions, strict=True)):
+            said.tell(subscriber, self.request_id, choice, position)
+        if self.why:
+            subscriber.failed(self.request_id, self.why)
+        subscriber.flush()
+
+
+class OutputLog:
+    """The sequences that are kept. How long, and how many, is the core's business.
+
+    Args:
+        live: those that run; the shell's.
+        streams: of the conductors, with the core's numbers; the shell's.
+    """
+
+    def __init__(self, live: LiveRequestTable, streams: dict[Subscriber, int]) -> None:
+        self._live = live
+        self._streams = streams
+        self._parked: dict[int, LiveRequest] = {}
+        self._ended: dict[int, RequestOutput] = {}
+        self.adopted = 0
+        """Sequences taken over, and answers read again, so far."""
+
+    def knows(self, asked: decode_pb2.ResumeSequence) -> bool:
+        """Whether there is such a sequence, and whoever asks may have it."""
+        transcript = self._transcript(asked.transfer_id)
+        return transcript is not None and transcript.matches(asked)
+
+    def ended(self, live: LiveRequest) -> None:
+        """Keeps what a request has said."""
+        self._ended[live.id] = RequestOutput.of(live)
+
+    def perform(self, action: RequestAdopted | FenceConductor | RequestParked | DropOutputLog) -> None:
+        """Does what the core has decided about the sequences that are kept."""
+        match action:
+            case RequestParked(number):
+                live = self._parked[number] = self._live.take(number)
+                for sequence in live.sequences:
+                    sequence.table = ()
+            case DropOutputLog(number):
+                self._parked.pop(number, None)
+                self._ended.pop(number, None)
+            case RequestAdopted(number, stream, positions):
+                self._adopt(number, self._subscriber(stream), positions)
+            case FenceConductor(number, stream):
+                self._fence(number, self._subscriber(stream))
+
+    def _adopt(self, number: int, subscriber: Subscriber | None, positions: Sequence[int]) -> None:
+        self.adopted += 1
+        if number in self._parked:
+            self._live.add(self._parked.pop(number))
+        if (live := self._live.requests.get(number)) is not None:
+            live.subscriber = subscriber
+            for sequence in live.sequences:
+                sequence.told = sequence.output_tokens
+        transcript = self._transcript(number)
+        if subscriber is not None and transcript is not None:
+            transcript.tell(subscriber, positions)
+
+    def _fence(self, number: int, subscriber: Subscriber | None) -> None:
+        transcript = self._transcript(number)
+        if subscriber is not None and transcript is not None:
+            subscriber.fenced(transcript.request_id)
+
+    def _transcript(self, number: int) -> RequestOutput | None:
+        live = self._live.requests.get(number) or self._parked.get(number)
+        if live is None:
+            return self._ended.get(number)
+        return RequestOutput.of(live) if live.secret and live.started and not live.ending else None
+
+    def _subscriber(self, stream: int) -> Subscriber | None:
+        return next((subscriber for subscriber, number in self._streams.items() if number == stream), None)

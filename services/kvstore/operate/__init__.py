@@ -1,1 +1,0 @@
-"""Running a store: metrics, verification, warming, write-behind."""

@@ -1,0 +1,359 @@
+"""Runs a store: gauges and histograms, pins, warming, compaction, and deletions on behalf of conductors.
+
+Gauges with a value at rest have it again when no session is open. Figures per tenant exist for tenants that have a
+row in the configuration, and one for all others together ("*"), so that a peer cannot add any.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Container, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from moonpool.cluster.kv_events import KVEventJournal
+from moonpool.cluster.proto_conversion import read_deletions
+from moonpool.errors import InvalidRequest, Unavailable, Unsupported
+from moonpool.kv.blocks import BlockFormat
+from moonpool.kv.delete_kv import EVERY_TENANT, KVSelection, check_ttls
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.reuse_stats import HitCurve, KeySample, ReuseSample
+from moonpool.telemetry.gauges import Gauges, process_entries
+from moonpool.telemetry.metrics import AGES, SECONDS, Metrics
+from moonpool.transport.async_utils import run_in_steps, wait_within
+from moonpool.transport.flow_control import ByteCredits
+from moonpool.transport.streams import OpenStreams
+from moonpool.v1 import kv_pb2
+from services.kvstore.core.store import BlockStore, DeletedCount, delete_expired, delete_keys, delete_selected
+from services.kvstore.kv_streams import MemoryWaitQueue
+from services.kvstore.layer_reader import LayerReader
+from services.kvstore.policies.tenants import DEFAULT_ROW, PinOutcome
+from services.kvstore.record_store import RecordStore
+from services.kvstore.ssd.tier import SsdTier
+from services.kvstore.write_behind import WriteBehind
+
+WARM_PORTION_BLOCKS = 64  # read together at most
+
+
+WARM_STEP_BLOCKS = 1024  # of the SSD tier looked at before other tasks run; there may be millions
+
+
+MIN_LIVE_SHARE = 0.5  # of a segment that must be live, for `compact`, unless told otherwise
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreOperations:
+    """The operations of one store; `run` ends each pin when its time is over."""
+
+    store: BlockStore
+    pool: ThreadPoolExecutor  # reads
+    ahead: ByteCredits  # bounds the bytes read and not taken yet
+    reuse: ReuseSample
+    capacity_bytes: int  # of both tiers
+    clock: Callable[[], float]  # seconds, by which pins end
+    step_blocks: int = WARM_STEP_BLOCKS
+    pinned: asyncio.Event = dataclasses.field(default_factory=asyncio.Event, init=False)
+    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)  # of calls of `warm`
+
+    @property
+    def ssd(self) -> SsdTier:
+        ssd = self.store.tiers.ssd
+        if ssd is None:
+            raise Unsupported("this kvstore has no SSD tier")
+        return ssd
+
+    async def run(self) -> None:
+        while True:
+            self.expire()
+            await wait_within(self.store.tiers.dram.pins.next_expiry - self.clock(), self.pinned)
+            self.pinned.clear()
+
+    def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> PinOutcome:
+        """Keeps the leading blocks of a chain in either tier, see `Pins.pin`."""
+        self.expire()
+        tiers = self.store.tiers
+
+        def size_of(key: BlockKey) -> int | None:
+            block_format = tiers.format_of(key)
+            return None if block_format is None else block_format.layout.block_bytes
+
+        outcome, changed = tiers.dram.pins.pin(tenant, name, keys, size_of, now=self.clock(), ttl_s=ttl_s)
+        self._pins_changed(changed)
+        self.pinned.set()
+        return outcome
+
+    def unpin(self, tenant: str, name: str) -> bool:
+        return self._pins_changed(self.store.tiers.dram.pins.unpin(tenant, name))
+
+    def unpin_all(self, tenants: Container[str]) -> None:
+        self._pins_changed(self.store.tiers.dram.pins.end_all(tenants))
+
+    def expire(self) -> None:
+        self._pins_changed(self.store.tiers.dram.pins.expire(self.clock()))
+
+    def _pins_changed(self, keys: Collection[BlockKey]) -> bool:
+        if keys:
+            self.store.tiers.dram.pins_changed(keys)
+            here = map(self.store.tiers.dram.get, keys)
+            self.store.writes.queue.used(block for block in here if block is not None and block.pinned)
+            self.store.tiers.listener.room()
+        return bool(keys)
+
+    async def warm(self, max_bytes: int) -> tuple[int, int]:
+        """Fills free DRAM from the SSD tier, the most recently written blocks first; evicts nothing.
+
+        Returns blocks and bytes read into DRAM until `max_bytes` (0 = no bound) or free DRAM was used up. Raises
+        Overloaded when too many reading sessions are open.
+        """
+        async with self.turn:
+            dram = self.store.tiers.dram
+            blocks = nbytes = 0
+            async with contextlib.aclosing(self._portions()) as portions:
+                async for block_format, keys in portions:
+                    size = block_format.layout.block_bytes
+                    room = min(dram.free_bytes, max_bytes - nbytes) if max_bytes else dram.free_bytes
+                    keys = keys[: room // size]
+                    if not keys:
+                        break
+                    await self._read(block_format, keys)
+                    came = sum(key in dram for key in keys)
+                    blocks += came
+                    nbytes += came * size
+            return blocks, nbytes
+
+    async def _portions(self) -> AsyncGenerator[tuple[BlockFormat, list[BlockKey]], None]:
+        """Blocks that are not in DRAM, newest first, in portions of one format."""
+        tiers = self.store.tiers
+        for step in self.ssd.catalogue.newest_first(self.step_blocks):
+            cold = [key for key in step if key not in tiers.dram]
+            for block_format, keys in itertools.groupby(cold, tiers.format_of):
+                while block_format is not None and (portion := list(itertools.islice(keys, WARM_PORTION_BLOCKS))):
+                    yield block_format, portion
+            await asyncio.sleep(0)
+
+    async def _read(self, block_format: BlockFormat, keys: list[BlockKey]) -> None:
+        lease = self.store.reads.open(keys, block_format, promote=True, counted=False)
+        layers = range(block_format.layout.layers)
+        reader = LayerReader(self.store.reads, lease, layers, self.pool, self.ahead)
+        try:
+            async for _ in reader.groups():
+                pass
+        finally:
+            reader.close()
+
+    def compact(self, min_live_share: float) -> int:
+        """Begins to rewrite segments with a smaller share of live bytes (0 = the default); returns how many."""
+        if not 0.0 <= min_live_share <= 1.0:
+            raise InvalidRequest("min_live_share", f"must be between 0 and 1, is {min_live_share}")
+        segments = self.ssd.compact(min_live_share or MIN_LIVE_SHARE)
+        self.store.tiers.listener.work()
+        return segments
+
+    def sizes(self) -> HitCurve:
+        """(bytes, hit share) of stores of other sizes, with blocks of the average size of those held."""
+        dram, catalogue = self.store.tiers.dram, self.store.tiers.catalogue
+        blocks, nbytes = len(dram) + len(catalogue), dram.block_bytes + catalogue.live.total_bytes
+        return [(size * (nbytes // blocks), share) for size, share in self.reuse.curve()] if blocks else []
+
+
+DROP_BLOCKS = 4096  # dropped before other tasks have a turn
+
+
+@dataclasses.dataclass(slots=True)
+class DeletionWorker:
+    """Deletes what `operations` keeps. `timeout_s` bounds the wait for the disk; `clock` gives seconds since 1970."""
+
+    operations: StoreOperations
+    ledger: RecordStore
+    writer: WriteBehind | None
+    timeout_s: float
+    clock: Callable[[], float] = time.time
+    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
+    unsaved: dict[str, DeletedCount] = dataclasses.field(default_factory=dict, init=False)
+    """Carried out, but the ledger does not know it yet: the disk may not have taken them."""
+
+    async def forget(self, deletions: Sequence[kv_pb2.Deletion], ttl_s: Mapping[str, float]) -> DeletedCount:
+        """Carries out what was not carried out before, and deletes what is older than its tenant's time to live.
+
+        Returns what all of these deletions deleted, whenever they did. Those carried out together count as the first.
+        Raises Unavailable when nobody finds the blocks any more, but the disk did not take it; to be asked again.
+        """
+        ttl_s = check_ttls(ttl_s)
+        asked, total = await read_deletions(deletions), DeletedCount()
+        async with self.turn:
+            for portion in asked:
+                await self._carry_out({name: one for name, one in portion.items() if self._done(name) is None})
+            if ttl_s:
+                total = await run_in_steps(delete_expired(self.operations.store, ttl_s, self.clock()))
+        await self._erased()
+        for portion in asked:
+            counts = {name: count for name in portion if (count := self._done(name)) is not None}
+            unsaved = counts.keys() & self.unsaved
+            await self.ledger.applied({name: dataclasses.astuple(counts[name]) for name in unsaved})
+            self.unsaved = {name: one for name, one in self.unsaved.items() if name not in unsaved}
+            total = sum(counts.values(), start=total)
+            await asyncio.sleep(0)
+        return total
+
+    async def _carry_out(self, new: Mapping[str, KVSelection]) -> None:
+        if new:
+            together = KVSelection.union(new.values())
+            for name, selection in new.items():
+                self.ledger.deletions.add(name, selection)
+            done = await run_in_steps(delete_selected(self.operations.store, together))
+            self.operations.unpin_all(together.tenants)
+            self.unsaved.update(dict.fromkeys(new, DeletedCount()) | {next(iter(new)): done})
+
+    async def catch_up(self) -> None:
+        """Deletes what some folder, left out then, may hold still; all that is older where it is known no more what."""
+        known, missing, store = self.ledger.deletions, self.ledger.incomplete, self.operations.store
+        if missing:
+            await run_in_steps(
+                delete_selected(store, KVSelection.union(known[name] for name in missing if name in known))
+            )
+            if over := [at for name, at in missing.items() if name not in known]:
+                await run_in_steps(delete_expired(store, {EVERY_TENANT: 0.0}, max(over)))
+            with contextlib.suppress(Unavailable):
+                await self._erased()
+                await self.ledger.applied(dict.fromkeys(missing, (0, 0)))
+
+    async def drop(self, keys: Sequence[BlockKey]) -> DeletedCount:
+        """Drops blocks that may be put again; raises Unavailable as `forget`."""
+        dropped = DeletedCount()
+        async with self.turn:
+            for at in range(0, len(keys), DROP_BLOCKS):
+                dropped += delete_keys(self.operations.store, keys[at : at + DROP_BLOCKS])
+                await asyncio.sleep(0)
+        await self._erased()
+        return dropped
+
+    async def _erased(self) -> None:
+        if self.writer is not None and not await self.writer.erased(self.timeout_s):
+            raise Unavailable("deleted, but not on disk yet, which does not take it")
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a deletion was carried out: nobody finds such blocks here that are older."""
+        return isinstance(name, str) and self._done(name) is not None
+
+    def _done(self, name: str) -> DeletedCount | None:
+        counts = self.ledger.counts(name)
+        return self.unsaved.get(name) if counts is None else DeletedCount(*counts)
+
+
+def store_gauges(
+    store: BlockStore,
+    streams: OpenStreams,
+    rooms: MemoryWaitQueue,
+    ahead: ByteCredits,
+    journal: KVEventJournal,
+    writer: WriteBehind | None,
+    tenants: Sequence[str],
+) -> Gauges:
+    """All gauges of a store; `writer` is None without an SSD tier, `tenants` are those with a row."""
+    gauges = Gauges(process_entries())
+    add, writes, reads, dram = gauges.add, store.writes, store.reads, store.tiers.dram
+    add("put_sessions", lambda: len(writes.sessions), 0)
+    add("get_sessions", lambda: reads.leases, 0)
+    add("unfinished_blocks", lambda: len(writes.unfinished), 0)
+    add("pending_writes", lambda: len(writes.queue.queued), 0)
+    add("dram_reserved_bytes", lambda: dram.reserved.total_bytes, 0)
+    add("dram_held_bytes", lambda: dram.held_bytes, 0)
+    add("dram_leased_bytes", lambda: reads.leased_bytes, 0)
+    add("durability_awaited_blocks", lambda: len(writes.awaiting), 0)
+    add("stream_tasks", lambda: sum(stream.tasks for stream in streams.kv), 0)
+    add("messages_unsent", lambda: streams.traffic.unsent, 0)
+    add("put_credits_kept_bytes", lambda: streams.traffic.credits_kept, 0)
+    add("get_credits_out_bytes", lambda: streams.traffic.credits_out, 0)
+    add("streams", lambda: len(streams))
+    add("sessions_waiting_for_room", lambda: len(rooms), 0)
+    add("read_ahead_bytes", lambda: ahead.out, 0)
+    add("watchers", lambda: journal.watchers)
+    add("retried_batches_total", lambda: 0 if writer is None else writer.retries)
+    add("dram_bytes", lambda: dram.block_bytes)
+    add("dram_blocks", lambda: len(dram))
+    add("dram_pinned_bytes", lambda: dram.pinned.total_bytes)
+    add("blocks_unsaved", lambda: len(writes.queue.unsaved))
+    add("pins", lambda: len(dram.pins))
+    add("pinned_blocks", lambda: dram.pins.keys)
+    add("pinned_bytes", lambda: dram.pins.nbytes)
+    add("pin_budget_bytes", lambda: dram.pins.budget_bytes)
+    _add_attributes(gauges, "dram_{}", dram, "capacity_bytes")
+    _add_attributes(gauges, "dram_{}_total", dram, "evictions")
+    _add_attributes(gauges, "{}_total", writes, "blocks_put")
+    _add_attributes(gauges, "{}_total", writes.queue, "blocks_durable", "blocks_not_durable", "failed_batches")
+    counts = "dram_hits", "ssd_hits", "misses", "promotions", "bad_blocks", "damaged_blocks"
+    _add_attributes(gauges, "{}_total", reads, *counts)
+    _add_attributes(gauges, "arena_{}", dram.arena, "free_bytes", "live_bytes", "resident_bytes", "mapped_bytes")
+    _add_attributes(gauges, "arena_{}_total", dram.arena, "returned_bytes")
+    tables = {"dram_bytes": dram.account.used, "pinned_bytes": dram.pins.account.used}
+    if store.tiers.ssd is not None:
+        _add_ssd(gauges, store.tiers.ssd)
+        tables["ssd_bytes"] = store.tiers.ssd.account.used
+    for tenant in dict.fromkeys([*tenants, DEFAULT_ROW]) if tenants else ():
+        label = json.dumps(tenant, ensure_ascii=False)
+        for what, used in tables.items():
+            add(f"tenant_{what}{{tenant={label}}}", functools.partial(used.of_row, tenant, tenants))
+    return gauges
+
+
+def _add_attributes(gauges: Gauges, name: str, source: object, *attributes: str) -> None:
+    for attribute in attributes:
+        gauges.add(name.format(attribute), functools.partial(getattr, source, attribute))
+
+
+def _add_ssd(gauges: Gauges, ssd: SsdTier) -> None:
+    add = gauges.add
+    add("ssd_reading_blocks", lambda: ssd.readers, 0)
+    add("ssd_blocks", lambda: len(ssd.catalogue))
+    add("ssd_segments", lambda: len(ssd.catalogue.segments))
+    add("ssd_bytes", lambda: ssd.used_bytes)
+    add("ssd_live_bytes", lambda: ssd.catalogue.live.total_bytes)
+    _add_attributes(gauges, "ssd_{}", ssd, "capacity_bytes", "disks_out", "indexed")
+    add("ssd_write_amplification", lambda: ssd.written_bytes / ssd.user_bytes if ssd.user_bytes else 1.0)
+    add("ssd_housekeeping", lambda: ssd.has_housekeeping)
+    counts = "written_bytes", "user_bytes", "carried_bytes", "lost_blocks", "dropped_segments"
+    _add_attributes(gauges, "ssd_{}_total", ssd, *counts)
+    _add_attributes(gauges, "ssd_{}_total", ssd.admission, "refused_blocks", "refused_bytes")
+
+
+FOLLOWED_KEYS = 4096
+
+
+class StoreObserver:
+    """Fills the histograms and the reuse sample of a store. Lives of blocks are followed for `sample_keys` at most."""
+
+    def __init__(
+        self, metrics: Metrics, clock: Callable[[], float] = time.monotonic, sample_keys: int = FOLLOWED_KEYS
+    ) -> None:
+        self._clock = clock
+        reads = metrics.histogram("read_seconds", "of a reading session, by its coldest tier", SECONDS, ["tier"])
+        self._warm_reads, self._cold_reads = reads.labels(tier="dram"), reads.labels(tier="ssd")
+        self.committed = metrics.histogram("commit_seconds", "of a batch becoming durable", SECONDS).observe
+        self._lifetimes = metrics.histogram("block_lifetime_seconds", "from stored to gone, of a sample", AGES)
+        self._gaps = metrics.histogram("block_reuse_gap_seconds", "between two uses of a block, of a sample", AGES)
+        self.reuse = ReuseSample()
+        self.followed: KeySample[tuple[float, float]] = KeySample(sample_keys)  # times: stored, used last
+
+    def read(self, cold: bool, seconds: float) -> None:
+        (self._cold_reads if cold else self._warm_reads).observe(seconds)
+
+    def asked(self, keys: Sequence[BlockKey]) -> None:
+        self.reuse.observe(keys)
+        now = self._clock()
+        for key in keys:
+            if key in self.followed:
+                stored, used = self.followed[key]
+                self._gaps.observe(now - used)
+                self.followed[key] = (stored, now)
+
+    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
+        now = self._clock()
+        for key in removed:
+            if key in self.followed:
+                self._lifetimes.observe(now - self.followed.pop(key)[0])
+        for key in stored:
+            if key not in self.followed and self.followed.accepts(key):
+                self.followed.put(key, (now, now))

@@ -1,1 +1,0 @@
-"""The streams of the contract: Put, Get and Watch."""

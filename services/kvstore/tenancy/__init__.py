@@ -1,1 +1,0 @@
-"""Tenants, quotas and pins."""

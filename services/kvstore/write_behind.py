@@ -1,0 +1,227 @@
+"""Write-behind: one writer thread per disk commits batches, one after the other, and tries failed ones again.
+
+Of several disks, one that fails is left out, and the others take its batch.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import lmdb
+
+from moonpool.errors import MoonpoolError
+from moonpool.telemetry.logs import get_logger
+from moonpool.transport.async_utils import wait_within
+from services.kvstore.core.tiered_store import WriteQueue
+from services.kvstore.ssd.files import is_full
+from services.kvstore.ssd.segment_log import WritePlan
+from services.kvstore.ssd.tier import SsdTier
+
+log = get_logger(__name__)
+
+
+# Seconds before a failed batch is tried again, the first time and so on, and then its blocks, which are in DRAM only.
+RETRY_AFTER_S = (0.0, 0.1, 1.0)
+
+
+UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
+
+
+ERASE_AGAIN_S = 0.02
+
+
+REPEAT_S = 60.0  # the same kind of error is logged once in this time, unless blocks became durable meanwhile
+
+
+_MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # as a full device does: by a plan
+
+
+_Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file it happened with
+
+
+@dataclasses.dataclass(eq=False)
+class WriteBehind:
+    """Commits the batches of `queue` to the disks of `ssd`, when woken. `run` once; `drain` before ending it.
+
+    It writes `bytes_per_s` on average, if not 0: after a batch it pauses. `on_committed` is told the seconds that a
+    batch took, `on_left_out` the number of a disk that is; `clock` times the log messages.
+    """
+
+    queue: WriteQueue
+    ssd: SsdTier
+    on_committed: Callable[[float], None] = lambda seconds: None
+    on_left_out: Callable[[int], None] = lambda disk: None
+    bytes_per_s: int = 0
+    retry_after_s: Sequence[float] = RETRY_AFTER_S
+    unsaved_after_s: Sequence[float] = UNSAVED_AFTER_S
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.retries = 0  # batches that were tried again
+        self._work = [asyncio.Event() for _ in self.ssd.disks]  # each disk's own: none takes another's
+        self._idle = asyncio.Event()
+        self._planned = asyncio.Event()  # another one after each plan
+        self._busy = 0  # disks with work
+        self._delays = {disk: iter(self.retry_after_s) for disk in range(len(self.ssd.disks))}
+        self._unsaved_tries, self._retry_at = 0, math.inf
+        self._hurry = asyncio.Event()  # the end, and deletions, wait for no pause
+        self._hurrying_now = 0  # who waits so
+        self._free_at = 0.0  # when what has been written so far is within the rate
+        self._told: dict[_Kind, float] = {}  # when a message was logged last
+        self._failing = False  # blocks were given up since one became durable
+        self._executor = ThreadPoolExecutor(len(self.ssd.disks), thread_name_prefix="kvstore-writer")
+
+    def wake(self) -> None:
+        self._idle.clear()
+        for disk in sorted(self._delays, key=lambda disk: self.ssd.disks[disk].space.turn):  # asked in this order
+            self._work[disk].set()
+
+    async def run(self) -> None:
+        """Works until cancelled. A thread finishes a batch that it has begun, but its result is lost."""
+        self.wake()
+        async with asyncio.TaskGroup() as group:
+            for disk in self._delays:
+                group.create_task(self._run(disk))
+
+    async def _run(self, disk: int) -> None:
+        while not self.ssd.disks[disk].out:
+            await self._wait(self._work[disk])
+            self._busy += 1
+            while (plan := self.queue.next_plan(disk)) is not None and await self._do(plan):
+                pass
+            self._busy -= 1
+            woken = any(work.is_set() for work, one in zip(self._work, self.ssd.disks, strict=True) if not one.out)
+            if not (self._busy or woken):
+                self._idle.set()
+
+    async def _do(self, plan: WritePlan) -> bool:
+        """Does a plan; False when housekeeping could not be finished, which waits for the next reason to wake."""
+        disk, error = plan.disk, await self._commit(plan)
+        again = self._again(plan, error)
+        lasting = isinstance(error, OSError | lmdb.Error) and getattr(error, "errno", None) not in _MAY_PASS
+        spared = lasting and again is None and self.ssd.can_spare(disk)
+        if not spared:
+            self._report(plan, error, again)
+        self.queue.plan_done(error, disk, again=spared or again is not None)
+        if spared:
+            await self._leave_out(disk, error)
+        elif again is not None:
+            self.wake()  # others need not wait for this disk
+        self._planned.set()
+        self._planned = asyncio.Event()
+        await asyncio.sleep(0)  # who waited for this plan is in no hurry any more
+        await self._pause(plan.written_bytes)
+        if again is not None:
+            await asyncio.sleep(again)
+        return bool(again is not None or plan.blocks or not (plan.idle or error is not None))
+
+    async def _leave_out(self, disk: int, error: Exception | None) -> None:
+        """Goes on without a disk: others take its batch, and its blocks that DRAM has; the rest are misses."""
+        log.error("a disk is left out", path=str(self.ssd.disks[disk].folder.path), error=str(error))
+        self.on_left_out(disk)
+        for keys in self.ssd.leave_out(disk):
+            self.queue.lost(keys)
+            await asyncio.sleep(0)
+        self.wake()
+
+    async def _pause(self, nbytes: int) -> None:
+        """Waits until so many bytes more are within the rate; in a hurry nothing is owed to it."""
+        now = asyncio.get_running_loop().time
+        if self.bytes_per_s and await wait_within(self.pause_after(nbytes, now()), self._hurry):
+            self._free_at = now()
+
+    def pause_after(self, nbytes: int, now: float) -> float:
+        """Seconds until bytes that were written now, and those that all disks wrote before, are within the rate."""
+        self._free_at = max(now, self._free_at) + nbytes / self.bytes_per_s
+        return self._free_at - now
+
+    async def _wait(self, work: asyncio.Event) -> None:
+        """Waits for work, or until unsaved blocks are due to be tried again, which it begins."""
+        now = asyncio.get_running_loop().time
+        if not self.queue.unsaved:
+            self._unsaved_tries, self._retry_at = 0, math.inf
+        elif self._retry_at == math.inf:
+            self._retry_at = now() + self.unsaved_after_s[min(self._unsaved_tries, len(self.unsaved_after_s) - 1)]
+        await wait_within(max(0.0, self._retry_at - now()), work)
+        work.clear()
+        if self._retry_at <= now():
+            self._unsaved_tries, self._retry_at = self._unsaved_tries + 1, math.inf
+            self.queue.retry()
+
+    async def _commit(self, plan: WritePlan) -> Exception | None:
+        begin = time.monotonic()
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self.ssd.commit, plan)
+        except (OSError, lmdb.Error, MoonpoolError) as error:
+            return error
+        self.on_committed(time.monotonic() - begin)
+        return None
+
+    def _again(self, plan: WritePlan, error: Exception | None) -> float | None:
+        """Seconds until a failed batch is tried again; None when it is not."""
+        if error is None:
+            if plan.blocks:  # housekeeping may be no more than deleting a file
+                self._delays[plan.disk] = iter(self.retry_after_s)
+            return None
+        passing = is_full(error) or (isinstance(error, OSError) and error.errno in _MAY_PASS)
+        again = next(self._delays[plan.disk], None) if passing else None
+        self.retries += again is not None
+        return again
+
+    def _report(self, plan: WritePlan, error: Exception | None, again: float | None) -> None:
+        """Logs errors, each kind at most once per `REPEAT_S`, and the first success after blocks were given up."""
+        if plan.erase_error is not None:
+            self._tell(log.error, "records could not be overwritten or cut off", len(plan.unerased), plan.erase_error)
+        if error is None:
+            if self._failing and plan.blocks:
+                self._failing = False
+                self._told.clear()
+                log.info("blocks become durable again")
+            return
+        self._failing = self._failing or again is None
+        if again is None:
+            self._tell(log.error, "blocks could not be made durable", len(plan.blocks), error)
+        else:
+            self._tell(log.warning, "batches are tried again", len(plan.blocks), error)
+
+    def _tell(self, at_level: Callable[..., None], what: str, blocks: int, error: Exception) -> None:
+        kind, now = (what, type(error), error.errno if isinstance(error, OSError) else None), self.clock()
+        if now - self._told.get(kind, -math.inf) >= REPEAT_S:
+            self._told[kind] = now
+            at_level(what, blocks=blocks, error=str(error))
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Waits until everything visible is durable or unsaved; False when that takes longer than `timeout_s`."""
+        with self._hurrying():
+            return await wait_within(timeout_s, self._idle)
+
+    async def erased(self, timeout_s: float) -> bool:
+        """Waits until what was deleted is overwritten on disk; False when that takes longer than `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.queue.erasing:
+                    self.wake()
+                    with self._hurrying():
+                        await self._planned.wait()
+                    if self.queue.erasing:
+                        await asyncio.sleep(ERASE_AGAIN_S)  # the disk may need some time, or another plan is due
+        return not self.queue.erasing
+
+    @contextlib.contextmanager
+    def _hurrying(self) -> Iterator[None]:
+        self._hurrying_now += 1
+        self._hurry.set()
+        try:
+            yield
+        finally:
+            self._hurrying_now -= 1
+            if not self._hurrying_now:
+                self._hurry.clear()
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._executor.shutdown)

@@ -1,0 +1,189 @@
+"""Predictions of the prefill scheduler.
+
+Queue time, arrival of loaded layers, and prefixes another job will provide.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from moonpool.kv.keys import BlockKey
+from moonpool.scheduling.latency import Speeds, load_seconds, prefill_seconds
+from services.prefill.core.jobs import PrefillJob, PrefillState, PrefixLoad, StepFlight
+
+LAYER_STALL_S = 0.02
+"""A step waits so long, and two layers' time, for a layer that is late while others wait."""
+
+
+TIMER_GRAIN_S = 0.0005
+"""A step may begin so much before its time: event loops have timers of this grain."""
+
+
+def layer_seconds(state: PrefillState, load: PrefixLoad) -> float:
+    """Seconds from one layer of a load to the next: measured once two have come, predicted before.
+
+    The first layer's time says little: it includes that of connecting and looking up.
+    """
+    if load.layers > 1:
+        return (load.moved_at - load.first_at) / (load.layers - 1)
+    nbytes = (load.end - load.first) * state.settings.slice_bytes
+    return load_seconds(state.tracker.speeds, nbytes)
+
+
+def stall_grace(state: PrefillState, load: PrefixLoad) -> float:
+    """Seconds for which a step waits for a late layer."""
+    return LAYER_STALL_S + 2.0 * layer_seconds(state, load)
+
+
+def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> float | None:
+    """Seconds after which a step would find each layer of the load in time.
+
+    Args:
+        state: the core's.
+        load: is followed layer by layer.
+        step_s: seconds of the step, spread evenly over the layers.
+
+    Returns:
+        0 = begin now; None = not to be foreseen: no layer has come yet, or the next one is long overdue.
+    """
+    layers = state.settings.layers
+    if load.layers == layers:
+        return 0.0
+    each = layer_seconds(state, load)
+    next_at = load.moved_at + each
+    if not load.layers or load.overtaken or state.now > next_at + stall_grace(state, load):
+        return None
+    next_in = max(0.0, next_at - state.now)
+    last_in = next_in + (layers - 1 - load.layers) * each
+    computing = step_s / layers
+    wait = max(next_in - load.layers * computing, last_in - (layers - 1) * computing)
+    return wait if wait > TIMER_GRAIN_S else 0.0
+
+
+OVERDUE_RATIO = 2.0
+"""A step that takes so many times longer than expected tells of itself before it is over."""
+
+
+def queue_seconds(state: PrefillState, now: float) -> float:
+    """Seconds until everything that is queued now is computed, with all of the engine's cores.
+
+    Each prompt counts by itself, so that its tokens attend to its own context only. Short prompts share steps. Stages
+    work on several steps at once: the time of all steps is divided among them. The step in front is partly done.
+    """
+    speeds, settings = state.tracker.speeds, state.settings
+    work, tokens = 0.0, 0
+    for job in state.jobs.values():
+        done = _done_tokens(job)
+        left = job.num_tokens - done
+        if left > 0:
+            work += prefill_seconds(speeds, left, done, steps=0, begins=job.first_step_at is None)
+            tokens += left
+    work += speeds.prefill_base_s * -(-tokens // settings.step_tokens)
+    return max(0.0, work - _done_seconds(state, now)) / settings.stages
+
+
+def speeds_now(state: PrefillState, now: float) -> Speeds:
+    """The engine's speeds, as far as is known now: a step of which nothing is heard tells before it is over."""
+    speeds, front = state.tracker.speeds, state.front
+    if front is None or front.gated:
+        return speeds
+    expected_s = _step_seconds(state, front) / state.share
+    late = (now - max(front.began_at, front.moved_at)) / expected_s if expected_s else 1.0
+    return speeds.slowed_prefill(late) if late > OVERDUE_RATIO else speeds
+
+
+def _done_seconds(state: PrefillState, now: float) -> float:
+    """Of the step that is being computed, as far as its prediction holds; 0 in a pipeline, where steps overlap."""
+    front = state.front
+    if front is None or state.settings.stages > 1:
+        return 0.0
+    return min(state.share * (now - front.began_at), _step_seconds(state, front))
+
+
+def _step_seconds(state: PrefillState, flight: StepFlight) -> float:
+    """Predicted seconds of a step."""
+    speeds = state.tracker.speeds
+    chunks = [(share.end - share.start, share.start, share.first) for share in flight.shares]
+    whole_s = sum([prefill_seconds(speeds, new, start, steps=0, begins=first) for new, start, first in chunks])
+    return speeds.prefill_base_s + whole_s
+
+
+def shared_tokens(state: PrefillState, job: PrefillJob) -> int:
+    """Leading tokens of a job which the jobs before it compute: it will find them."""
+    keys, most = job.keys[: state.reusable_blocks(job)], 0
+    for other in state.jobs.values() if keys else ():
+        if other.number < job.number and other.reuse and not other.owner.transient and other.keys[:1] == keys[:1]:
+            most = max(most, common_prefix(keys, other.keys))
+    return state.settings.reused_tokens(job.num_tokens, most)
+
+
+def reassign_shared_prefix(state: PrefillState, gone: PrefillJob) -> None:
+    """A job has left early: the first of those that were to find its blocks computes them, where the others find them.
+
+    What it has computed is there.
+    """
+    for job in state.jobs.values():
+        if job.number > gone.number and job.shared_tokens and job.keys[:1] == gone.keys[:1]:
+            held = len(state.manager.match(job.keys[: state.reusable_blocks(job)]))
+            there = state.settings.reused_tokens(job.num_tokens, held)
+            job.shared_tokens = max(there, shared_tokens(state, job))
+            return
+
+
+def common_prefix(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
+    """Leading keys that two chains share; equal keys follow equal ones only."""
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[at] != other[at])
+
+
+def _done_tokens(job: PrefillJob) -> int:
+    """Leading tokens that are there, or are expected to come without being computed."""
+    if job.table is None and job.token_at is None:
+        return max(job.expected_tokens, job.shared_tokens)
+    return max(job.computed, job.shared_tokens) if job.first_step_at is None and job.load is None else job.computed
+
+
+def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | None:
+    """Until when a job that has not begun waits for the load of another one, which brings what it would compute first.
+
+    It waits only where all of the load is expected sooner than its own part of it could be computed, and no longer
+    than a layer of it may be late.
+
+    Returns:
+        Seconds; None = nothing is waited for.
+    """
+    at = job.scheduled // state.settings.block_tokens
+    begins = job.first_step_at is None and job.load is None and not job.loaded
+    if not begins or not job.prefix_blocks <= at < state.reusable_blocks(job):
+        return None
+    for other in state.started.values():
+        load = other.load
+        if load is not None and load.first <= at < load.end and other.keys[at] == job.keys[at]:
+            late_at = _wait_pays_until(state, job, at, other, load)
+            if late_at is not None:
+                return late_at
+    return None
+
+
+def is_computed_by_other(state: PrefillState, job: PrefillJob) -> bool:
+    """Whether a started job that goes before it is to compute all that its sources have, and has not yet."""
+    most = min(max(source.blocks for source in job.sources), state.reusable_blocks(job))
+    for other in state.started.values():
+        computes = other.load is None and other.computed < most * state.settings.block_tokens
+        # Who has the same keys is of the same tenant.
+        found = other.reuse and not other.owner.transient and other.place.own < job.place.own
+        if computes and found and common_prefix(job.keys, other.keys) >= most:
+            return True
+    return False
+
+
+def _wait_pays_until(
+    state: PrefillState, job: PrefillJob, at: int, other: PrefillJob, load: PrefixLoad
+) -> float | None:
+    """When a load is late; None where it is, or it is better not waited for."""
+    each_s, size = layer_seconds(state, load), state.settings.block_tokens
+    late_at = load.moved_at + each_s + stall_grace(state, load)
+    if load.overtaken or other.owner.transient or state.now >= late_at:
+        return None
+    end = min(common_prefix(job.keys[: state.reusable_blocks(job)], other.keys), load.end)
+    compute_s = prefill_seconds(state.tracker.speeds, (end - at) * size, at * size, steps=1, begins=False)
+    left_s = load.moved_at + each_s * (state.settings.layers - load.layers) - state.now
+    return late_at if left_s < compute_s else None

@@ -1,0 +1,426 @@
+"""The prefill scheduler, a state machine: events in, actions out; and its invariants."""
+
+from collections import Counter
+
+from moonpool.errors import ConfigError
+from moonpool.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks, delete_kv
+from moonpool.scheduling.fair_share import may_admit
+from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.state_machine import IoEnded, Tick, digest_of, earliest
+from services.prefill.core.actions import (
+    AcceptJob,
+    Action,
+    EndJob,
+    EndReplication,
+    JobOutcome,
+    RefusalReason,
+    RefuseJob,
+    RefuseStaleJob,
+    ReportFirstToken,
+    WriteBackBlocks,
+)
+from services.prefill.core.events import (
+    CancelJob,
+    Drain,
+    Event,
+    IoDone,
+    IoFailed,
+    IoResult,
+    LayerComputed,
+    LayerLoaded,
+    LoadEnded,
+    ReplicateBlocks,
+    SlicesSent,
+    StepEnded,
+    StopAllJobs,
+    SubmitJob,
+)
+from services.prefill.core.forecast import queue_seconds, reassign_shared_prefix, shared_tokens, speeds_now
+from services.prefill.core.jobs import (
+    BlockTable,
+    LoadFlight,
+    OutgoingTransfers,
+    PrefillJob,
+    PrefillSettings,
+    PrefillState,
+    ReplicaFlight,
+    SendFlight,
+    StepFlight,
+    TransferFlight,
+    WriteBackFlight,
+)
+from services.prefill.core.loads import PrefixLoads, Replication
+from services.prefill.core.step_planner import StepPlanner, start_next
+
+
+def check_prefill_state(state: PrefillState, steps: StepPlanner) -> None:
+    """Asserts all of it: blocks are held exactly by what uses them, and every job is somewhere on its way."""
+    state.manager.check_invariants()
+    _check_block_holds(state)
+    _check_steps_in_flight(state, steps)
+    state.waiting.check_invariants()
+    waiting = set(state.waiting)
+    assert len(waiting) == len(state.waiting)
+    assert waiting | state.started.keys() == state.jobs.keys()
+    assert not waiting & state.started.keys()
+    for job in state.jobs.values():
+        _check_job(state, job)
+
+
+def _check_block_holds(state: PrefillState) -> None:
+    holds: Counter[int] = Counter()
+    tables: dict[int, BlockTable] = {}
+    refs: Counter[int] = Counter(state.lending)
+    owned = [job.table for job in state.jobs.values() if job.table is not None]
+    for _, flight in state.ios:
+        owned += flight.tables
+        if isinstance(flight, WriteBackFlight | ReplicaFlight):
+            refs.update(flight.blocks)
+    for table in owned:
+        holds[id(table)] += 1
+        tables[id(table)] = table
+    for name, table in tables.items():
+        assert table.holds == holds[name] > 0
+        assert len(set(table.blocks)) == len(table.blocks)
+        refs.update(table.blocks)
+    for block in range(state.manager.num_blocks):
+        assert state.manager.ref_count(block) == refs[block], f"block {block} is held by something else"
+
+
+def _check_steps_in_flight(state: PrefillState, steps: StepPlanner) -> None:
+    flying = {io: flight for io, flight in state.ios if isinstance(flight, StepFlight)}
+    assert flying == state.steps
+    assert steps.plan_at is None or not steps.are_full()
+    assert list(flying) == steps.in_flight == sorted(steps.in_flight)
+    assert len(flying) <= state.settings.stages
+    live: Counter[int] = Counter()
+    for flight in flying.values():
+        for share in flight.shares:
+            job = state.jobs.get(share.job)
+            assert not share.live or job is not None, "a share of a job that has ended counts"
+            live[share.job] += share.live
+            if share.live and job is not None and share.loading:
+                assert job.gated
+                assert flight.opened < (job.load.layers if job.load else state.settings.layers), "open too early"
+    for job in state.jobs.values():
+        assert job.flying == live[job.number]
+
+
+def _check_job(state: PrefillState, job: PrefillJob) -> None:
+    assert all(io in state.ios for io in job.settling)
+    if job.number in state.waiting:
+        assert job.table is None
+        assert not job.flying
+        return
+    assert 0 <= job.cached <= job.computed <= job.scheduled <= job.num_tokens
+    assert not job.gated or job.flying == 1
+    if job.table is None:
+        assert job.finished
+        return
+    assert len(job.table.blocks) == state.settings.blocks_for(job.num_tokens)
+    if job.load is not None:
+        assert isinstance(state.ios.get(job.load.io), LoadFlight)
+        assert job.computed == job.cached
+        assert job.prefix_blocks == job.load.first < job.load.end <= state.reusable_blocks(job)
+    if job.outgoing is not None and job.outgoing.io is not None:
+        assert job.outgoing.io in state.ios
+        assert job.outgoing.open or not isinstance(state.ios.get(job.outgoing.io), SendFlight)
+
+
+MIN_RETRY_S = 0.1
+
+
+class PrefillScheduler:
+    """Everything that one prefill instance decides: which prompts start, load, compute and send, and when.
+
+    A job is queued, gets blocks for its whole prompt, may load a prefix, is computed in steps together with others,
+    is sent while it is computed, and ends when decode has confirmed it. Blocks are held by what uses them: a job that
+    leaves gives up its own hold, a step, load or batch of slices keeps its hold until it has ended.
+
+    Attributes:
+        state: jobs, blocks and I/O.
+        steps: what the engine computes.
+        loads: what is loaded.
+        copies: what is copied here.
+        taken: number of the last job that was accepted; numbers grow.
+
+    Raises:
+        ConfigError: `step_tokens` is less than one block.
+    """
+
+    def __init__(self, settings: PrefillSettings, speeds: Speeds) -> None:
+        if settings.step_tokens < settings.block_tokens:
+            reason = f"must be at least one block ({settings.block_tokens} tokens), not {settings.step_tokens}"
+            raise ConfigError("step_tokens", reason)
+        self.state = PrefillState(settings, speeds)
+        self._sends = OutgoingTransfers(self.state)
+        self.steps = StepPlanner(self.state, self._sends)
+        self.loads = PrefixLoads(self.state, self.steps, self._sends)
+        self.copies = Replication(self.state, self.loads)
+        self._draining = False
+        self.taken = 0
+        self._stopped = False
+
+    def handle(self, now: float, event: Event | IoEnded[IoResult] | Tick, out: list[Action]) -> None:
+        """See `moonpool.scheduling.state_machine.Core.handle`."""
+        self.state.now, self.state.out = now, out
+        self.state.manager.now = now
+        match event:
+            case LayerComputed():  # most are these two
+                self.steps.layer_computed(event.step, event.layer)
+            case IoEnded():
+                self._ended(event.io, event.result)
+            case LayerLoaded():
+                self.loads.layer_loaded(event.io, event.layer)
+            case SubmitJob():
+                self._arrive(event)
+            case CancelJob():
+                self._leave(event.job, JobOutcome.LEFT)
+            case DeleteKV():
+                jobs = [(job.owner, job.keys) for job in self.state.jobs.values()]
+                self.state.do(delete_kv(self.state.manager, event, [*jobs, *self.copies.owners]))
+            case ReplicateBlocks():
+                self._copy(event)
+            case LendBlocks() | ReturnBlocks():
+                self.state.out += self.state.lending.handle(event, self.state.manager.num_available)
+            case Drain():
+                self._draining = True
+            case StopAllJobs():
+                self._stop()
+        if not isinstance(event, LayerComputed):  # that frees nothing, and comes often
+            self._go_on()
+        self.state.out = []
+
+    def due(self) -> float | None:
+        """See `moonpool.scheduling.state_machine.Core.due`."""
+        return earliest(self.steps.plan_at, self.steps.stalled_at())
+
+    def check_invariants(self) -> None:
+        """Asserts what must hold between any two events."""
+        check_prefill_state(self.state, self.steps)
+
+    def digest(self) -> bytes:
+        """See `moonpool.scheduling.state_machine.Core.digest`."""
+        state = self.state
+        return digest_of(
+            state.settings,
+            list(state.jobs.values()),
+            (state.waiting, state.shares),
+            list(state.started),
+            list(state.ios),
+            self.steps.in_flight,
+            state.manager.keys(),
+            (state.manager.num_free, state.manager.num_cached),
+            state.lending,
+            state.tracker.speeds,
+            (self._draining, self._stopped, self.taken, self.steps.plan_at, self.steps.idle_since),
+            (self.loads, self.copies),
+        )
+
+    # --- figures ---------------------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        """Whether new jobs are refused."""
+        return self._draining
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are not in the pool yet."""
+        return sum(job.num_tokens - job.computed for job in self.state.jobs.values())
+
+    def drain_seconds(self, now: float | None = None) -> float:
+        """Predicted seconds until everything that is queued now is computed.
+
+        Args:
+            now: seconds; None = as at the last event.
+        """
+        return queue_seconds(self.state, self.state.now if now is None else now)
+
+    def speeds(self, now: float) -> Speeds:
+        """The engine's speeds, as far as is known now."""
+        return speeds_now(self.state, now)
+
+    def started(self, job: int) -> bool:
+        """Whether a job has blocks, or had them."""
+        found = self.state.jobs.get(job)
+        return found is not None and job not in self.state.waiting
+
+    # --- a job's life ----------------------------------------------------------------------------------------------
+
+    def _arrive(self, event: SubmitJob) -> None:
+        state = self.state
+        why = self._refusal(event)
+        if why is not None:
+            retry_s = max(MIN_RETRY_S, self.drain_seconds()) if why is RefusalReason.QUEUE_FULL else 0.0
+            state.do(RefuseJob(event.job, why, retry_s))
+            return
+        if event.max_queue_s is not None and self.drain_seconds() > event.max_queue_s:
+            state.do(RefuseStaleJob(event.job, self.drain_seconds(), self.taken))
+            return
+        assert event.job not in state.jobs, "a job's number is never used twice"
+        assert len(event.keys) == event.num_tokens // state.settings.block_tokens, "one key per full block"
+        state.do(AcceptJob(event.job, self.drain_seconds()))
+        job = PrefillJob.of(event, state.settings, state.now)
+        held = len(state.manager.match(job.keys[: state.reusable_blocks(job)]))
+        job.expected_tokens = max(job.expected_tokens, state.settings.reused_tokens(job.num_tokens, held))
+        job.shared_tokens = shared_tokens(state, job)
+        state.jobs[event.job] = job
+        self.taken = event.job
+        state.waiting.add(job.place)
+
+    def _refusal(self, event: SubmitJob) -> RefusalReason | None:
+        if self._stopped:
+            return RefusalReason.STOPPED
+        if self._draining:
+            return RefusalReason.DRAINING
+        if self.state.settings.blocks_for(event.num_tokens) > self.state.settings.blocks:
+            return RefusalReason.TOO_LONG
+        return None if self._may_enter(event) else RefusalReason.QUEUE_FULL
+
+    def _may_enter(self, event: SubmitJob) -> bool:
+        jobs, limit = self.state.jobs.values(), self.state.settings.max_queue
+        if len(jobs) < limit:
+            return True
+        weights = {job.place.tenant: job.place.weight for job in jobs} | {event.tenant: event.weight}
+        return may_admit(Counter(job.place.tenant for job in jobs), event.tenant, limit, weights.__getitem__)
+
+    def _go_on(self) -> None:
+        """Starts jobs and steps as far as there is room; the step in front does not wait for late layers for ever."""
+        if self._stopped:
+            self.steps.plan_at = None
+            return
+        self.steps.overtake()
+        if self.steps.are_full() and not self.loads.undecided and len(self.state.started) == len(self.state.jobs):
+            return  # nothing can start; most events come here
+        self.steps.rest()
+        self.loads.decide_again()
+        going = True
+        while going:
+            while (job := start_next(self.state)) is not None:
+                self._sends.open(job)
+                self.loads.decide(job)
+            going = self.steps.plan()
+
+    def _leave(self, number: int, outcome: JobOutcome) -> None:
+        """Ends a job early: it gives up its blocks, what uses them keeps them."""
+        job = self.state.jobs.get(number)
+        if job is None:
+            return
+        self._forget(job)
+        if not job.finished:
+            reassign_shared_prefix(self.state, job)
+        self._sends.give_up(job)
+        self.state.cancel(job.load.io if job.load is not None else None)
+        self.steps.leave(job)
+        self.state.unbind(job)
+        self.state.do(EndJob(number, outcome))
+
+    def _forget(self, job: PrefillJob) -> None:
+        del self.state.jobs[job.number]
+        if self.state.started.pop(job.number, None) is None:
+            self.state.waiting.remove(job.number)
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for number in list(self.state.jobs):
+            self._leave(number, JobOutcome.STOPPED)
+        for io in self.steps.in_flight:
+            self.state.cancel(io)
+        self.copies.stop()
+
+    def _copy(self, event: ReplicateBlocks) -> None:
+        if self._draining or self._stopped:
+            self.state.do(EndReplication(event.number, 0))
+        else:
+            self.copies.begin(event)
+
+    # --- ends of I/O -----------------------------------------------------------------------------------------------
+
+    def _ended(self, io: int, result: IoResult) -> None:
+        flight = self.state.end(io)
+        match flight:
+            case SendFlight():  # most are these
+                assert isinstance(result, SlicesSent | IoFailed)
+                self._batch_ended(flight, result)
+            case StepFlight():
+                assert isinstance(result, StepEnded)
+                self._step_ended(io, flight, result)
+            case LoadFlight():
+                assert isinstance(result, LoadEnded)
+                self.loads.ended(io, flight, result)
+            case ReplicaFlight():
+                assert isinstance(result, LoadEnded)
+                self.copies.ended(flight, result)
+            case TransferFlight():
+                assert isinstance(result, IoDone | IoFailed)
+                self._transfer_ended(flight, result)
+            case WriteBackFlight():
+                self.state.manager.release(flight.blocks)
+
+    def _step_ended(self, io: int, flight: StepFlight, result: StepEnded) -> None:
+        news = self.steps.ended(io, flight, result)
+        for job in news.counted:
+            self._offer(job)
+            if job.finished:
+                self._computed(job)
+        for job in news.given_up:
+            self._leave(job.number, JobOutcome.STEP_GIVEN_UP)
+
+    def _transfer_ended(self, flight: TransferFlight, result: IoDone | IoFailed) -> None:
+        if isinstance(result, IoFailed):
+            self._io_failed(flight.job, result)
+        elif flight.opens:
+            self._sends.opened(flight.job)
+        elif (job := self.state.jobs.get(flight.job)) is not None:
+            self._done(job)
+
+    def _batch_ended(self, flight: SendFlight, result: SlicesSent | IoFailed) -> None:
+        if isinstance(result, IoFailed):
+            self._io_failed(flight.job, result)
+        elif (job := self.state.jobs.get(flight.job)) is not None:
+            self._sends.sent(job, result.nbytes, result.seconds)
+
+    def _io_failed(self, number: int, result: IoFailed) -> None:
+        """The job fails. A block that came to decode damaged, and what was computed from it, is found no more."""
+        job = self.state.jobs.get(number)
+        if job is not None and job.outgoing is not None:
+            job.outgoing.io = None
+            if result.damaged_block is not None:
+                self.state.manager.forget(job.keys[result.damaged_block :])
+        self._leave(number, JobOutcome.IO_FAILED)
+
+    def _computed(self, job: PrefillJob) -> None:
+        """A prompt is computed: its first token is told at once, without waiting for the transfer."""
+        now = self.state.now
+        job.token_at = now
+        began = job.first_step_at if job.first_step_at is not None else now
+        computed = job.num_tokens - job.cached - job.loaded
+        told = (job.cached, job.loaded, computed, began - job.added_at, now - began)
+        self.state.do(ReportFirstToken(job.number, *told, tuple(job.misses), tuple(job.loads)))
+        if self._sends.finish(job):
+            self._done(job)
+
+    def _done(self, job: PrefillJob) -> None:
+        tail_s, sent_bytes = 0.0, 0
+        if job.outgoing is not None and job.token_at is not None:
+            tail_s, sent_bytes = self.state.now - job.token_at, job.outgoing.sent_bytes
+        self._forget(job)
+        self.state.do(EndJob(job.number, JobOutcome.DONE, tail_s, sent_bytes))
+
+    def _offer(self, job: PrefillJob) -> None:
+        """Full blocks go to the kvstores as soon as they are computed; what these lack of the prefix goes before."""
+        if job.owner.transient:
+            return
+        prefix, full = job.prefix_blocks, job.computed // self.state.settings.block_tokens
+        if not job.put_until:
+            # Computed blocks are always offered: a store that could not provide them does not hold them.
+            job.put_until = [prefix if copy.held is None else min(copy.held, prefix) for copy in job.copies]
+        for copy, first in enumerate(job.put_until):
+            if job.table is not None and first < full:
+                blocks = tuple(job.table.blocks[first:full])
+                self.state.manager.acquire(blocks)
+                self.state.do(
+                    WriteBackBlocks(self.state.begin(WriteBackFlight(blocks)), job.number, copy, first, blocks)
+                )
+                job.put_until[copy] = full

@@ -1,0 +1,380 @@
+"""Moves KV blocks into and out of the pool: prefix loads, replication and transfers to decode instances."""
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from moonpool.cluster.proto_conversion import check_instance
+from moonpool.engine.interface import Engine
+from moonpool.errors import InvalidRequest, Mismatch, MoonpoolError, TransferFailed
+from moonpool.kv.frames import DamagedSliceError, Slice
+from moonpool.kv.keys import BlockKey, unpack_keys
+from moonpool.kv.pool import PoolTarget
+from moonpool.kv_transfer.prefix_reader import (
+    FROM_DECODE,
+    FROM_PREFILL,
+    FROM_STORE,
+    BlockReader,
+    PrefixLost,
+    ReadMethod,
+)
+from moonpool.kv_transfer.sender import OutboundTransfer, TransferSender
+from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.spans import Recorder
+from moonpool.transport.flow_control import StreamTraffic
+from moonpool.transport.sessions import PeerClients
+from moonpool.v1 import conductor_pb2, kv_pb2
+from services.prefill.core.actions import LayerBlocks, LoadBlocks, ReadReplica
+from services.prefill.core.events import IoDone, KVSource, LoadEnded, ReplicateBlocks, SlicesSent
+from services.prefill.live_requests import SOURCE_KINDS, LivePrefill, instance_name
+
+log = get_logger(__name__)
+
+
+READ_METHODS: Mapping[kv_pb2.InstanceKind.ValueType, ReadMethod] = {
+    kv_pb2.INSTANCE_KIND_KVSTORE: FROM_STORE,
+    kv_pb2.INSTANCE_KIND_PREFILL: FROM_PREFILL,
+    kv_pb2.INSTANCE_KIND_DECODE: FROM_DECODE,
+}
+"""How each kind of source is read."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockRead:
+    """Blocks to be read into the pool.
+
+    Attributes:
+        source: whom to read from.
+        keys: of the blocks, consecutive ones of a chain.
+        blocks: where they go.
+        timeout_s: longest time for all of it.
+        tenant: whose KV it is.
+        request: whose they are, for logs and spans.
+        came: told of the tokens of those that came, and from when to when by `time.monotonic()`.
+    """
+
+    source: kv_pb2.Instance
+    keys: Sequence[BlockKey]
+    blocks: Sequence[int]
+    timeout_s: float
+    tenant: str
+    request: str
+    came: Callable[[int, float, float], None] = lambda *_: None
+
+    @classmethod
+    def of_request(cls, order: LoadBlocks, request: LivePrefill) -> "BlockRead":
+        """A prompt's prefix."""
+        keys = request.incoming.keys[order.first : order.first + len(order.blocks)]
+        source, whose = request.sources[order.source].instance, (request.incoming.tenant, request.request_id)
+        return cls(source, keys, order.blocks, order.timeout_s, *whose, request.note_load)
+
+
+class EmulatedLoadPace:
+    """Holds layers back until emulated hardware would have loaded them.
+
+    Args:
+        seconds: of loading all layers, which come at equal distances; 0 = nothing is held back.
+        layers: of the model.
+        on_layer: is told of each layer, in order.
+    """
+
+    def __init__(self, seconds: float, layers: int, on_layer: Callable[[int], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._layer_s = seconds / layers
+        self._on_layer = on_layer
+        self._held: deque[int] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    def came(self, layer: int) -> None:
+        """A layer is in the pool."""
+        self._held.append(layer)
+        self._quiet.clear()
+        if self._timer is None:
+            self._go_on()
+
+    async def over(self) -> None:
+        """Waits until nothing is held back."""
+        await self._quiet.wait()
+
+    def close(self) -> None:
+        """Nothing more is told."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _go_on(self) -> None:
+        self._timer = None
+        while self._held:
+            due = self._began + (self._held[0] + 1) * self._layer_s
+            if self._layer_s and due > self._loop.time():
+                self._timer = self._loop.call_at(due, self._go_on)
+                return
+            self._on_layer(self._held.popleft())
+        self._quiet.set()
+
+
+class BlockLoader:
+    """Does the core's loads.
+
+    Args:
+        engine: the KV is written to its pool.
+        open_reader: makes the client of an instance at an address, to be read by a method.
+        spans: where loading is recorded.
+        emulated_s: seconds that emulated hardware takes to load so many bytes; None = it is not emulated.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        open_reader: Callable[[str, ReadMethod], BlockReader],
+        spans: Recorder,
+        emulated_s: Callable[[int], float] | None = None,
+    ) -> None:
+        self._emulated_s = emulated_s
+        self._pool = engine.pool
+        self._layout = engine.layout
+        self._peers = {kind: PeerClients(partial(_open, open_reader, method)) for kind, method in READ_METHODS.items()}
+        self._spans = spans
+
+    @property
+    def sessions(self) -> int:
+        """Reads under way."""
+        return sum(peers.sessions for peers in self._peers.values())
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """Credits and messages of the streams from all sources."""
+        return sum((peers.traffic for peers in self._peers.values()), StreamTraffic())
+
+    async def aclose(self) -> None:
+        """Closes all streams."""
+        for peers in self._peers.values():
+            await peers.aclose()
+
+    async def load(self, read: BlockRead, on_layer: Callable[[int], None]) -> LoadEnded:
+        """Reads blocks; nothing is written once it has returned.
+
+        Args:
+            read: what to read, and where to.
+            on_layer: called in order for each layer whose blocks have all come.
+        """
+        source, wanted = read.source, len(read.blocks)
+        began = time.monotonic()
+        try:
+            reader = await self._peers[source.kind].get(source)
+            pace = EmulatedLoadPace(self._load_s(wanted), self._layout.layers, on_layer)
+            try:
+                loaded = await self._read(reader, read, pace.came)
+                await pace.over()
+            finally:
+                pace.close()
+            ended = time.monotonic()
+            read.came(loaded * self._layout.block_tokens, began, ended)
+            return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=ended - began)
+        except PrefixLost as lost:
+            log.info("prefix lost while loading", source=source.id, request=read.request, reason=str(lost))
+            return LoadEnded(0, lost.blocks)
+        except DamagedSliceError as damaged:
+            log.warning("damaged slice while loading", source=source.id, request=read.request, reason=str(damaged))
+            return LoadEnded(0)
+        except MoonpoolError as error:
+            log.warning("load failed", source=source.id, request=read.request, reason=str(error))
+            return LoadEnded(0, failed=True)
+
+    def _load_s(self, blocks: int) -> float:
+        return self._emulated_s(blocks * self._layout.block_bytes) if self._emulated_s is not None else 0.0
+
+    async def _read(self, reader: BlockReader, read: BlockRead, on_layer: Callable[[int], None]) -> int:
+        """Reads from one source; returns how many leading blocks it had. Raises as `BlockReader.read`."""
+        wanted, layers = len(read.blocks), range(self._layout.layers)
+        counts, last_ns = [0] * len(layers), time.monotonic_ns()
+        target = PoolTarget(self._pool, read.blocks)
+
+        def take(layer: int, index: int, data: memoryview, value: int) -> None:
+            target.take(layer, index, data, value)
+            counts[layer] += 1
+
+        def layer_done(layer: int) -> None:
+            nonlocal last_ns
+            now_ns = time.monotonic_ns()
+            size = counts[layer] * self._layout.slice_bytes
+            self._spans.add("kv.load", last_ns, now_ns, request=read.request, layer=layer, bytes=size)
+            last_ns = now_ns
+            if counts[layer] == wanted:
+                on_layer(layer)
+
+        return await reader.read(
+            read.keys,
+            layers=layers,
+            on_slice=take,
+            into=target.into,
+            on_layer=layer_done,
+            timeout_s=read.timeout_s,
+            tenant=read.tenant,
+        )
+
+
+def _open(open_reader: Callable[[str, ReadMethod], BlockReader], method: ReadMethod, address: str) -> BlockReader:
+    return open_reader(address, method)
+
+
+class KVSender:
+    """Does what the core wants of transfers.
+
+    Args:
+        engine: the KV is read from its pool.
+        open_sender: makes the client of the decode instance at an address.
+        spans: where sending is recorded.
+    """
+
+    def __init__(self, engine: Engine, open_sender: Callable[[str], TransferSender], spans: Recorder) -> None:
+        self._pool = engine.pool
+        self._layout = engine.layout
+        self._peers = PeerClients(open_sender)
+        self._spans = spans
+        self._transfers: dict[int, OutboundTransfer] = {}
+
+    @property
+    def sessions(self) -> int:
+        """Open transfers."""
+        return self._peers.sessions
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """Credits and messages of the streams to all decode instances."""
+        return self._peers.traffic
+
+    async def aclose(self) -> None:
+        """Closes all streams."""
+        await self._peers.aclose()
+
+    async def open(self, request: LivePrefill) -> IoDone:
+        """Opens a request's transfer.
+
+        Raises:
+            TransferFailed: decode refused the transfer.
+            StreamBroken: decode cannot be reached.
+        """
+        assert request.target is not None
+        sender = await self._peers.get(request.target.decode)
+        try:
+            self._transfers[request.number] = await sender.open(request.target, request.forgotten)
+        except Mismatch as error:  # decode was restarted: another placement can succeed
+            raise TransferFailed(f"{request.target.decode.id} does not take the transfer: {error}") from error
+        request.lane = sender.lane
+        return IoDone()
+
+    async def send(self, request: LivePrefill, pieces: tuple[LayerBlocks, ...]) -> SlicesSent:
+        """Sends slices; when it returns or raises, their memory is free.
+
+        Raises:
+            TransferFailed: decode has given the transfer up, or does not take it in time.
+            StreamBroken: the stream to decode ended.
+        """
+        start_ns = time.monotonic_ns()
+        num_tokens = len(request.incoming.token_ids)
+        slices = [item for piece in pieces for item in self._slices(piece, num_tokens)]
+        nbytes = await self._transfers[request.number].send(slices)
+        end_ns = time.monotonic_ns()
+        self._record(request, pieces, start_ns, end_ns)
+        return SlicesSent(nbytes, (end_ns - start_ns) / 1e9)
+
+    def close(self, number: int, *, aborted: bool) -> None:
+        """Nothing more comes on a request's transfer. Aborted: it is given up, also while its verdict is awaited."""
+        transfer = self._transfers.get(number)
+        if transfer is not None:
+            transfer.close(aborted)
+        if transfer is not None and aborted:
+            transfer.release()
+            del self._transfers[number]
+
+    async def verdict(self, request: LivePrefill, timeout_s: float) -> IoDone:
+        """Waits until decode confirms the transfer; raises as `OutboundTransfer.verdict`."""
+        await self._transfers[request.number].verdict(timeout_s)
+        del self._transfers[request.number]
+        return IoDone()
+
+    def _slices(self, piece: LayerBlocks, num_tokens: int) -> list[Slice]:
+        slices = []
+        for index, block in enumerate(piece.blocks, piece.first):
+            data, value = self._pool.read(piece.layer, block)
+            valid_tokens = self._layout.valid_tokens(num_tokens, index)
+            slices.append(Slice(piece.layer, index, data, valid_tokens, value))
+        return slices
+
+    def _record(self, request: LivePrefill, pieces: tuple[LayerBlocks, ...], start_ns: int, end_ns: int) -> None:
+        blocks: Counter[tuple[int, int | None]] = Counter()
+        for piece in pieces:
+            blocks[piece.layer, piece.step] += len(piece.blocks)
+        for (layer, step), count in blocks.items():
+            size = count * self._layout.slice_bytes
+            self._spans.add("kv.send", start_ns, end_ns, request=request.request_id, step=step, layer=layer, bytes=size)
+
+
+MAX_REPLICA_BLOCKS = 1 << 15
+"""Keys of one order at most."""
+
+
+class ReplicationOrders:
+    """Takes the orders, and does what the core makes of them.
+
+    Args:
+        loading: reads blocks.
+        ask: tells the core; raises what that meets.
+    """
+
+    def __init__(self, loading: BlockLoader, ask: Callable[[ReplicateBlocks], None]) -> None:
+        self._loading = loading
+        self._ask = ask
+        self._numbers = itertools.count(1)
+        self._orders: dict[int, tuple[ReplicateBlocks, kv_pb2.Instance]] = {}
+
+    def order(self, message: conductor_pb2.ReplicateOrder) -> None:
+        """Takes an order; one that is wrong is logged."""
+        try:
+            keys = unpack_keys(message.keys, max_keys=MAX_REPLICA_BLOCKS)
+            check_instance(message.source, "source")
+            if message.source.kind not in SOURCE_KINDS:
+                raise InvalidRequest("source.kind", "must be kvstore, prefill or decode")
+        except MoonpoolError as error:
+            log.warning("order to copy blocks refused", error=str(error))
+            return
+        number, peer = next(self._numbers), message.source.kind != kv_pb2.INSTANCE_KIND_KVSTORE
+        event = ReplicateBlocks(
+            number, tuple(keys), KVSource(instance_name(message.source), len(keys), peer), message.tenant
+        )
+        self._orders[number] = event, message.source
+        try:
+            self._ask(event)
+        except Exception:  # a defect costs the copy, not the instance
+            log.exception("an order to copy blocks cannot be carried out", source=message.source.id)
+            self.ended(number)
+
+    def work(self, action: ReadReplica) -> Callable[[], Coroutine[Any, Any, LoadEnded]]:
+        """Reads the blocks."""
+        event, source = self._orders[action.number]
+        keys = event.keys[action.first :]
+        read = BlockRead(source, keys, action.blocks, action.timeout_s, event.tenant, f"copy {action.number}")
+        return partial(self._read, read)
+
+    async def _read(self, read: BlockRead) -> LoadEnded:
+        try:
+            return await self._loading.load(read, _ignore_layer)
+        except Exception:  # a defect costs the copy, not the instance
+            log.exception("a copy failed", source=read.source.id)
+            return LoadEnded(0, failed=True)
+
+    def ended(self, number: int) -> None:
+        """A copy is over."""
+        self._orders.pop(number, None)
+
+
+def _ignore_layer(_: int) -> None:
+    """Nobody waits for single layers of a copy."""

@@ -1,0 +1,245 @@
+"""Prefill requests in progress: the message, its tokens, and a bounded queue of events for the conductor."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from moonpool.cluster.proto_conversion import check_instance
+from moonpool.contracts import logprobs_to_proto
+from moonpool.engine.request import IncomingRequest
+from moonpool.errors import Internal, InvalidRequest, MoonpoolError
+from moonpool.logprobs import Logprobs
+from moonpool.scheduling.steps import SampledCandidates, StepResult, TokenHistory
+from moonpool.v1 import kv_pb2, prefill_pb2
+from services.prefill.core.actions import ChunkOrder, ReportFirstToken
+from services.prefill.core.events import KVSource, SubmitJob, WriteBackTarget
+
+MAX_EVENTS = 8
+
+
+MAX_STORES = 16
+
+
+SOURCE_KINDS = (kv_pb2.INSTANCE_KIND_KVSTORE, kv_pb2.INSTANCE_KIND_PREFILL, kv_pb2.INSTANCE_KIND_DECODE)
+"""Kinds of instances that a prefix is loaded from."""
+
+
+MAX_CHUNKS = 256
+"""Steps whose times are told."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class LivePrefill:
+    """One prompt.
+
+    Attributes:
+        number: of the core's job; an earlier attempt of the same request may still be leaving.
+        incoming: what was asked for.
+        history: what the sequence consists of, for engines that check it.
+        target: the decode instance's transfer that takes the KV; None = none.
+        sources: whom to load a prefix from, the best first.
+        copies: kvstores to write blocks to.
+        held: per copy, leading blocks that it is believed to hold; None = unknown.
+        max_queue_s: it is not taken where all that is here takes longer; None = it is.
+        first: the token after the prompt, of each answer that is wanted, once they are sampled; for beams the most
+            likely ones.
+        logprobs: of these tokens, where they are wanted.
+        scores: of the prompt's tokens but the first, where they are wanted.
+        error: why its I/O has failed, if it has.
+        forgotten: deletions that concern its blocks and that had been carried out here before it came.
+        loads, chunks: tokens that were loaded, and computed step by step, with their times.
+        lane: on which its KV goes to decode.
+    """
+
+    number: int
+    incoming: IncomingRequest
+    history: TokenHistory
+    target: kv_pb2.TransferTarget | None
+    sources: list[prefill_pb2.PrefixSource]
+    copies: list[kv_pb2.Instance]
+    held: list[int | None]
+    max_queue_s: float | None = None
+    first: SampledCandidates | None = None
+    logprobs: Logprobs | None = None
+    scores: Logprobs = dataclasses.field(default_factory=Logprobs)
+    error: MoonpoolError | None = None
+    forgotten: Sequence[str] = ()
+    loads: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
+    chunks: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
+    _came: float = dataclasses.field(default_factory=time.monotonic)
+    lane: str = ""
+    _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
+        default_factory=lambda: asyncio.Queue(MAX_EVENTS)
+    )
+
+    @classmethod
+    def from_proto(cls, request: prefill_pb2.PrefillRequest, incoming: IncomingRequest, number: int) -> "LivePrefill":
+        """From the contract.
+
+        Args:
+            request: as it was received.
+            incoming: its sequence, checked.
+            number: of the core's job.
+
+        Raises:
+            InvalidRequest: naming the field at fault.
+        """
+        if request.HasField("target"):
+            check_instance(request.target.decode, "target.decode")
+            if request.target.held_blocks > len(incoming.keys):
+                raise InvalidRequest("target.held_blocks", f"must be at most {len(incoming.keys)}")
+        if request.HasField("source"):
+            check_instance(request.source.instance, "source.instance")
+            _check_kind("source", request.source)
+        if request.HasField("write_back"):
+            check_instance(request.write_back, "write_back")
+        if request.HasField("max_queue_s") and not request.max_queue_s >= 0:
+            raise InvalidRequest("max_queue_s", "must not be negative")
+        _check_stores("other_sources", request.other_sources)
+        for index, source in enumerate(request.other_sources):
+            _check_kind(f"other_sources[{index}]", source)
+        _check_stores("replicas", request.replicas)
+        copies, held = _write_back_targets(request)
+        return cls(
+            number,
+            incoming,
+            incoming.history(),
+            request.target if request.HasField("target") else None,
+            [*([request.source] if request.HasField("source") else []), *request.other_sources],
+            copies,
+            held,
+            request.max_queue_s if request.HasField("max_queue_s") else None,
+        )
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self.incoming.request_id
+
+    def arrival(self) -> SubmitJob:
+        """What the core is told."""
+        return SubmitJob(
+            self.number,
+            len(self.incoming.token_ids),
+            tuple(self.incoming.keys),
+            None if self.target is None else self.target.held_blocks,
+            tuple(_kv_source(source) for source in self.sources),
+            tuple(
+                WriteBackTarget(instance_name(store), held) for store, held in zip(self.copies, self.held, strict=True)
+            ),
+            self.incoming.tenant,
+            self.incoming.priority,
+            self.incoming.weight,
+            reuse=self.incoming.sampling.params.prompt_logprobs is None,
+            transient=self.incoming.transient,
+            max_queue_s=self.max_queue_s,
+        )
+
+    def computed(self, chunk: ChunkOrder, index: int, result: StepResult) -> None:
+        """Takes what a step, of which it is the sequence at `index`, has found out; chunks come in order."""
+        if len(self.chunks) < MAX_CHUNKS:
+            self.chunks.append(self._timed(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9))
+        token = result.sampled[index]
+        if index in result.scores:
+            self.scores.extend(result.scores[index])
+        if index in result.failed:
+            self.error = self._failure(result.failed[index])
+        if chunk.last and token is not None:
+            self.first, self.logprobs = (
+                result.several.get(index, SampledCandidates((token,))),
+                result.logprobs.get(index),
+            )
+
+    def _failure(self, why: str) -> MoonpoolError:
+        """Why there is no token for it."""
+        if self.incoming.sampling.params.response_format:
+            return InvalidRequest("sequence.sampling.grammar", why)
+        return Internal(why)
+
+    def first_token(self, told: ReportFirstToken) -> prefill_pb2.PrefillResponse:
+        """What the conductor is told when the prompt's next tokens are known."""
+        found = self.first
+        assert found is not None, "the last chunk samples"
+        sources = [source.instance for source in self.sources]
+        first = prefill_pb2.FirstToken(
+            token_id=found.tokens[0],
+            further_token_ids=found.tokens[1:],
+            log_probabilities=found.log_probabilities,
+            logprobs=None if self.logprobs is None else logprobs_to_proto(self.logprobs),
+            prompt_logprobs=logprobs_to_proto(self.scores) if len(self.scores) else None,
+            local_tokens=told.cached_tokens,
+            loaded_tokens=told.loaded_tokens,
+            computed_tokens=told.computed_tokens,
+            queue_s=told.queue_s,
+            prefill_s=told.prefill_s,
+            loads=self.loads,
+            chunks=self.chunks,
+            lane=self.lane,
+            misses=[prefill_pb2.StoreMiss(store=sources[it.source], block=it.block) for it in told.misses],
+            reads=[
+                prefill_pb2.LoadedPrefix(source=sources[it.source], blocks=it.blocks, seconds=it.seconds)
+                for it in told.loads
+            ],
+        )
+        return prefill_pb2.PrefillResponse(first_token=first)
+
+    def note_load(self, tokens: int, began: float, ended: float) -> None:
+        """Tokens were loaded, between two times of `time.monotonic()`."""
+        self.loads.append(self._timed(tokens, began, ended))
+
+    def _timed(self, tokens: int, began: float, ended: float) -> prefill_pb2.TimedTokens:
+        return prefill_pb2.TimedTokens(tokens=tokens, begin_s=began - self._came, end_s=ended - self._came)
+
+    def report(self, event: prefill_pb2.PrefillResponse) -> None:
+        """Queues an event for the conductor."""
+        self._events.put_nowait(event)
+
+    def stale(self, drain_s: float, taken: int) -> None:
+        """It is not taken, as the queue is longer than was thought."""
+        self.report(prefill_pb2.PrefillResponse(stale=prefill_pb2.PrefillStale(drain_s=drain_s, taken=taken)))
+        self.end()
+
+    def end(self, error: MoonpoolError | None = None) -> None:
+        """Ends the events, with an error if one is given."""
+        self._events.put_nowait(error)
+
+    async def next(self) -> prefill_pb2.PrefillResponse | None:
+        """The next event, None after the last; raises the error that `end` was given."""
+        event = await self._events.get()
+        if isinstance(event, MoonpoolError):
+            raise event
+        return event
+
+
+def _check_kind(field: str, source: prefill_pb2.PrefixSource) -> None:
+    if source.instance.kind not in SOURCE_KINDS:
+        raise InvalidRequest(f"{field}.instance.kind", "must be kvstore, prefill or decode")
+
+
+def _kv_source(source: prefill_pb2.PrefixSource) -> KVSource:
+    peer = source.instance.kind != kv_pb2.INSTANCE_KIND_KVSTORE
+    return KVSource(instance_name(source.instance), source.blocks, peer)
+
+
+def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefill_pb2.StoreReplica]) -> None:
+    if len(stores) > MAX_STORES:
+        raise InvalidRequest(field, f"at most {MAX_STORES}")
+    for index, store in enumerate(stores):
+        check_instance(store.instance, f"{field}[{index}].instance")
+
+
+def _write_back_targets(request: prefill_pb2.PrefillRequest) -> tuple[list[kv_pb2.Instance], list[int | None]]:
+    copies: list[kv_pb2.Instance] = []
+    held: list[int | None] = []
+    if request.HasField("write_back"):
+        copies.append(request.write_back)
+        held.append(request.write_back_held if request.HasField("write_back_held") else None)
+    copies += [replica.instance for replica in request.replicas]
+    held += [replica.held_blocks for replica in request.replicas]
+    return copies, held
+
+
+def instance_name(store: kv_pb2.Instance) -> str:
+    """A store is an id at an address; its incarnation does not matter here."""
+    return f"{store.id} {store.address}"

@@ -1,0 +1,377 @@
+"""The network in virtual time: links that flows share, and calls with random delays that may be lost or late.
+
+A flow crosses some links and gets the same rate on all of them. Urgent flows share a link by max-min fairness;
+background flows share what is left by the same rule. The fate of each call depends on the seed alone.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from heapq import heapify, heappop, heappush
+from math import ceil
+
+from moonpool.scheduling.state_machine import draw_unit
+from simulator.clock import PS, World, ps
+
+MANY = 96
+"""Flows at once from which on shares are not dealt out with each change."""
+
+
+DEAL_S = 0.002
+"""Between two deals then. A slice of a layer takes some ten milliseconds."""
+
+
+_DEAL = ps(DEAL_S)
+
+
+_ROUNDING = 1e-9
+"""A smaller share of a link is an error of rounding, not room."""
+
+
+class Priority(IntEnum):
+    """Which flows go first."""
+
+    URGENT = 0
+    BACKGROUND = 1
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One direction of a network card or bus."""
+
+    name: str
+    bytes_per_s: float
+    carried: int = 0
+    """Bytes of flows that have ended."""
+    flows: "dict[int, Flow]" = field(default_factory=dict)
+
+    @property
+    def unused(self) -> float:
+        """Bytes per second that no flow has."""
+        spare = self.bytes_per_s - sum([flow.rate for flow in self.flows.values()])
+        return spare if spare > _ROUNDING * self.bytes_per_s else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """Bytes on their way over some links."""
+
+    number: int
+    path: tuple[Link, ...]
+    nbytes: int
+    priority: Priority
+    done: Callable[[], None]
+    left: float
+    """Bytes that had not been carried at `since`."""
+    since: int
+    rate: float = 0.0
+    """Bytes per second since then."""
+    end: int | None = None
+    """When the last byte arrives at this rate; None = never."""
+    looked_at: int | None = None
+    """When that is looked at next; not after `end`."""
+
+
+class Network:
+    """All links and the flows on them.
+
+    Args:
+        world: the time.
+        many: flows at once from which on shares are dealt out every `DEAL_S` only.
+    """
+
+    def __init__(self, world: World, many: int = MANY) -> None:
+        self._world, self._many = world, many
+        self._made = 0
+        self._changed: dict[Link, None] = {}
+        self.flows: dict[int, Flow] = {}
+
+    def send(
+        self,
+        path: Sequence[Link],
+        nbytes: int,
+        done: Callable[[], None],
+        priority: Priority = Priority.URGENT,
+    ) -> Flow:
+        """Starts a flow; `done` is called when its last byte has arrived. No bytes arrive at once, as an event."""
+        self._made += 1
+        now = self._world.now
+        flow = Flow(self._made, tuple(path), nbytes, priority, done, float(nbytes), now)
+        self.flows[flow.number] = flow
+        if nbytes:
+            self._enter(flow)
+        else:
+            flow.end = now
+            self._look_at(flow, now)
+        return flow
+
+    def cancel(self, flow: Flow) -> None:
+        """Ends a flow early; `done` is not called. One that has ended is left as it is."""
+        if flow.number in self.flows:
+            self._leave(flow)
+            self._share(flow.path)
+
+    def _enter(self, flow: Flow) -> None:
+        deals = len(self.flows) > self._many
+        if deals:
+            self._set_rate(flow, min([link.unused for link in flow.path]))
+        alone = not (deals or self._changed)
+        for link in flow.path:
+            alone = alone and not link.flows
+            link.flows[flow.number] = flow
+        if alone:  # most are
+            self._set_rate(flow, min([link.bytes_per_s for link in flow.path]))
+        else:
+            self._share(flow.path)
+
+    def _leave(self, flow: Flow) -> None:
+        del self.flows[flow.number]
+        for link in flow.path:
+            link.flows.pop(flow.number, None)
+
+    def _look(self, flow: Flow) -> None:
+        """Ends a flow whose last byte has arrived; its rate may have changed since this was planned."""
+        now = self._world.now
+        if flow.looked_at != now or flow.number not in self.flows:
+            return
+        flow.looked_at = None
+        if flow.end is None:
+            return
+        if flow.end > now:
+            self._look_at(flow, flow.end)
+            return
+        self._leave(flow)
+        for link in flow.path:
+            link.carried += flow.nbytes
+        if flow.nbytes:
+            self._share(flow.path)
+        flow.done()
+
+    def _share(self, path: Sequence[Link]) -> None:
+        """Something has changed on these links."""
+        if not self._changed and len(self.flows) <= self._many:
+            for link in path:
+                if link.flows:
+                    self._deal(path)
+                    return
+            return
+        if not self._changed:
+            self._world.after(_DEAL, self._deal_changed)
+        self._changed.update(dict.fromkeys(path))
+
+    def _deal_changed(self, _: None) -> None:
+        changed, self._changed = self._changed, {}
+        self._deal(changed)
+
+    def _deal(self, links: Iterable[Link]) -> None:
+        flows = _connected(tuple(links))
+        rates = fair_rates(flows) if flows else {}
+        for flow in flows:
+            rate = rates[flow.number]
+            if rate != flow.rate:
+                self._set_rate(flow, rate)
+
+    def _set_rate(self, flow: Flow, rate: float) -> None:
+        now = self._world.now
+        if now != flow.since:
+            flow.left = max(0.0, flow.left - flow.rate * (now - flow.since) / PS)
+        flow.since, flow.rate = now, rate
+        flow.end = end = now + ceil(flow.left / rate * PS) if rate > 0 else None
+        soon = _DEAL if len(self.flows) > self._many else 0  # earlier by so little is not looked at anew
+        if end is not None and (flow.looked_at is None or end + soon < flow.looked_at):
+            self._look_at(flow, end)
+
+    def _look_at(self, flow: Flow, when: int) -> None:
+        flow.looked_at = when
+        self._world.at(when, self._look, flow)
+
+
+def _connected(path: Sequence[Link]) -> list[Flow]:
+    """All flows that share links with these links, directly or through others, in the order of their beginnings."""
+    links, found = dict.fromkeys(path), dict[int, Flow]()
+    waiting = list(links)
+    while waiting:
+        for number, flow in waiting.pop().flows.items():
+            if number not in found:
+                found[number] = flow
+                for link in flow.path:
+                    if link not in links:
+                        links[link] = None
+                        waiting.append(link)
+    return [found[number] for number in sorted(found)]
+
+
+def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
+    """The rate of each flow by number, bytes per second: max-min fair, urgent ones first."""
+    if len(flows) == 1:
+        return {flows[0].number: min([link.bytes_per_s for link in flows[0].path])}
+    spare = {link: link.bytes_per_s for flow in flows for link in flow.path}
+    rates: dict[int, float] = {}
+    urgent = [flow for flow in flows if flow.priority is Priority.URGENT]
+    if urgent:
+        _fill(urgent, spare, rates, last=len(urgent) == len(flows))
+    if len(urgent) < len(flows):
+        _fill([flow for flow in flows if flow.priority is not Priority.URGENT], spare, rates, last=True)
+    return rates
+
+
+def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, float], *, last: bool) -> None:
+    """Progressive filling: the link with the least per flow sets the rate of its flows; then the next one does.
+
+    What is left per flow of a link only grows while others are filled, so an outdated entry of the heap is too small.
+    What they get is taken from what is spare, unless they are the `last`.
+    """
+    if len(flows) == 1:
+        share = rates[flows[0].number] = min([spare[link] for link in flows[0].path])
+        _take(flows[0].path, share, spare)
+        return
+    crowds: dict[Link, list[Flow]] = {}
+    for flow in flows:
+        for link in flow.path:
+            if (crowd := crowds.get(link)) is None:
+                crowds[link] = [flow]
+            else:
+                crowd.append(flow)
+    counts = {link: len(crowd) for link, crowd in crowds.items()}
+    heap = [(spare[link] / count, place, link) for place, (link, count) in enumerate(counts.items())]
+    heapify(heap)
+    waiting = len(flows)
+    while waiting:
+        share, place, link = heappop(heap)
+        count = counts[link]
+        if count and share != spare[link] / count:
+            heappush(heap, (spare[link] / count, place, link))
+        elif count:
+            waiting -= count
+            if last and not waiting:
+                rates.update([(flow.number, share) for flow in crowds[link] if flow.number not in rates])
+                return
+            for flow in crowds[link]:
+                if flow.number not in rates:
+                    rates[flow.number] = share
+                    _take(flow.path, share, spare)
+                    for other in flow.path:
+                        counts[other] -= 1
+
+
+def _take(path: Sequence[Link], share: float, spare: dict[Link, float]) -> None:
+    for link in path:
+        left = spare[link] - share
+        spare[link] = left if left > _ROUNDING * link.bytes_per_s else 0.0
+
+
+NOTICED_S = 1.0
+"""Until both ends of a connection notice that a message on it was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelays:
+    """How long a message takes.
+
+    Attributes:
+        least_s: seconds that each takes.
+        more_s: mean of what comes on top; exponential.
+        prompt_s: seconds until the conductor plans a request that has come: tokenising and hashing.
+        run_s: mean of the seconds that a run of decode's steps takes to the engine and back; exponential.
+        drop_share: messages that are lost.
+        late_share: messages that take `late_s` longer.
+    """
+
+    least_s: float = 0.0003
+    more_s: float = 0.0002
+    prompt_s: float = 0.0
+    run_s: float = 0.0
+    drop_share: float = 0.0
+    late_share: float = 0.0
+    late_s: float = 5.0
+
+
+def exponential(mean_s: float, seed: int, *counters: int) -> float:
+    """Seconds by chance, of this mean."""
+    return -mean_s * math.log(1.0 - draw_unit(seed, *counters)) if mean_s else 0.0
+
+
+class Calls:
+    """Sends messages; the fate of the n-th depends on the seed and n alone.
+
+    Attributes:
+        world: the time.
+        sent, dropped, late: messages so far.
+    """
+
+    def __init__(self, world: World, delays: CallDelays, seed: int) -> None:
+        self.world = world
+        self._delays = delays
+        self._seed = seed
+        self._faulty = delays.drop_share > 0.0 or delays.late_share > 0.0
+        self.sent = self.dropped = self.late = 0
+
+    def send(self, deliver: Callable[[], None], *, reliable: bool = False) -> None:
+        """Calls `deliver` after the message's delay, unless it is lost. A reliable one is never lost."""
+        arrives = self.arrival(reliable=reliable)
+        if arrives is not None:
+            self.world.at(arrives, _deliver, deliver)
+
+    def arrival(self, *, reliable: bool = False) -> int | None:
+        """When a message that is sent now arrives, picoseconds; None when it is lost."""
+        self.sent += 1
+        delays = self._delays
+        delay = delays.least_s + exponential(delays.more_s, self._seed, self.sent, 2)
+        if self._faulty:
+            fate = draw_unit(self._seed, self.sent, 1)
+            if fate < delays.drop_share and not reliable:
+                self.dropped += 1
+                return None
+            if delays.drop_share <= fate < delays.drop_share + delays.late_share:
+                self.late += 1
+                delay += delays.late_s
+        return self.world.now + ps(delay)
+
+
+class Connection:
+    """A connection: messages arrive in the order of their sending, in each direction.
+
+    Where one is lost the connection breaks: nothing that is sent after it arrives, and after a while both ends notice.
+
+    Args:
+        calls: carries the messages.
+        broken: called when both ends notice; not after `close`.
+    """
+
+    __slots__ = ("_broken", "_calls", "_latest", "_lost", "closed")
+
+    def __init__(self, calls: Calls, broken: Callable[[], None]) -> None:
+        self._calls, self._broken = calls, broken
+        self._latest = [0, 0]
+        self._lost = False
+        self.closed = False
+
+    def send(self, deliver: Callable[[], None], *, back: bool = False, reliable: bool = False) -> None:
+        """Calls `deliver` when the message arrives at the other end, or with `back` at this one."""
+        if self._lost or self.closed:
+            return
+        arrives, world = self._calls.arrival(reliable=reliable), self._calls.world
+        if arrives is None:
+            self._lost = True
+            world.after(ps(NOTICED_S), self._break)
+            return
+        self._latest[back] = max(arrives, self._latest[back])
+        world.at(self._latest[back], self._arrive, deliver)
+
+    def close(self) -> None:
+        """Nothing arrives any more."""
+        self.closed = True
+
+    def _arrive(self, deliver: Callable[[], None]) -> None:
+        if not self.closed:
+            deliver()
+
+    def _break(self, _: None) -> None:
+        if not self.closed:
+            self.closed = True
+            self._broken()
+
+
+def _deliver(deliver: Callable[[], None]) -> None:
+    deliver()

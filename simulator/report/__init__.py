@@ -1,1 +1,0 @@
-"""What a run found: sums in bounded memory, tables, pictures."""

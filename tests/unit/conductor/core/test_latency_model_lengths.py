@@ -1,0 +1,134 @@
+"""Survival curves of answers' lengths, by exact numbers."""
+
+from math import exp
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.conductor.core.latency_model import (
+    LENGTH_BOUNDS,
+    LENGTH_WINDOW,
+    MAX_STRATA,
+    PRIOR_ANSWERS,
+    OutputLengthModel,
+    Stratum,
+    stratum_of,
+)
+
+ONE: Stratum = ("tenant", "3")
+
+
+def seen(lengths: OutputLengthModel, number: int, tokens: int, stratum: Stratum = ONE) -> None:
+    lengths.begin(number, stratum)
+    lengths.ended(number, tokens)
+
+
+def test_before_anything_was_seen_lengths_are_exponential() -> None:
+    lengths = OutputLengthModel(assumed=100)
+    assert lengths.outlives((), 50) == pytest.approx(exp(-0.5))
+    assert lengths.outlives(ONE, 50) == lengths.outlives((), 50)
+    assert lengths.outlives((), 150, so_far=100) == pytest.approx(exp(-0.5))
+    assert lengths.expected((), 10**6) == pytest.approx(100, rel=0.01)
+
+
+def test_an_answer_counts_where_it_ended_and_where_it_had_not() -> None:
+    """Three of one token, one of two, with everybody's curve as the prior eight: Kaplan and Meier's product."""
+    lengths = OutputLengthModel(assumed=1)
+    for number, tokens in enumerate((1, 1, 1, 2)):
+        seen(lengths, number, tokens, ("tenant",))
+    first = (1 + PRIOR_ANSWERS * exp(-1)) / (4 + PRIOR_ANSWERS)  # everybody's, which borrows from the exponential one
+    first = (1 + PRIOR_ANSWERS * first) / (4 + PRIOR_ANSWERS)
+    second = (0 + PRIOR_ANSWERS * exp(-1)) / (1 + PRIOR_ANSWERS)
+    second = (0 + PRIOR_ANSWERS * second) / (1 + PRIOR_ANSWERS)
+    assert lengths.outlives(("tenant",), 1) == pytest.approx(first)
+    assert lengths.outlives(("tenant",), 2) == pytest.approx(first * second)
+    assert lengths.outlives(("tenant",), 2, so_far=1) == pytest.approx(second)
+
+
+def test_who_still_runs_counts_in_what_it_has_outlived_and_in_no_more() -> None:
+    """Without the ten that run, all answers so far would have had one token."""
+    short, censored = OutputLengthModel(), OutputLengthModel()
+    for number in range(10):
+        seen(short, number, 1)
+        seen(censored, number, 1)
+    for number in range(10, 20):
+        censored.begin(number, ONE)
+        censored.grew(number, 3)
+    assert censored.outlives(ONE, 1) > 1.5 * short.outlives(ONE, 1)
+    assert censored.outlives(ONE, 3, so_far=2) == pytest.approx(short.outlives(ONE, 3, so_far=2)), "3 may be its last"
+
+
+def test_who_was_cut_off_is_censored() -> None:
+    by_itself, cut = OutputLengthModel(), OutputLengthModel()
+    for number in range(50):
+        seen(by_itself, number, 8)
+        cut.begin(number, ONE)
+        cut.grew(number, 8)
+        cut.removed(number)
+    assert len(cut) == 0
+    assert by_itself.outlives(ONE, 8, so_far=7) < 0.3
+    assert cut.outlives(ONE, 8, so_far=7) > 0.9
+
+
+def test_thin_strata_borrow_and_rich_ones_do_not() -> None:
+    lengths = OutputLengthModel()
+    for number in range(300):
+        seen(lengths, number, 1000, ("long", "3"))
+        seen(lengths, 1000 + number, 10, ("short", "3"))
+    assert lengths.outlives(("long", "3"), 500) > 0.9
+    assert lengths.outlives(("short", "3"), 500) < 0.01
+    assert lengths.outlives(("short", "7"), 500) == lengths.outlives(("short",), 500), "the tenant's"
+    assert lengths.outlives(("new", "3"), 500) == lengths.outlives((), 500), "everybody's"
+    assert lengths.outlives((), 500) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_mean_is_cut_at_the_longest_answer_allowed() -> None:
+    lengths = OutputLengthModel()
+    for number in range(400):
+        seen(lengths, number, 64)
+    assert lengths.expected(ONE, 4096) == pytest.approx(64, rel=0.15)
+    assert lengths.expected(ONE, 16) == pytest.approx(16, rel=0.02)
+    assert lengths.expected(ONE, 4096, 4096) == 4096
+    assert lengths.expected(ONE, 40, 100) == 40
+    assert 200 < lengths.expected(ONE, 4096, 200) < 4096
+    assert lengths.expected(ONE, 4096, 1) == pytest.approx(lengths.expected(ONE, 4096), rel=1e-2)
+
+
+def test_old_answers_fade() -> None:
+    lengths = OutputLengthModel()
+    for number in range(2 * LENGTH_WINDOW):
+        seen(lengths, number, 1000)
+    for number in range(3 * LENGTH_WINDOW):
+        seen(lengths, 10_000 + number, 10)
+    assert lengths.outlives(ONE, 100) < 0.2
+
+
+def test_strata_are_bounded() -> None:
+    lengths = OutputLengthModel()
+    for number in range(MAX_STRATA):
+        seen(lengths, number, 10, (f"tenant {number}", "3"))
+    lengths.check_invariants()
+    assert lengths.outlives(("tenant 0", "3"), 20) == lengths.outlives((), 20)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 5000), st.booleans(), st.sampled_from("ab"))), st.floats(0, 10**7))
+def test_a_curve_falls_from_one(answers: list[tuple[int, bool, str]], at: float) -> None:
+    lengths = OutputLengthModel()
+    for number, (tokens, natural, tenant) in enumerate(answers):
+        lengths.begin(number, stratum_of(tenant, 100))
+        (lengths.ended if natural else lengths.grew)(number, tokens)
+        lengths.check_invariants()
+    stratum = stratum_of("a", 100)
+    heights = [lengths.outlives(stratum, border) for border in (0, *LENGTH_BOUNDS)]
+    assert heights[0] == 1.0
+    assert heights == sorted(heights, reverse=True)
+    assert 0.0 <= lengths.outlives(stratum, at) <= 1.0
+    assert len(lengths) == sum(not natural for _, natural, _ in answers)
+
+
+def test_prompts_of_similar_length_are_alike() -> None:
+    assert stratum_of("a", 5000) == stratum_of("a", 8000) == ("a", "7")
+    assert stratum_of("a", 100) != stratum_of("a", 1000)
+    assert stratum_of("a", 100) != stratum_of("b", 100)

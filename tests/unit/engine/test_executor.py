@@ -1,0 +1,277 @@
+"""The I/O side against workers without torch: order, gates, death, and nothing left behind."""
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from moonpool.engine.executor import ProcessEngine, start_processes
+from moonpool.engine.interface import Engine
+from moonpool.engine.messages import EngineSpec
+from moonpool.errors import ConfigError, DeadlineExceeded, Internal, Unavailable, UnsupportedModel
+from moonpool.kv.layout import KVLayout
+from moonpool.sampling_params import SampleSpec
+from moonpool.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
+
+FAKE = (sys.executable, "-m", "tests.unit.engine.fake_worker")
+LAYOUT = KVLayout(layers=4, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
+DIE, HANG, FAIL, WORK = 1, 2, 3, 10
+GREEDY = SampleSpec()
+
+
+def spec(checkpoint: str = "", *, stages: int = 1, step_timeout_s: float = 30.0) -> EngineSpec:
+    return EngineSpec(
+        checkpoint, "float32", LAYOUT, 2, stages=stages, gate_timeout_s=20, step_timeout_s=step_timeout_s, measure=False
+    )
+
+
+def step(step_id: int, *tokens: int, gated: bool = False, layer_events: bool = False) -> Step:
+    sequences = tuple(SequenceStep(array("i", [token]).tobytes(), 0, (0,)) for token in tokens)
+    return Step(step_id, sequences, gated, layer_events)
+
+
+def open_fds() -> set[tuple[str, str]]:
+    """Numbers, and what they are: others may be closed meanwhile, and their numbers used again."""
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add((fd.name, os.readlink(fd)))
+    return found
+
+
+def is_empty(folder: Path) -> bool:
+    return not list(folder.iterdir())
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files, for this test alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@asynccontextmanager
+async def started(engine_spec: EngineSpec) -> AsyncIterator[ProcessEngine]:
+    async with start_processes(engine_spec, start_timeout_s=20, command=FAKE) as engine:
+        assert isinstance(engine, ProcessEngine)
+        assert isinstance(engine, Engine)
+        yield engine
+    for pid in engine.pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+async def test_steps_run_and_nothing_is_left_afterwards(temporary: Path) -> None:
+    fds = open_fds()
+    async with started(spec(stages=2)) as engine:
+        assert is_empty(temporary)
+        assert (engine.stages, engine.blocks, engine.layout, len(engine.pool.parts)) == (2, 2, LAYOUT, 2)
+        assert {os.getsid(pid) for pid in engine.pids} == {os.getsid(0)}, "cores are shared fairly within a session"
+        assert [os.getpgid(pid) for pid in engine.pids] == engine.pids, "Ctrl-C does not reach them"
+        layers: list[LayerDone] = []
+        result = await engine.run(step(1, WORK, 20, layer_events=True), on_layer=layers.append)
+        assert (result.sampled, result.aborted, result.start_ns, result.end_ns) == ((WORK, 20), False, 0, 10)
+        assert sorted(layer.layer for layer in layers) == [0, 1, 2, 3]
+        assert not engine.failed.done()
+    assert engine.failed.result() == "the engine was shut down"
+    with pytest.raises(Unavailable, match="shut down"):
+        await engine.run(step(2, WORK))
+    await engine.shutdown()
+    assert open_fds() <= fds
+
+
+async def test_leaving_aborts_what_is_in_flight() -> None:
+    async with started(spec()) as engine:
+        run = asyncio.ensure_future(engine.run(step(1, WORK, gated=True)))
+        await asyncio.sleep(0)
+    assert (await run).aborted
+
+
+def test_the_io_side_needs_neither_torch_nor_grpc() -> None:
+    modules = (
+        "moonpool.engine.interface, moonpool.engine.executor, moonpool.engine.worker, services.prefill.core.scheduler"
+    )
+    program = f"import sys, {modules}, services.decode.core.scheduler; print({{'torch', 'grpc'}} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "set()"
+
+
+async def test_at_most_one_step_per_stage_and_ids_grow() -> None:
+    async with started(spec(stages=2)) as engine:
+        first, second = (asyncio.ensure_future(engine.run(step(n, n * 100, gated=True))) for n in (1, 2))
+        await asyncio.sleep(0)
+        with pytest.raises(Internal, match="one more than the 2"):
+            await engine.run(step(3, 5))
+        engine.open_gate(1, 3)
+        assert (await first).sampled == (100,)
+        with pytest.raises(Internal, match="step 2 after step 2"):
+            await engine.run(step(2, 5))
+        engine.open_gate(2, 3)
+        assert (await second).sampled == (200,)
+
+
+async def test_gates_and_aborts_may_come_before_the_step() -> None:
+    async with started(spec()) as engine:
+        layers: list[LayerDone] = []
+        engine.open_gate(1, 1)
+        run = asyncio.ensure_future(engine.run(step(1, WORK, gated=True, layer_events=True), on_layer=layers.append))
+        await asyncio.sleep(0)
+        engine.open_gate(1, 3)
+        assert (await run).sampled == (WORK,)
+        assert [layer.layer for layer in layers] == [0, 1, 2, 3]
+        engine.abort(1)  # too late: ignored
+        engine.abort(2)
+        result = await engine.run(step(2, WORK, gated=True, layer_events=True), on_layer=layers.append)
+        assert (result.aborted, result.sampled, len(layers)) == (True, (), 4)
+
+
+async def test_each_step_of_a_run_is_told_until_it_ends_or_is_cut() -> None:
+    async with started(spec()) as engine, asyncio.timeout(60):
+        told: list[StepResult] = []
+        share = SequenceStep(array("i", [WORK]).tobytes(), 0, (0,), GREEDY)
+        result = await engine.run(Step(1, (share,), steps=3), on_step=told.append)
+        assert [it.sampled for it in (*told, result)] == [(WORK,)] * 3
+
+        def cut(_: StepResult) -> None:
+            engine.cut(2)
+
+        assert (await engine.run(Step(2, (share,), steps=1 << 40), on_step=cut)).sampled == (WORK,)
+        engine.cut(2)  # too late: ignored
+        assert (await engine.run(step(3, WORK))).sampled == (WORK,)
+
+
+async def test_a_cancelled_caller_does_not_stop_the_step() -> None:
+    async with started(spec()) as engine:
+        run = asyncio.ensure_future(engine.run(step(1, WORK, gated=True)))
+        await asyncio.sleep(0)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        with pytest.raises(Internal, match="one more"):
+            await engine.run(step(2, WORK))
+        engine.abort(1)
+        await engine.idle()
+        assert (await engine.run(step(3, WORK))).sampled == (WORK,)
+
+
+async def test_an_error_of_the_listener_is_the_callers() -> None:
+    async with started(spec()) as engine:
+
+        def listener(_: LayerDone) -> None:
+            raise ValueError("mine")
+
+        with pytest.raises(ValueError, match="mine"):
+            await engine.run(step(1, WORK, layer_events=True), on_layer=listener)
+        assert (await engine.run(step(2, WORK))).sampled == (WORK,)
+
+
+async def test_a_dead_worker_fails_the_engine_and_all_its_runs() -> None:
+    reason = r"engine stage 1 \(process \d+\) was killed by signal 9"
+    async with started(spec(stages=2)) as engine:
+        runs = [asyncio.ensure_future(engine.run(step(n, WORK, gated=True))) for n in (1, 2)]
+        await asyncio.sleep(0)
+        os.kill(engine.pids[1], signal.SIGKILL)
+        async with asyncio.timeout(60):
+            for run in runs:
+                with pytest.raises(Unavailable, match=reason):
+                    await run
+        assert engine.failed.done()
+        with pytest.raises(Unavailable, match=reason):
+            await engine.run(step(3, WORK))
+        engine.open_gate(3, 0)
+        engine.abort(3)
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"), [(DIE, "stage 1 .* was killed by signal 9"), (FAIL, "engine stage . .* failed: no more")]
+)
+async def test_a_step_that_kills_its_worker(order: int, reason: str) -> None:
+    async with started(spec(stages=2)) as engine:
+        with pytest.raises(Unavailable, match=reason):
+            await engine.run(step(1, order))
+
+
+async def test_a_hung_worker_fails_the_engine() -> None:
+    async with started(spec(step_timeout_s=0.2)) as engine:
+        with pytest.raises(Unavailable, match=r"step 1 was not done after 0\.2 s"):
+            await engine.run(step(1, HANG))
+
+
+async def test_a_worker_that_dies_idle_is_noticed() -> None:
+    async with started(spec()) as engine:
+        os.kill(engine.pids[0], signal.SIGKILL)
+        async with asyncio.timeout(60):
+            assert "was killed by signal 9" in await asyncio.shield(engine.failed)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "timeout_s", "error", "message"),
+    [
+        ("dies", 20.0, Unavailable, "ended with exit code 9"),
+        ("refuses", 20.0, UnsupportedModel, "rope: not this one"),
+        ("mute", 0.5, DeadlineExceeded, r"not ready after 0\.5 s"),
+    ],
+)
+async def test_an_engine_that_does_not_come_up_leaves_nothing(
+    checkpoint: str, timeout_s: float, error: type[Exception], message: str
+) -> None:
+    fds, children = open_fds(), _children()
+    with pytest.raises(error, match=message):
+        async with start_processes(spec(checkpoint, stages=2), start_timeout_s=timeout_s, command=FAKE):
+            pytest.fail("it came up")
+    assert open_fds() <= fds
+    assert _children() == children
+
+
+async def test_impossible_specs_are_refused_before_anything_is_started() -> None:
+    with pytest.raises(ConfigError, match="stages"):
+        async with start_processes(spec(stages=5), start_timeout_s=1, command=FAKE):
+            pass
+
+
+def test_workers_die_with_a_killed_io_process() -> None:
+    program = f"""
+import asyncio
+import contextlib
+from moonpool.engine.executor import start_processes
+from tests.unit.engine.test_executor import FAKE, spec, step
+async def main():
+    async with start_processes(spec(stages=2), start_timeout_s=20, command=FAKE) as engine:
+        print(*engine.pids, flush=True)
+        await engine.run(step(1, {HANG}))
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        gone = [os.pidfd_open(pid) for pid in pids]
+        parent.kill()
+    assert len(gone) == 2
+    for fd in gone:
+        assert select.select([fd], [], [], 10)[0], "a worker outlived its parent"
+        os.close(fd)
+
+
+def test_the_engine_runs_on_uvloop() -> None:
+    async def main() -> None:
+        async with started(spec(stages=2)) as engine:
+            assert (await engine.run(step(1, WORK))).sampled == (WORK,)
+            os.kill(engine.pids[0], signal.SIGKILL)
+            async with asyncio.timeout(60):
+                assert "was killed by signal 9" in await asyncio.shield(engine.failed)
+
+    uvloop.run(main())
+
+
+def _children() -> str:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()

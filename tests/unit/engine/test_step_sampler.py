@@ -1,0 +1,81 @@
+"""What is chosen of a step's last hidden states, and of the further steps of its run."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from moonpool.engine.footprint import LOGIT_ROWS
+from moonpool.engine.model_runner import StepOutput, StepSampler
+from moonpool.engine.structured_output import PendingMasks, TokenMasks
+from moonpool.models.batch import PackedBatch
+from moonpool.models.stage import StageModel
+from moonpool.sampling_params import SampleSpec, SamplingParams
+from moonpool.scheduling.steps import SequenceStep, Step
+
+VOCAB = 256
+
+
+class Counted:
+    """A last stage whose hidden states are its logits.
+
+    Attributes:
+        rows: of logits that memory was taken for.
+    """
+
+    def __init__(self) -> None:
+        self.config, self.device, self.rows = SimpleNamespace(vocab_size=VOCAB), torch.device("cpu"), 0
+
+    def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        self.rows += 0 if out is not None else len(rows)
+        return rows.clone() if out is None else out.copy_(rows)
+
+
+class Chosen:
+    """Steps of one token of each sequence."""
+
+    def __init__(self, *specs: SampleSpec) -> None:
+        self.model = Counted()
+        shares = tuple(SequenceStep(bytes(4), 0, (block,), spec) for block, spec in enumerate(specs))
+        self.batch = PackedBatch.build([(it.token_ids, it.start, it.block_table) for it in shares], 16)
+        self.choosing = StepSampler(cast("StageModel", self.model), Step(1, shares, steps=3), ())
+
+    def choose(self, *rows: dict[int, float], masks: PendingMasks | None = None) -> StepOutput:
+        """Logits of each row, 0 but for some tokens."""
+        logits = torch.zeros(len(rows), VOCAB)
+        for row, values in enumerate(rows):
+            for token, value in values.items():
+                logits[row, token] = value
+        return self.choosing.choose(logits, self.batch, masks)
+
+
+def test_logits_of_a_run_of_many_sequences_are_held_some_rows_at_a_time() -> None:
+    count = 2 * LOGIT_ROWS + 3
+    it = Chosen(*[SampleSpec()] * count)
+    for step in range(3):
+        tokens = [(row + step) % VOCAB for row in range(count)]
+        assert it.choose(*({token: 1.0} for token in tokens)).sampled == tokens
+        it.choosing.go_on(tokens)
+    assert it.model.rows == LOGIT_ROWS
+
+
+def test_a_sequence_goes_on_with_its_own_token_beside_a_beam() -> None:
+    beam = SampleSpec(SamplingParams(beam_width=1), best=2)
+    it = Chosen(beam, SampleSpec(SamplingParams(temperature=0.0, repetition_penalty=2.0), history=bytes(4)))
+    logits = {7: 1.0, 9: 0.9}
+    assert it.choose({5: 1.0}, logits).sampled == [5, 7]
+    it.choosing.go_on([5, 7])
+    assert it.choose({5: 1.0}, logits).sampled == [5, 9]
+
+
+def test_masks_are_made_when_the_logits_are_there_and_waiting_for_grammars_is_told() -> None:
+    def make() -> TokenMasks:
+        assert it.model.rows == 2
+        return TokenMasks({1: memoryview(bytes([0, 0, 1]) + bytes(VOCAB // 8 - 3))}, waited_ns=5)
+
+    it = Chosen(SampleSpec(), SampleSpec())
+    found = it.choose({5: 1.0}, {7: 1.0}, masks=PendingMasks(make))
+    assert found.sampled == [5, 16]
+    assert found.awaited_ns == 5
+    assert not it.choose({5: 1.0}, {7: 1.0}).awaited_ns

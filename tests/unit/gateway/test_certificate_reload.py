@@ -1,0 +1,108 @@
+"""HTTPS: the gateway's own certificate, read again when it changes; a pair that is wrong changes nothing."""
+
+import asyncio
+import contextlib
+import os
+import ssl
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moonpool.cli.certs import app
+from moonpool.errors import ConfigError
+from moonpool.rpc.auth import CHECK_INTERVAL_S, WatchedFiles
+from services.gateway.http_server import ReloadedCertificate
+from tests.unit.gateway.test_http_server import CLOSING, serving
+
+from .fakes import settings
+
+
+def make(folder: Path, name: str) -> tuple[Path, Path]:
+    """A certificate for localhost, and its key."""
+    result = CliRunner().invoke(
+        app, ["create", str(folder), "--role", "gateway", "--name", name, "--host", "localhost"]
+    )
+    assert result.exception is None
+    return folder / f"{name}.pem", folder / f"{name}.key"
+
+
+def put(source: tuple[Path, Path], target: tuple[Path, Path], at: int) -> None:
+    """Replace a pair of files, as at a time of its own."""
+    for given, taken in zip(source, target, strict=True):
+        taken.write_bytes(given.read_bytes())
+        os.utime(taken, ns=(at, at))
+
+
+async def ask(port: int, authority: Path, pieces: bytes) -> tuple[bytes, str]:
+    """What is answered over TLS, and the common name of the certificate that was shown."""
+    context = ssl.create_default_context(cafile=str(authority))
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
+    shown = writer.get_extra_info("peercert")
+    writer.write(pieces)
+    answered = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answered, dict(pair[0] for pair in shown["subject"])["commonName"]
+
+
+async def test_https(tmp_path: Path) -> None:
+    """Requests are served; a client that speaks plain HTTP gets none."""
+    cert, key = make(tmp_path, "one")
+    async with serving(https_cert=cert, https_key=key) as (_, port):
+        answered, name = await ask(port, tmp_path / "ca.pem", CLOSING)
+        assert answered.startswith(b"HTTP/1.1 200 OK")
+        assert name == "one"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(CLOSING)
+        assert b"200 OK" not in await reader.read()
+        writer.close()
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await asyncio.open_connection(
+                "127.0.0.1", port, ssl=ssl.create_default_context(), server_hostname="localhost"
+            )
+
+
+def shown(https: ReloadedCertificate, authority: Path) -> str:
+    """The common name of the certificate that a new connection is shown."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.create_default_context(cafile=str(authority))
+    client = context.wrap_bio(to_client, to_server, server_hostname="localhost")
+    server = https.context.wrap_bio(to_server, to_client, server_side=True)
+    for end in (client, server, client, server):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    certificate = client.getpeercert()
+    assert certificate is not None
+    return dict(pair[0] for pair in certificate["subject"])["commonName"]  # type: ignore[misc]
+
+
+def test_certificates_are_read_again(tmp_path: Path) -> None:
+    one, two = make(tmp_path, "one"), make(tmp_path, "two")
+    served, now = (tmp_path / "served.pem", tmp_path / "served.key"), [0.0]
+    put(one, served, 1)
+    https = ReloadedCertificate(*served, WatchedFiles(served, lambda: now[0]))
+    names = [shown(https, tmp_path / "ca.pem")]
+    put((two[0], one[1]), served, 2)  # the key is another one's
+    now[0] += CHECK_INTERVAL_S
+    names.append(shown(https, tmp_path / "ca.pem"))
+    put(two, served, 3)
+    names.append(shown(https, tmp_path / "ca.pem"))  # they were looked at just now
+    now[0] += CHECK_INTERVAL_S
+    names.append(shown(https, tmp_path / "ca.pem"))
+    served[0].unlink()
+    now[0] += CHECK_INTERVAL_S
+    names.append(shown(https, tmp_path / "ca.pem"))
+    assert names == ["one", "one", "one", "two", "two"]
+
+
+async def test_wrong_settings(tmp_path: Path) -> None:
+    cert, key = make(tmp_path, "one")
+    with pytest.raises(ConfigError, match=r"https_key.*go together"):
+        settings(https_cert=cert)
+    with pytest.raises(ConfigError, match=r"https_cert.*go together"):
+        settings(https_key=key)
+    for wrong in (tmp_path / "nothing.pem", key):
+        with pytest.raises(ConfigError, match="https_cert"):
+            async with serving(https_cert=wrong, https_key=key):
+                pytest.fail("served")

@@ -1,0 +1,100 @@
+"""The page's files, and what it may see: of the cluster, and of requests that are one's own or not."""
+
+import re
+from importlib import resources
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from moonpool.client.testing import FakeConductor
+from moonpool.rpc.auth import hash_key
+from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
+
+from .fakes import Answers, answering
+
+FOLDER = Path(str(resources.files("services.gateway"))) / "static"
+FILES = sorted(FOLDER.iterdir())
+
+
+async def test_page_comes_with_a_strict_policy(gateway: Answers) -> None:
+    page = await gateway.http.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.strip().partition(" ")[::2] for part in page.headers["content-security-policy"].split(";"))
+    assert policy.pop("default-src") == "'none'"
+    assert set(policy.values()) <= {"'self'", "'none'"}
+    assert page.headers["x-content-type-options"] == "nosniff"
+
+
+async def test_all_files_are_served_and_no_others(gateway: Answers) -> None:
+    kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+    for file in FILES:
+        answer = await gateway.http.get(f"/page/{file.name}")
+        assert answer.content == file.read_bytes()
+        assert answer.headers["content-type"].startswith(kinds[file.suffix[1:]])
+    for name in ("nothing.js", "..%2fapp.py", "app.py", "%2e%2e/app.py"):
+        assert (await gateway.http.get(f"/page/{name}")).status_code == 404
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_files_need_nothing_from_elsewhere(file: Path) -> None:
+    """No other host is named but the names of XML; every file that is named is there; styles stand in no tag."""
+    text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"https?:|//[a-z]+\.|innerHTML|eval\(", text.replace("data:", ""))
+    named = re.findall(r'(?:href|src)="(/page/[^"]+)"', text) + re.findall(r'from "\./([^"]+)"', text)
+    assert {name.removeprefix("/page/") for name in named} <= {each.name for each in FILES}
+    if file.suffix == ".html":
+        assert not re.search(r'\s(style|on\w+)="|<style|<script>', text)
+
+
+def cluster() -> FakeConductor:
+    """A cluster with a kvstore, and two requests that ended: ann's and bob's."""
+    fake = FakeConductor()
+    store = kv_pb2.Instance(id="kvstore-0", kind=kv_pb2.INSTANCE_KIND_KVSTORE, address="host:1")
+    load = pb.LoadReport(tiers=[pb.TierLoad(name="ssd", blocks=3, used_bytes=300, capacity_bytes=1000)])
+    fake.state.instances.add(instance=store, load=load)
+    for tenant in ("ann", "bob"):
+        fake.state.recent.last.add(request_id=f"of-{tenant}", tenant=tenant, usage=pb.Usage(prompt_tokens=5))
+        line = pb.Timeline(tenant=tenant, timing=pb.Timing(ttft_s=0.5, e2e_s=0.75), usage=pb.Usage(prompt_tokens=5))
+        fake.explanations[f"of-{tenant}"] = pb.ExplainResponse(placement=pb.Placement(prefill="p"), timeline=line)
+    return fake
+
+
+async def seen(http: httpx2.AsyncClient, **headers: str) -> tuple[int, list[str], list[int]]:
+    """The status of the state, ids of the requests that are listed, and statuses of ann's, bob's and of none."""
+    state = await http.get("/moonpool/state", headers=headers)
+    listed = await http.get("/moonpool/requests", headers=headers)
+    ids = [it["request_id"] for it in listed.json().get("requests", ())]
+    each = [await http.get(f"/moonpool/requests/{name}", headers=headers) for name in ("of-ann", "of-bob", "of-none")]
+    return state.status_code, ids, [answer.status_code for answer in each]
+
+
+async def test_without_keys_everybody_sees_all() -> None:
+    async with answering(cluster()) as gateway:
+        assert await seen(gateway.http) == (200, ["of-ann", "of-bob"], [200, 200, 404])
+        state = await gateway.http.get("/moonpool/state")
+        assert state.json()["instances"][0]["tiers"] == [
+            {"name": "ssd", "blocks": 3, "used_bytes": 300, "capacity_bytes": 1000}
+        ]
+        assert state.headers["cache-control"] == "no-store"
+        found = (await gateway.http.get("/moonpool/requests/of-ann")).json()
+        assert found["timeline"]["timing"]["ttft_s"] == 0.5
+        assert [phase["name"] for phase in found["phases"]] == ["prompt", "steps"]
+        assert set(found["names"]) >= {"prompt", "steps"}
+
+
+async def test_with_keys_a_tenant_sees_its_own_and_operators_all(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"sha256:{hash_key(name)} {name}\n" for name in ("ann", "bob", "root")))
+    async with answering(cluster(), api_keys=keys, operator_tenants="root, other") as gateway:
+        assert (await gateway.http.get("/")).status_code == 200
+        assert await seen(gateway.http) == (401, [], [401, 401, 401])
+        assert await seen(gateway.http, authorization="Bearer ann") == (403, ["of-ann"], [200, 404, 404])
+        assert await seen(gateway.http, authorization="Bearer root") == (200, ["of-ann", "of-bob"], [200, 200, 404])
+        told = [
+            (await gateway.http.get(f"/moonpool/requests/{name}", headers={"authorization": "Bearer ann"})).text
+            for name in ("of-bob", "of-none")
+        ]
+        assert told[0].replace("of-bob", "ID") == told[1].replace("of-none", "ID")

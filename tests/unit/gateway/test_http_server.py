@@ -1,0 +1,143 @@
+"""Over real sockets: what is no HTTP, too slow, too much or never read is answered or closed; and the drain."""
+
+import asyncio
+import itertools
+import socket
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from moonpool.client import AsyncClient
+from moonpool.client.testing import FakeConductor, answer
+from moonpool.errors import ConfigError
+from moonpool.v1 import conductor_pb2 as pb
+from services.gateway.http_server import HttpServer, http_serving
+from tests.unit.gateway.test_client_disconnect import Holding
+
+from .fakes import make_gateway, ready, settings, tokenizer
+
+BODY = b'{"messages":[{"role":"user","content":"hi"}]}'
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+CHAT = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+CLOSING = CHAT.replace(b"host: x", b"host: x\r\nconnection: close")
+STREAMED = BODY[:-1] + b',"stream":true}'
+STREAM = HEAD + b"content-length: %d\r\n\r\n" % len(STREAMED) + STREAMED
+
+
+@asynccontextmanager
+async def serving(client: AsyncClient | None = None, **changes: Any) -> AsyncIterator[tuple[HttpServer, int]]:
+    """A gateway at a free port; yields its server and port."""
+    config = settings(**changes)
+    with ThreadPoolExecutor(1) as threads:
+        app = make_gateway(client or ready(FakeConductor()).async_client(), config, threads, tokenizer())
+        async with http_serving(app, config) as running:
+            yield running
+
+
+async def ask(port: int, *pieces: bytes) -> bytes:
+    """Send, and return everything until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for piece in pieces:
+        writer.write(piece)
+        await writer.drain()
+    answered = await reader.read()
+    writer.close()
+    return answered
+
+
+async def test_requests_and_hostile_bytes() -> None:
+    """One after the other at one server, which serves on."""
+    async with serving(max_body_bytes=2048) as (_, port):
+        assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
+        assert (await ask(port, b"\x16\x03\x01\x02\x00 hello TLS")).startswith(b"HTTP/1.1 400 ")
+        assert (await ask(port, b"GET /health HTTP/1.1\r\nbad header\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+        assert (await ask(port, HEAD + b"x: " + b"y" * 100_000)).startswith(b"HTTP/1.1 400 ")
+        assert (await ask(port, HEAD + b"content-length: -5\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+        assert (await ask(port, HEAD + b"content-length: 9999999999\r\n\r\n")).startswith(b"HTTP/1.1 413 ")
+        chunks = HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"400\r\n" + b" " * 1024 + b"\r\n"
+        assert (await ask(port, chunks, b"800\r\n" + b" " * 2048)).startswith(b"HTTP/1.1 413 ")
+        assert (await ask(port, chunks, b"what\r\n")).startswith(b"HTTP/1.1 400 ")
+        assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
+
+
+async def test_nonsense_after_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """The rest of a body that nobody wanted is no HTTP: the connection is closed, and nothing fails."""
+    async with serving() as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /nothing HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 404 Not Found\r\n"
+        writer.write(b"what\r\n")
+        assert b"HTTP/1.1" not in await reader.read()
+        writer.close()
+    assert caplog.records == []
+
+
+async def test_what_comes_too_slowly_is_closed() -> None:
+    """Nothing, half a head, half a head after a whole request, half a body."""
+    async with serving(read_timeout_s=0.5) as (server, port):
+        asked = (ask(port), ask(port, HEAD), ask(port, CHAT, HEAD), ask(port, CHAT[:-5]))
+        nothing, half, once, cut = await asyncio.gather(*asked)
+        assert (nothing, half) == (b"", b"")
+        assert once.startswith(b"HTTP/1.1 200 OK")
+        assert once.count(b"HTTP/1.1") == 1
+        assert cut.startswith(b"HTTP/1.1 408 ")
+        assert server.open_connections == 0
+
+
+async def test_idle_connections_keep_nobody_out() -> None:
+    """One too many takes the place of one without a request."""
+    async with serving(max_connections=2) as (server, port):
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        assert (await ask(port, CLOSING)).startswith(b"HTTP/1.1 200 OK")
+        assert server.open_connections == 1
+        for _, writer in held:
+            writer.close()
+
+
+async def test_requests_keep_their_connections() -> None:
+    """When all have a request, one too many is closed."""
+    holding = Holding(answer()[:2])
+    async with serving(AsyncClient(transport=holding), max_connections=1) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM)
+        assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 200 OK\r\n"
+        assert await ask(port) == b""
+        assert not holding.call.cancelled
+        writer.close()
+
+
+async def test_answer_that_is_not_read_is_given_up() -> None:
+    """The client reads nothing: its connection ends after `write_timeout_s`, and its request with it."""
+    placed, *_ = answer()
+    pieces = (pb.TokenDelta(position=number, token_ids=[7], text="x" * 100_000) for number in itertools.count())
+    holding = Holding(itertools.chain([placed], (pb.GenerateResponse(delta=piece) for piece in pieces)))
+    loop = asyncio.get_running_loop()
+    async with serving(AsyncClient(transport=holding), write_timeout_s=0.05) as (_, port):
+        with socket.socket() as client:
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", port))
+            await loop.sock_sendall(client, STREAM)
+            await holding.call.ended.wait()
+
+
+async def test_drain_lets_answers_end() -> None:
+    """A request that runs when the server is told to stop ends, here by its client; new connections are refused."""
+    holding = Holding(answer()[:2])
+    async with serving(AsyncClient(transport=holding)) as (_, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM)
+        await holding.call.held.wait()
+        asyncio.get_running_loop().call_later(0.15, writer.close)
+    assert holding.call.cancelled
+    assert (await reader.read()).startswith(b"HTTP/1.1 200 OK")
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen at"):
+        async with serving(listen=f"127.0.0.1:{taken.getsockname()[1]}"):
+            pytest.fail("served")

@@ -1,0 +1,84 @@
+"""Several prompts in one plain completion: their answers are numbered on, and one that fails ends all."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from moonpool.client import AsyncClient
+from moonpool.client.testing import FakeConductor, Script, answer
+from moonpool.errors import Overloaded
+from moonpool.v1 import conductor_pb2 as pb
+from services.gateway.generation import MergedStream
+from tests.unit.gateway.test_client_disconnect import Holding
+from tests.unit.gateway.test_openai_completions import events
+
+from .fakes import Answers, answering
+
+
+def of_prompt(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """Prompt "7" is answered with "7 8 ", after three prompt tokens of which one was cached."""
+    token = int(request.text) if request.text else request.tokens.token_ids[0]
+    return answer([token, token + 1], request_id=f"r{token}", prompt_tokens=3, cached_tokens=1)
+
+
+@pytest.mark.parametrize("prompts", [["10", "20", "30"], [[10, 5], [20, 5], [30, 5]]], ids=["texts", "tokens"])
+async def test_prompts(prompts: list[Any]) -> None:
+    async with answering(FakeConductor(of_prompt)) as gateway:
+        answered = await gateway.plain(prompt=prompts)
+        body = answered.json()
+        streamed = events((await gateway.plain(prompt=prompts, stream=True)).text)
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
+        (0, "10 11 "),
+        (1, "20 21 "),
+        (2, "30 31 "),
+    ]
+    assert (body["id"], answered.headers["x-request-id"]) == ("cmpl-r10", "r10")
+    used = {"prompt_tokens": 9, "completion_tokens": 6, "total_tokens": 15}
+    assert body["usage"] == {**used, "prompt_tokens_details": {"cached_tokens": 3}}
+    texts = ["", "", ""]
+    for event in streamed:
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == ["10 11 ", "20 21 ", "30 31 "]
+    assert [event["choices"][0]["finish_reason"] for event in streamed][-3:] == ["stop"] * 3
+
+
+async def test_answers_of_each_prompt() -> None:
+    """With two answers each, those of the second prompt are 2 and 3."""
+
+    def two(request: pb.GenerateRequest) -> Script:
+        placed, first, second, finished = of_prompt(request)
+        second.delta.choice, second.delta.position = 1, 0
+        for _ in range(2):
+            finished.finished.choices.add(reason=finished.finished.reason)
+        return [placed, first, second, finished]
+
+    async with answering(FakeConductor(two)) as gateway:
+        choices = (await gateway.plain(prompt=["10", "20"], n=2)).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["10 ", "11 ", "20 ", "21 "]
+
+
+async def test_one_that_is_refused_refuses_all() -> None:
+    overloaded = Overloaded("busy", reason="queue_full", retry_after_s=2.0)
+    fake = FakeConductor(lambda request: [overloaded] if request.text == "20" else of_prompt(request))
+    async with answering(fake) as gateway:
+        refused = await gateway.plain(prompt=["10", "20", "30"])
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
+
+
+async def test_leaving_cancels_all() -> None:
+    """Those that run and wait."""
+    holding = [Holding(answer()[:2]) for _ in range(2)]
+    streams = [AsyncClient(transport=one).stream(prompt="x") for one in holding]
+    async with MergedStream(streams, 1) as several:
+        async for _ in several:
+            break
+        await asyncio.gather(*(one.call.held.wait() for one in holding))
+    assert all(one.call.cancelled for one in holding)
+
+
+async def test_bodies(gateway: Answers) -> None:
+    """One prompt in a list is one; each has its own sampling."""
+    assert (await gateway.plain(prompt=["x"])).json()["choices"][0]["text"] == "1 2 3 "
+    assert (await gateway.plain(prompt=[["x"]])).status_code == 400
+    assert len(gateway.fake.requests) == 1

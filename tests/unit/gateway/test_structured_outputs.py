@@ -1,0 +1,75 @@
+"""Formats of answers: OpenAI's `response_format`, vLLM's `structured_outputs` and its older fields."""
+
+import json
+from typing import Any
+
+import pytest
+
+from moonpool.grammar import check_grammar
+from moonpool.sampling_params import SamplingParams
+
+from .fakes import Answers
+
+OPENAI = {"type": "json_schema"}
+SCHEMA = {"type": "object", "properties": {"ä": {"type": "integer"}}, "required": ["ä"]}
+
+
+@pytest.mark.parametrize(
+    ("body", "format_", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, "", ""),
+        ({"response_format": {"type": "json_object"}}, "json_object", ""),
+        (
+            {"response_format": OPENAI | {"json_schema": {"name": "n", "schema": SCHEMA}}},
+            "json_schema",
+            SCHEMA,
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, "json_object", ""),
+        ({"structured_outputs": {"json_object": False, "regex": None}}, "", ""),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "lark", 'start: "a"'),
+        ({"guided_choice": ["yes", 'a "no"']}, "lark", 'start: "yes" | "a \\"no\\""'),
+    ],
+)
+async def test_formats_are_passed_on(gateway: Answers, body: dict[str, Any], format_: str, grammar: Any) -> None:
+    assert (await gateway.chat(**body)).status_code == 200
+    asked = gateway.asked.sampling
+    assert asked.response_format == format_
+    assert (asked.grammar if isinstance(grammar, str) else json.loads(asked.grammar)) == grammar
+    check_grammar(SamplingParams(response_format=asked.response_format, grammar=asked.grammar))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": OPENAI | {"json_schema": {"schema": "{}"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": "json"}, "response_format"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ],
+)
+async def test_what_is_wrong_is_named(gateway: Answers, body: dict[str, Any], param: str) -> None:
+    answered = await gateway.chat(**body)
+    assert answered.status_code == 400
+    assert answered.json()["error"]["param"] == param
+    assert gateway.fake.requests == []
+
+
+async def test_a_response_says_it_of_its_text(gateway: Answers) -> None:
+    told = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    answered = await gateway.http.post("/v1/responses", json={"input": "x", "text": {"format": told}})
+    assert answered.status_code == 200
+    assert answered.json()["text"] == {"format": told}
+    assert gateway.asked.sampling.response_format == "json_schema"
+    assert json.loads(gateway.asked.sampling.grammar) == SCHEMA
+    wrong = await gateway.http.post("/v1/responses", json={"input": "x", "text": {"format": OPENAI}})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "text.format.schema")

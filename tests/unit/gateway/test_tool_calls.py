@@ -1,0 +1,298 @@
+"""Tools: shown to the model, called in its answer, and their results sent back, by the real clients."""
+
+import itertools
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import tokenizers
+from anthropic.types import MessageParam, ToolParam
+from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMessageParam
+from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall, ResponseInputItemParam
+
+from moonpool.bundled import model_dir
+from moonpool.checkpoint import Tokenizer
+from moonpool.client.testing import FakeConductor, answer
+from moonpool.grammar import check_grammar
+from moonpool.sampling_params import SamplingParams
+from moonpool.v1 import conductor_pb2 as pb
+
+from .fakes import CHAT, Answers, answering
+
+SCHEMA: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL: ChatCompletionFunctionToolParam = {
+    "type": "function",
+    "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA},
+}
+BLOCKS: list[ToolParam] = [{"name": "weather", "description": "The weather.", "input_schema": SCHEMA}]
+FLAT: FunctionToolParam = {
+    "type": "function", "name": "weather", "description": "The weather.", "parameters": SCHEMA, "strict": None,
+}  # fmt: skip
+ASK = "How is it in Paris?"
+TEMPLATE = """{% if tools %}{{ tools | tojson }}
+{% endif %}{% for turn in messages %}{{ turn.role }} {{ turn.content }}
+{% endfor %}{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"""
+PARIS = '{"city": "Paris"}'
+CALLING = f'I look.\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
+SUNNY = "It is sunny."
+
+
+def script(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """Calls the function when it is offered, until its result is there; three characters a token."""
+    calls = request.chat.tools and request.chat.messages[-1].role == "user"
+    text = CALLING if calls else SUNNY
+    pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+    messages = answer(range(len(pieces)), request_id="r1")
+    for message, piece in zip(messages[1:-1], pieces, strict=True):
+        message.delta.text = piece
+    return messages
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Answers]:
+    """A gateway whose model calls functions as Qwen's do."""
+    async with answering(FakeConductor(script), tool_parser="hermes") as running:
+        yield running
+
+
+@pytest.fixture
+async def client(gateway: Answers) -> openai.AsyncOpenAI:
+    """The real client, without a network."""
+    return openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http, max_retries=0)
+
+
+def check_asked(gateway: Answers) -> None:
+    """What both requests of a round trip have asked of the conductor."""
+    first, second = gateway.fake.requests
+    assert json.loads(first.chat.tools) == [TOOL]
+    assert not first.sampling.skip_special_tokens
+    assert first.sampling.HasField("skip_special_tokens")
+    turns = second.chat.messages
+    assert [(turn.role, turn.content) for turn in turns] == [("user", ASK), ("assistant", "I look."), ("tool", "sun")]
+    (call,) = turns[1].tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Paris"})
+    assert call.id == turns[2].tool_call_id != ""
+
+
+async def test_chat(gateway: Answers, client: openai.AsyncOpenAI) -> None:
+    turns: list[ChatCompletionMessageParam] = [{"role": "user", "content": ASK}]
+    whole = await client.chat.completions.create(model="tiny", messages=turns, tools=[TOOL])
+    message = whole.choices[0].message
+    assert whole.choices[0].finish_reason == "tool_calls"
+    assert message.content == "I look."
+    assert message.tool_calls
+    (call,) = message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("weather", PARIS)
+    turns.append(message.to_dict())  # type: ignore[arg-type]
+    turns.append({"role": "tool", "tool_call_id": call.id, "content": "sun"})
+    again = await client.chat.completions.create(model="tiny", messages=turns, tools=[TOOL])
+    assert (again.choices[0].message.content, again.choices[0].finish_reason) == (SUNNY, "stop")
+    check_asked(gateway)
+
+
+async def test_chat_stream(gateway: Answers, client: openai.AsyncOpenAI) -> None:
+    """The name comes first, then the arguments as they are written; the client puts them together."""
+    body = {"messages": [{"role": "user", "content": ASK}], "tools": [TOOL], "stream": True}
+    lines = (await gateway.http.post(CHAT, json=body)).text.splitlines()
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+    first, *parts = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    assert (first["index"], first["function"]) == (0, {"name": "weather", "arguments": ""})
+    assert {tuple(part) for part in parts} == {("index", "function")}
+    assert len(parts) > 3
+    assert "".join(part["function"]["arguments"] for part in parts) == PARIS
+    async with client.chat.completions.stream(
+        model="tiny", messages=[{"role": "user", "content": ASK}], tools=[TOOL]
+    ) as stream:
+        final = await stream.get_final_completion()
+    choice = final.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert choice.message.tool_calls
+    call = choice.message.tool_calls[0]
+    assert (call.function.name, call.function.arguments, call.id[:5]) == ("weather", PARIS, "call_")
+
+
+async def test_no_tools_no_calls(gateway: Answers, client: openai.AsyncOpenAI) -> None:
+    """With the choice "none" the model is not told of them; what looks like a call is text."""
+    for choice in ("none", "auto"):
+        await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": ASK}], tools=[TOOL], tool_choice=choice
+        )
+    assert [bool(request.chat.tools) for request in gateway.fake.requests] == [False, True]
+
+
+async def test_one_call_is_enough() -> None:
+    """Without parallel calls the first one counts."""
+    twice = f'<tool_call>{{"name": "weather", "arguments": {PARIS}}}</tool_call>' * 2
+
+    def say(_: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        messages = answer([1], request_id="r1")
+        messages[1].delta.text = twice
+        return messages
+
+    async with answering(FakeConductor(say), tool_parser="hermes") as gateway:
+        for parallel, count in ((None, 2), (True, 2), (False, 1)):
+            message = (await gateway.chat(tools=[TOOL], parallel_tool_calls=parallel)).json()["choices"][0]["message"]
+            assert len({call["id"] for call in message["tool_calls"]}) == count
+            assert message["content"] is None
+
+
+async def test_messages(gateway: Answers) -> None:
+    client = anthropic.AsyncAnthropic(base_url="http://gateway", api_key="any", http_client=gateway.http, max_retries=0)
+    turns: list[MessageParam] = [{"role": "user", "content": ASK}]
+    message = await client.messages.create(model="tiny", max_tokens=50, messages=turns, tools=BLOCKS)
+    assert message.stop_reason == "tool_use"
+    text, call = message.content
+    assert text.type == "text"
+    assert text.text == "I look."
+    assert call.type == "tool_use"
+    assert (call.name, call.input) == ("weather", {"city": "Paris"})
+    turns.append({"role": "assistant", "content": message.content})
+    result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sun"}]}
+    turns.append({"role": "user", "content": [result]})
+    async with client.messages.stream(model="tiny", max_tokens=50, messages=turns, tools=BLOCKS) as stream:
+        final = await stream.get_final_message()
+    assert [block.to_dict() for block in final.content] == [{"type": "text", "text": SUNNY}]
+    assert final.stop_reason == "end_turn"
+    check_asked(gateway)
+
+
+async def test_messages_stream(gateway: Answers) -> None:
+    client = anthropic.AsyncAnthropic(base_url="http://gateway", api_key="any", http_client=gateway.http, max_retries=0)
+    async with client.messages.stream(
+        model="tiny", max_tokens=50, messages=[{"role": "user", "content": ASK}], tools=BLOCKS
+    ) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_message()
+    assert final.stop_reason == "tool_use"
+    assert [block.type for block in final.content] == ["text", "tool_use"]
+    assert final.content[1].to_dict()["input"] == {"city": "Paris"}
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
+
+
+async def test_responses(gateway: Answers, client: openai.AsyncOpenAI) -> None:
+    items: list[ResponseInputItemParam] = [{"role": "user", "content": ASK}]
+    first = await client.responses.create(model="tiny", input=items, tools=[FLAT])
+    assert (first.status, first.output_text) == ("completed", "I look.")
+    call = first.output[1]
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert (call.name, call.arguments) == ("weather", PARIS)
+    items += [item.to_dict() for item in first.output]  # type: ignore[misc]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sun"})
+    second = await client.responses.create(model="tiny", input=items, tools=[FLAT])
+    assert second.output_text == SUNNY
+    check_asked(gateway)
+
+
+async def test_responses_stream(gateway: Answers, client: openai.AsyncOpenAI) -> None:
+    async with client.responses.stream(model="tiny", input=ASK, tools=[FLAT]) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert [item.type for item in final.output] == ["message", "function_call"]
+    call = final.output[1]
+    assert call.type == "function_call"
+    assert (call.name, call.arguments) == ("weather", PARIS)
+    kinds = [event.type for event in events]
+    assert kinds.count("response.function_call_arguments.delta") > 3
+    assert [kind for kind, _ in itertools.groupby(kinds)][-5:] == [
+        "response.output_item.added",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+
+
+async def test_counts_have_the_tools() -> None:
+    """Of `/tokenize` and of `/v1/messages/count_tokens`: tokens of what the chat template makes of all."""
+    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), TEMPLATE)
+    async with answering(FakeConductor(), made, tool_parser="hermes") as gateway:
+        turns = [{"role": "user", "content": ASK}]
+        told = (await gateway.http.post("/tokenize", json={"messages": turns, "tools": [TOOL]})).json()
+        text = (await gateway.http.post("/detokenize", json={"tokens": told["tokens"]})).json()["prompt"]
+        assert text == f"{json.dumps([TOOL])}\nuser {ASK}\nassistant "
+        client = anthropic.AsyncAnthropic(base_url="http://gateway", api_key="any", http_client=gateway.http)
+        counted = await client.messages.count_tokens(
+            model="tiny", messages=[{"role": "user", "content": ASK}], tools=BLOCKS
+        )
+        assert counted.input_tokens == told["count"]
+        refused = await gateway.http.post("/v1/messages/count_tokens", json={"messages": []})
+        assert (refused.status_code, refused.json()["type"]) == (400, "error")
+
+
+ADD: ChatCompletionFunctionToolParam = {"type": "function", "function": {"name": "add"}}
+
+
+def made_to_call(text: str) -> FakeConductor:
+    """Answers with a text in two pieces, as an answer that is held to a schema."""
+
+    def say(_: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        messages = answer([1, 2], request_id="r1")
+        for message, piece in zip(messages[1:-1], (text[:5], text[5:]), strict=True):
+            message.delta.text = piece
+        return messages
+
+    return FakeConductor(say)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+async def test_one_function_has_to_be_called(choice: Any, stream: bool) -> None:
+    """The answer is held to the schema of its parameters, and is its arguments."""
+    async with answering(made_to_call(PARIS)) as gateway:
+        client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http)
+        ask: Any = {"model": "tiny", "messages": [{"role": "user", "content": ASK}], "tool_choice": choice}
+        if stream:
+            async with client.chat.completions.stream(**ask, tools=[TOOL]) as events:
+                message = (await events.get_final_completion()).choices[0].message
+        else:
+            message = (await client.chat.completions.create(**ask, tools=[TOOL])).choices[0].message
+        assert message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [("weather", PARIS)]
+        assert not message.content
+        assert gateway.asked.sampling.response_format == "json_schema"
+        assert json.loads(gateway.asked.sampling.grammar) == SCHEMA
+        assert json.loads(gateway.asked.chat.tools) == [TOOL]
+
+
+async def test_any_function_has_to_be_called() -> None:
+    """The answer is held to a list of calls; one that is cut stays text."""
+    calls = f'[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}}}]'
+    async with answering(made_to_call(calls)) as gateway:
+        body = (await gateway.chat(tools=[TOOL, ADD], tool_choice="required")).json()
+        found = body["choices"][0]["message"]["tool_calls"]
+        assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found] == [
+            ("weather", {"city": "Paris"}),
+            ("add", {}),
+        ]
+        schema = json.loads(gateway.asked.sampling.grammar)
+        assert (schema["type"], schema["minItems"], "maxItems" in schema) == ("array", 1, False)
+        assert [it["properties"]["name"]["const"] for it in schema["items"]["anyOf"]] == ["weather", "add"]
+        check_grammar(SamplingParams(response_format="json_schema", grammar=json.dumps(schema)))
+    async with answering(made_to_call(calls[:-3])) as gateway:
+        body = (await gateway.chat(tools=[TOOL, ADD], tool_choice="required", parallel_tool_calls=False)).json()
+        assert body["choices"][0]["message"] == {"role": "assistant", "content": calls[:-3]}
+        assert json.loads(gateway.asked.sampling.grammar)["maxItems"] == 1
+
+
+async def test_other_interfaces_have_to_call() -> None:
+    async with answering(made_to_call(PARIS)) as gateway:
+        client = anthropic.AsyncAnthropic(base_url="http://gateway", api_key="any", http_client=gateway.http)
+        message = await client.messages.create(
+            model="tiny",
+            max_tokens=50,
+            messages=[{"role": "user", "content": ASK}],
+            tools=BLOCKS,
+            tool_choice={"type": "tool", "name": "weather"},
+        )
+        assert [block.type for block in message.content] == ["tool_use"]
+        other = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http)
+        response = await other.responses.create(
+            model="tiny", input=ASK, tools=[FLAT], tool_choice={"type": "function", "name": "weather"}
+        )
+        assert [item.type for item in response.output] == ["function_call"]
+        assert all(request.sampling.response_format == "json_schema" for request in gateway.fake.requests)

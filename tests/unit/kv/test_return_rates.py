@@ -1,0 +1,115 @@
+"""Rates of return against numbers worked out by hand."""
+
+import pytest
+
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.reuse_stats import EVIDENCE, ReturnRates, age_bin
+from tests.unit.kvstore.helpers import keys_of
+from tests.unit.kvstore.invariants import check
+
+
+def test_ages_are_in_intervals_of_half_an_octave() -> None:
+    assert [age_bin(age) for age in (0, 255, 256, 362, 363, 511, 512, 724, 725)] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+    assert age_bin(1 << 60) == age_bin(1 << 50)
+
+
+def rates_of(plan: dict[int, tuple[int, int]], age: int = 100, kinds: int = 3) -> ReturnRates:
+    """{kind: (keys, how many of them come back at `age`)}; then all is left alone for as long again."""
+    rates = ReturnRates(kinds)
+    keys = {kind: keys_of(count, f"kind {kind}") for kind, (count, _) in plan.items()}
+    for kind in plan:
+        for key in keys[kind]:
+            rates.used(key, kind, 0)
+    for kind, (_, back) in plan.items():
+        for key in keys[kind][:back]:
+            rates.used(key, kind, age)
+    check(rates)
+    rates.fit(2 * age)
+    return rates
+
+
+def test_nothing_seen_is_worth_nothing_at_any_age() -> None:
+    rates = ReturnRates(3)
+    rates.fit(1000)
+    assert [rates.worth(kind, age) for kind in range(6) for age in (0, 300, 1 << 40)] == [0.0] * 18
+
+
+def test_one_class_is_worth_what_came_back_over_the_time_spent() -> None:
+    rates = rates_of({1: (200, 100)})
+    time = 100 * 100 + 100 * 200 + 100 * 100  # came back; stayed away; again since
+    rate = 100 / time * 100 / (100 + EVIDENCE)
+    expected = rate * time
+    assert rates.worth(1, 0) == pytest.approx(rate * (100 + EVIDENCE) / (expected + EVIDENCE))
+    assert rates.worth(2, 0) == pytest.approx(rate)
+    assert rates.worth(1, 1000) == 0.0
+
+
+def test_a_class_that_comes_back_is_worth_more_than_one_that_does_not() -> None:
+    rates = rates_of({1: (300, 200), 2: (300, 10)})
+    assert rates.worth(1, 50) > 5 * rates.worth(2, 50)
+    assert rates.worth(0, 50) == rates.worth(1, 50), "what is not known yet counts as the best"
+
+
+def test_what_a_mark_means_is_learnt_from_all_classes_first() -> None:
+    """Marked blocks of class 1 do not come back; those of class 2 were never seen."""
+    rates = rates_of({1: (300, 200), 2: (300, 200), 4: (300, 0)})
+    assert rates.worth(5, 0) < rates.worth(2, 0) / 2
+    assert rates.worth(4, 0) < rates.worth(5, 0)
+
+
+def test_the_worth_never_rises_with_the_age() -> None:
+    rates = ReturnRates(1)
+    for key in keys_of(200):
+        rates.used(key, 0, 0)
+    for key in keys_of(200)[:150]:
+        rates.used(key, 0, 5000)
+    rates.fit(6000)
+    worth = [rates.worth(0, age) for age in range(0, 20000, 50)]
+    assert worth == sorted(worth, reverse=True)
+    assert worth[0] == worth[4000 // 50] > 0, "one that is not due yet is worth what it will be"
+
+
+def test_the_class_of_a_block_can_be_told_later() -> None:
+    late, soon = ReturnRates(2), ReturnRates(2)
+    for key in keys_of(100):
+        late.used(key, 0, 0)
+        late.classify(key, 1)
+        soon.used(key, 1, 0)
+    late.classify(BlockKey(bytes(32)), 1)  # none of the sample
+    for rates in (late, soon):
+        for key in keys_of(50):
+            rates.used(key, 1, 300)
+        rates.fit(400)
+    assert late.worth(1, 0) == soon.worth(1, 0) > 0
+
+
+def test_the_sample_is_bounded_and_thinning_keeps_rates() -> None:
+    whole, thin = ReturnRates(1, sample_keys=4096), ReturnRates(1, sample_keys=256)
+    for rates in (whole, thin):
+        for now in (0, 400, 800):
+            for key in keys_of(2000):
+                rates.used(key, 0, now)
+            check(rates)
+        rates.fit(1000)
+    assert thin.sample.rate < 1 / 4
+    # Evidence counts for more where there are fewer keys.
+    assert thin.worth(0, 0) == pytest.approx(whole.worth(0, 0), rel=0.2)
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    rates = ReturnRates(1)
+    for key in keys_of(100):
+        rates.used(key, 0, 0)
+    for key in keys_of(100):
+        rates.used(key, 0, 100)
+    rates.fit(100)
+    before = rates.worth(0, 0)
+    assert before > 0
+    for _ in range(20):
+        rates.forget(200, horizon=1000)
+    rates.fit(200)
+    assert 0 < rates.worth(0, 0) < before / 100
+    assert len(rates.sample) == 100
+    rates.forget(5000, horizon=1000)
+    assert not rates.sample
+    check(rates)

@@ -1,0 +1,90 @@
+"""Drives stages over a paged pool as an engine does, for tests."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moonpool.checkpoint import ModelConfig, load_config
+from moonpool.models.batch import PackedBatch
+from moonpool.models.loader import load_stage
+from moonpool.models.stage import StageModel
+
+BLOCK = 16
+
+
+@dataclass
+class Sequence_:
+    """A sequence in the pool: tokens so far, how many have KV, its blocks."""
+
+    tokens: list[int]
+    done: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class Runner:
+    """One model in one or more stages over a pool whose free slots hold NaN, with blocks handed out in no order.
+
+    `stored`: the type of quantised KV; None: the weights'.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        borders: Sequence[int] = (),
+        blocks: int = 64,
+        stored: torch.dtype | None = None,
+    ) -> None:
+        self.config: ModelConfig = load_config(path)
+        ends = [0, *borders, self.config.num_layers]
+        self.stages: list[StageModel] = [
+            load_stage(path, self.config, dtype, begin, end) for begin, end in pairwise(ends)
+        ]
+        shape = (self.config.num_layers, blocks, self.config.num_kv_heads, 2, BLOCK, self.config.head_dim)
+        self.pool = torch.full(shape, -1 if stored == torch.int8 else torch.nan, dtype=stored or dtype)
+        self.scales = None if stored is None else torch.full(shape[:5], torch.nan)
+        self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
+
+    def step(self, work: Sequence[tuple[Sequence_, int]], *, dropped: int = 0) -> Tensor:
+        """Compute `count` further tokens of each sequence; returns logits [T, vocab] of every row.
+
+        `dropped`: keys that each row does not see, its last ones: a fault, to see that it is found.
+        """
+        parts = []
+        for sequence, count in work:
+            while len(sequence.blocks) * BLOCK < sequence.done + count:
+                sequence.blocks.append(self.free.pop())
+            part = sequence.tokens[sequence.done : sequence.done + count]
+            parts.append((array("i", part).tobytes(), sequence.done, sequence.blocks))
+            sequence.done += count
+        batch = PackedBatch.build(parts, BLOCK)
+        batch.context_lens -= dropped
+        hidden = batch.token_ids
+        for stage in self.stages:
+            its = slice(stage.layer_begin, stage.layer_end)
+            scales = None if self.scales is None else self.scales[its]
+            hidden = stage.forward(hidden, batch, self.pool[its], scales=scales)
+        return self.stages[-1].logits(hidden)
+
+    def generate(self, prompts: Sequence[Sequence[int]], new: int, chunk: int, budget: int) -> list[list[int]]:
+        """Greedy output of all prompts, `chunk` prompt tokens of a sequence and `budget` rows a step at most."""
+        sequences = [Sequence_(list(prompt)) for prompt in prompts]
+        while True:
+            work, rows = [], 0
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                count = min(chunk, len(sequence.tokens) - sequence.done, budget - rows)
+                if count > 0 and len(sequence.tokens) < len(prompt) + new:
+                    work.append((sequence, count))
+                    rows += count
+            if not work:
+                return [s.tokens[len(p) :] for s, p in zip(sequences, prompts, strict=True)]
+            logits = self.step(work)
+            ends = torch.tensor([count for _, count in work]).cumsum(0) - 1
+            for (sequence, _), token in zip(work, logits[ends].argmax(-1).tolist(), strict=True):
+                if sequence.done == len(sequence.tokens):
+                    sequence.tokens.append(token)

@@ -1,0 +1,154 @@
+"""Both ends of a lane in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moonpool.errors import StreamBroken
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.pool import KVPool
+from moonpool.transport.base import PendingPayload, ReceiveBuffer, ReceivedPayload
+from moonpool.transport.config import TransportConfig, TransportSettings
+from moonpool.transport.connection import TransportConnection
+from moonpool.transport.handshake import TransportDialer
+from moonpool.transport.shared_memory import ExportedRegions, Mailbox, MappedRegion, SharedRegion
+from moonpool.transport.tcp import FramedSocket
+from moonpool.v1 import kv_pb2, kvstore_pb2
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+MAILBOX = 4 * LAYOUT.slice_bytes
+REQUEST = kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=7))
+RESPONSE = kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=7))
+
+
+def pool_of(blocks: int = 4) -> KVPool:
+    """A pool, no two slices alike."""
+    pool = KVPool.create(LAYOUT, blocks, [(0, LAYOUT.layers)])
+    for layer in range(LAYOUT.layers):
+        for block in range(blocks):
+            pool.slice(layer, block)[:] = bytes([16 * layer + block + 1]) * LAYOUT.slice_bytes
+    return pool
+
+
+def shared(pool: KVPool) -> Callable[[], list[SharedRegion]]:
+    """What peers may read."""
+    return lambda: [SharedRegion(fd, data) for fd, data in pool.shared()]
+
+
+def nowhere(message: Any, nbytes: int) -> ReceiveBuffer | None:
+    """Payloads get memory of their own."""
+    return None
+
+
+async def read(
+    lane: TransportConnection[Any], place: Callable[[Any, int], ReceiveBuffer | None] = nowhere
+) -> tuple[Any, ReceivedPayload]:
+    """The next message and its payload; raises why the lane has ended."""
+    found: asyncio.Future[tuple[Any, ReceivedPayload]] = asyncio.get_running_loop().create_future()
+
+    def take(message: Any, payload: ReceivedPayload) -> None:
+        lane.pause()
+        found.set_result((message, payload))
+
+    lane.resume()
+    running = asyncio.ensure_future(lane.run(take, place))
+    try:
+        await asyncio.wait((found, running), return_when=asyncio.FIRST_COMPLETED)
+        if not found.done():
+            raise running.result()
+        return found.result()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def came(lane: TransportConnection[Any]) -> tuple[Any, bytes]:
+    """The next message and its payload."""
+    message, payload = await read(lane)
+    assert isinstance(payload, memoryview), "nobody has said where it is to land"
+    return message, bytes(payload)
+
+
+class Cuttable(TransportDialer):
+    """Remembers the lanes that it opened, so that a test can break them."""
+
+    def __init__(
+        self, names: str, folder: Path, share: Callable[[], Sequence[SharedRegion]] = tuple, **options: Any
+    ) -> None:
+        super().__init__(TransportSettings.of(TransportConfig(kv_lanes=names, kv_lanes_dir=folder)), share, **options)
+        self.made: list[TransportConnection[Any]] = []
+
+    async def dial(self, *args: Any, **options: Any) -> TransportConnection[Any]:
+        lane = await super().dial(*args, **options)
+        self.made.append(lane)
+        return lane
+
+    def cut(self) -> None:
+        """Breaks all lanes; their calls stay."""
+        for lane in self.made:
+            lane.close(StreamBroken("cut"))
+
+
+@dataclass
+class Pair:
+    """A client's and a server's end, joined; `socks` are those of the two."""
+
+    client: TransportConnection[kvstore_pb2.GetResponse]
+    server: TransportConnection[kvstore_pb2.PutRequest]
+    socks: tuple[FramedSocket, FramedSocket]
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def held(
+        self, parts: Sequence[memoryview], lane: TransportConnection[kvstore_pb2.PutRequest] | None = None
+    ) -> PendingPayload:
+        """A payload whose message is being written, by the client unless told otherwise."""
+        item = PendingPayload(REQUEST if lane is None else RESPONSE, list(parts))
+        self.tasks.append(asyncio.ensure_future((lane or self.client).write(item)))
+        return item
+
+
+@asynccontextmanager
+async def pair(pool: KVPool | None = None, *, mailbox: int = 0) -> AsyncIterator[Pair]:
+    """A lane over a socket pair; the server maps the pool, and writes to a mailbox of so many bytes."""
+    near, far = map(FramedSocket, socket.socketpair())
+    ends: list[TransportConnection[kvstore_pb2.GetResponse] | TransportConnection[kvstore_pb2.PutRequest]] = []
+
+    def acknowledge(number: int) -> Callable[[object], None]:
+        return lambda message: tasks.append(asyncio.ensure_future(ends[number].write(message)))  # type: ignore[arg-type]
+
+    tasks: list[asyncio.Task[None]] = []
+    own = shared(pool)() if pool is not None else []
+    lent, readable, number = None, {}, None
+    mapped = {number: MappedRegion(each.fd, os.fstat(each.fd).st_size) for number, each in enumerate(own, 1)}
+    if mailbox:
+        box = Mailbox(mailbox)
+        number = len(own) + 1
+        lent = number, MappedRegion(box.fd, mailbox, writable=True)
+        readable[number] = box.region
+        box.close()
+    client = TransportConnection(
+        "local",
+        near,
+        kvstore_pb2.GetResponse,
+        own=ExportedRegions(own),
+        readable=readable,
+        mailbox=number,
+        acknowledge=acknowledge(0),
+    )
+    server = TransportConnection(
+        "local", far, kvstore_pb2.PutRequest, readable=mapped, lent=lent, acknowledge=acknowledge(1)
+    )
+    ends += [client, server]
+    try:
+        yield Pair(client, server, (near, far), tasks)
+    finally:
+        for lane in ends:
+            lane.close(StreamBroken("the test is over"))
+        await asyncio.gather(*tasks, return_exceptions=True)

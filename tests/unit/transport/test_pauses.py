@@ -1,0 +1,95 @@
+"""A server's stream on a lane: from a peer that reads no answers nothing more is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from moonpool.errors import StreamBroken
+from moonpool.transport.connection import TransportConnection
+from moonpool.transport.handshake import AcceptedConnection
+from moonpool.transport.streams import ServerStream
+from moonpool.transport.tcp import FramedSocket
+from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.unit.transport.fakes import HELLO
+from tests.unit.transport.turns import turn
+
+MANY, UNSENT = 2000, 4
+
+
+class Offers:
+    """Stands for a `LaneServer`: the test hands the connection over."""
+
+    attach: Callable[[AcceptedConnection], None]
+
+    def offer(self, hello: kv_pb2.StreamHello, attach: Callable[[AcceptedConnection], None]) -> kv_pb2.Lane:
+        self.attach = attach
+        return kv_pb2.Lane(token=b"token")
+
+    def withdraw(self, token: bytes) -> None:
+        assert token == b"token"
+
+
+class Echo(ServerStream[kvstore_pb2.PutRequest]):
+    """Answers each close with the same session's number."""
+
+    def __init__(self, lanes: Any) -> None:
+        super().__init__(asyncio.Event(), max_unsent=UNSENT, lanes=lanes)
+        self.taken: list[int] = []
+
+    async def on_hello(self, message: kvstore_pb2.PutRequest) -> None:
+        self.offer_lane(message)
+
+    def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
+        self.taken.append(message.close.session)
+        self.post(kvstore_pb2.PutResponse(credit_bytes=message.close.session))
+
+
+class Call:
+    """The call beside the lane: a hello, then nothing."""
+
+    async def requests(self) -> AsyncIterator[Any]:
+        yield kvstore_pb2.PutRequest(hello=HELLO)
+        await asyncio.Event().wait()
+
+    async def bare_write(self, message: Any) -> None:
+        raise AssertionError("answers go over the lane")
+
+
+async def test_from_a_peer_that_reads_no_answers_nothing_more_is_taken() -> None:
+    offers, call = Offers(), Call()
+    stream = Echo(offers)
+    running = asyncio.ensure_future(stream.run(call.requests(), call))
+    await turn()
+    near, far = socket.socketpair()
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # a few answers
+    offers.attach(AcceptedConnection("tcp", FramedSocket(far), {}, None))
+    answers: list[int] = []
+    all_came = asyncio.Event()
+
+    def take(message: kvstore_pb2.PutResponse, payload: object) -> None:
+        answers.append(message.credit_bytes)
+        if len(answers) == MANY:
+            all_came.set()
+
+    peer = TransportConnection("tcp", FramedSocket(near), kvstore_pb2.PutResponse, acknowledge=lambda message: None)
+
+    async def send() -> None:
+        for number in range(1, MANY + 1):
+            await peer.write(kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=number)))
+
+    sending = asyncio.ensure_future(send())
+    await turn(100)
+    assert 0 < len(stream.taken) < MANY
+    assert len(stream.outbox) == UNSENT + 1
+    reading = asyncio.ensure_future(peer.run(take))
+    async with asyncio.timeout(60):
+        await all_came.wait()
+    assert answers == stream.taken == list(range(1, MANY + 1))
+    await sending
+    peer.close(StreamBroken("over"))
+    await reading
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
