@@ -326,10 +326,10 @@ def up(
 
 @app.command(rich_help_panel=START)
 def down(
-    data_dir: Annotated[Path | None, typer.Option(help="The --data-dir of the stack; default: the last `up`.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="The --data-dir of the stack; default: the only stack.")] = None,
 ) -> None:
     """Stop the stack that `moonpool up` started on this machine, and wait for its end."""
-    from moonpool.cli.up import run_down
+    from moonpool.cli.running_stacks import run_down
 
     raise typer.Exit(run_down(data_dir))
 

@@ -1,9 +1,8 @@
-"""`moonpool up`, `moonpool down` and `moonpool demo`: run a local stack in the foreground, stop it, try it out."""
+"""`moonpool up` and `moonpool demo`: run a local stack in the foreground, and try one out."""
 
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moonpool.cli.check import wait_at_rest
+from moonpool.cli.running_stacks import recorded_stack
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor, loading_bars
 from moonpool.client import AsyncClient, Client, GenerateResult
 from moonpool.engine.emulated.profile import emulated_profile
@@ -25,20 +25,11 @@ from moonpool.errors import Unavailable
 from moonpool.rpc.process import EXIT_ROLE
 from moonpool.sampling_params import SamplingParams
 
-STOP_TIMEOUT_S = 60.0
-
-
 SUPERVISE_INTERVAL_S = 0.1
 
 
 ReportStatus = Callable[[dict[str, object], str], None]
 """Prints an event: its JSON form or its text."""
-
-
-def state_file() -> Path:
-    """File in which this user's running `moonpool up` notes its process and address."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(base) / f"moonpool-up-{os.getuid()}.json"
 
 
 @contextlib.contextmanager
@@ -73,25 +64,21 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
     def on_ready(service: ServiceProcess) -> None:
         say({"service": service.id, "address": service.address, "pid": service.pid}, f"{service.id} {service.address}")
 
-    with _data_dir(data_dir) as folder:
+    with _data_dir(data_dir) as folder, recorded_stack(folder) as record:
         planned = plan(folder)
         ready, note = _emulated_note(planned)
-        state = state_file()
         with contextlib.ExitStack() as running:
             with loading_bars() as on_loading:
                 stack = running.enter_context(LocalStack(planned, on_ready=on_ready, on_loading=on_loading))
             where = ",".join(stack.addresses)
-            state.write_text(json.dumps({"pid": os.getpid(), "address": where, "data_dir": str(folder)}))
+            record.write(where)
             ready |= {"http": stack.http_address}
             say({"ready": where, "data_dir": str(folder), **ready}, f"ready: {where}{note}")
             if not as_json:
                 typer.echo(f"try it in a browser, http://{stack.http_address}/, or:\n{curl_line(stack.http_address)}")
                 sys.stdout.flush()
-            try:
-                lost = _supervise(stack, stopping, say) if restart else _wait_for_end(stack, stopping)
-                statuses = stack.stop()
-            finally:
-                state.unlink(missing_ok=True)
+            lost = _supervise(stack, stopping, say) if restart else _wait_for_end(stack, stopping)
+            statuses = stack.stop()
     bad = {name: status for name, status in statuses.items() if status not in (0, EXIT_ROLE)}
     if lost:
         typer.echo(lost, err=True)
@@ -151,34 +138,6 @@ def _wait_for_end(stack: LocalStack, stopping: threading.Event) -> str:
             elif service.returncode is not None:
                 return f"{service.id} ended with status {service.returncode}\n{service.log_tail()}"
     return ""
-
-
-def run_down(data_dir: Path | None) -> int:
-    """Stops the running `moonpool up` and waits until it has gone.
-
-    Returns:
-        0 when it is gone or none ran; 1 when it did not go.
-    """
-    state = state_file()
-    try:
-        running = json.loads(state.read_text())
-        pid = int(running["pid"])
-        os.kill(pid, 0)
-    except (OSError, ValueError, KeyError):
-        typer.echo("no stack is running")
-        return 0
-    if data_dir is not None and Path(running["data_dir"]).resolve() != data_dir.resolve():
-        typer.echo(f"the running stack uses {running['data_dir']}", err=True)
-        return 1
-    os.kill(pid, signal.SIGTERM)
-    pause = threading.Event()
-    for _ in range(int(STOP_TIMEOUT_S / 0.1)):
-        if not state.exists():  # removed last; the process may remain a zombie until its parent reaps it
-            typer.echo(f"stopped {running['address']}")
-            return 0
-        pause.wait(0.1)
-    typer.echo(f"process {pid} is still there", err=True)
-    return 1
 
 
 MAX_ANSWER_CHARACTERS = 48

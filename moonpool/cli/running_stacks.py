@@ -1,0 +1,177 @@
+"""Records of the stacks that `moonpool up` runs on this machine: one file per data folder.
+
+A record names a process by its number and its start, because numbers are given again. The records lie in a folder
+that only this user can write, so no other user can make `moonpool down` end a process.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import select
+import signal
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from moonpool.engine.cpu_sharing import process_epoch
+from moonpool.errors import ConfigError
+
+STOP_TIMEOUT_S = 60.0
+
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStack:
+    """A `moonpool up` that runs.
+
+    Attributes:
+        pid: its process.
+        epoch: `process_epoch` of that process.
+        boot_id: of the machine, new at each start of the machine.
+        data_dir: its data folder, an absolute path without links.
+        address: its conductors, with commas between them; "" until the stack is ready.
+    """
+
+    pid: int
+    epoch: int
+    boot_id: str
+    data_dir: str
+    address: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process that wrote the record still runs."""
+        return self.boot_id == _boot_id() and self.epoch == process_epoch(self.pid) != 0
+
+    def __str__(self) -> str:
+        return f"{self.data_dir} (process {self.pid}, {self.address or 'starting'})"
+
+
+def state_folder() -> Path:
+    """The folder of this user's records, made if need be.
+
+    Raises:
+        ConfigError: another user owns the folder or can write in it, or it cannot be made.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(base) / f"moonpool-stacks-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()  # a link may lead into another user's folder
+    except OSError as error:
+        raise ConfigError("XDG_RUNTIME_DIR", f"{folder} cannot be used: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            "XDG_RUNTIME_DIR", f"{folder} must be a folder of this user with mode 0700; name another base folder"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def recorded_stack(data_dir: Path) -> Iterator["StackRecord"]:
+    """Records a stack of this process while the body runs.
+
+    Raises:
+        ConfigError: naming `data_dir`: another stack that runs uses the folder.
+    """
+    folder = state_folder()
+    for other in _running(folder):
+        if other.data_dir == str(data_dir.resolve()):
+            raise ConfigError("data_dir", f"another stack uses it: {other}")
+    record = StackRecord(folder, data_dir)
+    record.write("")
+    try:
+        yield record
+    finally:
+        record.path.unlink(missing_ok=True)
+
+
+class StackRecord:
+    """The file of one stack of this process."""
+
+    def __init__(self, folder: Path, data_dir: Path) -> None:
+        self._data_dir = str(data_dir.resolve())
+        self.path = folder / f"{hashlib.blake2s(self._data_dir.encode(), digest_size=8).hexdigest()}.json"
+
+    def write(self, address: str) -> None:
+        """Writes the record with the conductors' addresses, "" while the stack starts."""
+        pid = os.getpid()
+        record = RunningStack(pid, process_epoch(pid), _boot_id(), self._data_dir, address)
+        written = self.path.with_suffix(".new")
+        written.write_text(json.dumps(dataclasses.asdict(record)))
+        written.replace(self.path)
+
+
+def run_down(data_dir: Path | None) -> int:
+    """Stops a stack that `moonpool up` runs, and waits for its end.
+
+    Args:
+        data_dir: of the stack; None = the only stack of this user.
+
+    Returns:
+        0 when the stack has ended or none ran; 1 when it did not end, or `data_dir` does not name a stack.
+    """
+    running = _running(state_folder())
+    if not running:
+        typer.echo("no stack is running")
+        return 0
+    wanted = [stack for stack in running if data_dir is None or stack.data_dir == str(data_dir.resolve())]
+    if len(wanted) != 1:
+        what = "several stacks are" if len(running) > 1 else "another stack is"
+        typer.echo(f"{what} running; choose one with --data-dir:", err=True)
+        for stack in running:
+            typer.echo(f"  {stack}", err=True)
+        return 1
+    return _stop(wanted[0])
+
+
+def _stop(stack: RunningStack) -> int:
+    try:
+        descriptor = os.pidfd_open(stack.pid)
+    except ProcessLookupError:  # it has just ended by itself
+        typer.echo(f"stopped {stack.address or stack.data_dir}")
+        return 0
+    try:
+        # The descriptor keeps naming the same process. Only now can the check not be overtaken by a new process.
+        if stack.alive:
+            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            if not poller.poll(1e3 * STOP_TIMEOUT_S):
+                typer.echo(f"process {stack.pid} still runs after {STOP_TIMEOUT_S:g} s", err=True)
+                return 1
+    finally:
+        os.close(descriptor)
+    typer.echo(f"stopped {stack.address or stack.data_dir}")
+    return 0
+
+
+def _running(folder: Path) -> list[RunningStack]:
+    """The stacks that run, by data folder; removes the records of others and says so."""
+    found = []
+    for path in folder.glob("*.json"):
+        try:
+            stack = RunningStack(**json.loads(path.read_text()))
+        except FileNotFoundError:  # its stack has just ended
+            continue
+        except (OSError, ValueError, TypeError):
+            stack = None
+        if stack is not None and stack.alive:
+            found.append(stack)
+            continue
+        path.unlink(missing_ok=True)
+        what = f"of a stack that ended without removing it: {stack}" if stack else f"that cannot be read: {path}"
+        typer.echo(f"removed a record {what}", err=True)
+    return sorted(found, key=lambda stack: stack.data_dir)
+
+
+def _boot_id() -> str:
+    return _BOOT_ID.read_text().strip()
