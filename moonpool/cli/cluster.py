@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from moonpool.cli.tables import RecordTable, stdout_console
 from moonpool.client import Client
 from moonpool.client.explain import PHASE_NAMES, Candidate, Explanation, RequestPhase, request_phases
 from moonpool.client.types import ClusterState, EndedRequest, InstanceInfo, Placement, Quantiles, QueueInfo, RecentInfo
@@ -21,6 +20,14 @@ from moonpool.errors import MoonpoolError
 
 TIMELINE_WIDTH = 40
 """Characters of a line of time."""
+
+
+INSTANCE_FIGURES = ("run", "wait", "tokens", "used", "cached", "promised")
+"""Requests that run and wait, tokens that wait, and blocks: used, cached, promised to requests that come."""
+
+
+CANDIDATE_FIGURES = ("own", "used", "queue", "load", "compute", "calls", "TTFT")
+"""Blocks of the prefix in the instance's pool and used, and the parts of the predicted time to the first token."""
 
 
 def run_state(client: Client, *, as_json: bool) -> None:
@@ -31,17 +38,16 @@ def run_state(client: Client, *, as_json: bool) -> None:
         return
     typer.echo(headline(state))
     typer.echo(queue_line(state.queue))
-    table = Table("instance", "kind", "address", "running", "waiting", "blocks used", "cached", "promised", "state")
-    for column in table.columns[3:8]:
-        column.justify = "right"
+    table = RecordTable("instance", "kind", "address", *INSTANCE_FIGURES, "", right=INSTANCE_FIGURES)
     for each in state.instances:
         used = each.total_blocks - each.free_blocks - each.cached_blocks
-        share = f"{used:,} of {each.total_blocks:,}" if each.total_blocks else "-"
-        counts = (str(each.running), waiting_text(each), share, f"{each.cached_blocks:,}", f"{each.promised_blocks:,}")
-        table.add_row(each.id, each.kind, each.address, *counts, "draining" if each.draining else "")
-    Console().print(table)
+        share = f"{used}/{each.total_blocks}" if each.total_blocks else "-"
+        counts = (each.running, each.waiting, each.queued_tokens, share, each.cached_blocks, each.promised_blocks)
+        table.add_row(each.id, each.kind, each.address, *map(str, counts), "draining" if each.draining else "")
+    console = stdout_console()
+    console.print(table)
     if len(state.queue.tenants) > 1:
-        Console().print(_tenants(state.queue))
+        console.print(_tenants(state.queue))
 
 
 def queue_line(queue: QueueInfo) -> str:
@@ -52,12 +58,11 @@ def queue_line(queue: QueueInfo) -> str:
     )
 
 
-def _tenants(queue: QueueInfo) -> Table:
-    table = Table("tenant", "weight", "requests", "waiting at the conductor")
-    for column in table.columns[1:]:
-        column.justify = "right"
+def _tenants(queue: QueueInfo) -> RecordTable:
+    figures = ("weight", "requests", "waiting")
+    table = RecordTable("tenant", *figures, right=figures, title="tenants at the conductor")
     for each in queue.tenants:
-        table.add_row(escape(each.tenant) or "(none)", f"{each.weight:g}", str(each.requests), str(each.waiting))
+        table.add_row(each.tenant or "(none)", f"{each.weight:g}", str(each.requests), str(each.waiting))
     return table
 
 
@@ -73,12 +78,6 @@ def headline(state: ClusterState) -> str:
     )
 
 
-def waiting_text(instance: InstanceInfo) -> str:
-    """What waits at an instance."""
-    queued = f" ({instance.queued_tokens:,} tokens)" if instance.queued_tokens else ""
-    return f"{instance.waiting}{queued}"
-
-
 def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
     """Prints every prefill candidate with its predicted parts, the choice, and what was measured then.
 
@@ -92,34 +91,33 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
         return
     typer.echo(f"policy {found.policy}")
     chosen = found.placement.prefill if found.placement is not None else ""
-    table = Table(
-        "prefill", "own prefix", "used prefix", "queue s", "load s", "compute s", "calls s", "TTFT s", "from", ""
-    )
-    for column in table.columns[1:8]:
-        column.justify = "right"
+    typer.echo("prefixes in blocks, `SSD` of them read from SSD; times in seconds")
+    table = RecordTable("prefill", *CANDIDATE_FIGURES, "from", "SSD", "", right=(*CANDIDATE_FIGURES, "SSD"))
     for each in sorted(found.candidates, key=lambda candidate: (bool(candidate.excluded), _ttft_s(candidate))):
         parts = [each.queue_s, each.load_s, each.prefill_s, each.overhead_s, _ttft_s(each)]
         times = ["-"] * 5 if each.excluded else [f"{part:.4f}" for part in parts]
         remark = each.excluded or ("chosen" if each.instance == chosen else "")
-        source = f"{each.source} ({each.cold_blocks} on SSD)" if each.cold_blocks else each.source
-        table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, source, remark)
-    Console().print(table)
+        cold = str(each.cold_blocks or "")
+        table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, each.source, cold, remark)
+    console = stdout_console()
+    console.print(table)
     typer.echo(_outcome_text(found))
     if drawn := request_phases(found):
-        Console().print(_timeline(drawn))
+        console.print(_timeline(drawn))
+        for name in dict.fromkeys(phase.name for phase in drawn):
+            typer.echo(f"{name}: {PHASE_NAMES[name]}")
 
 
-def _timeline(drawn: list[RequestPhase]) -> Table:
+def _timeline(drawn: list[RequestPhase]) -> RecordTable:
     """The phases on one line of time."""
     end_s = max(phase.end_s for phase in drawn) or 1.0
-    table = Table("phase", "tokens", "from s", "for s", "")
-    for column in table.columns[1:4]:
-        column.justify = "right"
+    figures = ("tokens", "from s", "for s")
+    table = RecordTable("phase", *figures, "", right=figures)
     for phase in drawn:
         begin, end = (round(TIMELINE_WIDTH * at / end_s) for at in (phase.begin_s, phase.end_s))
         bar = " " * min(begin, TIMELINE_WIDTH - 1) + "█" * max(1, end - begin)
         times = f"{phase.begin_s:.4f}", f"{phase.end_s - phase.begin_s:.4f}"
-        table.add_row(PHASE_NAMES[phase.name], str(phase.tokens or ""), *times, bar)
+        table.add_row(phase.name, str(phase.tokens or ""), *times, bar)
     return table
 
 
@@ -153,7 +151,7 @@ def _seconds_text(seconds: float) -> str:
     return f"{seconds:.4f} s" if seconds else "-"
 
 
-BAR_WIDTH = 24
+BAR_WIDTH = 16
 
 
 SHOWN_REQUESTS = 8
@@ -202,7 +200,7 @@ def _print_until_stopped(
     client: Client, interval_s: float, pause: threading.Event, *, once: bool, as_json: bool
 ) -> None:
     show: Callable[[ClusterState], None] = (
-        _print_state_json if as_json else lambda state: Console().print(render_cluster(state))
+        _print_state_json if as_json else lambda state: stdout_console().print(render_cluster(state))
     )
     show(client.cluster_state())
     while not once:
@@ -226,8 +224,10 @@ def _draw_live(client: Client, interval_s: float, pause: threading.Event) -> Non
 
 def render_cluster(state: ClusterState) -> RenderableType:
     """The cluster: figures of the last minute, instances and what they hold, the last requests."""
-    parts: list[RenderableType] = [headline(state), queue_line(state.queue), recent_line(state.recent)]
-    table = Table("instance", "running", "waiting", "KV", "", expand=False)
+    lines = (headline(state), queue_line(state.queue), recent_line(state.recent))
+    parts: list[RenderableType] = [Text(line) for line in lines]
+    figures = ("run", "wait", "tokens", "used")
+    table = RecordTable("instance", *figures, "of", "tier", "", "state", right=(*figures, "of"))
     for each in state.instances:
         for row in _instance_rows(each):
             table.add_row(*row)
@@ -256,16 +256,16 @@ def _quantiles_text(found: Quantiles) -> str:
 
 def _instance_rows(each: InstanceInfo) -> list[tuple[str, ...]]:
     """A row for each tier of an instance: its pool, or a store's."""
-    name = f"{each.id} (draining)" if each.draining else each.id
     tiers = [(tier.name, tier.used_bytes, tier.capacity_bytes, decimal(tier.capacity_bytes)) for tier in each.tiers]
     if each.total_blocks:
-        tiers.append(("pool", each.total_blocks - each.free_blocks, each.total_blocks, f"{each.total_blocks:,} blocks"))
-    first = (name, str(each.running), waiting_text(each))
-    heads = [first, *[("", "", "")] * (len(tiers) - 1)]
+        tiers.append(("pool", each.total_blocks - each.free_blocks, each.total_blocks, f"{each.total_blocks} blocks"))
+    load = (str(each.running), str(each.waiting), str(each.queued_tokens))
+    loads = [load, *[("", "", "")] * (len(tiers) - 1)]
+    state = "draining" if each.draining else ""
     return [
-        (*head, bar(used, total), f"{kind} {used / max(1, total):.0%} of {size}")
-        for head, (kind, used, total, size) in zip(heads, tiers, strict=False)
-    ] or [(*first, "", "")]
+        (each.id, *counts, f"{used / max(1, total):.0%}", size, kind, bar(used, total), state)
+        for counts, (kind, used, total, size) in zip(loads, tiers, strict=False)
+    ] or [(each.id, *load, "", "", "", "", state)]
 
 
 def bar(used: float, total: float) -> str:
@@ -275,13 +275,12 @@ def bar(used: float, total: float) -> str:
     return "█" * filled + "░" * (BAR_WIDTH - filled)
 
 
-def _request_table(last: tuple[EndedRequest, ...]) -> Table:
-    table = Table("request", "tenant", "prompt", "cached", "answer", "TTFT ms", "TPOT ms", title="recent requests")
-    for column in table.columns[2:]:
-        column.justify = "right"
+def _request_table(last: tuple[EndedRequest, ...]) -> RecordTable:
+    figures = ("prompt", "cached", "answer", "TTFT ms", "TPOT ms")
+    table = RecordTable("request", "tenant", *figures, right=figures, title="\nrecent requests")
     for each in last:
         usage, timing = each.usage, each.timing
         counts = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         times = (f"{1e3 * timing.ttft_s:.0f}", f"{1e3 * timing.tpot_s:.1f}")
-        table.add_row(escape(each.request_id), escape(each.tenant) or "-", *map(str, counts), *times)
+        table.add_row(each.request_id, each.tenant or "-", *map(str, counts), *times)
     return table

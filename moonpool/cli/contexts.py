@@ -4,13 +4,13 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from moonpool.cli.options import Address, addresses, text_of
+from moonpool.cli.tables import RecordTable, stdout_console
 from moonpool.client import Client, Context, DeletedKV, Message
 from moonpool.errors import InvalidRequest
 
@@ -58,20 +58,18 @@ def list_(address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) 
     if as_json:
         typer.echo(json.dumps([_plain(context) for context in found]))
         return
-    table = Table("id", "name", "tags", "status", "tokens", "pinned", "MB", "hits", "saved tokens", "ends in")
-    for column in table.columns[4:]:
-        column.justify = "right"
+    print_contexts(found)
+
+
+def print_contexts(found: Iterable[Context]) -> None:
+    """Prints a table of contexts."""
+    figures = ("tokens", "pinned", "MB", "hits", "saved tokens", "ends in")
+    table = RecordTable("id", "name", "tags", "status", *figures, right=figures)
     for each in found:
-        pinned = f"{each.pinned_blocks} of {each.blocks}"
-        figures = (
-            f"{each.tokens:,}",
-            pinned,
-            f"{each.pinned_bytes / 1e6:.1f}",
-            str(each.hits),
-            f"{each.saved_tokens:,}",
-        )
-        table.add_row(each.id, each.name, ", ".join(each.tags), each.status, *figures, _left(each))
-    Console().print(table)
+        counts = (each.tokens, f"{each.pinned_blocks}/{each.blocks}", f"{each.pinned_bytes / 1e6:.1f}", each.hits)
+        figures_of = (*map(str, counts), str(each.saved_tokens), _left(each))
+        table.add_row(each.id, each.name, ", ".join(each.tags), each.status, *figures_of)
+    stdout_console().print(table)
 
 
 @app.command()

@@ -1,0 +1,81 @@
+"""Tables whose names, ids and addresses are always whole: rows that are too wide for the terminal become lines."""
+
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+PIPE_WIDTH = 1 << 14
+"""Columns that a line may have in a pipe."""
+
+
+def stdout_console() -> Console:
+    """A console for standard output; in a pipe its lines are not wrapped, so that a row stays a line."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, markup=False)
+
+
+class RecordTable:
+    """A row per record; the first cell names the record.
+
+    If the rows are wider than the terminal, each record is printed as its name and, below, lines of `heading value`.
+    No cell is ever shortened.
+
+    Args:
+        headings: of the columns.
+        right: headings of the columns that are numbers.
+        title: a line above; "" = none.
+    """
+
+    def __init__(self, *headings: str, right: Sequence[str] = (), title: str = "") -> None:
+        self._headings = headings
+        self._right = frozenset(right)
+        self._title = title
+        self._rows: list[tuple[str, ...]] = []
+
+    def add_row(self, *cells: str) -> None:
+        """Adds a record with a cell per heading; an empty cell is left out where rows become lines."""
+        assert len(cells) == len(self._headings)
+        self._rows.append(cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._title:
+            yield Text(self._title)
+        for padding in (1, 0):
+            table = self._table(padding)
+            natural = Measurement.get(console, options.update(max_width=PIPE_WIDTH), table).maximum
+            if natural <= options.max_width:
+                yield from console.render(table, options.update(width=natural))
+                return
+        for line in self._lines(options.max_width):
+            yield Segment(line)
+            yield Segment.line()
+
+    def _table(self, padding: int) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, padding, 0, 0), pad_edge=False)
+        for heading in self._headings:
+            table.add_column(heading, justify="right" if heading in self._right else "left", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*map(Text, row))
+        return table
+
+    def _lines(self, width: int) -> list[str]:
+        lines: list[str] = []
+        for name, *cells in self._rows:
+            lines.append(name)
+            line = ""
+            for heading, cell in zip(self._headings[1:], cells, strict=True):
+                part = f"  {heading} {cell}" if heading else f"  {cell}"
+                if not cell:
+                    continue
+                if line and len(line) + len(part) > width:
+                    lines.append(line)
+                    line = ""
+                line += part
+            if line:
+                lines.append(line)
+        return lines
