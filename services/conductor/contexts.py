@@ -1,6 +1,6 @@
-"""Named contexts.
+"""Named contexts: prompt prefixes whose KV is computed once, pinned at a kvstore and kept for a time (ADR 22).
 
-Prompt prefixes whose KV is computed once, pinned at a kvstore and kept for a time (docs/adr/0022-contexts.md).
+The conductor knows this module through `servicer.NamedContexts` alone, and gives it `ContextServices`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -25,202 +26,227 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
-from services.conductor.deletion import CALL_TIMEOUT_S, KVDeletions, RecordLedger
+from services.conductor.deletion import KVDeletions
+from services.conductor.records import CALL_TIMEOUT_S, RecordSync
 from services.conductor.request import ValidRequest
 
-TAG, HITS = "tag", "hits"
+log = get_logger(__name__)
 
+CONTEXT, FILLED, PINNED, TAG, HITS = "context", "filled", "pinned", "tag", "hits"
+"""Kinds of a context's records: the context; how computing it went; what is pinned; its tags; each conductor's hits."""
 
-SPARE_NOTES = 1024
-"""So many notes beyond twice those that a sweep left make the next one due."""
-
-
-class ContextIndex:
-    """Notes of the records that lie beside contexts' own, by context.
-
-    A note is checked when it is read: the record may be gone, or the tag another context's. Contexts that nobody reads
-    any more are swept when the notes have doubled, so there are never many more notes than records.
-
-    Args:
-        book: has the records.
-    """
-
-    def __init__(self, book: ReplicatedRecords) -> None:
-        self._book = book
-        self._notes: dict[tuple[str, str], set[tuple[str, str]]] = {}  # kinds and ids, by tenant and context
-        self._count = 0
-        self._sweep_at = SPARE_NOTES
-
-    def __len__(self) -> int:
-        """Notes."""
-        return self._count
-
-    def heard(self, records: Iterable[kv_pb2.Record]) -> None:
-        """Notes to which contexts records belong that are in the book now."""
-        for record in records:
-            if record.kind in (TAG, HITS) and record.value:
-                of = record.value.decode() if record.kind == TAG else record.id.partition("/")[0]
-                notes = self._notes.setdefault((record.tenant, of), set())
-                self._count -= len(notes)
-                notes.add((record.kind, record.id))
-                self._count += len(notes)
-        if self._count > self._sweep_at:
-            for place in list(self._notes):
-                self.of(*place)
-            self._sweep_at = 2 * self._count + SPARE_NOTES
-
-    def of(self, tenant: str, context_id: str) -> dict[str, list[kv_pb2.Record]]:
-        """A context's tags and hits, by kind. Those that are not its own any more are forgotten."""
-        notes = self._notes.get((tenant, context_id), set())
-        found: dict[str, list[kv_pb2.Record]] = {TAG: [], HITS: []}
-        for kind, record_id in list(notes):
-            record = self._book.get(kind, tenant, record_id)
-            if record is None or (kind == TAG and record.value.decode() != context_id):
-                notes.discard((kind, record_id))
-                self._count -= 1
-            else:
-                found[kind].append(record)
-        if not notes:
-            self._notes.pop((tenant, context_id), None)
-        return found
-
-
-CONTEXT, FILLED, PINNED = "context", "filled", "pinned"
-
+SPARE_ENTRIES = 1024
+"""The index is swept when it has this many entries more than twice those left by the last sweep."""
 
 PREFIX = "cache-"
-"""Of contexts' ids."""
-
+"""Beginning of a context's id."""
 
 DEFAULT_TTL_S = 3600.0
 
-
 MAX_TTL_S = 7 * 86400.0
-"""As of pins."""
-
+"""The longest TTL of a pin, too."""
 
 INACTIVE_S = 86400.0
-"""How long a context whose time is over can be brought back."""
-
+"""Seconds for which an expired context can be renewed."""
 
 TOMBSTONE_S = 30 * 86400.0
-"""How long it is known that one was deleted."""
-
+"""Seconds for which a deleted context's records are kept as deleted."""
 
 TAG_S = 366 * 86400.0
-"""How long a tag is kept; it says nothing once its context is gone."""
-
+"""Seconds for which a tag is kept. A tag without its context has no effect."""
 
 MAX_CONTEXTS = 1024
-"""Of one tenant."""
-
+"""Contexts of one tenant."""
 
 MAX_TAGS = 16
 
-
 MAX_NAME_CHARS = 256
-
 
 MAX_DESCRIPTION_CHARS = 512
 
-
 MAX_METADATA = 16
-
 
 MAX_METADATA_CHARS = (64, 512)
 
+REPIN_PAUSE_S = 0.5
+"""Shortest pause between two attempts to pin the rest of a context that is used."""
+
+MAX_PIN_TIMES = 4096
+"""Contexts whose last attempt to pin is remembered."""
+
+STORED_TIMEOUT_S = 20.0
+"""Longest wait for a new context's blocks to get from prefill to a kvstore."""
+
+STORED_POLL_S = 0.05
+
+LIST_BYTES = 4 << 20
+
+HITS_FLUSH_S = 1.0
+"""Shortest pause between two writes of hit counts."""
+
+_ContextKey = tuple[str, str]  # a context's tenant and id
+
 
 @dataclass(frozen=True, slots=True)
-class ContextUse:
-    """A request that begins with a context: the request with the whole prompt, and the context."""
+class ContextServices:
+    """What named contexts need from their conductor.
 
-    request: pb.GenerateRequest
-    context: pb.Context
+    Attributes:
+        sync: the records that conductors share.
+        deletions: deletes KV.
+        channels: to kvstores.
+        stores: the kvstores that have joined.
+        conductor: this conductor's id.
+        model: the served model's name; raises Unavailable before the first engine.
+        read: checks and tokenises a request.
+        compute: serves a request and drops its output.
+        held: number of leading blocks of a chain that each instance holds.
+    """
+
+    sync: RecordSync
+    deletions: KVDeletions
+    channels: Channels
+    stores: Callable[[], Sequence[kv_pb2.Instance]]
+    conductor: str
+    model: Callable[[], str]
+    read: Callable[[pb.GenerateRequest], Awaitable[ValidRequest]]
+    compute: Callable[[pb.GenerateRequest], Awaitable[None]]
+    held: Callable[[Sequence[BlockKey]], Mapping[str, int]]
 
 
-def context_key(context: pb.Context) -> tuple[str, str]:
-    """Its tenant and id."""
+class ContextIndex:
+    """Tags and hit counts by context: keys of records of these kinds.
+
+    An entry is checked when it is read: the record may be gone, or the tag may belong to another context now. All
+    entries are swept when they have doubled, so there are never many more entries than records.
+
+    Args:
+        records: the shared records.
+    """
+
+    def __init__(self, records: ReplicatedRecords) -> None:
+        self._records = records
+        self._entries: dict[_ContextKey, set[tuple[str, str]]] = {}  # kinds and ids of records
+        self._count = 0
+        self._sweep_at = SPARE_ENTRIES
+
+    def __len__(self) -> int:
+        """Number of entries."""
+        return self._count
+
+    def add(self, records: Iterable[kv_pb2.Record]) -> None:
+        """Add the tags and hit counts among some new records."""
+        for record in records:
+            if record.kind in (TAG, HITS) and record.value:
+                context_id = record.value.decode() if record.kind == TAG else record.id.partition("/")[0]
+                entries = self._entries.setdefault((record.tenant, context_id), set())
+                self._count -= len(entries)
+                entries.add((record.kind, record.id))
+                self._count += len(entries)
+        if self._count > self._sweep_at:
+            for key in list(self._entries):
+                self.records_of(*key)
+            self._sweep_at = 2 * self._count + SPARE_ENTRIES
+
+    def records_of(self, tenant: str, context_id: str) -> dict[str, list[kv_pb2.Record]]:
+        """A context's tags and hit counts, by kind. Outdated entries are dropped."""
+        entries = self._entries.get((tenant, context_id), set())
+        found: dict[str, list[kv_pb2.Record]] = {TAG: [], HITS: []}
+        for kind, record_id in list(entries):
+            record = self._records.get(kind, tenant, record_id)
+            if record is None or (kind == TAG and record.value.decode() != context_id):
+                entries.discard((kind, record_id))
+                self._count -= 1
+            else:
+                found[kind].append(record)
+        if not entries:
+            self._entries.pop((tenant, context_id), None)
+        return found
+
+
+def context_key(context: pb.Context) -> _ContextKey:
+    """A context's tenant and id."""
     return context.made.tenant, context.id
 
 
 class ContextRecords:
-    """The contexts that the records tell of. Changes nothing but records.
+    """Contexts as records: reads contexts from records, and makes records of changes. Changes nothing itself.
 
     Args:
-        ledger: has the records.
-        conductor: this conductor's id: each counts its own hits.
+        sync: the records that conductors share.
+        conductor: this conductor's id: each conductor counts its own hits.
     """
 
-    def __init__(self, ledger: RecordLedger, conductor: str) -> None:
-        self._ledger = ledger
+    def __init__(self, sync: RecordSync, conductor: str) -> None:
+        self._sync = sync
         self._conductor = conductor
-        self._beside = ContextIndex(ledger.book)
-        ledger.heard.append(self._beside.heard)
+        self._index = ContextIndex(sync.records)
+        sync.listeners.append(self._index.add)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def find(self, tenant: str, name: str) -> pb.Context:
-        """A tenant's context of this id or tag.
+        """A tenant's context by id or tag.
 
         Raises:
-            NotFound: the tenant has none, whatever others have.
+            NotFound: the tenant has no such context.
         """
-        tag = self._ledger.book.get(TAG, tenant, name)
+        tag = self._sync.records.get(TAG, tenant, name)
         found = self.get(tenant, tag.value.decode() if tag is not None else name)
         if found is None:
             raise NotFound(f"there is no context {name!r}")
         return found
 
     def get(self, tenant: str, context_id: str) -> pb.Context | None:
-        """A tenant's context of this id, as it is now."""
-        record = self._ledger.book.get(CONTEXT, tenant, context_id)
+        """A tenant's context by id."""
+        record = self._sync.records.get(CONTEXT, tenant, context_id)
         return self._read(record) if record is not None else None
 
     def knows(self, tenant: str, name: str) -> bool:
-        """Whether a tenant has a context of this id or tag, by what is known here."""
-        book = self._ledger.book
-        return book.get(TAG, tenant, name) is not None or book.get(CONTEXT, tenant, name) is not None
+        """Whether this conductor knows a tenant's context by id or tag."""
+        records = self._sync.records
+        return records.get(TAG, tenant, name) is not None or records.get(CONTEXT, tenant, name) is not None
 
-    def of(self, tenant: str) -> list[pb.Context]:
-        """All of a tenant's, newest first."""
-        found = map(self._read, self._ledger.book.of(CONTEXT, tenant))
+    def of_tenant(self, tenant: str) -> list[pb.Context]:
+        """A tenant's contexts, newest first."""
+        found = map(self._read, self._sync.records.of(CONTEXT, tenant))
         return sorted(found, key=lambda context: (-context.created_at, context.id))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._ledger.book.of(CONTEXT))
+        return sum(1 for _ in self._sync.records.of(CONTEXT))
 
     def _read(self, record: kv_pb2.Record) -> pb.Context:
-        """A context with what is kept beside it."""
-        book, place = self._ledger.book, (record.tenant, record.id)
-        context, beside = pb.Context.FromString(record.value), self._beside.of(*place)
+        """A context from all its records."""
+        key = record.tenant, record.id
+        context, indexed = pb.Context.FromString(record.value), self._index.records_of(*key)
         for kind in (FILLED, PINNED):
-            kept = book.get(kind, *place)
-            if kept is not None:
-                _lay_over(context, pb.Context.FromString(kept.value), kind)
+            part = self._sync.records.get(kind, *key)
+            if part is not None:
+                _merge_part(context, pb.Context.FromString(part.value), kind)
         if context.pinned_blocks == context.blocks:
             context.error = ""
-        for counted in map(pb.Context.FromString, (one.value for one in beside[HITS])):
+        for counted in map(pb.Context.FromString, (hits.value for hits in indexed[HITS])):
             context.hits += counted.hits
             context.saved_tokens += counted.saved_tokens
-        context.made.tags[:] = sorted(tag.id for tag in beside[TAG])
-        if context.expires_at <= self._ledger.clock():
+        context.made.tags[:] = sorted(tag.id for tag in indexed[TAG])
+        if context.expires_at <= self._sync.clock():
             context.status = pb.CONTEXT_STATUS_INACTIVE
         return context
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def made(self, request: pb.CreateContextRequest, model: str) -> tuple[pb.Context, list[kv_pb2.Record]]:
-        """A new context, and its records; nothing is known of its tokens yet.
+    def new(self, request: pb.CreateContextRequest, model: str) -> tuple[pb.Context, list[kv_pb2.Record]]:
+        """A new context without its tokens, and records of its tags.
 
         Raises:
             InvalidRequest: names the field that is wrong.
-            Overloaded: the tenant has too many.
+            Overloaded: the tenant has too many contexts.
         """
-        check_made(request, model)
-        if sum(1 for _ in self._ledger.book.of(CONTEXT, request.tenant)) >= MAX_CONTEXTS:
+        check_create(request, model)
+        if sum(1 for _ in self._sync.records.of(CONTEXT, request.tenant)) >= MAX_CONTEXTS:
             message = f"a tenant has at most {MAX_CONTEXTS} contexts; delete some"
             raise Overloaded(message, reason="contexts_full", retry_after_s=60.0)
-        now = self._ledger.clock()
+        now = self._sync.clock()
         context = pb.Context(
             id=f"{PREFIX}{secrets.token_hex(10)}",
             made=request,
@@ -233,38 +259,36 @@ class ContextRecords:
         return context, self._tags(context, request.tags)
 
     def record(self, context: pb.Context) -> kv_pb2.Record:
-        """The record of what a context is and how long it lives, without what others write beside it."""
+        """The record of a context's definition and end, without what its other records have."""
         kept = pb.Context()
         kept.CopyFrom(context)
-        for beside in ("hits", "saved_tokens", "error", "kvstore", "pinned_blocks", "pinned_bytes"):
-            kept.ClearField(beside)
+        for field in ("hits", "saved_tokens", "error", "kvstore", "pinned_blocks", "pinned_bytes"):
+            kept.ClearField(field)
         kept.made.ClearField("tags")
         kept.status = pb.CONTEXT_STATUS_PENDING if kept.blocks else pb.CONTEXT_STATUS_READY
-        return self._ledger.record(
-            CONTEXT, *context_key(context), kept.SerializeToString(), kept.expires_at + INACTIVE_S
-        )
+        return self._sync.record(CONTEXT, *context_key(context), kept.SerializeToString(), kept.expires_at + INACTIVE_S)
 
     def filled(self, context: pb.Context, status: pb.ContextStatus.ValueType, error: str = "") -> kv_pb2.Record:
         """The record of how computing a context went."""
-        return self._kept(FILLED, context, pb.Context(status=status, error=error))
+        return self._part(FILLED, context, pb.Context(status=status, error=error))
 
     def pinned(
         self, context: pb.Context, kvstore: str = "", blocks: int = 0, nbytes: int = 0, error: str = ""
     ) -> kv_pb2.Record:
-        """The record of what of a context is pinned."""
+        """The record of a context's pin."""
         kept = pb.Context(kvstore=kvstore, pinned_blocks=blocks, pinned_bytes=nbytes, error=error)
-        return self._kept(PINNED, context, kept)
+        return self._part(PINNED, context, kept)
 
-    def _kept(self, kind: str, context: pb.Context, kept: pb.Context) -> kv_pb2.Record:
-        """A record beside a context's own. It outlives one renewal."""
+    def _part(self, kind: str, context: pb.Context, part: pb.Context) -> kv_pb2.Record:
+        """A record with a part of a context. It outlives one renewal."""
         expires_at = context.expires_at + INACTIVE_S + MAX_TTL_S
-        return self._ledger.record(kind, *context_key(context), kept.SerializeToString(), expires_at)
+        return self._sync.record(kind, *context_key(context), part.SerializeToString(), expires_at)
 
     def updated(self, request: pb.UpdateContextRequest) -> tuple[pb.Context, list[kv_pb2.Record]]:
         """A changed context and its records.
 
         Raises:
-            NotFound: there is none.
+            NotFound: there is no such context.
             InvalidRequest: names the field that is wrong.
         """
         context = self.find(request.tenant, request.id)
@@ -272,7 +296,7 @@ class ContextRecords:
         _check_metadata(request.metadata)
         if request.HasField("ttl_s"):
             check_ttl("ttl_s", request.ttl_s)
-            context.expires_at = self._ledger.clock() + request.ttl_s
+            context.expires_at = self._sync.clock() + request.ttl_s
         if request.metadata:
             context.made.ClearField("metadata")
             context.made.metadata.update(request.metadata)
@@ -281,39 +305,37 @@ class ContextRecords:
         return context, [*records, *(self._deleted(TAG, context.made.tenant, tag) for tag in gone)]
 
     def deleted(self, context: pb.Context) -> list[kv_pb2.Record]:
-        """Records by which a context and everything of it is gone, its text too."""
-        tenant, beside = context_key(context)[0], self._beside.of(*context_key(context))
+        """Records that delete a context, its text and everything about it."""
+        tenant, indexed = context_key(context)[0], self._index.records_of(*context_key(context))
         return [
             *(self._deleted(kind, *context_key(context)) for kind in (CONTEXT, FILLED, PINNED)),
-            *(self._deleted(kind, tenant, one.id) for kind, records in beside.items() for one in records),
+            *(self._deleted(kind, tenant, one.id) for kind, records in indexed.items() for one in records),
         ]
 
     def hit(self, context: pb.Context, saved_tokens: int) -> kv_pb2.Record:
-        """This conductor's count with one more request."""
-        place = HITS, context.made.tenant, f"{context.id}/{self._conductor}"
-        record = self._ledger.book.get(*place)
+        """This conductor's hit count of a context, with one more request."""
+        key = HITS, context.made.tenant, f"{context.id}/{self._conductor}"
+        record = self._sync.records.get(*key)
         counted = pb.Context.FromString(record.value) if record is not None else pb.Context()
         counted.hits += 1
         counted.saved_tokens += saved_tokens
-        return self._ledger.record(*place, counted.SerializeToString(), context.expires_at + MAX_TTL_S)
+        return self._sync.record(*key, counted.SerializeToString(), context.expires_at + MAX_TTL_S)
 
     def counted(self, tenant: str, context_id: str) -> kv_pb2.Record | None:
-        """This conductor's count; None when there is none."""
-        return self._ledger.book.get(HITS, tenant, f"{context_id}/{self._conductor}")
+        """This conductor's hit count of a context; None without hits."""
+        return self._sync.records.get(HITS, tenant, f"{context_id}/{self._conductor}")
 
-    def use(self, message: pb.GenerateRequest) -> ContextUse | None:
-        """A request with the context that it names before its prompt; None when it names none.
+    def expand(self, message: pb.GenerateRequest) -> tuple[pb.GenerateRequest, pb.Context]:
+        """A request with its context put before its prompt, and the context, renewed if the request wants that.
 
         Raises:
-            NotFound: there is no such context, or its time is over.
+            NotFound: there is no such context, or the context has expired.
             InvalidRequest: the context is of another kind than the prompt.
         """
-        if not message.HasField("context"):
-            return None
-        context, again = self.find(message.tenant, message.context.id), message.context.reset_ttl_s
-        if again:
-            check_ttl("context.reset_ttl_s", again)
-            context.expires_at = self._ledger.clock() + again
+        context, renewed_s = self.find(message.tenant, message.context.id), message.context.reset_ttl_s
+        if renewed_s:
+            check_ttl("context.reset_ttl_s", renewed_s)
+            context.expires_at = self._sync.clock() + renewed_s
         elif context.status == pb.CONTEXT_STATUS_INACTIVE:
             raise NotFound(f"the time of context {message.context.id!r} is over; reset_ttl_s brings it back")
         kind = "chat" if context.made.HasField("chat") else "tokens"
@@ -323,40 +345,41 @@ class ContextRecords:
         whole = pb.GenerateRequest()
         whole.CopyFrom(message)
         whole.ClearField("prompt")
-        whole.MergeFrom(self.beginning(context))
+        whole.MergeFrom(prefix_request(context))
         if kind == "chat":
             whole.chat.MergeFrom(message.chat)
         else:
             whole.tokens.MergeFrom(message.tokens)
-        return ContextUse(whole, context)
-
-    def beginning(self, context: pb.Context) -> pb.GenerateRequest:
-        """A request of the context alone."""
-        made = context.made
-        if made.HasField("chat"):
-            return pb.GenerateRequest(chat=made.chat, tenant=made.tenant)
-        return pb.GenerateRequest(tokens=made.prompt, tenant=made.tenant)
+        return whole, context
 
     def _tags(self, context: pb.Context, tags: Iterable[str]) -> list[kv_pb2.Record]:
-        expires_at = self._ledger.clock() + TAG_S
+        expires_at = self._sync.clock() + TAG_S
         tenant, value = context.made.tenant, context.id.encode()
-        return [self._ledger.record(TAG, tenant, tag, value, expires_at) for tag in dict.fromkeys(tags)]
+        return [self._sync.record(TAG, tenant, tag, value, expires_at) for tag in dict.fromkeys(tags)]
 
     def _deleted(self, kind: str, tenant: str, record_id: str) -> kv_pb2.Record:
-        return self._ledger.record(kind, tenant, record_id, b"", self._ledger.clock() + TOMBSTONE_S)
+        return self._sync.record(kind, tenant, record_id, b"", self._sync.clock() + TOMBSTONE_S)
 
 
-def _lay_over(context: pb.Context, kept: pb.Context, kind: str) -> None:
-    """Lays what is kept beside a context over it."""
+def prefix_request(context: pb.Context) -> pb.GenerateRequest:
+    """A request with the context as its prompt."""
+    made = context.made
+    if made.HasField("chat"):
+        return pb.GenerateRequest(chat=made.chat, tenant=made.tenant)
+    return pb.GenerateRequest(tokens=made.prompt, tenant=made.tenant)
+
+
+def _merge_part(context: pb.Context, part: pb.Context, kind: str) -> None:
+    """Put the part of a FILLED or PINNED record into a context."""
     if kind == FILLED:
-        context.status, context.error = kept.status, kept.error
+        context.status, context.error = part.status, part.error
         return
-    context.kvstore, context.pinned_blocks, context.pinned_bytes = kept.kvstore, kept.pinned_blocks, kept.pinned_bytes
-    context.error = context.error or kept.error
+    context.kvstore, context.pinned_blocks, context.pinned_bytes = part.kvstore, part.pinned_blocks, part.pinned_bytes
+    context.error = context.error or part.error
 
 
-def check_made(request: pb.CreateContextRequest, model: str) -> None:
-    """Checks what a context is made from, but for its prompt.
+def check_create(request: pb.CreateContextRequest, model: str) -> None:
+    """Check everything that a context is created from, except its prompt.
 
     Raises:
         InvalidRequest: names the field that is wrong.
@@ -379,7 +402,7 @@ def check_made(request: pb.CreateContextRequest, model: str) -> None:
 
 
 def check_ttl(field: str, ttl_s: float) -> None:
-    """Checks a time to live."""
+    """Check a time to live, seconds."""
     if not (math.isfinite(ttl_s) and 0 < ttl_s <= MAX_TTL_S):
         raise InvalidRequest(field, f"must be in (0, {MAX_TTL_S:g}], is {ttl_s:g}")
 
@@ -401,154 +424,125 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
         raise InvalidRequest("metadata", f"a name has at most {most_key} characters, a value {most_value}")
 
 
-log = get_logger(__name__)
-
-
-REPIN_PAUSE_S = 0.5
-"""A context that is not wholly pinned is pinned again after its uses, so often at most."""
-
-
-MAX_TRIED = 4096
-"""Contexts of which it is remembered when they were pinned."""
-
-
-HeldBlocks = Callable[[Sequence[BlockKey]], Mapping[str, int]]
-
-
-StartTask = Callable[[Coroutine[Any, Any, None]], None]
-
-
-_ContextKey = tuple[str, str]  # a context's tenant and id
-
-
 class ContextPins:
-    """The pins of contexts.
+    """Pins contexts at kvstores, one attempt per context at a time.
 
     Args:
-        contexts: the records' content.
-        ledger: has the records.
-        channels: to kvstores.
-        stores: kvstores that are joined.
-        held: how many leading blocks of a chain each instance holds.
-        begin: does something besides.
+        contexts: the contexts.
+        services: the conductor's.
+        start_task: runs work in the background.
     """
 
     def __init__(
         self,
         contexts: ContextRecords,
-        ledger: RecordLedger,
-        channels: Channels,
-        stores: Callable[[], Sequence[kv_pb2.Instance]],
-        held: HeldBlocks,
-        begin: StartTask,
+        services: ContextServices,
+        start_task: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._contexts = contexts
-        self._ledger = ledger
-        self._channels = channels
-        self._stores = stores
-        self._held = held
-        self._begin = begin
-        self._again: dict[_ContextKey, bool] = {}  # contexts that are being pinned; whether once more then
-        self._tried: dict[_ContextKey, float] = {}  # when each was pinned last
+        self._services = services
+        self._sync = services.sync
+        self._start_task = start_task
+        self._pinning: dict[_ContextKey, bool] = {}  # contexts that are being pinned; True: once more afterwards
+        self._last_pin: dict[_ContextKey, float] = {}  # end of the last attempt
 
-    def best(self, keys: Sequence[BlockKey]) -> tuple[kv_pb2.Instance | None, int]:
-        """The kvstore that holds most of a chain, and how many blocks."""
-        held = self._held(keys)
-        stores = [(held.get(store.id, 0), store) for store in self._stores()]
+    def best_store(self, keys: Sequence[BlockKey]) -> tuple[kv_pb2.Instance | None, int]:
+        """The kvstore that holds most of a chain, and its number of leading blocks."""
+        held = self._services.held(keys)
+        stores = [(held.get(store.id, 0), store) for store in self._services.stores()]
         blocks, best = max(stores, key=lambda one: one[0], default=(0, None))
         return best, blocks
 
-    def used(self, context: pb.Context) -> None:
-        """A context was used, which may have been stored again: what is not pinned of it is pinned, in a moment."""
-        if context.pinned_blocks < context.blocks and context_key(context) not in self._again:
+    def pin_rest(self, context: pb.Context) -> None:
+        """A context was used, so its KV may be stored again: soon pin the blocks that are not pinned."""
+        if context.pinned_blocks < context.blocks and context_key(context) not in self._pinning:
             self._start(context_key(context), REPIN_PAUSE_S)
 
-    def wanted(self, context: pb.Context) -> None:
-        """Pins what a kvstore has of a context, until its time is over. While it is being pinned: once more."""
-        place = context_key(context)
-        if place in self._again:
-            self._again[place] = True
+    def request_pin(self, context: pb.Context) -> None:
+        """Pin a context until it expires; once more if it is being pinned now."""
+        key = context_key(context)
+        if key in self._pinning:
+            self._pinning[key] = True
         elif context.keys:
-            self._start(place, 0.0)
+            self._start(key, 0.0)
 
-    async def now(self, context: pb.Context) -> None:
-        """As `wanted`, and waits for it; while it is being pinned, not."""
-        place = context_key(context)
-        if place in self._again:
-            self._again[place] = True
+    async def pin(self, context: pb.Context) -> None:
+        """Pin a context and wait for that; if it is being pinned now, order another attempt without waiting."""
+        key = context_key(context)
+        if key in self._pinning:
+            self._pinning[key] = True
         else:
-            self._again[place] = False
-            await self._pin(place, 0.0)
+            self._pinning[key] = False
+            await self._pin(key, 0.0)
 
-    def _start(self, place: _ContextKey, pause_s: float) -> None:
-        self._again[place] = False
+    def _start(self, key: _ContextKey, pause_s: float) -> None:
+        self._pinning[key] = False
         now = asyncio.get_running_loop().time()
-        self._begin(self._pin(place, max(0.0, self._tried.get(place, -pause_s) + pause_s - now)))
+        self._start_task(self._pin(key, max(0.0, self._last_pin.get(key, -pause_s) + pause_s - now)))
 
     async def unpin(self, context: pb.Context, store: kv_pb2.Instance | None = None) -> None:
-        """Ends a context's pin, at the store that has it by default."""
-        store = store or next((one for one in self._stores() if one.id == context.kvstore), None)
+        """End a context's pin, by default at the store that has it."""
+        store = store or next((one for one in self._services.stores() if one.id == context.kvstore), None)
         if store is not None:
             request = kvstore_pb2.UnpinRequest(name=_pin_name(context), tenant=context.made.tenant)
             try:
-                await KVStoreServiceStub(self._channels.get(store.address)).Unpin(request, timeout=CALL_TIMEOUT_S)
+                await KVStoreServiceStub(self._services.channels.get(store.address)).Unpin(
+                    request, timeout=CALL_TIMEOUT_S
+                )
             except grpc.aio.AioRpcError as error:
                 log.warning("a context's pin was not ended", context=context.id, error=str(from_rpc_error(error)))
 
-    async def _pin(self, place: _ContextKey, after_s: float) -> None:
+    async def _pin(self, key: _ContextKey, after_s: float) -> None:
         try:
             await asyncio.sleep(after_s)
             while True:
-                self._again[place] = False
-                await self._once(place)
-                if not self._again[place]:
+                self._pinning[key] = False
+                await self._try_pin(key)
+                if not self._pinning[key]:
                     return
         finally:
-            del self._again[place]
-            self._note(place)
+            del self._pinning[key]
+            if len(self._last_pin) >= MAX_PIN_TIMES:
+                self._last_pin.clear()
+            self._last_pin[key] = asyncio.get_running_loop().time()
 
-    def _note(self, place: _ContextKey) -> None:
-        if len(self._tried) >= MAX_TRIED:
-            self._tried.clear()
-        self._tried[place] = asyncio.get_running_loop().time()
-
-    async def _once(self, place: _ContextKey) -> None:
-        """One attempt, by what is known of the context now."""
-        context = self._contexts.get(*place)
+    async def _try_pin(self, key: _ContextKey) -> None:
+        """One attempt, with the context's present records."""
+        context = self._contexts.get(*key)
         if context is None:
             return
-        keys, now = unpack_keys(context.keys), self._ledger.clock()
-        store, _ = self.best(keys)
+        keys, now = unpack_keys(context.keys), self._sync.clock()
+        store, _ = self.best_store(keys)
         ttl_s = min(MAX_TTL_S, context.expires_at - now)
         if ttl_s <= 0:
             return
         if store is None:
-            await self._ledger.push([self._contexts.pinned(context, error="not pinned: no kvstore is there")])
+            await self._sync.push([self._contexts.pinned(context, error="not pinned: no kvstore is there")])
             return
         if context.kvstore not in ("", store.id):
             await self.unpin(context)
-        pinned, error = await self._ask(store, context, keys, ttl_s)
-        await self._ledger.pull()
-        latest = self._contexts.get(*place)
+        pinned, error = await self._call_pin(store, context, keys, ttl_s)
+        await self._sync.pull()
+        latest = self._contexts.get(*key)
         if latest is None:  # deleted meanwhile
             await self.unpin(context, store)
             return
         if latest.expires_at != context.expires_at:  # renewed meanwhile, perhaps by another conductor that pinned first
-            self._again[place] = True
+            self._pinning[key] = True
         records = [self._contexts.pinned(latest, store.id, pinned.blocks, pinned.bytes, error)]
         if pinned.blocks == latest.blocks and latest.status != pb.CONTEXT_STATUS_READY:
             records.append(self._contexts.filled(latest, pb.CONTEXT_STATUS_READY))
-        await self._ledger.push(records)
+        await self._sync.push(records)
 
-    async def _ask(
+    async def _call_pin(
         self, store: kv_pb2.Instance, context: pb.Context, keys: Sequence[BlockKey], ttl_s: float
     ) -> tuple[kvstore_pb2.PinResponse, str]:
-        """What the store has pinned, and why not all."""
+        """What a kvstore has pinned, and the reason if that is not all."""
         request = kvstore_pb2.PinRequest(
             name=_pin_name(context), keys=context.keys, ttl_s=ttl_s, tenant=context.made.tenant
         )
         try:
-            stub = KVStoreServiceStub(self._channels.get(store.address))
+            stub = KVStoreServiceStub(self._services.channels.get(store.address))
             pinned: kvstore_pb2.PinResponse = await stub.Pin(request, timeout=CALL_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             return kvstore_pb2.PinResponse(), f"not pinned: {from_rpc_error(error)}"
@@ -557,75 +551,36 @@ class ContextPins:
 
 
 def _pin_name(context: pb.Context) -> str:
-    """Of its pin."""
+    """The name of a context's pin."""
     return f"context:{context.id}"
 
 
-STORED_TIMEOUT_S = 20.0
-"""How long a new context's blocks may take from the pool of prefill to a kvstore."""
-
-
-STORED_POLL_S = 0.05
-
-
-LIST_BYTES = 4 << 20
-
-
-HITS_FLUSH_S = 1.0
-"""Counts of hits are written so often at most."""
-
-
-ReadRequest = Callable[[pb.GenerateRequest], Awaitable[ValidRequest]]
-
-
-ComputeRequest = Callable[[pb.GenerateRequest], Awaitable[None]]
-
-
 class NamedContextManager:
-    """Answers the calls about contexts.
+    """Serves the calls about contexts, and the requests that begin with one; see `servicer.NamedContexts`.
 
     Args:
-        contexts: the records' content.
-        ledger: has the records.
-        forgetting: deletes KV.
-        channels: to kvstores.
-        stores: kvstores that are joined.
-        model: name of what is served; raises Unavailable before the first engine.
-        read: checks and tokenises a request.
-        compute: serves a request, and drops the answer.
-        held: how many leading blocks of a chain each instance holds.
+        services: the conductor's.
     """
 
-    def __init__(
-        self,
-        contexts: ContextRecords,
-        ledger: RecordLedger,
-        forgetting: KVDeletions,
-        channels: Channels,
-        stores: Callable[[], Sequence[kv_pb2.Instance]],
-        model: Callable[[], str],
-        read: ReadRequest,
-        compute: ComputeRequest,
-        held: HeldBlocks,
-    ) -> None:
-        self.contexts = contexts
-        self._ledger = ledger
-        self._forgetting = forgetting
-        self._stores = stores
-        self._model = model
-        self._read = read
-        self._compute = compute
-        self._pins = ContextPins(contexts, ledger, channels, stores, held, self._begin)
+    def __init__(self, services: ContextServices) -> None:
+        self._services = services
+        self._sync = services.sync
+        self._contexts = ContextRecords(services.sync, services.conductor)
+        self._pins = ContextPins(self._contexts, services, self._start_task)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._uncounted: list[tuple[pb.Context, int]] = []
+        self._uncounted: list[tuple[pb.Context, int]] = []  # contexts and saved tokens of requests
+
+    def __len__(self) -> int:
+        """Number of contexts."""
+        return len(self._contexts)
 
     @property
     def tasks(self) -> int:
-        """What is being done besides calls."""
+        """Number of background tasks."""
         return len(self._tasks)
 
     async def aclose(self) -> None:
-        """Ends what is being done; hits that were not written yet are lost."""
+        """Cancel the background tasks; hits that are not written yet are lost."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -634,143 +589,144 @@ class NamedContextManager:
     # --- calls -----------------------------------------------------------------------------------------------------
 
     async def create(self, request: pb.CreateContextRequest) -> pb.Context:
-        """Makes a context; its KV is computed afterwards.
+        """Create a context; its KV is computed in the background.
 
         Raises:
             InvalidRequest: names the field that is wrong.
-            Overloaded: there are too many.
-            Unavailable: there is no engine, or no kvstore that could keep it.
+            Overloaded: the tenant has too many contexts.
+            Unavailable: no engine or no kvstore has joined.
         """
-        model = self._model()
-        if not self._stores():
+        model = self._services.model()
+        if not self._services.stores():
             raise Unavailable("contexts are kept by kvstores, and none has joined")
-        await self._ledger.pull()
-        context, tags = self.contexts.made(request, model)
+        await self._sync.pull()
+        context, tags = self._contexts.new(request, model)
         prefix = await self._prefix(context)
         keys = list(prefix.prompt_keys)
         context.tokens, context.blocks, context.keys = len(prefix.prompt), len(keys), pack_keys(keys)
-        await self._ledger.push([self.contexts.record(context), *tags])
+        await self._sync.push([self._contexts.record(context), *tags])
         if keys:
-            self._begin(self._fill(context, prefix, keys))
-        return self.contexts.find(request.tenant, context.id)
+            self._start_task(self._fill(context, prefix, keys))
+        return self._contexts.find(request.tenant, context.id)
 
     async def update(self, request: pb.UpdateContextRequest) -> pb.Context:
-        """Changes a context; a new time to live is its pin's too."""
-        await self._ledger.pull()
-        context, records = self.contexts.updated(request)
-        await self._ledger.push(records)
+        """Change a context. A new TTL is that of its pin, too."""
+        await self._sync.pull()
+        context, records = self._contexts.updated(request)
+        await self._sync.push(records)
         if request.HasField("ttl_s"):
-            self._pins.wanted(context)
-        return self.contexts.find(request.tenant, context.id)
+            self._pins.request_pin(context)
+        return self._contexts.find(request.tenant, context.id)
 
     async def list(self, request: pb.ListContextsRequest) -> list[pb.Context]:
-        """A tenant's contexts, or the one that is named."""
-        await self._ledger.pull()
+        """A tenant's contexts, or the one with the request's id."""
+        await self._sync.pull()
         if request.id:
-            return [self.contexts.find(request.tenant, request.id)]
-        return _within_list_bytes(LIST_BYTES, self.contexts.of(request.tenant))
+            return [self._contexts.find(request.tenant, request.id)]
+        return _within_list_bytes(LIST_BYTES, self._contexts.of_tenant(request.tenant))
 
     async def delete(self, request: pb.DeleteContextRequest) -> pb.DeleteContextResponse:
-        """Ends a context and deletes its KV everywhere."""
-        await self._ledger.pull()
-        context = self.contexts.find(request.tenant, request.name)
-        await self._ledger.push(self.contexts.deleted(context))
+        """Delete a context, and its KV everywhere."""
+        await self._sync.pull()
+        context = self._contexts.find(request.tenant, request.name)
+        await self._sync.push(self._contexts.deleted(context))
         await self._pins.unpin(context)
         response = pb.DeleteContextResponse(id=context.id)
         keys = frozenset(unpack_keys(context.keys))
         if keys:
-            response.deleted.CopyFrom(await self._forgetting.delete(KVSelection(keys=keys)))
+            response.deleted.CopyFrom(await self._services.deletions.delete(KVSelection(keys=keys)))
         return response
 
     # --- uses ------------------------------------------------------------------------------------------------------
 
-    async def use(self, message: pb.GenerateRequest, within_s: float) -> ContextUse | None:
-        """See `Contexts.use`. What other conductors have written lately is asked for, within the time.
+    async def expand(
+        self, message: pb.GenerateRequest, within_s: float
+    ) -> tuple[pb.GenerateRequest, Callable[[int], None] | None]:
+        """The request with the whole prompt; see `servicer.NamedContexts`.
 
-        One that was deleted elsewhere a moment ago may still be found.
+        Records of other conductors are read first. A context that another conductor deleted a moment ago may still be
+        found.
         """
         if not message.HasField("context"):
-            return None
-        if self.contexts.knows(message.tenant, message.context.id):
-            await self._ledger.fresh(within_s)
+            return message, None
+        self._services.model()
+        if self._contexts.knows(message.tenant, message.context.id):
+            await self._sync.refresh(within_s)
         else:
-            await self._ledger.pull(within_s)
-        use = self.contexts.use(message)
-        if use is not None and message.context.reset_ttl_s:
-            renewed = [self.contexts.record(use.context)]
-            self._ledger.merge(renewed)
-            self._begin(self._push(renewed))  # the answer need not wait for slow kvstores
-        return use
+            await self._sync.pull(within_s)
+        whole, context = self._contexts.expand(message)
+        if message.context.reset_ttl_s:
+            renewed = [self._contexts.record(context)]
+            self._sync.merge(renewed)
+            self._start_task(self._push(renewed))  # so that the request does not wait for slow kvstores
+        return whole, partial(self._used, context, bool(message.context.reset_ttl_s))
 
     async def _push(self, records: Sequence[kv_pb2.Record]) -> None:
-        await self._ledger.push(records)
+        await self._sync.push(records)
 
-    def used(self, use: ContextUse, cached_tokens: int) -> None:
-        """A request that began with a context has got its tokens."""
+    def _used(self, context: pb.Context, renewed: bool, cached_tokens: int) -> None:
+        """A request that begins with a context is over."""
         if not self._uncounted:
-            self._begin(self._count())
-        self._uncounted.append((use.context, min(cached_tokens, use.context.tokens)))
-        if use.request.context.reset_ttl_s:
-            self._pins.wanted(use.context)
+            self._start_task(self._write_hits())
+        self._uncounted.append((context, min(cached_tokens, context.tokens)))
+        if renewed:
+            self._pins.request_pin(context)
         else:
-            self._pins.used(use.context)
+            self._pins.pin_rest(context)
 
-    async def _count(self) -> None:
+    async def _write_hits(self) -> None:
         await asyncio.sleep(HITS_FLUSH_S)
         uncounted, self._uncounted = self._uncounted, []
         for context, saved_tokens in uncounted:
-            if self._is_there(context):
-                self._ledger.merge([self.contexts.hit(context, saved_tokens)])
-        places = {(context.made.tenant, context.id) for context, _ in uncounted}
-        records = [self.contexts.counted(*place) for place in places]
-        await self._ledger.push([record for record in records if record is not None])
+            if self._contexts.get(*context_key(context)) is not None:
+                self._sync.merge([self._contexts.hit(context, saved_tokens)])
+        keys = {context_key(context): None for context, _ in uncounted}
+        records = [self._contexts.counted(*key) for key in keys]
+        await self._sync.push([record for record in records if record is not None])
 
     # --- KV --------------------------------------------------------------------------------------------------------
 
     async def _prefix(self, context: pb.Context) -> ValidRequest:
-        """The tokens with which every prompt begins that goes on from a context."""
-        beginning = self.contexts.beginning(context)
-        if beginning.HasField("tokens"):
-            return await self._read(beginning)
-        # Where a template puts its marks is its own business: what two different next turns have in common is certain.
-        asked = []
+        """The tokens with which every prompt begins that extends a context."""
+        request = prefix_request(context)
+        if request.HasField("tokens"):
+            return await self._services.read(request)
+        # A chat template may put marks anywhere: certain is only what two different next messages have in common.
+        prompts = []
         for text in ("a", "b"):
-            turn = pb.GenerateRequest()
-            turn.CopyFrom(beginning)
-            turn.chat.messages.add(role="user", content=text)
-            asked.append((await self._read(turn)).prompt)
-        first, second = asked
+            extended = pb.GenerateRequest()
+            extended.CopyFrom(request)
+            extended.chat.messages.add(role="user", content=text)
+            prompts.append((await self._services.read(extended)).prompt)
+        first, second = prompts
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
         tokens = pb.TokenPrompt(token_ids=first[:common])
-        return await self._read(pb.GenerateRequest(tokens=tokens, tenant=context.made.tenant))
+        return await self._services.read(pb.GenerateRequest(tokens=tokens, tenant=context.made.tenant))
 
     async def _fill(self, context: pb.Context, prefix: ValidRequest, keys: Sequence[BlockKey]) -> None:
-        """Computes a new context's KV, waits until it is stored, and has it pinned."""
+        """Compute a new context's KV, wait until it is stored, and pin it."""
         request = pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=prefix.prompt), tenant=context.made.tenant)
         request.sampling.max_tokens, request.sampling.temperature = 1, 0.0
         status, why = pb.CONTEXT_STATUS_READY, ""
         try:
-            await self._compute(request)
-            await self._stored(keys)
+            await self._services.compute(request)
+            await self._until_stored(keys)
         except MoonpoolError as error:
             status, why = pb.CONTEXT_STATUS_ERROR, str(error)
-        await self._pins.now(context)
-        latest = self.contexts.get(*context_key(context))
-        if latest is not None and latest.pinned_blocks < latest.blocks:  # what is pinned whole is ready
-            await self._ledger.push([self.contexts.filled(latest, status, why)])
+        await self._pins.pin(context)
+        latest = self._contexts.get(*context_key(context))
+        if latest is not None and latest.pinned_blocks < latest.blocks:  # a context that is wholly pinned is ready
+            await self._sync.push([self._contexts.filled(latest, status, why)])
 
-    async def _stored(self, keys: Sequence[BlockKey]) -> None:
-        """Waits until some kvstore has all of a chain; gives up after a time."""
+    async def _until_stored(self, keys: Sequence[BlockKey]) -> None:
+        """Wait until a kvstore has all of a chain, at most `STORED_TIMEOUT_S`."""
         for _ in range(int(STORED_TIMEOUT_S / STORED_POLL_S)):
-            if self._pins.best(keys)[1] == len(keys) or not self._stores():
+            if self._pins.best_store(keys)[1] == len(keys) or not self._services.stores():
                 return
             await asyncio.sleep(STORED_POLL_S)
 
-    def _is_there(self, context: pb.Context) -> bool:
-        return self.contexts.get(*context_key(context)) is not None
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does something besides; its failure costs a warning."""
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work in the background; a failure is logged."""
 
         async def guarded() -> None:
             try:
@@ -786,7 +742,7 @@ class NamedContextManager:
 
 
 def _within_list_bytes(nbytes: int, contexts: list[pb.Context]) -> list[pb.Context]:
-    """A list that fits a message: prompts that would go beyond it are left out, the older ones'."""
+    """Make a list fit a message: the older contexts' prompts are left out."""
     for context in contexts:
         nbytes -= context.ByteSize()
         if nbytes < 0:

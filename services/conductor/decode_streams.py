@@ -1,14 +1,13 @@
-"""Streams to decode instances.
+"""Streams to decode instances: one `Steps` stream per instance, which carries all its sequences.
 
-One multiplexed `Steps` stream per instance, and subscriptions of requests to their sequences.
-
-When a stream breaks, all its sequences fail with StreamBroken, and the next sequence opens a new stream.
+If a stream breaks, all its sequences fail with StreamBroken, and the next sequence opens a new stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from moonpool.contracts import logprobs_from_proto, logprobs_to_proto
@@ -19,36 +18,53 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.transport.streams import ClientStream
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
-from services.conductor.core.events import FENCE_FIELD, Event, Failure, FailureKind, StopRequested, TokensArrived
-from services.conductor.session import NewTokens, Session, error_of, failure_of, finish_of
+from services.conductor.core.events import FENCE_FIELD
 
 log = get_logger(__name__)
 
 
 QUEUE_MESSAGES = 8192
-"""Starts and cancels waiting to be written; a decode instance that lets them grow beyond it does not read at all."""
-
+"""Most orders that wait to be written. If more wait, the decode instance does not read the stream."""
 
 WRITE_TIMEOUT_S = 10.0
 
-
 SILENCE_S = 1.0
-"""A stream with sequences that says nothing for so long, of an instance that does not answer on the same connection
-either, is given up: the way there is cut, although the instance may go on reporting."""
+"""A stream with sequences is checked after this silence: if the instance does not answer on the same connection, the
+stream is broken. The instance may still report its load on its own connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens of one choice, from an engine.
+
+    Attributes:
+        choice: number of the choice.
+        position: of the first token in the choice.
+        reason: with the last tokens, why the choice ends.
+        score: of a beam search's hypothesis, which comes whole.
+        logprobs: of these tokens, if they are wanted.
+    """
+
+    choice: int
+    position: int
+    token_ids: Sequence[int]
+    reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
+    score: float | None = None
+    logprobs: Logprobs | None = None
 
 
 class SequenceSubscriber(Protocol):
-    """Follows one request's sequences."""
+    """Gets the tokens of one sequence."""
 
-    def tokens(self, new: NewTokens) -> bool:
-        """Takes tokens; returns whether nothing more is to come."""
+    def add_tokens(self, new: NewTokens) -> bool:
+        """Take tokens; returns whether the sequence is over."""
 
     def fail(self, error: MoonpoolError) -> None:
         """The sequence cannot go on."""
 
 
 class _StepsCall(ClientStream[decode_pb2.StepsRequest, decode_pb2.StepsResponse]):
-    """One call. Steps has no welcome: orders may follow the hello at once."""
+    """One `Steps` call. There is no welcome: orders may follow the hello at once."""
 
     def __init__(
         self,
@@ -69,11 +85,11 @@ class _StepsCall(ClientStream[decode_pb2.StepsRequest, decode_pb2.StepsResponse]
         self._on_broken = on_broken
 
     def on_message(self, message: decode_pb2.StepsResponse, payload: memoryview) -> None:
-        """Tokens and failures."""
+        """Hand on tokens and failures."""
         self._on_message(message)
 
     def on_broken(self, error: Exception) -> None:
-        """Every sequence fails."""
+        """Fail every sequence."""
         self._on_broken(error)
 
 
@@ -88,49 +104,59 @@ class StepsStream:
         on_idle_break: Callable[[StepsStream], None] = lambda stream: None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Wire the stream; `on_idle_break` is called when it broke and no sequence is on it."""
+        """A stream that is not open yet.
+
+        Args:
+            channels: to the instances.
+            decode: the instance at the other end.
+            conductor: this end.
+            on_idle_break: called after the stream broke and its sequences have failed.
+            silence_s: seconds without a message after which the instance is checked.
+        """
         self.decode = decode
         self._channels = channels
         self._conductor = conductor
         self._on_idle_break = on_idle_break
-        self._followers: dict[str, SequenceSubscriber] = {}
+        self._subscribers: dict[str, SequenceSubscriber] = {}
         self._call: _StepsCall | None = None
-        self._pulse = ConnectionMonitor(lambda seconds: check_health(channels.get(decode.address), seconds), silence_s)
-        self._waiting: MonitoredCall | None = None
+        self._monitor = ConnectionMonitor(
+            lambda seconds: check_health(channels.get(decode.address), seconds), silence_s
+        )
+        self._monitored: MonitoredCall | None = None
 
     def __len__(self) -> int:
         """Sequences on the stream."""
-        return len(self._followers)
+        return len(self._subscribers)
 
     @property
     def is_open(self) -> bool:
-        """Whether its call is under way."""
+        """Whether the stream's call is running."""
         return self._call is not None and self._call.error is None
 
     @property
     def unsent(self) -> int:
-        """Starts and cancels that wait to be written; a broken stream has none."""
+        """Orders that wait to be written; 0 for a broken stream."""
         return len(self._call.outbox) if self._call is not None else 0
 
-    def subscribe(self, sequence_id: str, follower: SequenceSubscriber) -> None:
-        """Let a sequence's tokens go to `follower`, until its end."""
-        assert sequence_id not in self._followers, f"{sequence_id} is subscribed already"
-        self._followers[sequence_id] = follower
-        if self._waiting is None:
-            self._waiting = self._pulse.begin(self._cut)
+    def subscribe(self, sequence_id: str, subscriber: SequenceSubscriber) -> None:
+        """Send a sequence's tokens to `subscriber`, until the sequence's end."""
+        assert sequence_id not in self._subscribers, f"{sequence_id} is subscribed already"
+        self._subscribers[sequence_id] = subscriber
+        if self._monitored is None:
+            self._monitored = self._monitor.begin(self._on_silence)
 
     def unsubscribe(self, sequence_id: str) -> None:
-        """End it; unknown ids are fine."""
-        self._followers.pop(sequence_id, None)
-        self._rest()
+        """End a subscription; unknown ids are ignored."""
+        self._subscribers.pop(sequence_id, None)
+        self._stop_monitoring_if_idle()
 
-    def _rest(self) -> None:
-        """Nothing is waited for when no sequence is on the stream."""
-        if self._waiting is not None and not self._followers:
-            self._pulse.end(self._waiting)
-            self._waiting = None
+    def _stop_monitoring_if_idle(self) -> None:
+        """An idle stream may be silent."""
+        if self._monitored is not None and not self._subscribers:
+            self._monitor.end(self._monitored)
+            self._monitored = None
 
-    def _cut(self) -> None:
+    def _on_silence(self) -> None:
         self.fail(StreamBroken(f"{self.decode.id} does not answer"))
 
     def start(
@@ -145,11 +171,17 @@ class StepsStream:
         compute: bool = False,
         gather: bool = False,
     ) -> None:
-        """Tell decode each answer's first token, or for beams the candidates: with them they may join the batch.
+        """Start a sequence at decode: it may join the batch.
 
-        Of each answer, tokens behind the first one may be `known` too.
-
-        With `compute` there is none: decode computes the prompt. With `gather` nobody waits for single tokens.
+        Args:
+            sequence_id: the id that engines see.
+            target: the reservation.
+            first_tokens: of each choice, or the candidates of a beam search; empty with `compute`.
+            log_probabilities: of the candidates.
+            logprobs: of the first tokens, if they are wanted.
+            known: of each choice, the known tokens after the first one.
+            compute: decode computes the prompt and the first tokens.
+            gather: tokens may come in larger messages, as the client reads the answer at its end.
         """
         start = decode_pb2.StartSequence(
             request_id=sequence_id,
@@ -167,32 +199,32 @@ class StepsStream:
         self._send(decode_pb2.StepsRequest(start=start))
 
     def resume(self, message: decode_pb2.ResumeSequence) -> None:
-        """Ask decode for a sequence that was another conductor's."""
+        """Ask decode for a sequence of another conductor."""
         self._send(decode_pb2.StepsRequest(resume=message))
 
     def cancel(self, sequence_id: str, target: kv_pb2.TransferTarget, choice: int | None = None) -> None:
-        """Tell decode that a sequence, or the promise for it, is no longer wanted; or one of its answers."""
+        """Cancel a sequence or its reservation at decode; with `choice`, one choice of the sequence."""
         cancel = decode_pb2.CancelSequence(
             request_id=sequence_id, transfer_id=target.transfer_id, generation=target.generation, choice=choice
         )
         self._send(decode_pb2.StepsRequest(cancel=cancel))
 
     def open(self) -> None:
-        """Let the stream be there: while it is, decode keeps what it has promised to this conductor."""
+        """Open the stream if it is not: decode keeps this conductor's reservations as long as the stream is open."""
         self._connected()
 
     def fail(self, error: MoonpoolError) -> None:
-        """Break the stream, because the instance is lost."""
+        """Break the stream: all its sequences fail."""
         if self._call is not None and self._call.error is None:
             self._call.break_(error)
         else:
             self._broken(error)
 
     async def aclose(self) -> None:
-        """End the stream; may be called again."""
+        """End the stream. May be called twice."""
         call = self._call
         self.fail(StreamBroken("the conductor is closing"))
-        await self._pulse.aclose()
+        await self._monitor.aclose()
         if call is not None:
             await call.aclose()
 
@@ -204,56 +236,57 @@ class StepsStream:
 
     def _connected(self) -> _StepsCall:
         if self._call is None or self._call.error is not None:
-            self._call = _StepsCall(self._channels, self.decode, self._conductor, self._tell, self._broken)
+            self._call = _StepsCall(self._channels, self.decode, self._conductor, self._on_message, self._broken)
             self._call.begin()
         return self._call
 
     def _broken(self, error: Exception) -> None:
-        followers, self._followers = self._followers, {}
-        self._rest()
+        subscribers, self._subscribers = self._subscribers, {}
+        self._stop_monitoring_if_idle()
         failure = error if isinstance(error, MoonpoolError) else StreamBroken(str(error))
-        for follower in followers.values():
-            follower.fail(failure)
-        if followers:
-            log.warning("steps stream broken", decode=self.decode.id, sequences=len(followers), error=str(error))
+        for subscriber in subscribers.values():
+            subscriber.fail(failure)
+        if subscribers:
+            log.warning("steps stream broken", decode=self.decode.id, sequences=len(subscribers), error=str(error))
         self._on_idle_break(self)
 
-    def _tell(self, response: decode_pb2.StepsResponse) -> None:
-        self._pulse.heard()
+    def _on_message(self, response: decode_pb2.StepsResponse) -> None:
+        self._monitor.heard()
         for tokens in response.tokens:
-            self._hand_on(tokens)
+            self._add_tokens(tokens)
         for failed in response.failed:
-            follower = self._followers.pop(failed.request_id, None)
-            if follower is not None:
+            subscriber = self._subscribers.pop(failed.request_id, None)
+            if subscriber is not None:
                 kind = TransferFailed if failed.transfer else StreamBroken
-                follower.fail(kind(f"{self.decode.id} cannot go on: {failed.reason}"))
+                subscriber.fail(kind(f"{self.decode.id} cannot go on: {failed.reason}"))
         for fenced in response.fenced:
-            follower = self._followers.pop(fenced.request_id, None)
-            if follower is not None:
-                follower.fail(InvalidRequest(FENCE_FIELD, "another conductor has the request, by a higher count"))
-        self._rest()
+            subscriber = self._subscribers.pop(fenced.request_id, None)
+            if subscriber is not None:
+                subscriber.fail(InvalidRequest(FENCE_FIELD, "another conductor has the request, by a higher count"))
+        self._stop_monitoring_if_idle()
 
-    def _hand_on(self, tokens: decode_pb2.SequenceTokens) -> None:
+    def _add_tokens(self, tokens: decode_pb2.SequenceTokens) -> None:
         reason, sequence_id = tokens.finish_reason, tokens.request_id
-        follower = self._followers.get(sequence_id)
-        if follower is None:
+        subscriber = self._subscribers.get(sequence_id)
+        if subscriber is None:
             return
-        cancelled = reason == kv_pb2.FINISH_REASON_CANCELLED  # not by us: what we cancel has no follower any more
-        told = kv_pb2.FINISH_REASON_UNSPECIFIED if cancelled else reason
+        cancelled = reason == kv_pb2.FINISH_REASON_CANCELLED  # not by us: a sequence we cancel has no subscriber
+        reason = kv_pb2.FINISH_REASON_UNSPECIFIED if cancelled else reason
         score = tokens.score if tokens.HasField("score") else None
         logprobs = logprobs_from_proto(tokens.logprobs) if tokens.HasField("logprobs") else None
-        over = follower.tokens(NewTokens(tokens.choice, tokens.position, tokens.token_ids, told, score, logprobs))
+        new = NewTokens(tokens.choice, tokens.position, tokens.token_ids, reason, score, logprobs)
+        over = subscriber.add_tokens(new)
         if over or cancelled:
-            self._followers.pop(sequence_id, None)
+            self._subscribers.pop(sequence_id, None)
         if cancelled:
-            follower.fail(StreamBroken(f"{self.decode.id} cancelled the sequence"))
+            subscriber.fail(StreamBroken(f"{self.decode.id} cancelled the sequence"))
 
 
 class StepsPool:
-    """The streams to all decode instances; closed together."""
+    """The streams to all decode instances."""
 
     def __init__(self, channels: Channels) -> None:
-        """Start with none; `conductor` must be set before the first use."""
+        """A pool without streams. `conductor` must be filled in before the first use."""
         self.conductor = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
         self._channels = channels
         self._streams: dict[tuple[str, int], StepsStream] = {}
@@ -265,24 +298,24 @@ class StepsPool:
 
     @property
     def unsent(self) -> int:
-        """Messages that wait to be written, on all streams."""
+        """Orders that wait to be written, on all streams."""
         return sum(stream.unsent for stream in self._streams.values())
 
     def get(self, decode: kv_pb2.Instance) -> StepsStream:
-        """Return the stream to an incarnation of a decode instance."""
+        """The stream to one incarnation of a decode instance."""
         key = decode.id, decode.incarnation
         if key not in self._streams:
-            self._streams[key] = StepsStream(self._channels, decode, self.conductor, self._forget)
+            self._streams[key] = StepsStream(self._channels, decode, self.conductor, self._remove)
         return self._streams[key]
 
     def left(self, decode: kv_pb2.Instance) -> None:
-        """The instance has left the cluster in order: sequences on it may end, an idle stream is ended."""
+        """The instance has left the cluster in order: its sequences may end; an idle stream is closed."""
         stream = self._streams.get((decode.id, decode.incarnation))
         if stream is not None and not len(stream):
             stream.fail(StreamBroken(f"{decode.id} has left"))
 
     def lost(self, decode: kv_pb2.Instance) -> None:
-        """The instance is silent: its sequences fail now."""
+        """The instance is lost: its sequences fail now."""
         stream = self._streams.get((decode.id, decode.incarnation))
         if stream is not None:
             stream.fail(StreamBroken(f"{decode.id} is lost"))
@@ -291,77 +324,7 @@ class StepsPool:
         """End all streams."""
         await asyncio.gather(*(stream.aclose() for stream in list(self._streams.values())))
 
-    def _forget(self, stream: StepsStream) -> None:
+    def _remove(self, stream: StepsStream) -> None:
         key = stream.decode.id, stream.decode.incarnation
         if self._streams.get(key) is stream and not len(stream) and not stream.is_open:
             del self._streams[key]
-
-
-class SequenceSubscription:
-    """Follows one request: tokens go to its answers, their number to the core. No token is lost or doubled."""
-
-    def __init__(
-        self,
-        io: int,
-        serving: Session,
-        post: Callable[[Event], None],
-        end: Callable[..., None],
-        stop: Callable[[int], None],
-    ) -> None:
-        self._io = io
-        self._serving = serving
-        self._post = post
-        self._end = end
-        self._stop = stop
-        self._going = set(range(len(serving.answer.choices)))  # answers that decode has not ended
-        self._spoken = False
-
-    def tokens(self, new: NewTokens) -> bool:
-        """See `Follower.tokens`. Tokens known already are dropped, a gap is a failure."""
-        try:
-            self._taken(new.choice, self._serving.tokens(new), new.reason)
-        except StreamBroken as error:
-            self._end(failure_of(error), tell=True)
-            return True
-        except Exception:
-            end_untold(self._serving, self._post)
-            return True
-        return not self._going
-
-    def _taken(self, choice: int, count: int, reason: kv_pb2.FinishReason.ValueType) -> None:
-        """An answer has taken so many tokens."""
-        answer = self._serving.answer
-        if reason:
-            self._going.discard(choice)
-        elif count and answer.choices[choice].finish and not answer.finish:
-            self._stop(choice)
-        finish = finish_of(answer.finish)
-        if count or finish or not self._spoken:
-            self._spoken = True
-            self._post(TokensArrived(self._io, count, finish, known=not self._going))
-        if not self._going:
-            self._end(None, tell=False)
-
-    def stop_complete(self) -> None:
-        """Answers that are complete, from an earlier placement, need not be generated to their end."""
-        for choice in self._serving.answer.choices:
-            if choice.finish:
-                self._stop(choice.index)
-
-    def fail(self, error: MoonpoolError) -> None:
-        """The sequence cannot go on."""
-        self._end(failure_of(error), tell=False)
-
-
-def end_untold(serving: Session, post: Callable[[Event], None]) -> None:
-    """Tokens cannot be told, for a defect of ours that is being handled: their request ends, and no other one.
-
-    It is not placed anew: which of the tokens were taken is not certain, so what follows could be wrong.
-    """
-    log.exception("tokens cannot be told: the request ends", request=serving.ask.id)
-    failure = Failure(FailureKind.INTERNAL, "a defect: the conductor cannot tell tokens of this answer")
-    try:
-        post(StopRequested(serving.ask.number, failure))
-    except Exception:
-        log.exception("a request cannot be ended", request=serving.ask.id)
-        serving.outgoing.end(error_of(failure))

@@ -1,6 +1,6 @@
-"""The dispatcher: takes requests in, does what the core orders at instances, and tells clients.
+"""The dispatcher: hands requests to the core, and carries out the core's actions at instances and clients.
 
-Each call that is started posts exactly one `Ended`.
+Each call at an instance that is started posts exactly one `IoEnded`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ import grpc
 import grpc.aio
 
 from moonpool.cluster.proto_conversion import finite_or_zero
-from moonpool.errors import MoonpoolError, Unavailable
+from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import KEY_BYTES, tokens_digest
 from moonpool.rpc.channels import Channels
@@ -29,7 +28,6 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
-from services.conductor.config import ConductorConfig
 from services.conductor.core.events import (
     Action,
     AnnouncePlacement,
@@ -40,7 +38,6 @@ from services.conductor.core.events import (
     ChangeRole,
     ClientGone,
     CompleteRequest,
-    CompletionReason,
     DropRequest,
     Event,
     FailRequest,
@@ -55,63 +52,263 @@ from services.conductor.core.events import (
     Rehashed,
     RenewSession,
     RequestArrived,
-    RequestSpec,
     Resync,
     StalePlacement,
     StartDecode,
     StopRequested,
     TakeOverSequence,
+    TokensArrived,
 )
 from services.conductor.core.latency_model import PrefixHolder
 from services.conductor.core.router import ReplicatePrefix, StoreView
-from services.conductor.decode_streams import SequenceSubscription, StepsPool, StepsStream, end_untold
-from services.conductor.explain import (
-    DecisionLog,
-    PredictionMetrics,
-    RecentRequests,
-    RecordedRequest,
-    TraceRecording,
-    placement,
-)
-from services.conductor.registry import Checkpoint, Registry
-from services.conductor.request import ServedModelSpec, ValidRequest, read_request
-from services.conductor.session import (
-    OutputQueue,
-    OutputState,
-    ResumeRequest,
-    Session,
+from services.conductor.decode_streams import NewTokens, StepsPool, StepsStream
+from services.conductor.explain import RequestReports
+from services.conductor.proto_conversion import (
     error_of,
     failure_of,
     finish_of,
-    granted_of,
+    placement_proto,
     reservation_proto,
+    reserve_granted,
     reserved_instance_proto,
-    secret_for,
 )
+from services.conductor.request import RequestReader, read_resume
+from services.conductor.session import OutputQueue, Session
 
 log = get_logger(__name__)
 
-
 T = TypeVar("T")
-
 
 FindInstance = Callable[[str], kv_pb2.Instance | None]
 
+SECRET_BYTES = 16
+"""Bytes of the secrets that are drawn for new requests."""
 
 _CANCELLED = Failure(FailureKind.UNAVAILABLE, "cancelled")
 
 
+class Dispatcher:
+    """All requests that the core has not ended.
+
+    Args:
+        reader: checks and tokenises requests.
+        calls: carries out actions at instances.
+        reports: gets the events of each request's life.
+        order: sends an instance an order about its keys or its role.
+        post: hands an event to the core.
+        clock: the core's clock, seconds.
+        wall_clock: gives seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        reader: RequestReader,
+        calls: InstanceCalls,
+        reports: RequestReports,
+        order: Callable[[Resync | ReplicatePrefix | ChangeRole], None],
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._reader = reader
+        self._calls = calls
+        self._reports = reports
+        self._order = order
+        self._post = post
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._sessions: dict[int, Session] = {}  # by the request's number at the core
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def open(
+        self, message: conductor_pb2.GenerateRequest, request_id: str, arrived: float, deadline: float
+    ) -> Session:
+        """Read a request, new or resumed, and hand it to the core.
+
+        A resumed request whose client has all tokens does not go to the core: its session has the end.
+
+        Args:
+            message: from the client.
+            request_id: the request's id; "" draws one.
+            arrived: when the message came, seconds of the core's clock.
+            deadline: when the request fails.
+
+        Raises:
+            InvalidRequest: names the first field that is wrong.
+            Unavailable: no engine has joined.
+        """
+        served = self._reader.served()
+        request = await self._reader.read(message, served, request_id, arrived, deadline)
+        resume, reports = request.resume, self._reports
+        secret = secrets.token_bytes(SECRET_BYTES) if resume is None else resume.point.secret
+        session = Session(
+            request, served, secret, self._clock, self._wall_clock, reports.first_token, reports.delivered
+        )
+        if resume is not None:
+            await self._reader.run(session.restore)
+            if session.finish and not request.spec.beams:  # the scores of beams are not known here
+                session.finish_restored()
+                return session
+        spec = session.admit(next(self._numbers))
+        self._sessions[spec.number] = session
+        reports.opened(session)
+        self._post(RequestArrived(spec, session.reusable_keys))
+        return session
+
+    async def compute(self, message: conductor_pb2.GenerateRequest, timeout_s: float) -> None:
+        """Serve a request of the conductor's own, and drop its output.
+
+        Raises:
+            MoonpoolError: the request failed, or was refused.
+        """
+        arrived = self._clock()
+        session = await self.open(message, "", arrived, arrived + timeout_s)
+        try:
+            while await session.outgoing.next() is not None:
+                pass
+        finally:
+            self.client_left(session, session.outgoing)
+
+    def client_left(self, session: Session, outgoing: OutputQueue) -> None:
+        """The reader of these messages has left, or has all of them. Another call may have the request by now."""
+        if session.spec.number in self._sessions and session.outgoing is outgoing:
+            self._post(ClientGone(session.spec.number))
+
+    def rejoin(self, message: conductor_pb2.GenerateRequest, session: Session) -> bool:
+        """Send a request's output to a client that has lost its connection and resumes; the earlier call ends.
+
+        Returns:
+            False if the request has ended.
+
+        Raises:
+            InvalidRequest: the message is wrong, or the client's tokens are not this request's.
+            Unavailable: the client has more tokens than are known here yet.
+        """
+        resume = read_resume(message, session.request.sampling, self._reader.served().config.vocab_size)
+        if resume is None or session.spec.number not in self._sessions:
+            return False
+        session.rejoin(resume)
+        return True
+
+    def kv_deleted(self, selection: KVSelection) -> None:
+        """KV was deleted: engines keep nothing of the open requests that it concerns."""
+        namespace = self._reader.namespace
+        for session in self._sessions.values():
+            session.kv_deleted(selection, namespace)
+
+    def stop(self) -> None:
+        """End all requests here with the tokens so far; their sequences stay at decode, for another conductor."""
+        for number in list(self._sessions):
+            self._post(StopRequested(number))
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def perform(self, action: Action) -> None:
+        """Carry out an action of the core, without blocking. A defect in doing so ends the action's request."""
+        session = self._sessions.get(getattr(action, "request", 0))
+        try:
+            self._perform(action)
+        except Exception:
+            if session is None:
+                raise
+            name = type(action).__name__
+            log.exception("an action cannot be carried out: its request ends", action=name, request=session.spec.id)
+            self._end_after_defect(action, session)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case AnnouncePlacement() | Rehash() | CompleteRequest() | FailRequest() | DropRequest():
+                self._update(action, self._sessions[action.request])
+            case CallReserve():
+                self._calls.reserve(action, self._sessions[action.request])
+            case CallPrefill():
+                self._calls.prefill(action, self._sessions[action.request])
+            case StartDecode():
+                session = self._sessions[action.request]
+                session.started = True
+                self._calls.start(action, session)
+            case TakeOverSequence():
+                session = self._sessions[action.request]
+                session.started = True
+                self._reports.decisions.placed(session.spec.id, session.placement, ())
+                self._calls.take_over(action, session)
+            case RenewSession():
+                self._calls.renew(action)
+            case CancelReservation():
+                self._calls.cancel_reservation(action)
+            case Resync() | ReplicatePrefix() | ChangeRole():
+                self._order(action)
+            case CancelIo(io):
+                self._calls.cancel(io)
+            case LeaveSequence(io):
+                self._calls.leave(io)
+
+    def _update(
+        self, action: AnnouncePlacement | Rehash | CompleteRequest | FailRequest | DropRequest, session: Session
+    ) -> None:
+        """The core has placed, rehashed or ended a request."""
+        request_id = session.spec.id
+        match action:
+            case AnnouncePlacement(_, plan, sequence, target):
+                placement = placement_proto(action)
+                self._reports.decisions.placed(request_id, placement, plan.candidates, action.queued_s)
+                session.placed(placement, sequence, target)
+                return
+            case Rehash(request, failures, failure):
+                log.warning("placing anew", request=request_id, failures=failures, error=str(failure))
+                tokens = session.rehash()
+                self._post(Rehashed(request, tokens, session.reusable_keys))
+                return
+            case CompleteRequest(_, finish):
+                session.complete(finish)
+                self._reports.completed(session)
+            case FailRequest(request, failure) if failure.fenced and self._take_back(session):
+                del self._sessions[request]
+                return
+            case FailRequest(_, failure, refused, candidates):
+                if refused:
+                    self._reports.decisions.refused(request_id, str(failure), candidates)
+                session.outgoing.end(error_of(failure))
+            case DropRequest():
+                session.outgoing.end()
+        self._reports.ended(session)
+        del self._sessions[action.request]
+
+    def _take_back(self, session: Session) -> bool:
+        """Whether a sequence that another conductor has taken over is taken back; see `Session.take_back`."""
+        if not session.take_back(next(self._numbers)):
+            return False
+        log.warning("taking a sequence back", request=session.spec.id, resumes=session.resumes)
+        self._sessions[session.spec.number] = session
+        self._post(RequestArrived(session.spec, session.reusable_keys))
+        return True
+
+    def _end_after_defect(self, action: Action, session: Session) -> None:
+        failure = Failure(FailureKind.INTERNAL, "a defect: the conductor cannot serve this request")
+        if isinstance(action, CompleteRequest | FailRequest | DropRequest):  # the core has ended the request
+            self._sessions.pop(action.request, None)
+            if not session.outgoing.ended:
+                session.outgoing.end(error_of(failure))
+        else:
+            self._post(StopRequested(session.spec.number, failure))
+
+
 class InstanceCalls:
-    """All I/O with instances that is under way.
+    """Calls at instances that are running.
 
     Args:
         channels: to the instances.
         steps: streams to decode instances.
-        find: a member's address and incarnation; None when it is not there.
-        post: hands an event to the core; raises what that meets.
-        over: the same for the end of I/O, from where nobody hears an exception: raises nothing.
-        reserve_limit_s: a `Reserve` call ends after so long. The core gives up waiting for it earlier.
-        clock: the core's, seconds.
+        find: a member's address and incarnation; None if there is no such member.
+        post: hands an event to the core, and raises the core's exceptions.
+        tell: hands the end of a call to the core; exceptions end the conductor instead of being raised.
+        reserve_limit_s: seconds after which a `Reserve` call ends. The core stops waiting for it earlier.
+        clock: the core's clock, seconds.
     """
 
     def __init__(
@@ -120,7 +317,7 @@ class InstanceCalls:
         steps: StepsPool,
         find: FindInstance,
         post: Callable[[Event], None],
-        over: Callable[[IoEnded[CallResult]], None],
+        tell: Callable[[IoEnded[CallResult]], None],
         reserve_limit_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -128,47 +325,47 @@ class InstanceCalls:
         self._steps = steps
         self._find = find
         self._post = post
-        self._over = over
+        self._tell = tell
         self._reserve_limit_s = reserve_limit_s
         self._clock = clock
         self._cancels: dict[int, Callable[[], object]] = {}
-        self._followed: dict[int, tuple[StartDecode | TakeOverSequence, StepsStream]] = {}
+        self._sequences: dict[int, tuple[StartDecode | TakeOverSequence, StepsStream]] = {}  # by their io
         self._tasks: set[asyncio.Task[CallResult]] = set()
 
     async def aclose(self) -> None:
-        """Ends all calls."""
+        """End all calls."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def cancel(self, io: int) -> None:
-        """Gives up a call; its `Ended` follows, unless it is on its way."""
+        """Cancel a call; its `IoEnded` follows."""
         cancel = self._cancels.get(io)
         if cancel is not None:
             cancel()
         else:
-            self._end_sequence(io, None, tell=True)
+            self._end_sequence(io, None, cancel=True)
 
-    def let_go(self, io: int) -> None:
-        """Follows a sequence no more, which stays where it is; its `Ended` follows."""
-        if io in self._followed:
-            order, steps = self._followed[io]
+    def leave(self, io: int) -> None:
+        """Unsubscribe from a sequence, which stays at decode; its `IoEnded` follows."""
+        if io in self._sequences:
+            order, steps = self._sequences[io]
             steps.unsubscribe(order.sequence)
-            self._end_sequence(io, None, tell=False)
+            self._end_sequence(io, None, cancel=False)
 
     # --- unary and prefill calls ------------------------------------------------------------------------------------
 
-    def reserve(self, order: CallReserve, serving: Session) -> None:
-        """Asks for room."""
-        self._run(order.io, lambda: self._reserve_request(order, serving), partial(self._reserve, order, serving))
+    def reserve(self, order: CallReserve, session: Session) -> None:
+        """Reserve blocks at a decode instance."""
+        self._run(order.io, lambda: self._reserve_request(order, session), partial(self._reserve, order, session))
 
-    def _reserve_request(self, order: CallReserve, serving: Session) -> decode_pb2.ReserveRequest:
+    def _reserve_request(self, order: CallReserve, session: Session) -> decode_pb2.ReserveRequest:
         request = decode_pb2.ReserveRequest(
-            sequence=serving.spec(order.sequence), tbt_slo_s=order.tbt_slo_s, starts_in_s=order.starts_in_s
+            sequence=session.sequence_spec(order.sequence), tbt_slo_s=order.tbt_slo_s, starts_in_s=order.starts_in_s
         )
         request.conductor.CopyFrom(self._steps.conductor)
-        request.resume_secret, resumed = serving.secret, serving.ask.resumed
+        request.resume_secret, resumed = session.secret, session.spec.resumed
         request.fence = resumed.fence if resumed is not None else 0
         stores = [instance for store in order.stores if (instance := self._find(store)) is not None]
         if stores:
@@ -176,131 +373,134 @@ class InstanceCalls:
             request.replicas.extend(stores[1:])
         return request
 
-    async def _reserve(self, order: CallReserve, serving: Session, request: decode_pb2.ReserveRequest) -> CallResult:
+    async def _reserve(self, order: CallReserve, session: Session, request: decode_pb2.ReserveRequest) -> CallResult:
         decode = self._find(order.decode)
         if decode is None or decode.incarnation != order.incarnation:
             return Failure(FailureKind.UNAVAILABLE, f"{order.decode} has left")
         stub = DecodeServiceStub(self._channels.get(decode.address))
         response = await stub.Reserve(request, timeout=self._reserve_limit_s)
-        return granted_of(response)
+        return reserve_granted(response)
 
-    def prefill(self, order: CallPrefill, serving: Session) -> None:
-        """Calls prefill."""
-        self._run(order.io, lambda: self._prefill_request(order, serving), partial(self._prefill, order, serving))
+    def prefill(self, order: CallPrefill, session: Session) -> None:
+        """Compute a prompt at a prefill instance."""
+        self._run(order.io, lambda: self._prefill_request(order, session), partial(self._prefill, order, session))
 
-    async def _prefill(self, order: CallPrefill, serving: Session, request: prefill_pb2.PrefillRequest) -> CallResult:
+    async def _prefill(self, order: CallPrefill, session: Session, request: prefill_pb2.PrefillRequest) -> CallResult:
         prefill = self._find(order.plan.prefill.id)
         if prefill is None or prefill.incarnation != order.incarnation:
             return Failure(FailureKind.UNAVAILABLE, f"{order.plan.prefill.id} has left")
         stub, began = PrefillServiceStub(self._channels.get(prefill.address)), self._clock()
-        call = stub.Prefill(request, timeout=serving.remaining_s())
+        call = stub.Prefill(request, timeout=session.remaining_s())
         try:
             first = True
             async for response in call:
                 if response.HasField("first_token") and first:
                     first = False
                     try:
-                        self._opened(order.io, serving, request, response.first_token, self._clock() - began)
+                        self._first_tokens(order.io, session, request, response.first_token, self._clock() - began)
                     except MoonpoolError:
                         raise
                     except Exception:
-                        end_untold(serving, self._post)
+                        end_after_defect(session, self._post)
                         return None
                 elif response.HasField("accepted"):
                     self._post(PrefillAccepted(order.io, response.accepted.number))
                 elif response.HasField("stale"):
                     return StalePlacement(finite_or_zero(response.stale.drain_s), response.stale.taken)
                 elif response.HasField("finished"):
-                    serving.delivered(response.finished)
+                    session.kv_delivered(response.finished)
                     self._post(KVDelivered(order.io))
         finally:
             call.cancel()
         return None
 
-    def _opened(
+    def _first_tokens(
         self,
         io: int,
-        serving: Session,
+        session: Session,
         request: prefill_pb2.PrefillRequest,
         first: prefill_pb2.FirstToken,
         lasted_s: float,
     ) -> None:
-        """The prompt is computed, after so many seconds."""
-        how, before = _prefill_measurements(first, request.sequence, lasted_s), serving.answer.tokens
-        finish = finish_of(serving.first_token(first))
-        known = 0 < before == serving.answer.tokens
+        """The prompt is computed, `lasted_s` seconds after the call began."""
+        how, before = _prefill_measurements(first, request.sequence, lasted_s), session.tokens
+        finish = finish_of(session.add_first_tokens(first))
+        known = 0 < before == session.tokens
         self._post(FirstToken(io, how, finish, known))
 
-    def _prefill_request(self, order: CallPrefill, serving: Session) -> prefill_pb2.PrefillRequest:
-        request = prefill_pb2.PrefillRequest(sequence=serving.spec(order.sequence), max_queue_s=order.max_queue_s)
+    def _prefill_request(self, order: CallPrefill, session: Session) -> prefill_pb2.PrefillRequest:
+        request = prefill_pb2.PrefillRequest(
+            sequence=session.sequence_spec(order.sequence), max_queue_s=order.max_queue_s
+        )
         if order.target is not None:
             request.target.CopyFrom(reservation_proto(order.target))
-        sources = [prefill_pb2.PrefixSource(instance=it, blocks=held) for it, held in self._there(order.plan.sources)]
+        sources = [prefill_pb2.PrefixSource(instance=it, blocks=held) for it, held in self._members(order.plan.sources)]
         if sources:
             request.source.CopyFrom(sources[0])
             request.other_sources.extend(sources[1:])
-        targets = self._there(order.plan.write_back)
+        targets = self._members(order.plan.write_back)
         if targets:
             instance, request.write_back_held = targets[0]
             request.write_back.CopyFrom(instance)
             request.replicas.extend(prefill_pb2.StoreReplica(instance=it, held_blocks=held) for it, held in targets[1:])
         return request
 
-    def _there(self, options: Sequence[StoreView | PrefixHolder]) -> list[tuple[kv_pb2.Instance, int]]:
-        """Those of a plan's instances that are still members, with the leading blocks they hold."""
+    def _members(self, options: Sequence[StoreView | PrefixHolder]) -> list[tuple[kv_pb2.Instance, int]]:
+        """A plan's instances that are still members, each with the number of leading blocks it holds."""
         return [(instance, it.blocks) for it in options if (instance := self._find(it.id)) is not None]
 
     def _run(self, io: int, build: Callable[[], T], call: Callable[[T], Coroutine[Any, Any, CallResult]]) -> None:
-        """Runs a call as a task; however it ends, also before its first step, its end is posted.
+        """Run a call as a task, and post its end, also if it is cancelled before its first step.
 
-        Its message is built at once: what the answer has at this moment is in it.
+        The message is built at once, with the tokens of this moment.
         """
         try:
             message = build()
         except Exception as defect:
             log.error("a message cannot be built", exc_info=defect)
-            self._over(IoEnded(io, Failure(FailureKind.INTERNAL, "a call failed")))
+            self._tell(IoEnded(io, Failure(FailureKind.INTERNAL, "a call failed")))
             return
-        task = asyncio.create_task(_guarded(partial(call, message)))
+        task = asyncio.create_task(_result_of(partial(call, message)))
         self._tasks.add(task)
         self._cancels[io] = task.cancel
 
         def done(task: asyncio.Task[CallResult]) -> None:
             self._tasks.discard(task)
             del self._cancels[io]
-            self._over(IoEnded(io, _CANCELLED if task.cancelled() else task.result()))
+            self._tell(IoEnded(io, _CANCELLED if task.cancelled() else task.result()))
 
         task.add_done_callback(done)
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
-    def start(self, order: StartDecode, serving: Session) -> None:
-        """Starts a sequence at decode with the token after those that were placed, or with those alone; follows it."""
-        steps, following = self._follow(order, serving)
-        request = serving.answer.request
-        gather = request.whole and not request.stops  # they are watched for here
+    def start(self, order: StartDecode, session: Session) -> None:
+        """Start a sequence at decode and subscribe to it."""
+        steps, subscription = self._subscribe(order, session)
+        gather = session.request.whole and not session.request.stops  # stop strings are found here, token by token
+        target = reservation_proto(order.target)
         if order.compute:
-            serving.answer.computed_at_decode(order.target.held_blocks)
-            steps.start(order.sequence, reservation_proto(order.target), (), compute=True, gather=gather)
+            session.computed_at_decode(order.target.held_blocks)
+            steps.start(order.sequence, target, (), compute=True, gather=gather)
             return
-        opening = serving.answer.opening
-        scores = opening.log_probabilities if opening is not None else ()
-        tokens, known = serving.opening_tokens, serving.known_tokens
-        logprobs = None if known else serving.opening_logprobs
-        steps.start(order.sequence, reservation_proto(order.target), tokens, scores, logprobs, known, gather=gather)
-        following.stop_complete()
+        candidates = session.beam_candidates
+        scores = candidates.log_probabilities if candidates is not None else ()
+        tokens, known = session.opening_tokens, session.known_tokens
+        logprobs = None if known else session.opening_logprobs
+        steps.start(order.sequence, target, tokens, scores, logprobs, known, gather=gather)
+        subscription.stop_complete()
 
-    def adopt(self, order: TakeOverSequence, serving: Session) -> None:
-        """Takes a sequence over where it runs, and follows it."""
+    def take_over(self, order: TakeOverSequence, session: Session) -> None:
+        """Take a sequence of another conductor over at decode, and subscribe to it."""
         decode = self._find(order.target.decode)
         if decode is None or decode.incarnation != order.target.incarnation:
-            self._over(IoEnded(order.io, Failure(FailureKind.UNAVAILABLE, f"{order.target.decode} has left")))
+            self._tell(IoEnded(order.io, Failure(FailureKind.UNAVAILABLE, f"{order.target.decode} has left")))
             return
-        steps, following = self._follow(replace(order, target=replace(order.target, address=decode.address)), serving)
-        root = serving.answer.request.chain_root
+        order = replace(order, target=replace(order.target, address=decode.address))
+        steps, subscription = self._subscribe(order, session)
+        root = session.request.chain_root
         first, *further = [
             decode_pb2.ResumedAnswer(from_position=len(it.tokens), digest=tokens_digest(root, it.tokens))
-            for it in serving.answer.choices
+            for it in session.choices
         ]
         steps.resume(
             decode_pb2.ResumeSequence(
@@ -309,47 +509,47 @@ class InstanceCalls:
                 transfer_id=order.target.transfer_id,
                 generation=order.target.generation,
                 fence=order.fence,
-                secret=serving.secret,
+                secret=session.secret,
                 digest=first.digest,
                 further=further,
             )
         )
-        following.stop_complete()
+        subscription.stop_complete()
 
-    def _follow(
-        self, order: StartDecode | TakeOverSequence, serving: Session
+    def _subscribe(
+        self, order: StartDecode | TakeOverSequence, session: Session
     ) -> tuple[StepsStream, SequenceSubscription]:
         steps = self._steps.get(reserved_instance_proto(order.target))
-        self._followed[order.io] = order, steps
+        self._sequences[order.io] = order, steps
         end = partial(self._end_sequence, order.io)
         stop = partial(steps.cancel, order.sequence, reservation_proto(order.target))
-        following = SequenceSubscription(order.io, serving, self._post, end, stop)
-        steps.subscribe(order.sequence, following)
-        return steps, following
+        subscription = SequenceSubscription(order.io, session, self._post, end, stop)
+        steps.subscribe(order.sequence, subscription)
+        return steps, subscription
 
     def renew(self, order: RenewSession) -> None:
-        """Keeps a promise."""
+        """Keep the session with decode, and with it this conductor's reservations there."""
         self._steps.get(reserved_instance_proto(order.target)).open()
 
-    def undo(self, order: CancelReservation) -> None:
-        """Gives a promise back, also one of which nothing came."""
+    def cancel_reservation(self, order: CancelReservation) -> None:
+        """Cancel a reservation, also one whose answer has not come."""
         target = reserved_instance_proto(order.target)
         decode = target if target.address else self._find(target.id)
         if decode is not None and decode.incarnation == target.incarnation:
             self._steps.get(decode).cancel(order.sequence, reservation_proto(order.target))
 
-    def _end_sequence(self, io: int, result: CallResult, *, tell: bool) -> None:
-        """A sequence is over; `tell` when decode does not know it."""
-        if io not in self._followed:
+    def _end_sequence(self, io: int, result: CallResult, *, cancel: bool) -> None:
+        """A sequence is over here; with `cancel` decode does not know that yet."""
+        if io not in self._sequences:
             return
-        order, steps = self._followed.pop(io)
-        if tell:
+        order, steps = self._sequences.pop(io)
+        if cancel:
             steps.unsubscribe(order.sequence)
             steps.cancel(order.sequence, reservation_proto(order.target))
-        self._over(IoEnded(io, result))
+        self._tell(IoEnded(io, result))
 
 
-async def _guarded(work: Callable[[], Coroutine[Any, Any, CallResult]]) -> CallResult:
+async def _result_of(work: Callable[[], Coroutine[Any, Any, CallResult]]) -> CallResult:
     try:
         return await work()
     except grpc.aio.AioRpcError as error:
@@ -364,7 +564,7 @@ async def _guarded(work: Callable[[], Coroutine[Any, Any, CallResult]]) -> CallR
 def _prefill_measurements(
     first: prefill_pb2.FirstToken, spec: kv_pb2.SequenceSpec, lasted_s: float
 ) -> PrefillMeasurements:
-    """How an instance says that it has prefilled; it cannot have taken longer than its call has."""
+    """An instance's measurements of a prefill. No time is longer than the call, which took `lasted_s` seconds."""
     misses = [
         (miss.store.id, spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]) for miss in first.misses
     ]
@@ -373,314 +573,79 @@ def _prefill_measurements(
     return PrefillMeasurements(first.computed_tokens, there_s, tuple(misses), loads)
 
 
-class Dispatcher:
-    """All requests that the core has not ended.
+class SequenceSubscription:
+    """Gets one sequence's tokens: they go to the session, their number to the core. No token is lost or doubled.
 
     Args:
-        calls: does what is to be done at instances.
-        decisions: remembers placements.
-        predictions: compares them with what is measured.
-        recent: remembers what was answered.
-        recording: of the requests, if there is one.
-        order: tells an instance what to do with its keys, and which role to take.
+        io: the call's number at the core.
+        session: the request.
         post: hands an event to the core.
-        clock: the core's, seconds.
+        end: ends the call with a result; with `cancel` decode does not know the end yet.
+        stop: stops one choice at decode.
     """
 
     def __init__(
         self,
-        calls: InstanceCalls,
-        decisions: DecisionLog,
-        predictions: PredictionMetrics,
-        recent: RecentRequests,
-        recording: TraceRecording | None,
-        order: Callable[[Resync | ReplicatePrefix | ChangeRole], None],
+        io: int,
+        session: Session,
         post: Callable[[Event], None],
-        clock: Callable[[], float],
+        end: Callable[..., None],
+        stop: Callable[[int], None],
     ) -> None:
-        self._calls = calls
-        self._clock = clock
-        self._decisions = decisions
-        self._predictions = predictions
-        self._recent = recent
-        self._recording = recording
-        self._order = order
+        self._io = io
+        self._session = session
         self._post = post
-        self._serving: dict[int, Session] = {}
-        self._numbers = itertools.count(1)
+        self._end = end
+        self._stop = stop
+        self._running = set(range(len(session.choices)))  # choices that decode has not ended
+        self._posted = False
 
-    def __len__(self) -> int:
-        return len(self._serving)
-
-    def open(self, answer: OutputState, deadline: float, resume: ResumeRequest | None = None) -> Session:
-        """Takes a request in, new or resumed; `deadline` is in the clock's seconds."""
-        request = answer.request
-        ask = RequestSpec(
-            number=next(self._numbers),
-            id=request.id,
-            prompt_tokens=len(request.prompt),
-            max_tokens=request.max_tokens,
-            choices=request.sampling.width,
-            beams=request.has_beams,
-            prompt_key=request.prompt_key,
-            slo=request.slo,
-            arrived=answer.arrived,
-            deadline=deadline,
-            tenant=request.tenant,
-            scored=request.sampling.prompt_logprobs is not None if resume is None else resume.unscored,
-            resumed=resume.resumed if resume is not None else None,
-            priority=request.priority,
-            weight=request.weight,
-            least_tokens=request.least_tokens,
-        )
-        serving = Session(
-            ask,
-            answer,
-            self._first_token,
-            self._delivered,
-            list(request.prompt_keys),
-            secret_for(resume),
-            self._clock,
-        )
-        self._serving[ask.number] = serving
-        if resume is not None:
-            serving.resumed(resume)
-        elif self._recording is not None:
-            self._recording.opened(recorded_request(ask, request))
-        self._post(RequestArrived(ask, serving.reusable_keys))
-        return serving
-
-    def client_left(self, serving: Session, outgoing: OutputQueue) -> None:
-        """Who reads these messages has left, or has everything. Another call may have the request by now."""
-        if serving.ask.number in self._serving and serving.outgoing is outgoing:
-            self._post(ClientGone(serving.ask.number))
-
-    def rejoin(self, serving: Session, resume: ResumeRequest) -> bool:
-        """Lets a client whose connection was lost hear its request again, behind what it has; the earlier call ends.
-
-        Returns:
-            False when it has ended.
-
-        Raises:
-            InvalidRequest: what the client says that it has is not what it was told.
-            Unavailable: it has more than is known here yet.
-        """
-        if serving.ask.number not in self._serving:
-            return False
-        serving.rejoin(resume)
-        return True
-
-    def forget(self, selection: KVSelection, namespace: bytes) -> None:
-        """KV was deleted: of the requests that concern it, nothing that comes from now on is kept."""
-        for serving in self._serving.values():
-            serving.forget(selection, namespace)
-
-    def stop(self) -> None:
-        """Ends all answers here now, with the tokens so far; their sequences stay at decode, for another conductor."""
-        for number in list(self._serving):
-            self._post(StopRequested(number))
-
-    def perform(self, action: Action) -> None:
-        """Does what the core orders; waits for nothing. A defect that this meets ends the request that it is for."""
-        serving = self._serving.get(getattr(action, "request", 0))
+    def add_tokens(self, new: NewTokens) -> bool:
+        """Take tokens; see `SequenceSubscriber`. Known tokens are dropped; a gap ends the call with a failure."""
         try:
-            self._do(action)
+            self._added(new.choice, self._session.add_tokens(new), new.reason)
+        except StreamBroken as error:
+            self._end(failure_of(error), cancel=True)
+            return True
         except Exception:
-            if serving is None:
-                raise
-            order = type(action).__name__
-            log.exception("an order cannot be carried out: its request ends", order=order, request=serving.ask.id)
-            self._give_up(action, serving)
+            end_after_defect(self._session, self._post)
+            return True
+        return not self._running
 
-    def _give_up(self, action: Action, serving: Session) -> None:
-        """An order for a request could not be carried out."""
-        failure = Failure(FailureKind.INTERNAL, "a defect: the conductor cannot serve this request")
-        if isinstance(action, CompleteRequest | FailRequest | DropRequest):  # the core has ended it
-            self._serving.pop(action.request, None)
-            if not serving.outgoing.ended:
-                serving.outgoing.end(error_of(failure))
-        else:
-            self._post(StopRequested(serving.ask.number, failure))
+    def _added(self, choice: int, count: int, reason: kv_pb2.FinishReason.ValueType) -> None:
+        """A choice has `count` more tokens."""
+        session = self._session
+        if reason:
+            self._running.discard(choice)
+        elif count and session.choices[choice].finish and not session.finish:
+            self._stop(choice)
+        finish = finish_of(session.finish)
+        if count or finish or not self._posted:
+            self._posted = True
+            self._post(TokensArrived(self._io, count, finish, known=not self._running))
+        if not self._running:
+            self._end(None, cancel=False)
 
-    def _do(self, action: Action) -> None:
-        match action:
-            case AnnouncePlacement() | Rehash() | CompleteRequest() | FailRequest() | DropRequest():
-                self._tell(action, self._serving[action.request])
-            case CallReserve():
-                self._calls.reserve(action, self._serving[action.request])
-            case CallPrefill():
-                self._calls.prefill(action, self._serving[action.request])
-            case StartDecode():
-                serving = self._serving[action.request]
-                serving.started = True
-                self._calls.start(action, serving)
-            case TakeOverSequence():
-                serving = self._serving[action.request]
-                serving.started = True
-                self._decisions.placed(serving.ask.id, serving.placement, ())
-                self._calls.adopt(action, serving)
-            case RenewSession():
-                self._calls.renew(action)
-            case CancelReservation():
-                self._calls.undo(action)
-            case Resync() | ReplicatePrefix() | ChangeRole():
-                self._order(action)
-            case CancelIo(io):
-                self._calls.cancel(io)
-            case LeaveSequence(io):
-                self._calls.let_go(io)
+    def stop_complete(self) -> None:
+        """Stop the choices at decode that are complete from an earlier placement."""
+        for choice in self._session.choices:
+            if choice.finish:
+                self._stop(choice.index)
 
-    def _tell(
-        self, action: AnnouncePlacement | Rehash | CompleteRequest | FailRequest | DropRequest, serving: Session
-    ) -> None:
-        match action:
-            case AnnouncePlacement(_, plan, sequence, target):
-                placed = placement(action)
-                self._decisions.placed(serving.ask.id, placed, plan.candidates, action.queued_s)
-                serving.placed(placed, sequence, target)
-                return
-            case Rehash():
-                self._rehash(action, serving)
-                return
-            case CompleteRequest(_, finish):
-                self._complete(finish, serving)
-            case FailRequest(_, failure) if failure.fenced and self._taken_back(serving):
-                del self._serving[action.request]
-                return
-            case FailRequest():
-                self._fail(action, serving)
-            case DropRequest():
-                serving.outgoing.end()
-        timeline = serving.timeline(over=True)
-        self._decisions.ended(serving.ask.id, timeline)
-        if isinstance(action, CompleteRequest):
-            self._recent.add(serving.ask.id, timeline)
-        del self._serving[action.request]
-        if self._recording is not None:
-            self._recording.ended(serving.number, -(-serving.answer.tokens // len(serving.answer.choices)))
-
-    def _taken_back(self, serving: Session) -> bool:
-        """Whether a sequence that another conductor has taken over is this one's again; see `Serving.fenced`."""
-        if not serving.fenced(next(self._numbers)):
-            return False
-        log.warning("taking a sequence back", request=serving.ask.id, resumes=serving.resumes)
-        self._serving[serving.ask.number] = serving
-        self._post(RequestArrived(serving.ask, serving.reusable_keys))
-        return True
-
-    def _first_token(self, serving: Session) -> None:
-        self._decisions.first_token(serving.ask.id, serving.answer.ttft_s, serving.answer.lane)
-        if not serving.ask.beams:  # theirs come with the last ones
-            self._predictions.first_token(serving)
-
-    def _delivered(self, serving: Session) -> None:
-        """An answer that was short may have ended before."""
-        if serving.ask.number not in self._serving:
-            self._decisions.ended(serving.ask.id, serving.timeline(over=True))
-
-    def _complete(self, finish: CompletionReason, serving: Session) -> None:
-        serving.complete(finish)
-        self._decisions.complete(serving.ask.id, serving.answer.tpot_s)
-        self._predictions.complete(serving)
-
-    def _rehash(self, action: Rehash, serving: Session) -> None:
-        log.warning("placing anew", request=serving.ask.id, failures=action.failures, error=str(action.failure))
-        tokens = serving.rehash()
-        self._post(Rehashed(action.request, tokens, serving.reusable_keys))
-
-    def _fail(self, action: FailRequest, serving: Session) -> None:
-        if action.refused:
-            self._decisions.refused(serving.ask.id, str(action.failure), action.candidates)
-        serving.outgoing.end(error_of(action.failure))
+    def fail(self, error: MoonpoolError) -> None:
+        """The sequence cannot go on."""
+        self._end(failure_of(error), cancel=False)
 
 
-def recorded_request(ask: RequestSpec, request: ValidRequest) -> RecordedRequest:
-    """What a recording takes of a request."""
-    return RecordedRequest(
-        number=ask.number,
-        at=ask.arrived,
-        prompt_tokens=ask.prompt_tokens,
-        block_tokens=request.block_tokens,
-        keys=request.prompt_keys,
-        prompt_key=request.prompt_key,
-        tenant=request.tenant,
-        choices=ask.choices,
-    )
+def end_after_defect(session: Session, post: Callable[[Event], None]) -> None:
+    """End a request whose tokens met a defect (the exception that is being handled), and no other request.
 
-
-class RequestReader:
-    """Reads requests on worker threads.
-
-    Args:
-        checkpoint: the conductor's own.
-        registry: what the engines serve.
-        desk: serves requests.
-        tokenizing: worker threads.
-        config: the conductor's.
-        clock: of the times of requests, seconds.
+    The request is not placed again: which of the tokens were taken is not certain.
     """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        registry: Registry,
-        desk: Dispatcher,
-        tokenizing: ThreadPoolExecutor,
-        config: ConductorConfig,
-        clock: Callable[[], float],
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._registry = registry
-        self._desk = desk
-        self._tokenizing = tokenizing
-        self._config = config
-        self._clock = clock
-
-    def served(self) -> ServedModelSpec:
-        """What requests are checked against.
-
-        Raises:
-            Unavailable: no engine has joined.
-        """
-        model, layout, checkpoint = self._registry.model, self._registry.layout, self._checkpoint
-        if model is None or layout is None:
-            raise Unavailable("no prefill and no decode instance has joined")
-        return ServedModelSpec(
-            checkpoint.name,
-            checkpoint.config,
-            checkpoint.tokenizer,
-            model.namespace,
-            layout,
-            model.max_tokens,
-            self._config.queue_deadline_s,
-            checkpoint.config.default_sampling.given if self._config.generation_config == "auto" else {},
-            self._config.tenant_weights,
-        )
-
-    def model(self) -> str:
-        """Name of what is served; raises as `served`."""
-        return self.served().name
-
-    async def read(self, message: conductor_pb2.GenerateRequest, request_id: str = "") -> ValidRequest:
-        """Checks and tokenises a message; see `read_request`."""
-        served, name = self.served(), request_id or secrets.token_hex(8)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._tokenizing, read_request, message, served, name, lambda: secrets.randbits(64)
-        )
-
-    async def compute(self, message: conductor_pb2.GenerateRequest) -> None:
-        """Serves a request of the conductor's own, and drops the answer.
-
-        Raises:
-            MoonpoolError: it failed, or was refused.
-        """
-        request, arrived = await self.read(message), self._clock()
-        serving = self._desk.open(
-            OutputState.begin(request, self.served(), arrived), arrived + self._config.request_timeout_s
-        )
-        try:
-            while await serving.outgoing.next() is not None:
-                pass
-        finally:
-            self._desk.client_left(serving, serving.outgoing)
+    log.exception("tokens cannot be told: the request ends", request=session.spec.id)
+    failure = Failure(FailureKind.INTERNAL, "a defect: the conductor cannot tell tokens of this answer")
+    try:
+        post(StopRequested(session.spec.number, failure))
+    except Exception:
+        log.exception("a request cannot be ended", request=session.spec.id)
+        session.outgoing.end(error_of(failure))

@@ -1,6 +1,6 @@
-"""What the conductor reports about requests.
+"""What the conductor reports about requests: decisions, prediction accuracy, recent figures, queues, recorded traces.
 
-Placement decisions, prediction accuracy, recent figures, queue lengths, recorded traces.
+`RequestReports` gets the events of each request's life and feeds the other classes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from moonpool.errors import ConfigError, NotFound
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2
-from services.conductor.core.events import AnnouncePlacement
 from services.conductor.core.latency_model import PrefillChoice
 from services.conductor.core.scheduler import RequestScheduler
+from services.conductor.proto_conversion import candidate_proto
+from services.conductor.request import ValidRequest
 from services.conductor.session import Session
 
 
 class DecisionLog:
-    """The last `limit` requests' decisions, by request id; all are those of one policy."""
+    """Placement decisions of the last `limit` requests, by request id. All are decisions of one policy."""
 
     def __init__(self, limit: int, policy: str) -> None:
         self._limit = limit
@@ -48,9 +49,9 @@ class DecisionLog:
     ) -> None:
         """Note where a request was placed; a later placement of the same request replaces an earlier one.
 
-        It has looked for a place in vain for `waited_s`.
+        `waited_s`: seconds for which no place was found before.
         """
-        explained = map(_candidate_proto, candidates)
+        explained = map(candidate_proto, candidates)
         record = conductor_pb2.ExplainResponse(placement=placement, candidates=explained, waited_s=waited_s)
         earlier = self._records.get(request_id)
         if earlier is not None:
@@ -58,15 +59,15 @@ class DecisionLog:
         self._keep(request_id, record)
 
     def refused(self, request_id: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
-        """Note why a request was refused; without new candidates, those of an earlier decision are kept."""
-        record = conductor_pb2.ExplainResponse(refused=reason, candidates=map(_candidate_proto, candidates))
+        """Note why a request was refused. Without candidates, those of an earlier decision are kept."""
+        record = conductor_pb2.ExplainResponse(refused=reason, candidates=map(candidate_proto, candidates))
         earlier = self._records.get(request_id)
         if earlier is not None and not record.candidates:
             record.candidates.extend(earlier.candidates)
         self._keep(request_id, record)
 
     def first_token(self, request_id: str, ttft_s: float, lane: str) -> None:
-        """Note the measured time to first token, once, and the lane on which the prompt's KV goes to decode."""
+        """Note the first measured time to first token, and the transport of the prompt's KV to decode."""
         record = self._records.get(request_id)
         if record is not None and not record.measured_ttft_s:
             record.measured_ttft_s = ttft_s
@@ -79,16 +80,21 @@ class DecisionLog:
             record.measured_tpot_s = tpot_s
 
     def ended(self, request_id: str, timeline: conductor_pb2.Timeline) -> None:
-        """Note what a request that is over has gone through."""
+        """Note the timeline of a request that is over."""
         record = self._records.get(request_id)
         if record is not None:
             record.timeline.CopyFrom(timeline)
 
+    def has_ended(self, request_id: str) -> bool:
+        """Whether the timeline of a request is known."""
+        record = self._records.get(request_id)
+        return record is not None and record.HasField("timeline")
+
     def get(self, request_id: str) -> conductor_pb2.ExplainResponse:
-        """Return a decision.
+        """The decision about a request.
 
         Raises:
-            NotFound: no such request, or it is forgotten.
+            NotFound: the request is not known, or no longer.
         """
         record = self._records.get(request_id)
         if record is None:
@@ -103,42 +109,15 @@ class DecisionLog:
             self._records.popitem(last=False)
 
 
-def placement(told: AnnouncePlacement) -> conductor_pb2.Placement:
-    """The contract's form of where a request is placed."""
-    plan = told.plan
-    return conductor_pb2.Placement(
-        prefill=plan.prefill.id,
-        decode=told.target.decode if told.target is not None else "",
-        kvstore=plan.prefill.source,
-        predicted_cached_blocks=plan.prefill.used_blocks,
-        predicted_ttft_s=told.waited_s + plan.prefill.ttft_s,
-        emulated=plan.emulated,
-        predicted_tbt_s=told.pace.tbt_s,
-        predicted_tpot_s=told.pace.tpot_s,
-    )
-
-
-def _candidate_proto(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:
-    return conductor_pb2.CandidateExplanation(
-        instance=choice.id,
-        local_blocks=choice.local_blocks,
-        used_blocks=choice.used_blocks,
-        queue_s=choice.queue_s + choice.later_s,
-        load_s=choice.load_s,
-        prefill_s=choice.prefill_s,
-        excluded=choice.excluded,
-        overhead_s=choice.overhead_s,
-        source=choice.source,
-        cold_blocks=choice.cold_blocks,
-    )
-
-
 RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0, 4.0, 8.0)
 """Bucket bounds, finest around 1: the share within 15 % is that between 0.85 and 1.15."""
 
 
 class PredictionMetrics:
-    """Observes requests that were placed once: what a second placement foretold began after the request did."""
+    """Histograms of measured over predicted latency, of requests placed once.
+
+    The prediction of a second placement begins after the request's arrival, so it is not comparable.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         """Registers the histograms."""
@@ -146,16 +125,16 @@ class PredictionMetrics:
         self._ttft = metrics.histogram("ttft_over_predicted", f"time to first token, {ratio}", RATIO_BUCKETS)
         self._tpot = metrics.histogram("tpot_over_predicted", f"mean time between tokens, {ratio}", RATIO_BUCKETS)
 
-    def first_token(self, serving: Session) -> None:
-        """The first token is here."""
-        predicted_s = serving.placement.predicted_ttft_s
-        if serving.placements == 1 and predicted_s > 0:
-            self._ttft.observe(serving.answer.ttft_s / predicted_s)
+    def first_token(self, session: Session) -> None:
+        """Observe the time to first token."""
+        predicted_s = session.placement.predicted_ttft_s
+        if session.placements == 1 and predicted_s > 0:
+            self._ttft.observe(session.ttft_s / predicted_s)
 
-    def complete(self, serving: Session) -> None:
-        """The answer is complete; one of a single token has no time between tokens."""
-        predicted_s, measured_s = serving.placement.predicted_tpot_s, serving.answer.tpot_s
-        if serving.placements == 1 and predicted_s > 0 and measured_s > 0:
+    def complete(self, session: Session) -> None:
+        """Observe the mean time between tokens, if there are two tokens."""
+        predicted_s, measured_s = session.placement.predicted_tpot_s, session.tpot_s
+        if session.placements == 1 and predicted_s > 0 and measured_s > 0:
             self._tpot.observe(measured_s / predicted_s)
 
 
@@ -166,17 +145,17 @@ MAX_REMEMBERED = 1024
 
 
 MAX_LISTED = 32
-"""Requests that are told one by one."""
+"""Requests that are listed one by one."""
 
 
 _Figures = tuple[float, int, int, int, float, float]
-"""Of a request: when it ended; tokens of its prompt, those cached and its answer's; TTFT and TPOT."""
+"""Of a request: end, seconds; tokens of prompt, cached prompt and answer; TTFT and TPOT, seconds."""
 
 
 class RecentRequests:
-    """Requests in the order of their ends; `clock` gives seconds.
+    """Figures of the last answered requests, in the order of their ends; `clock` gives seconds.
 
-    Their figures are plain numbers, which are quickly added up: others wait for that.
+    The figures are plain numbers because the event loop waits while they are added up.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -186,7 +165,7 @@ class RecentRequests:
         self._last: deque[conductor_pb2.EndedRequest] = deque(maxlen=MAX_LISTED)
 
     def add(self, request_id: str, timeline: conductor_pb2.Timeline) -> None:
-        """A request was answered."""
+        """Add an answered request."""
         usage, timing = timeline.usage, timeline.timing
         counts = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
         self._ended.append((self._clock(), *counts, timing.ttft_s, timing.tpot_s))
@@ -195,7 +174,7 @@ class RecentRequests:
         )
 
     def state(self) -> conductor_pb2.RecentState:
-        """What the contract tells of them."""
+        """Sums and quantiles of the last `RECENT_WINDOW_S` seconds."""
         now = self._clock()
         state = conductor_pb2.RecentState(window_s=min(RECENT_WINDOW_S, now - self._began), last=list(self._last)[::-1])
         while self._ended and now - self._ended[0][0] > RECENT_WINDOW_S:
@@ -211,7 +190,7 @@ class RecentRequests:
 
 
 def quantiles(values: Sequence[float]) -> conductor_pb2.Quantiles:
-    """Those of some values, each of them a value; 0 of none."""
+    """p50 and p99 of some values, each of them one of the values; 0 without values."""
     if not values:
         return conductor_pb2.Quantiles()
     ranked = sorted(values)
@@ -220,21 +199,21 @@ def quantiles(values: Sequence[float]) -> conductor_pb2.Quantiles:
 
 
 MAX_LISTED_TENANTS = 100
-"""Tenants that are told of."""
+"""Tenants that are listed."""
 
 
 def queue_state(
     requests: RequestScheduler, tenants: Counter[str], weight_of: Callable[[str], float]
 ) -> conductor_pb2.QueueState:
-    """The state of the queues.
+    """Lengths of the wait queues, and requests by tenant.
 
     Args:
-        requests: that the core serves.
-        tenants: of all requests that have not ended, with their number.
-        weight_of: a tenant's share.
+        requests: the core's requests.
+        tenants: number of open requests, by tenant.
+        weight_of: a tenant's weight in fair sharing.
     """
     waiting = Counter(requests.rooms.count()) + Counter(requests.line.count())
-    told = sorted(tenants)[:MAX_LISTED_TENANTS]
+    listed = sorted(tenants)[:MAX_LISTED_TENANTS]
     return conductor_pb2.QueueState(
         for_limits=len(requests.line),
         for_room=len(requests.rooms),
@@ -243,7 +222,7 @@ def queue_state(
             conductor_pb2.TenantState(
                 tenant=tenant, weight=weight_of(tenant), requests=tenants[tenant], waiting=waiting[tenant]
             )
-            for tenant in told
+            for tenant in listed
         ],
     )
 
@@ -252,42 +231,17 @@ KEY_BYTES = 32
 
 
 NUMBER_BYTES = 8
-"""Of a block's number and of a tenant's name."""
+"""Bytes of a block's number and of a tenant's hashed name."""
 
 
 MAX_UNHASHED = 1024
-"""Requests that the thread has not looked at yet; more are left out."""
+"""Requests that wait for the writer thread; more are left out."""
 
 
 MAX_BLOCKS = 1 << 22
 
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRequest:
-    """A request has come.
-
-    Attributes:
-        number: names it.
-        at: when, seconds of any clock.
-        prompt_tokens: length of its prompt.
-        block_tokens: tokens of a block.
-        keys: of the prompt's full blocks, each of which says what came before it.
-        prompt_key: hash of the whole prompt.
-        tenant: "" = none.
-        choices: sequences that decode runs for it.
-    """
-
-    number: int
-    at: float
-    prompt_tokens: int
-    block_tokens: int
-    keys: Sequence[bytes]
-    prompt_key: bytes
-    tenant: str = ""
-    choices: int = 1
 
 
 @dataclass(slots=True)
@@ -311,14 +265,15 @@ class _TraceLine:
 
 
 class TraceRecording:
-    """A recording that goes on until `close`.
+    """Records a trace of all requests until `close`, on a thread of its own.
 
-    An earlier file of that name is kept with `.old` behind it. Requests that end without a token, and those that do not
-    fit into the bounds, are left out.
+    An earlier file of the same name is kept with the suffix `.old`. Requests without a token, and requests beyond the
+    bounds, are left out.
 
     Args:
         path: the file.
-        max_blocks: blocks of requests that wait for their line, 8 bytes each; beyond it the oldest request is left out.
+        max_blocks: most blocks of requests whose line is not written yet, 8 bytes each; beyond it the oldest request is
+            left out.
 
     Raises:
         ConfigError: naming `record_trace`: the file cannot be written.
@@ -331,7 +286,7 @@ class TraceRecording:
             file = path.open("wb", buffering=0)  # each line is one write, so a crash cuts none
         except OSError as error:
             raise ConfigError("record_trace", f"cannot write {path}: {error.strerror or error}") from error
-        self._queue: SimpleQueue[RecordedRequest | tuple[int, int] | None] = SimpleQueue()
+        self._queue: SimpleQueue[ValidRequest | tuple[int, int] | None] = SimpleQueue()
         self._known: set[int] = set()
         self._overrun = 0
         self._writer = _TraceWriter(file, max_blocks)
@@ -340,25 +295,25 @@ class TraceRecording:
 
     @property
     def left_out(self) -> int:
-        """Requests that have no line, and will have none."""
+        """Requests that have no line in the trace."""
         return self._overrun + self._writer.left_out
 
-    def opened(self, request: RecordedRequest) -> None:
-        """Notes a request; waits for nothing."""
+    def opened(self, request: ValidRequest) -> None:
+        """Record a request. Does not block."""
         if self._queue.qsize() >= MAX_UNHASHED:
             self._overrun += 1
             return
-        self._known.add(request.number)
+        self._known.add(request.spec.number)
         self._queue.put(request)
 
     def ended(self, number: int, tokens: int) -> None:
-        """Notes that a request has ended, with so many tokens of each answer."""
+        """Record a request's end; `tokens` counts the tokens of each choice."""
         if number in self._known:
             self._known.remove(number)
             self._queue.put((number, tokens))
 
     def close(self) -> None:
-        """Writes what has ended and closes the file; waits for the thread."""
+        """Write the requests that have ended and close the file. Blocks until the thread is done."""
         self._queue.put(None)
         self._thread.join()
         if self.left_out:
@@ -366,7 +321,7 @@ class TraceRecording:
 
     def _run(self) -> None:
         while (event := self._queue.get()) is not None:
-            if isinstance(event, RecordedRequest):
+            if isinstance(event, ValidRequest):
                 self._writer.opened(event)
             else:
                 self._writer.ended(*event)
@@ -374,7 +329,7 @@ class TraceRecording:
 
 
 class _TraceWriter:
-    """What the thread knows: lines in order of arrival, those that wait among them."""
+    """The trace's lines in the order of arrival. A line waits until its request and all earlier ones have ended."""
 
     def __init__(self, file: BinaryIO, max_blocks: int) -> None:
         self.left_out = 0
@@ -388,16 +343,18 @@ class _TraceWriter:
         self._began: float | None = None
         self._last_ms = 0.0
 
-    def opened(self, request: RecordedRequest) -> None:
+    def opened(self, request: ValidRequest) -> None:
         if not self._block_tokens:
             self._block_tokens = request.block_tokens
             self._write({"block_tokens": request.block_tokens})
-        if request.block_tokens != self._block_tokens:  # the cluster was set up anew; a trace has one size of block
+        if request.block_tokens != self._block_tokens:  # the cluster was set up anew; a trace has one block size
             self.left_out += 1
             return
-        tenant, numbers = self._name(request.tenant), self._numbers(request)
-        line = _TraceLine(self._timestamp(request.at), request.prompt_tokens, numbers, tenant, request.choices)
-        self._lines[request.number] = line
+        spec, numbers = request.spec, self._numbers(request)
+        line = _TraceLine(
+            self._timestamp(spec.arrived), spec.prompt_tokens, numbers, self._tenant_hash(spec.tenant), spec.choices
+        )
+        self._lines[spec.number] = line
         self._blocks += len(line.numbers)
         while self._blocks > self._max_blocks:
             self._take(next(iter(self._lines)))
@@ -410,7 +367,7 @@ class _TraceWriter:
             self._write_ended()
 
     def close(self) -> None:
-        """Writes what has ended; the rest is left out."""
+        """Write the requests that have ended; the others are left out."""
         for number in [number for number, line in self._lines.items() if line.tokens is None]:
             self._take(number)
             self.left_out += 1
@@ -418,22 +375,22 @@ class _TraceWriter:
         self._file.close()
 
     def _timestamp(self, at: float) -> float:
-        """Milliseconds since the first request. One that overtook another while tokenised does not come before it."""
+        """Milliseconds since the first request, never decreasing: requests may overtake each other while tokenised."""
         if self._began is None:
             self._began = at
         self._last_ms = max(self._last_ms, round(1e3 * (at - self._began), 3))
         return self._last_ms
 
-    def _numbers(self, request: RecordedRequest) -> array[int]:
-        """A number per block; the last block, if it is not full, is known by the whole prompt."""
-        keys = list(request.keys)
-        if request.prompt_tokens > len(keys) * request.block_tokens:
-            keys.append(b"rest" + request.prompt_key)
+    def _numbers(self, request: ValidRequest) -> array[int]:
+        """A number per block. A last block that is not full gets its number from the whole prompt."""
+        keys: list[bytes] = list(request.prompt_keys)
+        if request.spec.prompt_tokens > len(keys) * request.block_tokens:
+            keys.append(b"rest" + request.spec.prompt_key)
         digests = (blake3(key, key=self._key).digest(length=NUMBER_BYTES) for key in keys)
         return array("Q", (int.from_bytes(digest, "big") >> 1 for digest in digests))
 
-    def _name(self, tenant: str) -> str:
-        """Stands for a tenant in this recording alone."""
+    def _tenant_hash(self, tenant: str) -> str:
+        """Stands for a tenant in this trace alone."""
         return blake3(b"tenant" + tenant.encode(), key=self._key).hexdigest(length=NUMBER_BYTES) if tenant else ""
 
     def _write_ended(self) -> None:
@@ -449,7 +406,7 @@ class _TraceWriter:
         self._blocks -= len(self._lines.pop(number).numbers)
 
     def _write(self, data: Mapping[str, object]) -> bool:
-        """Whether it was written; after the first failure nothing is, as the file may end within a line."""
+        """Write a line; returns whether it worked. After a failure no line is written: the file may end in a line."""
         if self._broken:
             return False
         try:
@@ -458,3 +415,48 @@ class _TraceWriter:
             log.error("the recording ends early", error=str(error))
             self._broken = True
         return not self._broken
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReports:
+    """Reports the events of each request's life.
+
+    Attributes:
+        decisions: for `Explain`.
+        predictions: for the metrics.
+        recent: for the cluster's state.
+        recording: of a trace; None if none is wanted.
+    """
+
+    decisions: DecisionLog
+    predictions: PredictionMetrics
+    recent: RecentRequests
+    recording: TraceRecording | None
+
+    def opened(self, session: Session) -> None:
+        """The core gets a request."""
+        if self.recording is not None and session.request.resume is None:
+            self.recording.opened(session.request)
+
+    def first_token(self, session: Session) -> None:
+        """The first new token has come."""
+        self.decisions.first_token(session.spec.id, session.ttft_s, session.lane)
+        if not session.spec.beams:  # theirs come with the last ones
+            self.predictions.first_token(session)
+
+    def delivered(self, session: Session) -> None:
+        """The KV has arrived at decode: a short answer may have ended before."""
+        if self.decisions.has_ended(session.spec.id):
+            self.decisions.ended(session.spec.id, session.timeline(over=True))
+
+    def completed(self, session: Session) -> None:
+        """The request is answered; `ended` follows."""
+        self.decisions.complete(session.spec.id, session.tpot_s)
+        self.predictions.complete(session)
+        self.recent.add(session.spec.id, session.timeline(over=True))
+
+    def ended(self, session: Session) -> None:
+        """The core has ended the request."""
+        self.decisions.ended(session.spec.id, session.timeline(over=True))
+        if self.recording is not None:
+            self.recording.ended(session.number, -(-session.tokens // len(session.choices)))

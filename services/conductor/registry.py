@@ -1,7 +1,4 @@
-"""Members of the cluster.
-
-Joining, heartbeats, loss, the model they serve, and events to the core about each change.
-"""
+"""Members of the cluster: joining, heartbeats, loss, the model they serve, and the core's events about each change."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from moonpool.checkpoint import ModelConfig, Tokenizer, config_hash, load_config, model_name, resolve
-from moonpool.cluster.proto_conversion import check_instance, finite_or_zero, speeds_from_proto
+from moonpool.cluster.proto_conversion import check_instance
 from moonpool.errors import InvalidRequest, Mismatch, NotFound, Unavailable
 from moonpool.kv.keys import pack_keys, unpack_keys
 from moonpool.kv.layout import KVLayout
@@ -29,63 +26,9 @@ from services.conductor.core.events import (
     Resync,
     RoleChangeRequested,
 )
-from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from services.conductor.core.latency_model import KVShape
 from services.conductor.core.router import ReplicatePrefix
 from services.conductor.decode_streams import StepsPool
-
-_INSTANCE_KINDS = {
-    kv_pb2.INSTANCE_KIND_PREFILL: InstanceKind.PREFILL,
-    kv_pb2.INSTANCE_KIND_DECODE: InstanceKind.DECODE,
-    kv_pb2.INSTANCE_KIND_KVSTORE: InstanceKind.KVSTORE,
-}
-
-
-def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
-    """What a checked hello says."""
-    kind = _INSTANCE_KINDS[hello.instance.kind]
-    return InstanceFacts(
-        id=hello.instance.id,
-        incarnation=hello.instance.incarnation,
-        kind=kind,
-        total_blocks=hello.total_blocks,
-        shape=None if kind is InstanceKind.KVSTORE else _kv_shape(hello.model),
-        speeds=speeds_from_proto(hello.speed),
-        stages=max(hello.stages, 1),
-        step_tokens=hello.step_tokens,
-        capacity_bytes=hello.capacity_bytes,
-        either=hello.either_role,
-        host=hello.instance.address.rpartition(":")[0],
-        tells_cold=hello.tells_cold,
-    )
-
-
-def kind_to_proto(kind: InstanceKind) -> kv_pb2.InstanceKind.ValueType:
-    """A kind as the contract has it."""
-    return next(proto for proto, plain in _INSTANCE_KINDS.items() if plain is kind)
-
-
-def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
-    """What a load report says."""
-    return LoadFacts(
-        running=load.running,
-        waiting=load.waiting,
-        free_blocks=load.free_blocks,
-        cached_blocks=load.cached_blocks,
-        promised_blocks=load.promised_blocks,
-        context_tokens=load.context_tokens,
-        drain_s=finite_or_zero(load.drain_s) if load.HasField("drain_s") else None,
-        speeds=speeds_from_proto(load.speed) if load.HasField("speed") else None,
-        draining=load.draining,
-        taken=load.taken,
-        answer_tokens=load.expected_answer_tokens,
-    )
-
-
-def _kv_shape(model: conductor_pb2.ModelInfo) -> KVShape:
-    layout = KVLayout.from_proto(model.layout)
-    return KVShape(layout.block_tokens, layout.token_bytes, layout.layers, model.emulated != "")
-
+from services.conductor.proto_conversion import instance_facts, kind_to_proto, load_facts
 
 PREFILL = kv_pb2.INSTANCE_KIND_PREFILL
 
@@ -104,7 +47,7 @@ NAMESPACE_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the conductor's own checkpoint says; engines must serve the same."""
+    """The model of the conductor's checkpoint. Engines must serve the same."""
 
     name: str
     config_hash: bytes
@@ -113,7 +56,7 @@ class ServedModel:
 
 @dataclass(slots=True, eq=False)
 class ClusterMember:
-    """One incarnation of one instance, while it is joined; `load` is its last report, `either`: its role can change."""
+    """One incarnation of an instance, while it is joined. `load` is its last report; `either`: its role can change."""
 
     instance: kv_pb2.Instance
     total_blocks: int
@@ -155,7 +98,7 @@ class Registry:
 
     @property
     def model(self) -> conductor_pb2.ModelInfo | None:
-        """What is served, or None before the first engine; `max_tokens` is the least of all engines'."""
+        """The served model, None before the first engine. `max_tokens` is the smallest of all engines."""
         if self._model is None:
             return None
         lengths = [m.model.max_tokens for m in self._members.values() if m.model is not None]
@@ -171,7 +114,7 @@ class Registry:
 
     @property
     def layout(self) -> KVLayout | None:
-        """Layout of the KV that is served, or None before the first engine."""
+        """The layout of the served KV, None before the first engine."""
         return self._layout
 
     @property
@@ -180,11 +123,11 @@ class Registry:
         return all(any(not member.load.draining for member in self.of_kind(kind)) for kind in ENGINES)
 
     def join(self, hello: conductor_pb2.JoinHello) -> ClusterMember:
-        """Take an instance in; an earlier member of its id is replaced.
+        """Add an instance; an earlier member with its id is replaced.
 
         Raises:
             InvalidRequest: the hello is incomplete.
-            Mismatch: it serves another model than the conductor or the other engines; names the field.
+            Mismatch: the instance serves another model than the conductor or the other engines; names the field.
         """
         instance = hello.instance
         self.check(hello)
@@ -214,7 +157,7 @@ class Registry:
             self._check_model(hello)
 
     def leave(self, member: ClusterMember) -> bool:
-        """Remove a member; False when it was replaced by a later incarnation or had left."""
+        """Remove a member; returns False if the member was replaced by a later incarnation, or had left."""
         if self._members.get(member.id) is not member:
             return False
         del self._members[member.id]
@@ -267,7 +210,7 @@ class Registry:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint as the conductor uses it."""
+    """The parts of a checkpoint that the conductor uses."""
 
     name: str
     config: ModelConfig
@@ -278,7 +221,7 @@ class Checkpoint:
         """Load from a folder or hub id.
 
         Raises:
-            CheckpointError: there is none, or it is damaged or not supported.
+            CheckpointError: there is no checkpoint, or it is damaged or not supported.
         """
         folder = resolve(model)
         return cls(model_name(model), load_config(folder), Tokenizer.load(folder))
@@ -292,17 +235,17 @@ log = get_logger(__name__)
 
 
 MAX_EVENT_KEYS = 1 << 13
-"""Keys stored, removed, or cooled in one message: one message is applied without a pause of the event loop."""
+"""Most keys stored, removed or cooled in one message: a message is applied in one turn of the event loop."""
 
 
 class ClusterMembers:
-    """Who is there.
+    """The members, what they report, and the orders they get.
 
     Args:
-        served: what the cluster serves.
+        served: the model that the cluster serves.
         channels: to the instances.
-        post: hands an event to the core; what that meets is raised, which ends the stream of whose message it was.
-        tell: the same for those who have left, from where nobody hears an exception: raises nothing.
+        post: hands an event to the core, and raises the core's exceptions: they end the stream of the event's instance.
+        tell: hands an event to the core if an instance has left; exceptions end the conductor instead of being raised.
     """
 
     def __init__(
@@ -313,23 +256,27 @@ class ClusterMembers:
         self.probe = channels.probe
         self._post = post
         self._tell = tell
-        self._orders: dict[str, Callable[[conductor_pb2.JoinResponse], None]] = {}
+        self._send: dict[str, Callable[[conductor_pb2.JoinResponse], None]] = {}  # by instance id
+
+    def instances(self, kind: kv_pb2.InstanceKind.ValueType | None = None) -> list[kv_pb2.Instance]:
+        """The members' instances, of one kind or all, in order of joining."""
+        return [member.instance for member in self.registry if kind in (None, member.kind)]
 
     def find(self, instance_id: str) -> kv_pb2.Instance | None:
         """The member of this id."""
         member = self.registry.get(instance_id)
         return member.instance if member is not None else None
 
-    def join(self, hello: conductor_pb2.JoinHello, tell: Callable[[conductor_pb2.JoinResponse], None]) -> ClusterMember:
-        """Take an instance in (see `Registry.join`); `tell` gives it orders."""
+    def join(self, hello: conductor_pb2.JoinHello, send: Callable[[conductor_pb2.JoinResponse], None]) -> ClusterMember:
+        """Add an instance (see `Registry.join`); `send` sends it messages."""
         earlier = self.registry.get(hello.instance.id)
         member = self.registry.join(hello)
-        self._orders[member.id] = tell
+        self._send[member.id] = send
         if earlier is not None and earlier.instance.incarnation != member.instance.incarnation:
             self._lost(earlier, "was restarted")
         try:
             self._post(InstanceJoined(instance_facts(hello)))
-        except Exception:  # its stream ends, and has nobody yet who would leave
+        except Exception:  # its stream ends before it is a member
             self.leave(member, lost=False)
             raise
         return member
@@ -337,12 +284,11 @@ class ClusterMembers:
     def leave(self, member: ClusterMember, *, lost: bool) -> None:
         """Remove a member; with `lost` its requests fail now instead of with their streams.
 
-        A stream that ends after its member was replaced says nothing new: its process has joined again on another
-        stream, or has been restarted.
+        Does nothing if the member was replaced: its process has joined again, or was restarted.
         """
         if not self.registry.leave(member):
             return
-        del self._orders[member.id]
+        del self._send[member.id]
         if lost:
             self._lost(member, "is lost")
         else:
@@ -354,12 +300,12 @@ class ClusterMembers:
         return self.registry.get(member.id) is member
 
     def report(self, member: ClusterMember, load: conductor_pb2.LoadReport) -> None:
-        """Take a load report."""
+        """Handle a load report."""
         member.load = load
         self._post(LoadReported(member.id, load_facts(load)))
 
     def events(self, member: ClusterMember, events: kv_pb2.KVEvents) -> None:
-        """Take KV events."""
+        """Handle KV events."""
         stored = unpack_keys(events.stored_keys, "events.stored_keys", max_keys=MAX_EVENT_KEYS)
         removed = unpack_keys(events.removed_keys, "events.removed_keys", max_keys=MAX_EVENT_KEYS)
         cooled = unpack_keys(events.cooled_keys, "events.cooled_keys", max_keys=MAX_EVENT_KEYS)
@@ -367,11 +313,11 @@ class ClusterMembers:
         self._post(KeysChanged(member.id, events.sequence, *keys, *ends, tuple(cooled)))
 
     def change_role(self, instance_id: str, kind: kv_pb2.InstanceKind.ValueType) -> None:
-        """Somebody wants an instance to change its role.
+        """Request that an instance changes its role.
 
         Raises:
-            NotFound: it is not here.
-            InvalidRequest: it cannot become that; names the field.
+            NotFound: there is no such member.
+            InvalidRequest: the instance cannot change to that role; names the field.
         """
         if kind not in ENGINES:
             raise InvalidRequest("kind", "must be prefill or decode")
@@ -388,26 +334,26 @@ class ClusterMembers:
         self._post(RoleChangeRequested(instance_id))
 
     def order(self, action: Resync | ReplicatePrefix | ChangeRole) -> None:
-        """Tells an instance to send a snapshot of its keys, to copy hot blocks, or to change its role.
+        """Order an instance to send a snapshot of its keys, to replicate a prefix, or to change its role.
 
-        Without effect where it has left.
+        Does nothing if the instance has left.
         """
-        tell = self._orders.get(action.instance)
-        if tell is None:
+        send = self._send.get(action.instance)
+        if send is None:
             return
         match action:
             case Resync(instance):
                 log.warning("snapshot of the KV keys asked for", instance=instance)
-                tell(conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder()))
+                send(conductor_pb2.JoinResponse(resync=conductor_pb2.ResyncOrder()))
             case ReplicatePrefix(instance, keys, source, tenant):
                 holder = self.find(source)
                 if holder is not None:
                     log.info("copy ordered", instance=instance, source=source, blocks=len(keys))
-                    wanted = conductor_pb2.ReplicateOrder(keys=pack_keys(keys), source=holder, tenant=tenant)
-                    tell(conductor_pb2.JoinResponse(replicate=wanted))
+                    order = conductor_pb2.ReplicateOrder(keys=pack_keys(keys), source=holder, tenant=tenant)
+                    send(conductor_pb2.JoinResponse(replicate=order))
             case ChangeRole(instance, _, kind):
                 log.info("change of role ordered", instance=instance, to=kind.value)
-                tell(conductor_pb2.JoinResponse(role=conductor_pb2.RoleOrder(kind=kind_to_proto(kind))))
+                send(conductor_pb2.JoinResponse(role=conductor_pb2.RoleOrder(kind=kind_to_proto(kind))))
 
     def _lost(self, member: ClusterMember, why: str) -> None:
         self._tell(InstanceLeft(member.id, member.instance.incarnation, why))
@@ -426,22 +372,23 @@ PROBE_TIMEOUT_S = 3.0
 SILENT_HEARTBEATS = 3
 
 
-QUIET, ASKED = 0.4, 0.2
-"""Heartbeats; instances report four times in each. One of which nothing came for the first is asked `ASKS` times if
-it is there, each time for the second. We may be late ourselves: so its answer counts, and it has two chances."""
+QUIET_HEARTBEATS = 0.4
+"""Silence, in heartbeats, after which an instance is probed. Instances report four times per heartbeat."""
 
 
-ASKS = 2
+PROBE_HEARTBEATS = 0.2
+"""Timeout of a probe, in heartbeats."""
+
+
+PROBES = 2
+"""The conductor may be late itself, so an instance is lost only if this many probes get no answer."""
 
 
 class JoinServer:
     """Serves the Join streams of all instances."""
 
     def __init__(self, cluster: ClusterMembers, heartbeat_s: float, admit: Admit) -> None:
-        """Wire the server; `conductor` must be set before the first instance joins.
-
-        `admit` raises when an instance may not join yet.
-        """
+        """`conductor` must be filled in before the first instance joins; `admit` raises if an instance must wait."""
         self._admit = admit
         self.conductor = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
         self._cluster = cluster
@@ -449,17 +396,17 @@ class JoinServer:
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """End all streams: the conductor is leaving, instances look for the next one."""
+        """End all streams: the conductor is leaving, and instances look for another one."""
         self._stopping.set()
 
     async def serve(self, requests: AsyncIterator[conductor_pb2.JoinRequest], context: object) -> None:
         """Serve one instance until its stream ends.
 
         Raises:
-            InvalidRequest: no proper hello came.
-            Mismatch: it serves something else, or another process took its name.
-            Unavailable: it cannot be reached at the address it tells, or the conductor is leaving.
-            DeadlineExceeded: it was silent for three heartbeats, or is silent and does not answer.
+            InvalidRequest: there was no valid hello.
+            Mismatch: the instance serves another model, or another process has joined with its id.
+            Unavailable: the instance cannot be reached at its address, or the conductor is leaving.
+            DeadlineExceeded: the instance was silent for three heartbeats, or is silent and does not answer probes.
         """
         welcome = conductor_pb2.JoinWelcome(conductor=self.conductor, heartbeat_s=self._heartbeat_s)
         await JoinStream(self._cluster, welcome, self._stopping, self._admit).run(requests, context)
@@ -473,7 +420,10 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
     ) -> None:
         beat_s = welcome.heartbeat_s
         super().__init__(
-            stopping, hello_timeout_s=HELLO_TIMEOUT_S, silence_s=SILENT_HEARTBEATS * beat_s, quiet_s=QUIET * beat_s
+            stopping,
+            hello_timeout_s=HELLO_TIMEOUT_S,
+            silence_s=SILENT_HEARTBEATS * beat_s,
+            quiet_s=QUIET_HEARTBEATS * beat_s,
         )
         self._cluster = cluster
         self._welcome = welcome
@@ -482,7 +432,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         self._left = False
 
     async def on_hello(self, message: conductor_pb2.JoinRequest) -> None:
-        """Takes an instance that serves what the others do and can be reached."""
+        """Add an instance that serves the cluster's model and can be reached."""
         hello = message.hello
         self._cluster.registry.check(hello)
         require_role(kv_pb2.InstanceKind.Name(hello.instance.kind).removeprefix("INSTANCE_KIND_").lower())
@@ -494,7 +444,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         self.outbox.post(conductor_pb2.JoinResponse(welcome=self._welcome))
 
     def on_message(self, message: conductor_pb2.JoinRequest, payload: memoryview) -> None:
-        """A report, or events."""
+        """A load report, or KV events."""
         member = self._member
         if not self._cluster.is_member(member):
             raise Mismatch("instance.id", f"another process has joined as {member.id}")
@@ -507,20 +457,20 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     async def is_there(self) -> bool:
-        """Whether it answers at its address."""
-        for _ in range(ASKS):
+        """Whether the instance answers a probe."""
+        for _ in range(PROBES):
             try:
-                await self._cluster.probe(self._member.instance.address, ASKED * self._welcome.heartbeat_s)
+                await self._cluster.probe(self._member.instance.address, PROBE_HEARTBEATS * self._welcome.heartbeat_s)
             except Unavailable:
                 continue
             return True
         return False
 
     def end(self) -> None:
-        """The instance has left, or is lost when it was silent."""
+        """The instance has left, or is lost if it was silent."""
         if self._left:
             return
         self._left = True
         self._cluster.leave(self._member, lost=self.silent)
-        tell = log.warning if self.silent else log.info
-        tell("lost" if self.silent else "left", instance=self._member.id, address=self._member.instance.address)
+        write = log.warning if self.silent else log.info
+        write("lost" if self.silent else "left", instance=self._member.id, address=self._member.instance.address)

@@ -1,50 +1,58 @@
 """From a client's message to a valid request: chat rendered, every field checked, every default set.
 
-Tokenises the prompt, so it runs on a worker thread.
+`RequestReader` does so on worker threads, as the prompt is tokenised.
 """
 
 from __future__ import annotations
 
+import asyncio
+import re
+import secrets
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic_core import from_json
 
 from moonpool.checkpoint import ModelConfig, Tokenizer
 from moonpool.contracts import sampling_from_proto, sampling_to_proto
-from moonpool.errors import InvalidRequest
+from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.grammar import check_grammar
 from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
 from moonpool.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams, check_beams, check_end_tokens
 from moonpool.scheduling.fair_share import check_priority
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.core.events import ATTEMPT_MARK
+from services.conductor.config import ConductorConfig
+from services.conductor.core.events import ATTEMPT_MARK, DecodeReservation, RequestSpec, ResumeState
 from services.conductor.core.latency_model import SloLimits
+from services.conductor.proto_conversion import reservation_proto
+from services.conductor.registry import Checkpoint, Registry
 
 
 def chat_chars(chat: conductor_pb2.ChatPrompt) -> int:
-    """Characters of the client's that the template is given."""
+    """Number of the client's characters that go into the chat template."""
     calls = (call for turn in chat.messages for call in turn.tool_calls)
     called = sum(len(call.name) + len(call.arguments) for call in calls)
     return called + len(chat.tools) + sum(len(turn.role) + len(turn.content) for turn in chat.messages)
 
 
 def render_chat(chat: conductor_pb2.ChatPrompt, tokenizer: Tokenizer) -> str:
-    """Return the prompt's text.
+    """The prompt's text.
 
     Raises:
-        InvalidRequest: names what the chat template does not take, or what is wrong.
+        InvalidRequest: names the field that is wrong, or that the chat template does not take.
     """
     return tokenizer.render_chat(list(map(_chat_turn, chat.messages)), tools=_chat_tools(chat.tools))
 
 
 def _chat_turn(turn: conductor_pb2.ChatMessage) -> dict[str, Any]:
-    """What a turn does not have is left out: templates ask whether it is there."""
+    """A message for the template. Absent fields are left out: templates test whether a field is there."""
     if unknown := UnknownFieldSet(turn):
         raise InvalidRequest("messages", f"has field number {unknown[0].field_number}, which is not known here")
     found: dict[str, Any] = {"role": turn.role, "content": turn.content}
@@ -78,16 +86,29 @@ MAX_TENANT_CHARS = 256
 
 
 MAX_PROMPT_SCORES = 1 << 18
-"""Log probabilities of one prompt: 2 MiB, which one message holds."""
+"""Most log probabilities of one prompt: 2 MiB, which fits one message."""
 
 
 OTHER_TENANTS = "*"
 """Stands for each tenant without a weight of its own."""
 
 
+SECRET_LENGTHS = range(16, 65)
+"""Bytes of the secret that a client shows to resume its request."""
+
+
+MAX_SEQUENCE_CHARS = 256
+
+
+_ATTEMPT = re.compile(r"(?:(\d{1,10})\.)?\d{1,10}", re.ASCII)
+
+
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModelSpec:
-    """What requests are checked against: the conductor's checkpoint and what the engines agreed on."""
+    """The served model, against which requests are checked: the checkpoint, and what the engines agreed on."""
 
     name: str
     config: ModelConfig
@@ -97,60 +118,69 @@ class ServedModelSpec:
     max_tokens: int
     """Longest sequence, prompt and answer together."""
     queue_s: float
-    """How long requests that do not say it may wait instead of being refused."""
+    """Seconds that requests may wait for a placement if they set no `slo.queue_s`."""
     suggested: Mapping[str, float | int]
-    """Sampling parameters of requests that do not give them."""
+    """Sampling parameters for requests that do not set them."""
     weights: Mapping[str, float]
     """Shares of tenants, as `ConductorConfig.tenant_weights` has them."""
 
 
 @dataclass(frozen=True, slots=True)
-class ValidRequest:
-    """A valid request. `sampling` has a seed; `end_token_ids` end the generation."""
+class ClientProgress:
+    """How much of one choice a client already has: its tokens, and the number of characters of its text."""
 
-    id: str
-    tenant: str
+    tokens: array[int]
+    text_chars: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """How far the client of a resumed request is.
+
+    Attributes:
+        choices: the client's progress, per choice.
+        point: the resume point that the client got last. Its secret proves that the client is the same one.
+        state: the core's part.
+        unscored: the client wants the prompt's log probabilities and does not have them yet.
+    """
+
+    choices: tuple[ClientProgress, ...]
+    point: conductor_pb2.ResumePoint
+    state: ResumeState
+    unscored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A checked request. It never changes, except that the dispatcher fills in `spec.number` and `spec.resumed`.
+
+    Attributes:
+        spec: what the core knows of the request: lengths, limits, tenant, times; no tokens.
+        prompt: token ids.
+        sampling: with a seed, unless the request is a beam search.
+        stops: stop strings.
+        end_token_ids: tokens that end the generation.
+        chain_root: the root of the prompt's block keys.
+        prompt_keys: keys of the prompt's full blocks, `block_tokens` tokens each.
+        bad_tokens: of each run, the last token is never chosen after the others.
+        whole: the client reads the answer at its end only.
+        resume: how far the client is, if it resumes the request.
+    """
+
+    spec: RequestSpec
     prompt: array[int]
     sampling: SamplingParams
     stops: tuple[str, ...]
     end_token_ids: tuple[int, ...]
-    slo: SloLimits
     chain_root: bytes
     prompt_keys: tuple[BlockKey, ...]
     block_tokens: int
     bad_tokens: tuple[tuple[int, ...], ...] = ()
-    """Of each the last token is not chosen after the others."""
-    priority: int = 0
-    weight: float = 1.0
     whole: bool = False
-    """The client reads the answer at its end only."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens to generate at most."""
-        return self.sampling.max_tokens
-
-    @property
-    def least_tokens(self) -> int:
-        """Tokens that an answer has at least."""
-        return self.sampling.min_tokens if self.end_token_ids or self.stops else self.max_tokens
-
-    @property
-    def choices(self) -> int:
-        """Answers that are wanted."""
-        return self.sampling.n
-
-    @property
-    def has_beams(self) -> bool:
-        """Whether the answers are a beam search's."""
-        return self.sampling.beam_width > 0
-
-    @property
-    def prompt_key(self) -> BlockKey:
-        return block_keys(self.chain_root, self.prompt, len(self.prompt))[0]
+    resume: ResumeRequest | None = None
 
     def ends_with(self, token_id: int, generated: int) -> bool:
-        """Tell whether `token_id`, being the `generated`-th token of the answer, is its regular end."""
+        """Whether `token_id`, as the `generated`-th token of a choice, is its regular end."""
         return token_id in self.end_token_ids and generated >= self.sampling.min_tokens
 
     def keys_with(self, generated: array[int]) -> list[BlockKey]:
@@ -164,38 +194,113 @@ class ValidRequest:
         )
 
     def sequence(
-        self, wire_id: str, generated: array[int], keys: list[BlockKey], *, scored: bool = False
+        self, sequence_id: str, generated: array[int], keys: list[BlockKey], *, scored: bool = False
     ) -> kv_pb2.SequenceSpec:
-        """The engines' form of it, when `generated` tokens of the answer are known already.
+        """The sequence that engines compute.
 
-        `scored`: the prompt's log probabilities are to be told.
+        Args:
+            sequence_id: the id that engines see.
+            generated: tokens of the answer that are known already.
+            keys: keys of all full blocks of prompt and `generated`.
+            scored: the prompt's log probabilities are wanted.
         """
         sampling = self.sampling if scored else replace(self.sampling, prompt_logprobs=None)
         return kv_pb2.SequenceSpec(
-            request_id=wire_id,
+            request_id=sequence_id,
             token_ids=tokens_to_bytes(self.prompt + generated),
             prompt_tokens=len(self.prompt),
             block_keys=pack_keys(keys),
             sampling=sampling_to_proto(sampling),
             end_token_ids=self.end_token_ids,
-            tenant=self.tenant,
+            tenant=self.spec.tenant,
             chain_root=self.chain_root,
             bad_tokens=[kv_pb2.TokenRun(token_ids=run) for run in self.bad_tokens],
-            priority=self.priority,
-            weight=self.weight,
+            priority=self.spec.priority,
+            weight=self.spec.weight,
         )
 
 
-def read_request(
-    message: conductor_pb2.GenerateRequest, served: ServedModelSpec, request_id: str, draw_seed: Callable[[], int]
-) -> ValidRequest:
-    """Check a message and make a request of it.
+class RequestReader:
+    """Checks and tokenises requests on worker threads.
 
     Args:
-        message: as the client sent it.
-        served: what it is checked against.
-        request_id: its id, drawn by the caller when the message has none.
-        draw_seed: gives a seed in [0, 2^64) when the message has none.
+        checkpoint: the conductor's checkpoint.
+        registry: knows what the engines serve.
+        tokenizing: the worker threads.
+        config: the conductor's settings.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, registry: Registry, tokenizing: ThreadPoolExecutor, config: ConductorConfig
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._registry = registry
+        self._tokenizing = tokenizing
+        self._config = config
+
+    def served(self) -> ServedModelSpec:
+        """What requests are checked against.
+
+        Raises:
+            Unavailable: no engine has joined.
+        """
+        model, layout, checkpoint = self._registry.model, self._registry.layout, self._checkpoint
+        if model is None or layout is None:
+            raise Unavailable("no prefill and no decode instance has joined")
+        return ServedModelSpec(
+            checkpoint.name,
+            checkpoint.config,
+            checkpoint.tokenizer,
+            model.namespace,
+            layout,
+            model.max_tokens,
+            self._config.queue_deadline_s,
+            checkpoint.config.default_sampling.given if self._config.generation_config == "auto" else {},
+            self._config.tenant_weights,
+        )
+
+    @property
+    def namespace(self) -> bytes:
+        """The served KV's namespace; empty before the first engine."""
+        model = self._registry.model
+        return model.namespace if model is not None else b""
+
+    async def read(
+        self,
+        message: conductor_pb2.GenerateRequest,
+        served: ServedModelSpec | None = None,
+        request_id: str = "",
+        arrived: float = 0.0,
+        deadline: float = 0.0,
+    ) -> ValidRequest:
+        """Check and tokenise a message; see `read_request`. A request without an id gets one."""
+        served = served or self.served()
+        name = request_id or secrets.token_hex(8)
+        seed = lambda: secrets.randbits(64)  # noqa: E731
+        return await self.run(partial(read_request, message, served, name, arrived, deadline, seed))
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run work with the tokenizer on a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+
+def read_request(
+    message: conductor_pb2.GenerateRequest,
+    served: ServedModelSpec,
+    request_id: str,
+    arrived: float,
+    deadline: float,
+    draw_seed: Callable[[], int],
+) -> ValidRequest:
+    """Check a message and make a request of it. The request has no number yet.
+
+    Args:
+        message: the client's message.
+        served: what the message is checked against.
+        request_id: the request's id, drawn by the caller if the message has none.
+        arrived: when the message came, seconds of the core's clock.
+        deadline: when the request fails.
+        draw_seed: gives a seed in [0, 2^64) if the message has none.
 
     Raises:
         InvalidRequest: names the first field that is wrong.
@@ -210,26 +315,43 @@ def read_request(
     check_beams(sampling, frozenset(end_token_ids), vocabulary, "sampling")
     _require("sampling.response_format", not sampling.response_format or bool(ends), "this model has no end token")
     check_grammar(sampling)
-    return ValidRequest(
+    slo, bad_tokens = _read_slo(message.slo, served.queue_s), _read_bad_words(sampling, served, len(end_token_ids))
+    resume = read_resume(message, sampling, vocabulary)
+    spec = RequestSpec(
+        number=0,
         id=request_id,
+        prompt_tokens=len(prompt),
+        max_tokens=sampling.max_tokens,
+        prompt_key=block_keys(root, prompt, len(prompt))[0],
+        slo=slo,
+        arrived=arrived,
+        deadline=deadline,
+        choices=sampling.width,
+        beams=sampling.beam_width > 0,
         tenant=message.tenant,
+        scored=sampling.prompt_logprobs is not None if resume is None else resume.unscored,
+        resumed=None if resume is None else resume.state,
+        priority=message.priority,
+        weight=weight_of(message.tenant, served.weights),
+        least_tokens=sampling.min_tokens if end_token_ids or sampling.stop else sampling.max_tokens,
+    )
+    return ValidRequest(
+        spec=spec,
         prompt=prompt,
         sampling=sampling,
         stops=tuple(sampling.stop),
         end_token_ids=end_token_ids,
-        slo=_read_slo(message.slo, served.queue_s),
         chain_root=root,
         prompt_keys=tuple(block_keys(root, prompt, served.layout.block_tokens)),
         block_tokens=served.layout.block_tokens,
-        bad_tokens=_read_bad_words(sampling, served, len(end_token_ids)),
-        priority=message.priority,
-        weight=weight_of(message.tenant, served.weights),
+        bad_tokens=bad_tokens,
         whole=message.whole,
+        resume=resume,
     )
 
 
 def _read_bad_words(sampling: SamplingParams, served: ServedModelSpec, ends: int) -> tuple[tuple[int, ...], ...]:
-    """Tokens of the words, and of each behind a space where that begins another token; as vLLM does it."""
+    """Tokens of each word, with and without a leading space if that changes the first token; as vLLM does."""
     runs: dict[tuple[int, ...], None] = {}
     for word in sampling.bad_words:
         plain, spaced = (tuple(served.tokenizer.encode(text, False)) for text in (word, " " + word.lstrip()))
@@ -244,7 +366,7 @@ def _read_bad_words(sampling: SamplingParams, served: ServedModelSpec, ends: int
 
 
 def _check_envelope(message: conductor_pb2.GenerateRequest, served: ServedModelSpec) -> None:
-    # Ignoring a newer client's field would answer another request than the one asked.
+    # If a newer client's field were ignored, the answer would be to another request.
     for field, part in (
         ("", message), ("sampling", message.sampling), ("slo", message.slo), ("messages", message.chat),
     ):  # fmt: skip
@@ -292,14 +414,14 @@ def _check_length(field: str, tokens: int, served: ServedModelSpec) -> None:
 
 
 def _encode(field: str, text: str, served: ServedModelSpec, *, add_special: bool) -> array[int]:
-    """Tokenise a text; one that is too long is refused before it costs more than one that is not."""
+    """Tokenise a text. A text that is too long is refused before it costs more than the longest valid one."""
     longer = served.tokenizer.is_longer(text, served.max_tokens)
     _require(field, not longer, f"the prompt has more than {served.max_tokens} tokens, the model's length")
     return array("i", served.tokenizer.encode(text, add_special))
 
 
 def _check_chars(field: str, chars: int, served: ServedModelSpec) -> None:
-    """Refuse text that is too long whatever its tokens are, before it is looked at."""
+    """Refuse text that is too long whatever its tokens are, before it is tokenised."""
     limit = served.max_tokens * served.tokenizer.longest_token_chars
     _require(field, chars <= limit, f"{chars} characters make more than {served.max_tokens} tokens, the model's length")
 
@@ -307,7 +429,7 @@ def _check_chars(field: str, chars: int, served: ServedModelSpec) -> None:
 def _read_sampling(
     given: kv_pb2.Sampling, served: ServedModelSpec, prompt_tokens: int, draw_seed: Callable[[], int]
 ) -> SamplingParams:
-    """Return the checked parameters; `max_tokens` is cut to what the model's length leaves. Beams have no seed."""
+    """The checked parameters. `max_tokens` is cut to the model's length; a beam search has no seed."""
     params = sampling_from_proto(given).suggested(served.suggested)
     params.check(served.config.vocab_size)
     max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens)
@@ -323,7 +445,7 @@ def _read_sampling(
 
 
 def weight_of(tenant: str, weights: Mapping[str, float]) -> float:
-    """A tenant's share, relative to others'."""
+    """A tenant's weight in fair sharing."""
     return weights.get(tenant, weights.get(OTHER_TENANTS, 1.0))
 
 
@@ -335,6 +457,93 @@ def _read_slo(slo: conductor_pb2.Slo, queue_s: float) -> SloLimits:
     queue = slo.queue_s if slo.HasField("queue_s") else queue_s
     _require("slo.queue_s", queue >= 0 and isfinite(queue), "must be a number of seconds, 0 or more")
     return SloLimits(ttft, tbt, queue)
+
+
+def read_resume(
+    message: conductor_pb2.GenerateRequest, sampling: SamplingParams, vocabulary: int
+) -> ResumeRequest | None:
+    """How far the client of a resumed request is; None for a new request.
+
+    `sampling` is the request's, already checked; `vocabulary` the number of token ids.
+
+    Raises:
+        InvalidRequest: names the first field that is wrong.
+    """
+    if not message.HasField("resume"):
+        _require("from_position", message.from_position == 0, "must be 0 unless a stream is resumed")
+        return None
+    resume, point = message.resume, message.resume.point
+    for name, part in (("resume", resume), ("resume.point", point)):
+        unknown = UnknownFieldSet(part)
+        if len(unknown):
+            raise InvalidRequest(name, f"has field number {unknown[0].field_number}, which is not known here")
+    _require("request_id", message.request_id != "", "a stream is resumed by its request's id")
+    seeded = message.sampling.HasField("seed") or sampling.beam_width > 0
+    _require("sampling.seed", seeded, "must be the seed that was told when it was placed")
+    _require("resume.count", resume.count >= 1, "must be at least 1")
+    count, further = len(resume.token_ids), sampling.n - 1
+    _require("from_position", message.from_position == count, f"must be {count}, as resume.token_ids has so many")
+    _require("resume.further", len(resume.further) == further, f"must have {further}: one for each further answer")
+    parts = [("resume.token_ids", resume.token_ids, resume.text_chars)]
+    parts += [("resume.further.token_ids", it.token_ids, it.text_chars) for it in resume.further]
+    choices = tuple([_read_progress(*part, sampling.max_tokens, vocabulary) for part in parts])
+    least, most = SECRET_LENGTHS[0], SECRET_LENGTHS[-1]
+    _require("resume.point.secret", len(point.secret) in SECRET_LENGTHS, f"must have {least} to {most} bytes")
+    _check_sequence(point.sequence, message.request_id, resume.count)
+    unscored = _lacks_scores(resume.prompt_scored, sampling, choices)
+    alone = sampling.n == 1 and not sampling.beam_width
+    target = None if unscored else target_of(point)  # no decode instance has the prompt's log probabilities
+    state = ResumeState(count if alone else 0, resume.count, point.sequence, target)
+    return ResumeRequest(choices, point, state, unscored)
+
+
+def resume_point(
+    secret: bytes, placement: conductor_pb2.Placement, sequence: str, target: DecodeReservation | None
+) -> conductor_pb2.ResumePoint:
+    """The point from which a client can resume its request, sent when the request is placed."""
+    point = conductor_pb2.ResumePoint(placement=placement, sequence=sequence, secret=secret)
+    if target is not None:
+        point.target.CopyFrom(reservation_proto(target))
+    return point
+
+
+def target_of(point: conductor_pb2.ResumePoint) -> DecodeReservation | None:
+    """The reservation at decode, None without one. The client's word on the instance's address does not count."""
+    if not point.HasField("target"):
+        return None
+    target, decode = point.target, point.target.decode
+    _require(
+        "resume.point.target.decode.id",
+        1 <= len(decode.id) <= MAX_SEQUENCE_CHARS,
+        f"1 to {MAX_SEQUENCE_CHARS} characters",
+    )
+    return DecodeReservation(decode.id, decode.incarnation, "", target.transfer_id, target.generation, 0)
+
+
+def _read_progress(
+    field: str, token_ids: Sequence[int], text_chars: int, max_tokens: int, vocabulary: int
+) -> ClientProgress:
+    _require(field, len(token_ids) <= max_tokens, f"the answer has at most {max_tokens} tokens")
+    known = not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocabulary)
+    _require(field, known, f"token ids must be in [0, {vocabulary})")
+    return ClientProgress(array("i", token_ids), text_chars)
+
+
+def _lacks_scores(scored: bool, sampling: SamplingParams, choices: Sequence[ClientProgress]) -> bool:
+    """Whether the client lacks the prompt's log probabilities. They are sent before the first token."""
+    wanted, begun = sampling.prompt_logprobs is not None, any(it.tokens for it in choices)
+    field = "resume.prompt_scored"
+    _require(field, wanted or not scored, "only where sampling.prompt_logprobs wants a prompt's log probabilities")
+    _require(field, scored or not (wanted and begun), "must be set: who has tokens was told them before")
+    return wanted and not scored
+
+
+def _check_sequence(sequence: str, request_id: str, count: int) -> None:
+    """Check that a sequence is an earlier attempt of this request: the ids of later attempts must stay free."""
+    name, mark, attempt = sequence.partition(ATTEMPT_MARK)
+    match = _ATTEMPT.fullmatch(attempt)
+    earlier = not mark or (match is not None and int(match[1] or 0) < count)
+    _require("resume.point.sequence", name == request_id and earlier, "is not an earlier placement of this request")
 
 
 def _require(field: str, condition: bool, message: str) -> None:

@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
-from moonpool.kv.delete_kv import KVSelection
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import serving
@@ -19,25 +19,33 @@ from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.config import ConductorConfig
-from services.conductor.contexts import ContextRecords, NamedContextManager
+from services.conductor.contexts import ContextServices, NamedContextManager
 from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.events import Action, Event
 from services.conductor.core.policies import load_policy, seed_of
 from services.conductor.core.scheduler import ConductorCore, SchedulerLimits
-from services.conductor.deletion import KVDeletions, RecordLedger
-from services.conductor.dispatcher import Dispatcher, InstanceCalls, RequestReader
-from services.conductor.explain import DecisionLog, PredictionMetrics, RecentRequests, TraceRecording
+from services.conductor.deletion import KVDeletions
+from services.conductor.dispatcher import Dispatcher, InstanceCalls
+from services.conductor.explain import (
+    DecisionLog,
+    PredictionMetrics,
+    RecentRequests,
+    RequestReports,
+    TraceRecording,
+)
+from services.conductor.records import RecordSync
 from services.conductor.registry import Checkpoint, ClusterMembers
-from services.conductor.servicer import ConductorServicer
+from services.conductor.request import RequestReader
+from services.conductor.servicer import ConductorParts, ConductorServicer
 
 log = get_logger(__name__)
 
 DESCRIPTOR = conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
 DRAIN_MARGIN = 0.8
-"""Share of `drain_s` that requests get to end by themselves; then they are ended as cancelled."""
+"""Share of `drain_s` for which open requests may go on; then they end as cancelled."""
 GRACE_S = 2.0
 RESERVE_LIMIT = 2.0
-"""A `Reserve` call ends after so many times the seconds that the core waits for it: a late promise can be undone."""
+"""Timeout of a `Reserve` call, as a multiple of the core's: a reservation that comes late can still be cancelled."""
 
 
 @asynccontextmanager
@@ -51,8 +59,8 @@ async def conductor(
         servicer = await stack.enter_async_context(assembled(config, checkpoint, channels, spans, metrics))
         metrics.watch(servicer.gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
-        contract = (DESCRIPTOR, servicer)
-        server = await stack.enter_async_context(serving(config.listen, [contract], grace_s=GRACE_S, security=security))
+        rpcs = [(DESCRIPTOR, servicer)]
+        server = await stack.enter_async_context(serving(config.listen, rpcs, grace_s=GRACE_S, security=security))
         address = config.advertised(server.port)
         servicer.set_instance(
             kv_pb2.Instance(id=config.id, incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR, address=address)
@@ -69,17 +77,17 @@ async def assembled(
     metrics: Metrics,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[ConductorServicer]:
-    """All parts of a conductor but its ports, while the body runs; yields its servicer. `clock` gives seconds.
+    """All parts of a conductor except its ports, while the body runs; yields its servicer. `clock` gives seconds.
 
     Raises:
-        ExceptionGroup: of an Internal; the core has failed where no request is to blame, and the body was cancelled.
+        ExceptionGroup: of an Internal; the core has failed outside any request, and the body was cancelled.
     """
     async with AsyncExitStack() as stack:
         tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         recording = await _recording(config, stack)
         core = _core(config)
         driver: Driver[Event, Action] = Driver(
-            core, lambda action: desk.perform(action), clock=clock, journal=config.journal()
+            core, lambda action: dispatcher.perform(action), clock=clock, journal=config.journal()
         )
         group = await stack.enter_async_context(asyncio.TaskGroup())
         stack.callback(group.create_task(driver.failure()).cancel)
@@ -90,48 +98,43 @@ async def assembled(
         calls = InstanceCalls(channels, cluster.steps, cluster.find, driver.post, driver.tell, reserve_limit_s, clock)
         stack.push_async_callback(calls.aclose)
         decisions, recent = DecisionLog(config.explain_history, config.policy), RecentRequests(clock)
-        desk = Dispatcher(
-            calls, decisions, PredictionMetrics(metrics), recent, recording, cluster.order, driver.post, clock
+        reports = RequestReports(decisions, PredictionMetrics(metrics), recent, recording)
+        reader = RequestReader(checkpoint, cluster.registry, tokenizing, config)
+        dispatcher = Dispatcher(reader, calls, reports, cluster.order, driver.post, clock)
+        stores = partial(cluster.instances, kv_pb2.INSTANCE_KIND_KVSTORE)
+        sync = RecordSync(channels, stores)
+        stack.push_async_callback(sync.aclose)
+        deletions = KVDeletions(sync, channels, cluster.instances, dispatcher.kv_deleted, config.tenant_ttl_s)
+        sweeping = asyncio.create_task(deletions.run())
+        stack.push_async_callback(asyncio.wait, [sweeping])
+        stack.callback(sweeping.cancel)
+        contexts = NamedContextManager(
+            ContextServices(
+                sync=sync,
+                deletions=deletions,
+                channels=channels,
+                stores=stores,
+                conductor=config.id,
+                model=lambda: reader.served().name,
+                read=reader.read,
+                compute=lambda message: dispatcher.compute(message, config.request_timeout_s),
+                held=core.picture.index.lengths,
+            )
         )
-        intake = RequestReader(checkpoint, cluster.registry, desk, tokenizing, config, clock)
-        forgetting, keeper = await _records(config, channels, cluster, desk, intake, core, stack)
+        stack.push_async_callback(contexts.aclose)
         yield ConductorServicer(
-            config, cluster, core, desk, intake, decisions, recent, keeper, forgetting, tokenizing, spans, clock
+            ConductorParts(
+                config=config,
+                cluster=cluster,
+                core=core,
+                dispatcher=dispatcher,
+                reports=reports,
+                contexts=contexts,
+                deletions=deletions,
+                spans=spans,
+                clock=clock,
+            )
         )
-
-
-async def _records(
-    config: ConductorConfig,
-    channels: Channels,
-    cluster: ClusterMembers,
-    desk: Dispatcher,
-    intake: RequestReader,
-    core: ConductorCore,
-    stack: AsyncExitStack,
-) -> tuple[KVDeletions, NamedContextManager]:
-    """What outlives conductors: deletions and contexts."""
-    registry = cluster.registry
-
-    def stores() -> list[kv_pb2.Instance]:
-        return [member.instance for member in registry.of_kind(kv_pb2.INSTANCE_KIND_KVSTORE)]
-
-    def on_its_way(selection: KVSelection) -> None:
-        desk.forget(selection, registry.model.namespace if registry.model is not None else b"")
-
-    ledger = RecordLedger(channels, stores)
-    stack.push_async_callback(ledger.aclose)
-    members = lambda: [member.instance for member in registry]  # noqa: E731
-    forgetting = KVDeletions(ledger, channels, members, on_its_way, config.tenant_ttl_s)
-    sweeping = asyncio.create_task(forgetting.run())
-    stack.push_async_callback(asyncio.wait, [sweeping])
-    stack.callback(sweeping.cancel)
-    held = core.picture.index.lengths
-    contexts = ContextRecords(ledger, config.id)
-    keeper = NamedContextManager(
-        contexts, ledger, forgetting, channels, stores, intake.model, intake.read, intake.compute, held
-    )
-    stack.push_async_callback(keeper.aclose)
-    return forgetting, keeper
 
 
 def _core(config: ConductorConfig) -> ConductorCore:
@@ -168,10 +171,10 @@ async def _recording(config: ConductorConfig, stack: AsyncExitStack) -> TraceRec
 
 
 async def serve(context: ProcessContext, config: ConductorConfig) -> None:
-    """Run the conductor of this process until it is told to stop.
+    """Run the conductor of this process until its process stops.
 
     Raises:
-        ConfigError: a setting is refused.
+        ConfigError: a setting is wrong.
         CheckpointError: the checkpoint cannot be used.
     """
     checkpoint = await asyncio.to_thread(Checkpoint.load, config.model)

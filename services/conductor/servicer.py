@@ -1,4 +1,4 @@
-"""ConductorService: translates between the contract's messages and the domain."""
+"""ConductorService: the conductor's RPCs for clients and instances."""
 
 # ruff: noqa: N802
 
@@ -8,8 +8,8 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import grpc
 
@@ -22,82 +22,132 @@ from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.config import ConductorConfig
-from services.conductor.contexts import NamedContextManager
 from services.conductor.core.scheduler import ConductorCore
 from services.conductor.deletion import KVDeletions
-from services.conductor.dispatcher import Dispatcher, RequestReader
-from services.conductor.explain import DecisionLog, RecentRequests, queue_state
+from services.conductor.dispatcher import Dispatcher
+from services.conductor.explain import RequestReports, queue_state
 from services.conductor.registry import ClusterMembers, JoinServer
 from services.conductor.request import weight_of
-from services.conductor.session import OutputQueue, OutputState, ResumeRequest, Session, read_resume
+from services.conductor.session import Session
 
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
 
 QUEUE_FULL_RETRY_S = 1.0
-TAKE_OVER_S = 1.0
-"""How long an earlier call of a request that its client resumes may take to end: nobody may be reading it."""
+
+REPLACED_CALL_S = 1.0
+"""Seconds that a call may go on after another call of its client has taken its request: its client may be gone."""
+
 TRACEPARENT = "traceparent"
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A request whose call has not ended; `serving` once it was read, `limit` while its client is told.
+class NamedContexts(Protocol):
+    """The hook for named contexts: expands requests that begin with a context, and serves the calls about contexts."""
 
-    `resume` is what the client has said, where it resumes the request.
+    async def expand(
+        self, message: conductor_pb2.GenerateRequest, within_s: float
+    ) -> tuple[conductor_pb2.GenerateRequest, Callable[[int], None] | None]:
+        """The request with the whole prompt, and a function to call with its cached tokens after its end.
+
+        A request without a context is returned as it is, with None. `within_s`: seconds that reading records may take.
+
+        Raises:
+            NotFound: there is no such context, or the context has expired.
+            InvalidRequest: the context does not fit the prompt.
+        """
+
+    async def create(self, request: conductor_pb2.CreateContextRequest) -> conductor_pb2.Context:
+        """Create a context."""
+
+    async def update(self, request: conductor_pb2.UpdateContextRequest) -> conductor_pb2.Context:
+        """Change a context."""
+
+    async def list(self, request: conductor_pb2.ListContextsRequest) -> list[conductor_pb2.Context]:
+        """A tenant's contexts."""
+
+    async def delete(self, request: conductor_pb2.DeleteContextRequest) -> conductor_pb2.DeleteContextResponse:
+        """Delete a context and its KV."""
+
+    def __len__(self) -> int:
+        """Number of contexts."""
+
+    @property
+    def tasks(self) -> int:
+        """Number of background tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConductorParts:
+    """What a conductor is made of.
+
+    Attributes:
+        config: the settings.
+        cluster: the members.
+        core: decides where requests go.
+        dispatcher: has the open requests.
+        reports: on requests, for `Explain` and `ClusterState`.
+        contexts: the hook for named contexts.
+        deletions: deletes KV everywhere.
+        spans: recorder of traces.
+        clock: the core's clock, seconds.
+    """
+
+    config: ConductorConfig
+    cluster: ClusterMembers
+    core: ConductorCore
+    dispatcher: Dispatcher
+    reports: RequestReports
+    contexts: NamedContexts
+    deletions: KVDeletions
+    spans: Recorder
+    clock: Callable[[], float]
+
+
+@dataclass(slots=True, eq=False)
+class _OpenCall:
+    """A `Generate` call that has not ended.
+
+    Attributes:
+        tenant: whose request it is.
+        resume: what the client said, if it resumes the request.
+        session: the request, once it was read.
+        limit: of the time to send everything.
     """
 
     tenant: str
     resume: conductor_pb2.Resume | None
-    serving: Session | None = None
+    session: Session | None = None
     limit: asyncio.Timeout | None = None
 
-    def again(self, earlier: _Running) -> bool:
-        """Whether a client resumes once more while what it has said before is being read."""
+    def repeats(self, earlier: _OpenCall) -> bool:
+        """Whether the client resumes once more while its earlier call is still being read."""
         this, before = self.resume, earlier.resume
-        if earlier.serving is not None or this is None or before is None:
+        if earlier.session is not None or this is None or before is None:
             return False
         return secrets.compare_digest(this.point.secret, before.point.secret) and this.count > before.count
 
-    def taken_over(self) -> None:
-        """Another call has the request: this one ends soon."""
+    def replaced(self) -> None:
+        """Another call has the request: end soon."""
         if self.limit is not None and not self.limit.expired():
-            self.limit.reschedule(asyncio.get_running_loop().time() + TAKE_OVER_S)
+            self.limit.reschedule(asyncio.get_running_loop().time() + REPLACED_CALL_S)
 
 
 class ConductorServicer:
     """Serves clients and instances."""
 
-    def __init__(
-        self,
-        config: ConductorConfig,
-        cluster: ClusterMembers,
-        core: ConductorCore,
-        desk: Dispatcher,
-        intake: RequestReader,
-        decisions: DecisionLog,
-        recent: RecentRequests,
-        keeper: NamedContextManager,
-        forgetting: KVDeletions,
-        tokenizing: ThreadPoolExecutor,
-        spans: Recorder,
-        clock: Callable[[], float],
-    ) -> None:
-        """`set_instance` must be called before the first request; `clock` gives seconds, the core's."""
-        self._config = config
-        self.cluster = cluster
-        self.core = core
-        self._desk = desk
-        self._intake = intake
-        self._keeper = keeper
-        self.forgetting = forgetting
-        self._decisions = decisions
-        self._recent = recent
-        self._tokenizing = tokenizing
-        self._spans = spans
-        self._clock = clock
-        self._joins = JoinServer(cluster, config.heartbeat_s, forgetting.admit)
+    def __init__(self, parts: ConductorParts) -> None:
+        """`set_instance` must be called before the first request."""
+        self.cluster = parts.cluster
+        self.core = parts.core
+        self.deletions = parts.deletions
+        self._config = parts.config
+        self._dispatcher = parts.dispatcher
+        self._reports = parts.reports
+        self._contexts = parts.contexts
+        self._spans = parts.spans
+        self._clock = parts.clock
+        self._joins = JoinServer(parts.cluster, parts.config.heartbeat_s, parts.deletions.admit)
         self._instance = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
-        self._running: dict[str, _Running] = {}
+        self._calls: dict[str, _OpenCall] = {}  # by request id
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -106,20 +156,22 @@ class ConductorServicer:
         self.gauges = self._make_gauges()
 
     def set_instance(self, instance: kv_pb2.Instance) -> None:
-        """Fill in this conductor's address, once the port is known."""
+        """Set this conductor's address, once the port is known."""
         self._instance.CopyFrom(instance)
         self._joins.conductor.CopyFrom(instance)
         self.cluster.steps.conductor.CopyFrom(instance)
 
     async def drain(self, limit_s: float) -> None:
-        """Take no new requests, let those that run end within `limit_s`, then end them as cancelled."""
+        """Take no new requests. Requests that do not end within `limit_s` seconds end as cancelled."""
         self._draining = True
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
         except TimeoutError:
-            self._desk.stop()
+            self._dispatcher.stop()
         self._joins.stop()
+
+    # --- Generate -----------------------------------------------------------------------------------------------------
 
     async def Generate(self, request: conductor_pb2.GenerateRequest, context: _GenerateContext) -> None:
         arrived = self._clock()
@@ -128,122 +180,88 @@ class ConductorServicer:
         if self._draining:
             raise Unavailable("this conductor is draining")
         deadline = arrived + min(self._config.request_timeout_s, context.time_remaining() or float("inf"))
-        running = self._enter(request, request_id)
+        call = self._enter(request, request_id)
         try:
             with self._spans.span("generate", request=request_id, **_trace(context)):
-                if running.serving is not None:
-                    await self._tell(running, running.serving, deadline, context)
+                if call.session is not None:
+                    await self._send(call, call.session, deadline, context)
                 else:
-                    await self._generate(request, request_id, running, arrived, deadline, context)
-            self._served += self._running.get(request_id) is running
+                    message, used = await self._contexts.expand(request, deadline - self._clock())
+                    call.session = session = await self._dispatcher.open(message, request_id, arrived, deadline)
+                    self._resumed += session.request.resume is not None
+                    await self._send(call, session, deadline, context)
+                    if used is not None and session.number:
+                        used(session.cached_tokens)
+            self._served += self._calls.get(request_id) is call
         finally:
-            self._leave(request_id, running)
+            self._leave(request_id, call)
 
-    def _enter(self, message: conductor_pb2.GenerateRequest, request_id: str) -> _Running:
-        """Gives a call its place among those that run. A request that its own client resumes keeps the one it has."""
-        earlier = self._running.get(request_id)
-        running = _Running(message.tenant, message.resume if message.HasField("resume") else None)
+    def _enter(self, message: conductor_pb2.GenerateRequest, request_id: str) -> _OpenCall:
+        """Add a call to the open ones. A call that resumes an open request gets that request's session."""
+        earlier = self._calls.get(request_id)
+        call = _OpenCall(message.tenant, message.resume if message.HasField("resume") else None)
         if earlier is None:
             self._check_queue(message.tenant)
-        elif running.again(earlier):
+        elif call.repeats(earlier):
             raise Unavailable(f"{request_id!r} is being resumed already")
-        elif not self._resumes(message, earlier):
+        elif earlier.session is None or not _resumes(message, earlier.session):
             raise InvalidRequest("request_id", f"{request_id!r} is running already")
-        elif earlier.serving is not None:
-            running.serving = self._rejoined(message, earlier.serving)
-            if running.serving is not None:
-                earlier.taken_over()
-        self._running[request_id] = running
+        elif self._dispatcher.rejoin(message, earlier.session):
+            self._resumed += 1
+            call.session = earlier.session
+            earlier.replaced()
+        self._calls[request_id] = call
         self._idle.clear()
-        return running
+        return call
 
-    def _leave(self, request_id: str, running: _Running) -> None:
-        """A call has ended; one that has taken its place goes on."""
-        if self._running.get(request_id) is running:
-            del self._running[request_id]
-        if not self._running:
+    def _leave(self, request_id: str, call: _OpenCall) -> None:
+        """A call has ended. A call that has replaced it goes on."""
+        if self._calls.get(request_id) is call:
+            del self._calls[request_id]
+        if not self._calls:
             self._idle.set()
 
-    async def _generate(
-        self,
-        message: conductor_pb2.GenerateRequest,
-        request_id: str,
-        running: _Running,
-        arrived: float,
-        deadline: float,
-        context: _GenerateContext,
-    ) -> None:
-        served, use = self._intake.served(), await self._keeper.use(message, deadline - self._clock())
-        message = use.request if use is not None else message
-        request = await self._intake.read(message, request_id)
-        resume, answer = read_resume(message, request, served), OutputState.begin(request, served, arrived)
-        if resume is not None:
-            self._resumed += 1
-            await asyncio.get_running_loop().run_in_executor(self._tokenizing, answer.resume, resume.answers)
-            if answer.finish and not request.has_beams:  # their scores are not known here
-                await _tell_end(answer, resume, context)
-                return
-        running.serving = self._desk.open(answer, deadline, resume)
-        await self._tell(running, running.serving, deadline, context)
-        if use is not None:
-            self._keeper.used(use, answer.cached_tokens)
-
-    async def _tell(self, running: _Running, serving: Session, deadline: float, context: _GenerateContext) -> None:
-        """Tells a client everything of its request, or as long as no other call takes its place."""
-        outgoing = serving.outgoing
+    async def _send(self, call: _OpenCall, session: Session, deadline: float, context: _GenerateContext) -> None:
+        """Send a client all messages of its request, or until another call replaces this one."""
+        outgoing = session.outgoing
         try:
-            async with asyncio.timeout(deadline - self._clock()) as running.limit:
+            async with asyncio.timeout(deadline - self._clock()) as call.limit:
                 await write_each(bare_write(context), outgoing.next)
         except TimeoutError:
             raise DeadlineExceeded("the request took longer than it may") from None
         finally:
-            self._desk.client_left(serving, outgoing)
-
-    @staticmethod
-    def _resumes(message: conductor_pb2.GenerateRequest, earlier: _Running) -> bool:
-        """Whether a request is resumed by its own client: its connection was lost, and that was not seen here yet."""
-        serving = earlier.serving
-        if serving is None or not message.HasField("resume"):
-            return False
-        same = secrets.compare_digest(message.resume.point.secret, serving.secret)
-        return same and message.resume.count > serving.resumes
-
-    def _rejoined(self, message: conductor_pb2.GenerateRequest, serving: Session) -> Session | None:
-        """Lets a call take the place of an earlier one, of which the request is there still; None when it is not."""
-        resume = read_resume(message, serving.answer.request, self._intake.served())
-        if resume is None or not self._desk.rejoin(serving, resume):
-            return None
-        self._resumed += 1
-        return serving
+            self._dispatcher.client_left(session, outgoing)
 
     def _tenants(self) -> Counter[str]:
-        return Counter([running.tenant for running in self._running.values()])
+        return Counter([call.tenant for call in self._calls.values()])
 
     def _weight_of(self, tenant: str) -> float:
         return weight_of(tenant, self._config.tenant_weights)
 
     def _check_queue(self, tenant: str) -> None:
         limit = self._config.max_queue
-        if len(self._running) >= limit and not may_admit(self._tenants(), tenant, limit, self._weight_of):
+        if len(self._calls) >= limit and not may_admit(self._tenants(), tenant, limit, self._weight_of):
             raise Overloaded(
-                f"{len(self._running)} requests are running, as many as this conductor takes",
+                f"{len(self._calls)} requests are running, as many as this conductor takes",
                 reason="queue_full",
                 retry_after_s=QUEUE_FULL_RETRY_S,
             )
 
+    # --- the cluster, explanations, contexts and deletions ------------------------------------------------------------
+
     async def Join(self, requests: AsyncIterator[conductor_pb2.JoinRequest], context: object) -> None:
-        """Follow one instance."""
+        """Serve one instance's stream."""
         await self._joins.serve(requests, context)
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
-        """Return how a request was placed, and what it has gone through so far."""
-        found = self._decisions.get(request.request_id)
-        running = self._running.get(request.request_id)
-        if running is not None and running.serving is not None and not found.HasField("timeline"):
-            answer = conductor_pb2.ExplainResponse(timeline=running.serving.timeline(over=False))
-            answer.MergeFrom(found)
-            return answer
-        return found
+        """How a request was placed, and what happened to it so far."""
+        decision = self._reports.decisions.get(request.request_id)
+        call = self._calls.get(request.request_id)
+        if call is not None and call.session is not None and not decision.HasField("timeline"):
+            response = conductor_pb2.ExplainResponse(timeline=call.session.timeline(over=False))
+            response.MergeFrom(decision)
+            return response
+        return decision
 
     async def ChangeRole(
         self, request: conductor_pb2.ChangeRoleRequest, context: object
@@ -272,39 +290,39 @@ class ConductorServicer:
             model=registry.model,
             ready=registry.ready and not self._draining,
             queue=queue_state(self.core.requests, self._tenants(), self._weight_of),
-            recent=self._recent.state(),
+            recent=self._reports.recent.state(),
         )
 
     async def CreateContext(
         self, request: conductor_pb2.CreateContextRequest, context: object
     ) -> conductor_pb2.CreateContextResponse:
         request.tenant = tenant_of(request.tenant)
-        return conductor_pb2.CreateContextResponse(context=await self._keeper.create(request))
+        return conductor_pb2.CreateContextResponse(context=await self._contexts.create(request))
 
     async def UpdateContext(
         self, request: conductor_pb2.UpdateContextRequest, context: object
     ) -> conductor_pb2.UpdateContextResponse:
         request.tenant = tenant_of(request.tenant)
-        return conductor_pb2.UpdateContextResponse(context=await self._keeper.update(request))
+        return conductor_pb2.UpdateContextResponse(context=await self._contexts.update(request))
 
     async def ListContexts(
         self, request: conductor_pb2.ListContextsRequest, context: object
     ) -> conductor_pb2.ListContextsResponse:
         request.tenant = tenant_of(request.tenant)
-        return conductor_pb2.ListContextsResponse(contexts=await self._keeper.list(request))
+        return conductor_pb2.ListContextsResponse(contexts=await self._contexts.list(request))
 
     async def DeleteContext(
         self, request: conductor_pb2.DeleteContextRequest, context: object
     ) -> conductor_pb2.DeleteContextResponse:
         request.tenant = tenant_of(request.tenant)
-        return await self._keeper.delete(request)
+        return await self._contexts.delete(request)
 
     async def DeleteKV(self, request: conductor_pb2.DeleteKVRequest, context: object) -> conductor_pb2.DeleteKVResponse:
         selection = selection_from_proto(request.selection)
         if is_client() and (selection.keys or selection.namespaces):
             raise PermissionDenied("a client deletes its own tenant's KV, by the tenant's name")
-        own = frozenset(map(tenant_of, selection.tenants))  # "" is a client's own tenant too
-        return await self.forgetting.delete(replace(selection, tenants=own), request.id)
+        own = frozenset(map(tenant_of, selection.tenants))  # a client may call its own tenant ""
+        return await self.deletions.delete(replace(selection, tenants=own), request.id)
 
     async def ConductorStats(
         self, request: conductor_pb2.ConductorStatsRequest, context: object
@@ -315,7 +333,7 @@ class ConductorServicer:
         cluster, requests, picture = self.cluster, self.core.requests, self.core.picture
         return Gauges(
             [
-                ("requests_running", lambda: len(self._running), 0),
+                ("requests_running", lambda: len(self._calls), 0),
                 ("requests_served", lambda: self._served, None),
                 ("requests_resumed", lambda: self._resumed, None),
                 ("steps_sequences", lambda: cluster.steps.sequences, 0),
@@ -332,28 +350,27 @@ class ConductorServicer:
                 ("claims", lambda: len(picture.claims), 0),
                 ("decode_blocks_unreported", lambda: picture.blocks_unreported, 0),
                 ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
-                ("contexts", lambda: len(self._keeper.contexts), None),
-                ("context_tasks", lambda: self._keeper.tasks, 0),
-                ("deletions", lambda: self.forgetting.deletions, None),
-                ("deletions_owed", lambda: self.forgetting.owed, 0),
+                ("contexts", lambda: len(self._contexts), None),
+                ("context_tasks", lambda: self._contexts.tasks, 0),
+                ("deletions", lambda: self.deletions.deletions, None),
+                ("deletions_owed", lambda: self.deletions.owed, 0),
                 ("emulated", lambda: cluster.registry.emulated, None),
                 ("instances", lambda: len(cluster.registry), None),
                 ("index_keys", lambda: len(picture.index), None),
-                ("decisions", lambda: len(self._decisions), None),
+                ("decisions", lambda: len(self._reports.decisions), None),
                 *process_entries(),
             ]
         )
 
 
-async def _tell_end(answer: OutputState, resume: ResumeRequest, context: _GenerateContext) -> None:
-    """A client has all tokens, and lacks only the end."""
-    outgoing = OutputQueue()
-    for choice in answer.choices:
-        outgoing.delta(choice.rest())
-    outgoing.finished(answer.finished(resume.point.placement, answer.arrived))
-    await write_each(bare_write(context), outgoing.next)
+def _resumes(message: conductor_pb2.GenerateRequest, session: Session) -> bool:
+    """Whether the request's own client resumes it: its connection was lost, and that was not noticed here yet."""
+    if not message.HasField("resume"):
+        return False
+    same = secrets.compare_digest(message.resume.point.secret, session.secret)
+    return same and message.resume.count > session.resumes
 
 
 def _trace(context: _GenerateContext) -> dict[str, object]:
-    """The client's trace, as OpenTelemetry passes it."""
+    """The client's trace context, in OpenTelemetry's form."""
     return {key: value for key, value in context.invocation_metadata() or () if key == TRACEPARENT}

@@ -21,8 +21,7 @@ from moonpool.kv_transfer.sender import TransferSender
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
-from services.conductor.decode_streams import StepsPool
-from services.conductor.session import NewTokens
+from services.conductor.decode_streams import NewTokens, StepsPool
 from simulator.traces.mooncake import TraceRequest
 from tests.load import prompts
 from tests.load.instance import instance
@@ -64,7 +63,7 @@ class Tokens:
     def __init__(self) -> None:
         self._news: asyncio.Queue[tuple[int, bool] | MoonpoolError] = asyncio.Queue()
 
-    def tokens(self, new: NewTokens) -> bool:
+    def add_tokens(self, new: NewTokens) -> bool:
         """New ones."""
         self._news.put_nowait((len(new.token_ids), bool(new.reason)))
         return bool(new.reason)

@@ -3,8 +3,7 @@
 from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import kv_pb2
-from services.conductor.decode_streams import StepsPool, StepsStream
-from services.conductor.session import NewTokens
+from services.conductor.decode_streams import NewTokens, StepsPool, StepsStream
 
 DECODE = kv_pb2.Instance(id="decode", incarnation=1, address="127.0.0.1:1")
 
@@ -15,7 +14,7 @@ class Reopener:
     def __init__(self, stream: StepsStream) -> None:
         self._stream = stream
 
-    def tokens(self, new: NewTokens) -> bool:
+    def add_tokens(self, new: NewTokens) -> bool:
         raise AssertionError("there are none")
 
     def fail(self, error: MoonpoolError) -> None:

@@ -12,9 +12,10 @@ from moonpool.errors import Internal
 from moonpool.sampling_params import SamplingParams
 from moonpool.scheduling.state_machine import IoEnded
 from moonpool.v1 import kv_pb2
-from services.conductor.core.events import AnnouncePlacement, CompleteRequest, Event, StopRequested
-from services.conductor.decode_streams import SequenceSubscription
-from services.conductor.session import NewTokens, OutputQueue
+from services.conductor.core.events import AnnouncePlacement, CompleteRequest, Event, StopRequested, TokensArrived
+from services.conductor.decode_streams import NewTokens
+from services.conductor.dispatcher import SequenceSubscription
+from services.conductor.session import OutputQueue
 
 from .fakes import decode, expected, prefill
 from .scores import told
@@ -114,15 +115,19 @@ async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_re
     def taken(*_: Any) -> int:
         return 1
 
-    choices = [SimpleNamespace(index=0, finish=kv_pb2.FINISH_REASON_UNSPECIFIED)]
-    answer = SimpleNamespace(choices=choices, finish=kv_pb2.FINISH_REASON_UNSPECIFIED)
-    serving: Any = SimpleNamespace(
-        ask=SimpleNamespace(id="doomed", number=7), answer=answer, tokens=taken, outgoing=OutputQueue()
+    running = kv_pb2.FINISH_REASON_UNSPECIFIED
+    session: Any = SimpleNamespace(
+        spec=SimpleNamespace(id="doomed", number=7),
+        choices=[SimpleNamespace(index=0, finish=running)],
+        finish=running,
+        add_tokens=taken,
+        outgoing=OutputQueue(),
     )
-    following = SequenceSubscription(5, serving, post, lambda *_, **__: None, lambda _: None)
-    assert following.tokens(NewTokens(0, 1, [9]))
-    assert [type(event).__name__ for event in posted] == ["Tokens", "Stopped"]
-    assert isinstance(posted[1], StopRequested)
-    assert posted[1].request == 7
+    subscription = SequenceSubscription(5, session, post, lambda *_, **__: None, lambda _: None)
+    assert subscription.add_tokens(NewTokens(0, 1, [9]))
+    arrived, stopped = posted
+    assert isinstance(arrived, TokensArrived)
+    assert isinstance(stopped, StopRequested)
+    assert stopped.request == 7
     with pytest.raises(Internal):
-        await serving.outgoing.next()
+        await session.outgoing.next()

@@ -47,7 +47,7 @@ async def test_what_each_member_did_is_said_and_the_rest_is_repeated() -> None:
         assert "the disk is full" in did_not.error
         assert (deleted.complete, deleted.recorded) == (False, 2)
         assert (await s.gauges())["deletions_owed"] == 1
-        await s.servicer.forgetting.sweep()
+        await s.servicer.deletions.sweep()
         assert told(bad) == told(good) == [deleted.id]
         await s.rest()
 
@@ -86,7 +86,7 @@ async def test_a_conductor_that_was_not_there_learns_of_it_from_a_store() -> Non
 
 async def test_members_carry_out_at_once_what_a_store_brings_that_joins_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a conductor's restart, when engines are quicker than the store."""
-    monkeypatch.setattr(deletion, "AGAIN_S", 3600.0)
+    monkeypatch.setattr(deletion, "SWEEP_INTERVAL_S", 3600.0)
     engine, store = FakeStore("decode-0", kv_pb2.INSTANCE_KIND_DECODE), FakeStore()
     store.book.merge([record("theirs")])
     async with stack(engine, store) as s:
@@ -98,7 +98,7 @@ async def test_another_conductors_deletion_is_carried_out_when_it_is_heard_of() 
     store = FakeStore()
     async with stack(store) as s:
         store.book.merge([record("theirs")])
-        await s.servicer.forgetting.sweep()
+        await s.servicer.deletions.sweep()
         assert told(store) == ["theirs"]
 
 
@@ -112,7 +112,7 @@ async def test_what_another_conductor_deletes_marks_what_is_on_its_way_here() ->
         )
         await p.until(lambda: bool(p.requests))
         store.book.merge([record("theirs")])
-        await s.servicer.forgetting.sweep()
+        await s.servicer.deletions.sweep()
         held.set()
         assert len((await running).token_ids) == 3
     assert [request.sequence.transient for request in p.requests] == [False, True]
@@ -147,17 +147,17 @@ async def test_a_deletion_that_comes_in_a_round_waits_for_the_engines_of_the_nex
 
     async with stack(store, engine) as s:
         store.book.merge([record("first")])
-        engine.then = lambda: s.servicer.forgetting.ledger.merge([record("second")])
-        await s.servicer.forgetting.sweep()
+        engine.then = lambda: s.servicer.deletions.sync.merge([record("second")])
+        await s.servicer.deletions.sweep()
         assert [told(engine), told(store)] == [["first"], ["first"]]
-        await s.servicer.forgetting.sweep()
+        await s.servicer.deletions.sweep()
         assert [told(engine), told(store)] == [["first", "second"], ["first", "second"]]
 
 
 async def test_times_to_live_are_told_again_and_again() -> None:
     store = FakeStore()
     async with stack(store, tenant_ttl_s='{"ours": 60, "*": 3600}') as s:
-        await s.servicer.forgetting.sweep()
+        await s.servicer.deletions.sweep()
         assert [dict(request.ttl_s) for request in store.forgotten] == 2 * [{"ours": 60.0, "*": 3600.0}]
 
 

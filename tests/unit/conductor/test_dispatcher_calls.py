@@ -14,7 +14,7 @@ from services.conductor.dispatcher import InstanceCalls
 class Unbuildable:
     """A request whose message cannot be built."""
 
-    def spec(self, sequence: str) -> kv_pb2.SequenceSpec:
+    def sequence_spec(self, sequence: str) -> kv_pb2.SequenceSpec:
         raise ValueError(sequence)
 
 

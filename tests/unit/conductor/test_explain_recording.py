@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,12 @@ from blake3 import blake3
 
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, InvalidRequest, MoonpoolError, Unavailable
+from moonpool.kv.keys import BlockKey
 from moonpool.sampling_params import SamplingParams
-from services.conductor.explain import RecordedRequest, TraceRecording
+from services.conductor.core.events import RequestSpec
+from services.conductor.core.latency_model import SloLimits
+from services.conductor.explain import TraceRecording
+from services.conductor.request import ValidRequest
 from simulator.cluster.config import ClusterConfig
 from simulator.experiments.frame import simulate
 from simulator.traces.mooncake import Trace, TraceRequest
@@ -26,13 +31,15 @@ FIRST = list(range(30, 70))
 KEYS = tuple(bytes([number]) * 32 for number in range(4))
 
 
-def opened(number: int, at: float, keys: int = 2, rest: int = 5) -> RecordedRequest:
-    """A request of so many full blocks of the same chain, and some tokens of its own."""
-    tokens = keys * BLOCK_TOKENS + rest
-    return RecordedRequest(number, at, tokens, BLOCK_TOKENS, KEYS[:keys], bytes([100 + number]) * 32)
+def opened(number: int, at: float, keys: int = 2, rest: int = 5, tenant: str = "") -> ValidRequest:
+    """A request with `keys` full blocks of the same chain, and `rest` tokens of its own."""
+    tokens, key = keys * BLOCK_TOKENS + rest, bytes([100 + number]) * 32
+    spec = RequestSpec(number, f"r{number}", tokens, 8, key, SloLimits(), at, at + 60.0, tenant=tenant)
+    prompt = array("i", range(tokens))
+    return ValidRequest(spec, prompt, GREEDY, (), (), b"", tuple(map(BlockKey, KEYS[:keys])), BLOCK_TOKENS)
 
 
-def recorded(path: Path, *requests: RecordedRequest, ends: list[tuple[int, int]]) -> list[TraceRequest]:
+def recorded(path: Path, *requests: ValidRequest, ends: list[tuple[int, int]]) -> list[TraceRequest]:
     recording = TraceRecording(path)
     for request in requests:
         recording.opened(request)
@@ -124,7 +131,7 @@ def test_the_numbers_are_of_one_recording_only(tmp_path: Path) -> None:
 
 
 def test_a_tenant_has_a_name_of_this_recording_only(tmp_path: Path) -> None:
-    asked = [replace(opened(at, float(at)), tenant=tenant) for at, tenant in enumerate(("acme", "acme", "other", ""))]
+    asked = [opened(at, float(at), tenant=tenant) for at, tenant in enumerate(("acme", "acme", "other", ""))]
     one, two = (recorded(tmp_path / name, *asked, ends=[(at, 1) for at in range(4)]) for name in ("one", "two"))
     first, again, other, none = (it.tenant for it in one)
     assert first == again != other

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from moonpool.kv.keys import BlockKey, block_keys
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.core.events import RequestSpec
-from services.conductor.session import resume_point
+from services.conductor.request import resume_point
 from simulator.clock import ps
 from simulator.cluster.requests import Request, answer_key
 from simulator.traces.mooncake import TraceRequest

@@ -39,9 +39,8 @@ from services.conductor.core.events import (
     TokensArrived,
 )
 from services.conductor.core.instances import InstanceFacts, LoadFacts
-from services.conductor.registry import kind_to_proto
+from services.conductor.proto_conversion import error_of, kind_to_proto, reservation_proto
 from services.conductor.servicer import ConductorServicer
-from services.conductor.session import error_of, reservation_proto
 from tests.unit.simulator.cluster.asked import Coming
 from tests.unit.simulator.cluster.scripts import Noted
 

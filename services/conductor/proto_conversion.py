@@ -1,0 +1,196 @@
+"""Core values to and from messages of the protocol: failures, reservations, instances, loads, placements."""
+
+from __future__ import annotations
+
+from moonpool import errors
+from moonpool.cluster.proto_conversion import finite_or_zero, speeds_from_proto
+from moonpool.errors import InvalidRequest, Mismatch, MoonpoolError, Overloaded
+from moonpool.kv.layout import KVLayout
+from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
+from services.conductor.core.events import (
+    AnnouncePlacement,
+    CompletionReason,
+    DecodeReservation,
+    Failure,
+    FailureKind,
+    ReserveGranted,
+)
+from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
+from services.conductor.core.latency_model import KVShape, PrefillChoice
+
+FINISH_REASONS = {
+    CompletionReason.STOP: kv_pb2.FINISH_REASON_STOP,
+    CompletionReason.LENGTH: kv_pb2.FINISH_REASON_LENGTH,
+    CompletionReason.CANCELLED: kv_pb2.FINISH_REASON_CANCELLED,
+}
+
+_FAILURE_KINDS = {getattr(errors, kind.value): kind for kind in FailureKind}
+
+_INSTANCE_KINDS = {
+    kv_pb2.INSTANCE_KIND_PREFILL: InstanceKind.PREFILL,
+    kv_pb2.INSTANCE_KIND_DECODE: InstanceKind.DECODE,
+    kv_pb2.INSTANCE_KIND_KVSTORE: InstanceKind.KVSTORE,
+}
+
+
+# --- failures and finish reasons --------------------------------------------------------------------------------------
+
+
+def failure_of(error: MoonpoolError) -> Failure:
+    """The failure that the core gets for an error."""
+    kind = _FAILURE_KINDS.get(type(error), FailureKind.INTERNAL)
+    if isinstance(error, InvalidRequest | Mismatch):
+        return Failure(kind, error.message, field=error.field)
+    if isinstance(error, Overloaded):
+        return Failure(
+            kind,
+            error.message,
+            reason=error.reason,
+            predicted_ttft_s=error.predicted_ttft_s,
+            predicted_tbt_s=error.predicted_tbt_s,
+            slo_s=error.slo_s,
+            retry_after_s=error.retry_after_s,
+        )
+    return Failure(kind, error.message)
+
+
+def error_of(failure: Failure) -> MoonpoolError:
+    """The error that a client gets for a failure of the core."""
+    match failure.kind:
+        case FailureKind.OVERLOADED:
+            return Overloaded(
+                failure.message,
+                reason=failure.reason,
+                predicted_ttft_s=failure.predicted_ttft_s,
+                predicted_tbt_s=failure.predicted_tbt_s,
+                slo_s=failure.slo_s,
+                retry_after_s=failure.retry_after_s,
+            )
+        case FailureKind.INVALID:
+            return InvalidRequest(failure.field, failure.message)
+        case FailureKind.MISMATCH:
+            return Mismatch(failure.field, failure.message)
+    kind: type[MoonpoolError] = getattr(errors, failure.kind.value)
+    return kind(failure.message)
+
+
+def finish_of(reason: kv_pb2.FinishReason.ValueType) -> CompletionReason | None:
+    """The core's form of a finish reason; None if there is none yet."""
+    return next((finish for finish, value in FINISH_REASONS.items() if value == reason), None)
+
+
+# --- reservations at decode -------------------------------------------------------------------------------------------
+
+
+def reserve_granted(response: decode_pb2.ReserveResponse) -> ReserveGranted:
+    """A decode instance's answer to `Reserve`."""
+    target, decode = response.target, response.target.decode
+    reservation = DecodeReservation(
+        decode.id, decode.incarnation, decode.address, target.transfer_id, target.generation, target.held_blocks
+    )
+    return ReserveGranted(
+        reservation, finite_or_zero(response.lease_s), response.number, finite_or_zero(response.predicted_tbt_s)
+    )
+
+
+def reserved_instance_proto(reservation: DecodeReservation) -> kv_pb2.Instance:
+    """The decode instance of a reservation."""
+    return kv_pb2.Instance(
+        id=reservation.decode,
+        incarnation=reservation.incarnation,
+        kind=kv_pb2.INSTANCE_KIND_DECODE,
+        address=reservation.address,
+    )
+
+
+def reservation_proto(reservation: DecodeReservation) -> kv_pb2.TransferTarget:
+    """A reservation as the target of a KV transfer."""
+    return kv_pb2.TransferTarget(
+        decode=reserved_instance_proto(reservation),
+        transfer_id=reservation.transfer_id,
+        generation=reservation.generation,
+        held_blocks=reservation.held_blocks,
+    )
+
+
+# --- instances --------------------------------------------------------------------------------------------------------
+
+
+def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
+    """The facts in a checked hello."""
+    kind = _INSTANCE_KINDS[hello.instance.kind]
+    return InstanceFacts(
+        id=hello.instance.id,
+        incarnation=hello.instance.incarnation,
+        kind=kind,
+        total_blocks=hello.total_blocks,
+        shape=None if kind is InstanceKind.KVSTORE else _kv_shape(hello.model),
+        speeds=speeds_from_proto(hello.speed),
+        stages=max(hello.stages, 1),
+        step_tokens=hello.step_tokens,
+        capacity_bytes=hello.capacity_bytes,
+        either=hello.either_role,
+        host=hello.instance.address.rpartition(":")[0],
+        tells_cold=hello.tells_cold,
+    )
+
+
+def kind_to_proto(kind: InstanceKind) -> kv_pb2.InstanceKind.ValueType:
+    """The protocol's form of an instance kind."""
+    return next(proto for proto, plain in _INSTANCE_KINDS.items() if plain is kind)
+
+
+def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
+    """The facts in a load report."""
+    return LoadFacts(
+        running=load.running,
+        waiting=load.waiting,
+        free_blocks=load.free_blocks,
+        cached_blocks=load.cached_blocks,
+        promised_blocks=load.promised_blocks,
+        context_tokens=load.context_tokens,
+        drain_s=finite_or_zero(load.drain_s) if load.HasField("drain_s") else None,
+        speeds=speeds_from_proto(load.speed) if load.HasField("speed") else None,
+        draining=load.draining,
+        taken=load.taken,
+        answer_tokens=load.expected_answer_tokens,
+    )
+
+
+def _kv_shape(model: conductor_pb2.ModelInfo) -> KVShape:
+    layout = KVLayout.from_proto(model.layout)
+    return KVShape(layout.block_tokens, layout.token_bytes, layout.layers, model.emulated != "")
+
+
+# --- placements -------------------------------------------------------------------------------------------------------
+
+
+def placement_proto(placed: AnnouncePlacement) -> conductor_pb2.Placement:
+    """Where a request is placed, and the predicted latencies."""
+    plan = placed.plan
+    return conductor_pb2.Placement(
+        prefill=plan.prefill.id,
+        decode=placed.target.decode if placed.target is not None else "",
+        kvstore=plan.prefill.source,
+        predicted_cached_blocks=plan.prefill.used_blocks,
+        predicted_ttft_s=placed.waited_s + plan.prefill.ttft_s,
+        emulated=plan.emulated,
+        predicted_tbt_s=placed.pace.tbt_s,
+        predicted_tpot_s=placed.pace.tpot_s,
+    )
+
+
+def candidate_proto(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:
+    """A prefill instance that was considered, and its predicted costs."""
+    return conductor_pb2.CandidateExplanation(
+        instance=choice.id,
+        local_blocks=choice.local_blocks,
+        used_blocks=choice.used_blocks,
+        queue_s=choice.queue_s + choice.later_s,
+        load_s=choice.load_s,
+        prefill_s=choice.prefill_s,
+        excluded=choice.excluded,
+        overhead_s=choice.overhead_s,
+        source=choice.source,
+        cold_blocks=choice.cold_blocks,
+    )
