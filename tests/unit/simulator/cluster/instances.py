@@ -115,7 +115,7 @@ class InProcess(Channels):
         results = {noted.event.io: noted.event.result for noted in script if isinstance(noted.event, IoEnded)}
         for action in [action for noted in script for action in noted.actions]:
             if isinstance(action, CallReserve | CallPrefill) and not _has_left(results[action.io]):
-                self._numbers[type(action).__name__, action.sequence].append(action.io)
+                self._numbers[type(action).__name__.removeprefix("Call"), action.sequence].append(action.io)
 
     def get(self, address: str) -> Any:
         return Channel(partial(self._begin, address.partition(":")[0]))
