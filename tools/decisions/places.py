@@ -12,21 +12,21 @@ Needed only where fields were added, removed, reordered or moved into a nested r
 
 def cores() -> list[Any]:
     """Classes whose `handle(now, event, out)` and `due()` are recorded."""
-    from services.conductor.core.conductor import ConductorCore
-    from services.decode.core.machine import DecodeCore
-    from services.prefill.core.core import PrefillCore
+    from services.conductor.core.scheduler import ConductorCore
+    from services.decode.core.scheduler import DecodeScheduler
+    from services.prefill.core.scheduler import PrefillScheduler
 
-    return [ConductorCore, DecodeCore, PrefillCore]
+    return [ConductorCore, DecodeScheduler, PrefillScheduler]
 
 
 def machines() -> dict[str, Any]:
     """Hypothesis's state machines that walk each core alone, by the walk's name."""
     from services.kvstore.policies import POLICIES
-    from tests.unit.conductor.core.test_request_machine import RequestMachine
-    from tests.unit.decode.core.test_machine import DecodeMachine
+    from tests.unit.conductor.core.test_scheduler_machine import RequestMachine
+    from tests.unit.decode.core.test_scheduler import DecodeMachine
     from tests.unit.kvstore.core.test_machine import StoreMachine
     from tests.unit.kvstore.policies.test_machine import PolicyMachine
-    from tests.unit.prefill.test_core_machine import PrefillMachine
+    from tests.unit.prefill.test_core_scheduler import PrefillMachine
 
     found = {"conductor": RequestMachine, "decode": DecodeMachine, "prefill": PrefillMachine, "kvstore": StoreMachine}
     eviction = {
@@ -38,9 +38,9 @@ def machines() -> dict[str, Any]:
 
 def beside() -> tuple[Any, str]:
     """The method of a store's files that does something in a thread, `later(change, path)`: here it is done at once."""
-    from services.kvstore.ssd.files import Files
+    from services.kvstore.ssd.files import FileLayer
 
-    return Files, "later"
+    return FileLayer, "later"
 
 
 def state_of(machine: Any) -> object:
@@ -58,25 +58,24 @@ def state_of(machine: Any) -> object:
 
 def interludes(name: str) -> list[Any]:
     """Events in the middle of some walks that the machine itself does not have."""
-    from moonpool.kv.selection import Selection
-    from moonpool.sched.forgetting import ForgetKV
+    from moonpool.kv.delete_kv import KVSelection
+    from moonpool.scheduling.block_manager import DeleteKV
 
     tenants = {"decode": "", "prefill": "a"}
-    return [ForgetKV(1, Selection(tenants=frozenset({tenants[name]})))] if name in tenants else []
+    return [DeleteKV(1, KVSelection(tenants=frozenset({tenants[name]})))] if name in tenants else []
 
 
 def last_events(name: str) -> list[Any]:
     """Events that end some walks while everything is under way, told to the core alone."""
-    from services.conductor.core.changes import RoleAsked
-    from services.conductor.core.messages import KeysChanged, Left
-    from services.decode.core.events import Died
-    from services.prefill.core.events import Drain, Stop
+    from services.conductor.core.events import InstanceLeft, KeysChanged, RoleChangeRequested
+    from services.decode.core.events import EngineDied
+    from services.prefill.core.events import Drain, StopAllJobs
 
     gap = KeysChanged("prefill-0", 1000, (), (), snapshot_begin=False, snapshot_end=False)
-    lost = [Left(f"{kind}-{number}", 1, "is lost") for kind in ("prefill", "decode") for number in range(3)]
+    lost = [InstanceLeft(f"{kind}-{number}", 1, "is lost") for kind in ("prefill", "decode") for number in range(3)]
     events: dict[str, list[Any]] = {
-        "conductor": [gap, RoleAsked("decode-1"), *lost],
-        "decode": [Died("a test says so")],
-        "prefill": [Drain(), Stop()],
+        "conductor": [gap, RoleChangeRequested("decode-1"), *lost],
+        "decode": [EngineDied("a test says so")],
+        "prefill": [Drain(), StopAllJobs()],
     }
     return events.get(name, [])

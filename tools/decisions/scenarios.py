@@ -6,23 +6,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moonpool.engine.emulated.profile import load_profile
-from services.conductor.core.changes import ChangeRole
-from services.conductor.core.facts import Kind
+from services.conductor.core.events import ChangeRole
+from services.conductor.core.instances import InstanceKind
 from services.conductor.core.roles import RoleLimits
-from services.decode.core.config import Preemption
+from services.decode.core.settings import Preemption
+from simulator.clock import ps
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import ClusterConfig, DecodeMemory, Slo
-from simulator.cluster.settings import LEAPS, Runs
+from simulator.cluster.config import LEAPS, ClusterConfig, DecodeMemory, Runs, Slo
 from simulator.experiments.faults import MIX, storm
-from simulator.experiments.hot import HotLoad
-from simulator.kernel.calls import CallDelays
-from simulator.kernel.clock import ps
+from simulator.experiments.prefix_caching import HotLoad
+from simulator.network import CallDelays
 from simulator.traces.mooncake import TraceRequest
-from simulator.traces.workload import CHAT, Mix, Workload
+from simulator.traces.workload import CHAT, Workload, WorkloadMix
 
 PROFILE = load_profile("llama-70b-a800")
 GB = 10**9
-BUSY = Mix(rate_per_s=2.0, pause_s=20.0)
+BUSY = WorkloadMix(rate_per_s=2.0, pause_s=20.0)
 """About what two and two instances can do."""
 SEVERAL = replace(BUSY, several=0.4, rate_per_s=1.0)
 TALK = replace(CHAT, rate_per_s=12.0, answer_tokens=400.0)
@@ -46,7 +45,7 @@ class Scenario:
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
-    mix: Mix = BUSY
+    mix: WorkloadMix = BUSY
     requests: int = 120
     crashes: tuple[tuple[float, str, float], ...] = ()
     runs: Runs = LEAPS
@@ -70,7 +69,7 @@ class Scenario:
         for when, name, away in self.crashes:
             cluster.world.at(ps(when), lambda crash: cluster.crash(*crash), (name, away))
         for when, name in self.changes:
-            kind = Kind.PREFILL if name[0] == "d" else Kind.DECODE
+            kind = InstanceKind.PREFILL if name[0] == "d" else InstanceKind.DECODE
             cluster.world.at(ps(when), cluster.machines.change, ChangeRole(name, 1, kind))
         cluster.run()
         cluster.check_at_rest()
@@ -103,7 +102,7 @@ def _admitting(admission: str, **more: Any) -> Scenario:
 SWAPPING = RoleLimits(swap=True, ttft_s=2.0, tbt_s=0.04, ratio=1.2, hold_s=8.0, dwell_s=20.0)
 HELD = RoleLimits(swap=True, hold_s=1e6)
 DROPS = CallDelays(drop_share=0.02, late_share=0.03)
-READING = Mix(conversations=0.1, questions=0.1, document=3.5, answer_tokens=60.0, rate_per_s=1.2)
+READING = WorkloadMix(conversations=0.1, questions=0.1, document=3.5, answer_tokens=60.0, rate_per_s=1.2)
 
 SCENARIOS: dict[str, Scenario] = {
     "plain": Scenario(),
