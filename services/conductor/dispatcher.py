@@ -642,8 +642,8 @@ def end_after_defect(session: Session, post: Callable[[Event], None]) -> None:
 
     The request is not placed again: which of the tokens were taken is not certain.
     """
-    log.exception("tokens cannot be told: the request ends", request=session.spec.id)
-    failure = Failure(FailureKind.INTERNAL, "a defect: the conductor cannot tell tokens of this answer")
+    log.exception("tokens cannot be sent: the request ends", request=session.spec.id)
+    failure = Failure(FailureKind.INTERNAL, "a defect: the conductor cannot send tokens of this request")
     try:
         post(StopRequested(session.spec.number, failure))
     except Exception:

@@ -66,12 +66,12 @@ class DecisionLog:
             record.candidates.extend(earlier.candidates)
         self._keep(request_id, record)
 
-    def first_token(self, request_id: str, ttft_s: float, lane: str) -> None:
+    def first_token(self, request_id: str, ttft_s: float, transport: str) -> None:
         """Note the first measured time to first token, and the transport of the prompt's KV to decode."""
         record = self._records.get(request_id)
         if record is not None and not record.measured_ttft_s:
             record.measured_ttft_s = ttft_s
-            record.lane = lane
+            record.lane = transport
 
     def complete(self, request_id: str, tpot_s: float) -> None:
         """Note the measured mean time between tokens."""
@@ -440,7 +440,7 @@ class RequestReports:
 
     def first_token(self, session: Session) -> None:
         """The first new token has come."""
-        self.decisions.first_token(session.spec.id, session.ttft_s, session.lane)
+        self.decisions.first_token(session.spec.id, session.ttft_s, session.transport)
         if not session.spec.beams:  # theirs come with the last ones
             self.predictions.first_token(session)
 

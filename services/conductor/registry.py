@@ -46,7 +46,7 @@ NAMESPACE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class ModelIdentity:
     """The model of the conductor's checkpoint. Engines must serve the same."""
 
     name: str
@@ -76,7 +76,7 @@ class ClusterMember:
 class Registry:
     """The members, at most one per instance id: the last that joined."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: ModelIdentity) -> None:
         self._served = served
         self._members: dict[str, ClusterMember] = {}
         self._model: conductor_pb2.ModelInfo | None = None
@@ -226,9 +226,9 @@ class Checkpoint:
         folder = resolve(model)
         return cls(model_name(model), load_config(folder), Tokenizer.load(folder))
 
-    def served(self) -> ServedModel:
+    def served(self) -> ModelIdentity:
         """What engines must serve to join."""
-        return ServedModel(self.name, config_hash(self.config), self.config.vocab_size)
+        return ModelIdentity(self.name, config_hash(self.config), self.config.vocab_size)
 
 
 log = get_logger(__name__)
@@ -249,7 +249,7 @@ class ClusterMembers:
     """
 
     def __init__(
-        self, served: ServedModel, channels: Channels, post: Callable[[Event], None], tell: Callable[[Event], None]
+        self, served: ModelIdentity, channels: Channels, post: Callable[[Event], None], tell: Callable[[Event], None]
     ) -> None:
         self.registry = Registry(served)
         self.steps = StepsPool(channels)

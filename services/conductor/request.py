@@ -107,7 +107,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModelSpec:
+class ServedModel:
     """The served model, against which requests are checked: the checkpoint, and what the engines agreed on."""
 
     name: str
@@ -238,7 +238,7 @@ class RequestReader:
         self._tokenizing = tokenizing
         self._config = config
 
-    def served(self) -> ServedModelSpec:
+    def served(self) -> ServedModel:
         """What requests are checked against.
 
         Raises:
@@ -247,7 +247,7 @@ class RequestReader:
         model, layout, checkpoint = self._registry.model, self._registry.layout, self._checkpoint
         if model is None or layout is None:
             raise Unavailable("no prefill and no decode instance has joined")
-        return ServedModelSpec(
+        return ServedModel(
             checkpoint.name,
             checkpoint.config,
             checkpoint.tokenizer,
@@ -268,7 +268,7 @@ class RequestReader:
     async def read(
         self,
         message: conductor_pb2.GenerateRequest,
-        served: ServedModelSpec | None = None,
+        served: ServedModel | None = None,
         request_id: str = "",
         arrived: float = 0.0,
         deadline: float = 0.0,
@@ -286,7 +286,7 @@ class RequestReader:
 
 def read_request(
     message: conductor_pb2.GenerateRequest,
-    served: ServedModelSpec,
+    served: ServedModel,
     request_id: str,
     arrived: float,
     deadline: float,
@@ -350,7 +350,7 @@ def read_request(
     )
 
 
-def _read_bad_words(sampling: SamplingParams, served: ServedModelSpec, ends: int) -> tuple[tuple[int, ...], ...]:
+def _read_bad_words(sampling: SamplingParams, served: ServedModel, ends: int) -> tuple[tuple[int, ...], ...]:
     """Tokens of each word, with and without a leading space if that changes the first token; as vLLM does."""
     runs: dict[tuple[int, ...], None] = {}
     for word in sampling.bad_words:
@@ -365,7 +365,7 @@ def _read_bad_words(sampling: SamplingParams, served: ServedModelSpec, ends: int
     return tuple(runs)
 
 
-def _check_envelope(message: conductor_pb2.GenerateRequest, served: ServedModelSpec) -> None:
+def _check_envelope(message: conductor_pb2.GenerateRequest, served: ServedModel) -> None:
     # If a newer client's field were ignored, the answer would be to another request.
     for field, part in (
         ("", message), ("sampling", message.sampling), ("slo", message.slo), ("messages", message.chat),
@@ -382,7 +382,7 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: ServedModelS
     _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
 
 
-def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModelSpec) -> array[int]:
+def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModel) -> array[int]:
     kind = message.WhichOneof("prompt")
     match kind:
         case "text":
@@ -407,27 +407,27 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModelSpec
     return tokens
 
 
-def _check_length(field: str, tokens: int, served: ServedModelSpec) -> None:
+def _check_length(field: str, tokens: int, served: ServedModel) -> None:
     _require(field, tokens > 0, "the prompt has no tokens")
     room = f"prompt and answer together may have {served.max_tokens}"
     _require(field, tokens < served.max_tokens, f"the prompt has {tokens} tokens; {room}")
 
 
-def _encode(field: str, text: str, served: ServedModelSpec, *, add_special: bool) -> array[int]:
+def _encode(field: str, text: str, served: ServedModel, *, add_special: bool) -> array[int]:
     """Tokenise a text. A text that is too long is refused before it costs more than the longest valid one."""
     longer = served.tokenizer.is_longer(text, served.max_tokens)
     _require(field, not longer, f"the prompt has more than {served.max_tokens} tokens, the model's length")
     return array("i", served.tokenizer.encode(text, add_special))
 
 
-def _check_chars(field: str, chars: int, served: ServedModelSpec) -> None:
+def _check_chars(field: str, chars: int, served: ServedModel) -> None:
     """Refuse text that is too long whatever its tokens are, before it is tokenised."""
     limit = served.max_tokens * served.tokenizer.longest_token_chars
     _require(field, chars <= limit, f"{chars} characters make more than {served.max_tokens} tokens, the model's length")
 
 
 def _read_sampling(
-    given: kv_pb2.Sampling, served: ServedModelSpec, prompt_tokens: int, draw_seed: Callable[[], int]
+    given: kv_pb2.Sampling, served: ServedModel, prompt_tokens: int, draw_seed: Callable[[], int]
 ) -> SamplingParams:
     """The checked parameters. `max_tokens` is cut to the model's length; a beam search has no seed."""
     params = sampling_from_proto(given).suggested(served.suggested)
@@ -479,7 +479,7 @@ def read_resume(
             raise InvalidRequest(name, f"has field number {unknown[0].field_number}, which is not known here")
     _require("request_id", message.request_id != "", "a stream is resumed by its request's id")
     seeded = message.sampling.HasField("seed") or sampling.beam_width > 0
-    _require("sampling.seed", seeded, "must be the seed that was told when it was placed")
+    _require("sampling.seed", seeded, "must be the seed that the `placed` event has")
     _require("resume.count", resume.count >= 1, "must be at least 1")
     count, further = len(resume.token_ids), sampling.n - 1
     _require("from_position", message.from_position == count, f"must be {count}, as resume.token_ids has so many")
@@ -534,7 +534,11 @@ def _lacks_scores(scored: bool, sampling: SamplingParams, choices: Sequence[Clie
     wanted, begun = sampling.prompt_logprobs is not None, any(it.tokens for it in choices)
     field = "resume.prompt_scored"
     _require(field, wanted or not scored, "only where sampling.prompt_logprobs wants a prompt's log probabilities")
-    _require(field, scored or not (wanted and begun), "must be set: who has tokens was told them before")
+    _require(
+        field,
+        scored or not (wanted and begun),
+        "must be set: a client that has tokens has got the log probabilities before",
+    )
     return wanted and not scored
 
 

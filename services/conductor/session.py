@@ -22,7 +22,7 @@ from services.conductor.proto_conversion import FINISH_REASONS
 from services.conductor.request import (
     ClientProgress,
     ResumeRequest,
-    ServedModelSpec,
+    ServedModel,
     ValidRequest,
     resume_point,
     target_of,
@@ -51,7 +51,7 @@ class ChoiceOutput:
         score: of a beam search's hypothesis; None without beams.
     """
 
-    def __init__(self, request: ValidRequest, index: int, served: ServedModelSpec) -> None:
+    def __init__(self, request: ValidRequest, index: int, served: ServedModel) -> None:
         self.index = index
         self.tokens = array("i")
         self.finish: kv_pb2.FinishReason.ValueType = UNFINISHED
@@ -84,7 +84,7 @@ class ChoiceOutput:
         if known < 0:
             raise StreamBroken(f"tokens {len(self.tokens)} to {position - 1} were lost")
         if list(token_ids[:known]) != self.tokens[position : position + len(token_ids)].tolist():
-            raise StreamBroken(f"tokens from {position} on are not those that were told before")
+            raise StreamBroken(f"tokens from {position} on are not those that came before")
         return known
 
     def extend(self, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> conductor_pb2.TokenDelta | None:
@@ -294,13 +294,13 @@ class Session:
         opening_logprobs: of the tokens with which decode begins, if they are wanted.
         prompt_unscored: the client wants the prompt's log probabilities, which are not known here yet.
         cached_tokens: tokens of the prompt that were not computed.
-        lane: the transport of the prompt's KV to decode.
+        transport: name of the transport that takes the prompt's KV to decode.
     """
 
     def __init__(
         self,
         request: ValidRequest,
-        served: ServedModelSpec,
+        served: ServedModel,
         secret: bytes,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -333,7 +333,7 @@ class Session:
         self.opening_logprobs: Logprobs | None = None
         self.prompt_unscored = request.spec.scored
         self.cached_tokens = 0
-        self.lane = ""
+        self.transport = ""
         self._clock = clock
         self._on_first_token = on_first_token
         self._on_delivered = on_delivered
@@ -541,7 +541,7 @@ class Session:
         """
         pairs = list(zip(self.choices, resume.choices, strict=True))
         if not all(choice.has(progress) or choice.is_behind(progress) for choice, progress in pairs):
-            raise InvalidRequest("resume.token_ids", "are not those that were told")
+            raise InvalidRequest("resume.token_ids", "are not those that were sent")
         if any(choice.is_behind(progress) for choice, progress in pairs):
             raise Unavailable("the client has tokens that have not come here yet")
         self.outgoing.drop()
@@ -665,7 +665,7 @@ class Session:
         """Keep the figures of the prefill that gave the first token."""
         if not self.tokens:
             self.cached_tokens = min(first.local_tokens + first.loaded_tokens, len(self.request.prompt))
-            self._queue_s, self._prefill_s, self.lane = first.queue_s, first.prefill_s, first.lane
+            self._queue_s, self._prefill_s, self.transport = first.queue_s, first.prefill_s, first.lane
 
     def _add_prompt_logprobs(self, first: prefill_pb2.FirstToken) -> None:
         """Send the prompt's log probabilities if the client lacks them: once, however often the request is placed.

@@ -16,7 +16,7 @@ from moonpool.kv.keys import tokens_from_bytes
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 
-from .scores import made_up, prompt_scores, scores, told
+from .logprobs import made_up, prompt_scores, scores, told
 
 BLOCK_TOKENS = 16
 WAIT_S = 60.0

@@ -80,5 +80,5 @@ async def test_answers_that_differ_when_they_begin_again_fail() -> None:
         p.first_token = 99
         gates[1].set()
         [failed] = await asyncio.gather(asked, return_exceptions=True)
-        assert "not those that were told before" in str(failed)
+        assert "not those that came before" in str(failed)
         await s.rest()

@@ -1,4 +1,4 @@
-"""A defect that tokens of one request meet ends that request, with an error and without another try, and no other."""
+"""A defect in serving one request ends that request with an error, without another attempt, and no other request."""
 
 import asyncio
 from dataclasses import replace
@@ -12,19 +12,27 @@ from moonpool.errors import Internal
 from moonpool.sampling_params import SamplingParams
 from moonpool.scheduling.state_machine import IoEnded
 from moonpool.v1 import kv_pb2
-from services.conductor.core.events import AnnouncePlacement, CompleteRequest, Event, StopRequested, TokensArrived
+from services.conductor.core.events import (
+    AnnouncePlacement,
+    CompleteRequest,
+    Event,
+    Failure,
+    FailureKind,
+    StopRequested,
+    TokensArrived,
+)
 from services.conductor.decode_streams import NewTokens
-from services.conductor.dispatcher import SequenceSubscription
+from services.conductor.dispatcher import InstanceCalls, SequenceSubscription
 from services.conductor.session import OutputQueue
 
 from .fakes import decode, expected, prefill
-from .scores import told
+from .logprobs import told
 from .stack import WAIT_S, stack
 
 PROMPT = list(range(30, 70))
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 UNSPEAKABLE = -1
-"""No tokeniser can spell it: what comes of it is no error that anybody foresaw."""
+"""A token that the tokenizer cannot spell: it raises an unexpected exception."""
 
 
 async def read(client: AsyncClient, request_id: str, tokens: list[int], first: asyncio.Event) -> None:
@@ -44,7 +52,7 @@ async def test_tokens_of_decode_that_cannot_be_told_end_their_request_alone() ->
             await event.wait()
         spec = d.reserved["doomed"].sequence
         d.outgoing[0].put_nowait(told(spec, 0, 4, [UNSPEAKABLE], kv_pb2.FINISH_REASON_UNSPECIFIED))
-        with pytest.raises(Internal, match="cannot tell tokens"):
+        with pytest.raises(Internal, match="cannot send tokens"):
             await tasks["doomed"]
         await d.until(lambda: d.cancelled == ["doomed"])
         d.go.set()
@@ -57,7 +65,7 @@ async def test_tokens_of_decode_that_cannot_be_told_end_their_request_alone() ->
 async def test_a_first_token_that_cannot_be_told_ends_its_request() -> None:
     p, d = prefill(first_token=UNSPEAKABLE), decode()
     async with stack(p, d) as s:
-        with pytest.raises(Internal, match="cannot tell tokens"):
+        with pytest.raises(Internal, match="cannot send tokens"):
             await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
         assert len(p.requests) == 1
         await d.until(lambda: len(d.cancelled) == 1)
@@ -131,3 +139,23 @@ async def test_a_client_hears_of_a_defect_that_keeps_the_core_from_ending_its_re
     assert stopped.request == 7
     with pytest.raises(Internal):
         await session.outgoing.next()
+
+
+class Unbuildable:
+    """A request whose message cannot be built."""
+
+    def sequence_spec(self, sequence: str) -> kv_pb2.SequenceSpec:
+        raise ValueError(sequence)
+
+
+@pytest.mark.parametrize("kind", ["reserve", "prefill"])
+async def test_a_call_whose_message_cannot_be_built_ends(kind: str) -> None:
+    posted: list[Event] = []
+    nothing: Any = None
+    calls = InstanceCalls(nothing, nothing, lambda _: None, posted.append, posted.append, 1.0)
+    order: Any = SimpleNamespace(io=7, sequence="s", tbt_slo_s=0.0, starts_in_s=0.0)
+    getattr(calls, kind)(order, Unbuildable())
+    [ended] = posted
+    assert isinstance(ended, IoEnded)
+    assert (ended.io, ended.result) == (7, Failure(FailureKind.INTERNAL, "a call failed"))
+    await calls.aclose()

@@ -4,11 +4,11 @@ from moonpool.errors import InvalidRequest, Mismatch
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.core.events import Event, InstanceLeft
-from services.conductor.registry import ClusterMembers, Registry, ServedModel
+from services.conductor.registry import ClusterMembers, ModelIdentity, Registry
 
 from .fakes import model_info
 
-SERVED = ServedModel("tiny", b"c" * 32, 1000)
+SERVED = ModelIdentity("tiny", b"c" * 32, 1000)
 KINDS = {
     "prefill": kv_pb2.INSTANCE_KIND_PREFILL,
     "decode": kv_pb2.INSTANCE_KIND_DECODE,

@@ -1,7 +1,7 @@
 """The conductor's shell, on an event loop in virtual time, decides as the simulator's conductor does.
 
 The simulator serves a small seeded trace, loses instances in it, and notes what its conductor's core was told and what
-it answered. The service's own servicer, desk, calls, driver and journal get the same requests at the same times, as
+it answered. The service's own servicer, dispatcher, driver and journal get the same requests at the same times, as
 token ids, and instances join, report, answer its calls and make tokens as they did there, in the contract's messages.
 Every decision is the same at the same time: where requests go, which are refused or fail, what is tried again, and what
 is resumed that was another conductor's.

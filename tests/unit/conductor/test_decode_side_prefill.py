@@ -1,4 +1,4 @@
-"""A prompt whose rest a decode instance computes itself: what its client, and `explain`, are told."""
+"""A decode instance computes the rest of a prompt itself: what the client and `explain` get."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the conductor tells engines of kvstores, and what it learns from a miss."""
+"""What the conductor tells engines about kvstores, and what it learns from a miss."""
 
 from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.kv.keys import block_keys, chain_root

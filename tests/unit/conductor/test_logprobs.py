@@ -1,4 +1,4 @@
-"""Log probabilities through a conductor: each token's with it and once, also where the request is placed anew."""
+"""Log probabilities through a conductor: each token's comes with it, once, also if the request is placed again."""
 
 import pytest
 

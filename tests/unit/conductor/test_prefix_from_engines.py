@@ -1,4 +1,4 @@
-"""Engine instances as sources of prefixes, and orders to copy hot ones, as prefill instances are told of them."""
+"""Engines as sources of prefixes, and orders to replicate hot prefixes, as prefill instances get them."""
 
 from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.kv.keys import block_keys, chain_root

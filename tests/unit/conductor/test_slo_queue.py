@@ -1,4 +1,4 @@
-"""Waiting instead of being refused, priorities and shares, from the client to the instances."""
+"""Requests that wait for a placement within their SLO, by priority and fair share."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Requests that are refused or wait: no room at decode, a limit that cannot be kept, a full queue."""
+"""Requests that are refused or wait: no memory at decode, an SLO that cannot be kept, a full queue."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Requests that want their prompt's log probabilities and lose their conductor: their clients are told them once."""
+"""Requests that want prompt log probabilities and lose their conductor: the client gets them once."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A stream whose decode instance drains goes on there until another one has it; each token comes once."""
+"""A stream whose decode instance drains goes on there until another instance has it. Each token comes once."""
 
 import asyncio
 from collections.abc import AsyncIterator

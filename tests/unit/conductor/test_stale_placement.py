@@ -1,4 +1,4 @@
-"""A prefill instance that is busier than it has told says so when it is asked, and the prompt goes elsewhere."""
+"""A prefill instance whose queue is longer than reported does not take a prompt, which goes elsewhere."""
 
 from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2

@@ -1,3 +1,5 @@
+"""Messages to one client: merged while the client does not read, never reordered."""
+
 import asyncio
 
 import pytest
