@@ -309,11 +309,7 @@ def read_request(
     prompt = _read_prompt(message, served)
     sampling = _read_sampling(message.sampling, served, len(prompt), draw_seed)
     root, vocabulary = chain_root(served.namespace, message.tenant), served.config.vocab_size
-    ends = () if sampling.ignore_eos else [token for token in served.config.eos_token_ids if token < vocabulary]
-    end_token_ids = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
-    check_end_tokens(frozenset(end_token_ids), sampling.min_tokens, vocabulary, "sampling.stop_token_ids")
-    check_beams(sampling, frozenset(end_token_ids), vocabulary, "sampling")
-    _require("sampling.response_format", not sampling.response_format or bool(ends), "this model has no end token")
+    end_token_ids = _read_end_tokens(sampling, served)
     check_grammar(sampling)
     slo, bad_tokens = _read_slo(message.slo, served.queue_s), _read_bad_words(sampling, served, len(end_token_ids))
     resume = read_resume(message, sampling, vocabulary)
@@ -348,6 +344,17 @@ def read_request(
         whole=message.whole,
         resume=resume,
     )
+
+
+def _read_end_tokens(sampling: SamplingParams, served: ServedModel) -> tuple[int, ...]:
+    """Tokens that end the generation: the model's, and those of the request."""
+    vocabulary = served.config.vocab_size
+    ends = () if sampling.ignore_eos else [token for token in served.config.eos_token_ids if token < vocabulary]
+    end_token_ids = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
+    check_end_tokens(frozenset(end_token_ids), sampling.min_tokens, vocabulary, "sampling.stop_token_ids")
+    check_beams(sampling, frozenset(end_token_ids), vocabulary, "sampling")
+    _require("sampling.response_format", not sampling.response_format or bool(ends), "this model has no end token")
+    return end_token_ids
 
 
 def _read_bad_words(sampling: SamplingParams, served: ServedModel, ends: int) -> tuple[tuple[int, ...], ...]:

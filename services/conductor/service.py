@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from typing import Any
 
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
@@ -105,9 +106,7 @@ async def assembled(
         sync = RecordSync(channels, stores)
         stack.push_async_callback(sync.aclose)
         deletions = KVDeletions(sync, channels, cluster.instances, dispatcher.kv_deleted, config.tenant_ttl_s)
-        sweeping = asyncio.create_task(deletions.run())
-        stack.push_async_callback(asyncio.wait, [sweeping])
-        stack.callback(sweeping.cancel)
+        _run_until_exit(deletions.run(), stack)
         contexts = NamedContextManager(
             ContextServices(
                 sync=sync,
@@ -135,6 +134,13 @@ async def assembled(
                 clock=clock,
             )
         )
+
+
+def _run_until_exit(work: Coroutine[Any, Any, None], stack: AsyncExitStack) -> None:
+    """Run work in the background, and cancel it when the stack ends."""
+    task = asyncio.create_task(work)
+    stack.push_async_callback(asyncio.wait, [task])
+    stack.callback(task.cancel)
 
 
 def _core(config: ConductorConfig) -> ConductorCore:

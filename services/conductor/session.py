@@ -278,7 +278,7 @@ class OutputQueue:
 
 
 class Session:
-    """One request from its reading to its end: the shell's only record of what it has become.
+    """The shell's only record of one request, from its reading to its end.
 
     Attributes:
         request: what the client asked for, with the core's `spec`.
@@ -286,7 +286,7 @@ class Session:
         choices: the outputs.
         outgoing: messages to the client.
         keys: of all full blocks of the prompt and the tokens at the last placement.
-        secret: proves that a resuming client is the same one.
+        secret: a client that resumes the request must show it.
         resumes: how often the client has resumed the request.
         placement: the last one; `placements` counts them, `sequence` is the id that engines see.
         started: decode was told to start there.
@@ -312,7 +312,7 @@ class Session:
         Args:
             request: the request.
             served: the model that is served.
-            secret: proves that a resuming client is the same one.
+            secret: a client that resumes the request must show it.
             clock: the core's clock, seconds.
             wall_clock: gives seconds since 1970.
             on_first_token: called with the first new token.
@@ -452,7 +452,7 @@ class Session:
 
     @property
     def opening_tokens(self) -> list[int]:
-        """Tokens with which decode begins: of each choice the one after the placed tokens, or the beam candidates.
+        """Tokens with which decode begins: the token after the placed ones, of each choice, or the beam candidates.
 
         A choice may have more tokens by then (`known_tokens`).
         """
@@ -462,7 +462,7 @@ class Session:
 
     @property
     def known_tokens(self) -> Sequence[Sequence[int]]:
-        """Of each choice, the known tokens after its opening one; empty if they are few, or in a beam search.
+        """Of each choice, the known tokens after its opening token; empty if they are few, or in a beam search.
 
         A single choice has some when the request is moved, several choices also when they are placed again.
         """
@@ -516,7 +516,7 @@ class Session:
     # --- clients that resume ------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Start from the tokens of a client that resumes the request. Slow for a long answer: it is spelled again."""
+        """Start from the tokens of a client that resumes the request. Slow: the whole text is spelled again."""
         assert self.request.resume is not None
         for choice, progress in zip(self.choices, self.request.resume.choices, strict=True):
             choice.restore(progress)
@@ -662,7 +662,7 @@ class Session:
         timeline.chunks.extend(first.chunks)
 
     def _note_cached(self, first: prefill_pb2.FirstToken) -> None:
-        """Keep the figures of the prefill that gave the first token."""
+        """Keep the figures of the first prefill alone."""
         if not self.tokens:
             self.cached_tokens = min(first.local_tokens + first.loaded_tokens, len(self.request.prompt))
             self._queue_s, self._prefill_s, self.transport = first.queue_s, first.prefill_s, first.lane
