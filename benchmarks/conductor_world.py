@@ -11,8 +11,10 @@ from moonpool.kv.keys import BlockKey, block_keys, unpack_keys
 from moonpool.scheduling.latency import Speeds
 from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.decode_pool import PlacedAnswer
+from services.conductor.core.events import KeysChanged
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
 from services.conductor.core.latency_model import KVShape
+from services.conductor.core.router import RoutingConfig, RoutingRequest
 
 SEED = 1
 CHAIN_BLOCKS = 2000
@@ -72,12 +74,12 @@ def hashing_seconds() -> float:
 
 
 class ConductorWorld:
-    """A picture of a cluster of this size, and requests that are placed from it."""
+    """The view of a cluster of this size, and requests that are placed from it."""
 
     def __init__(self, size: Size) -> None:
         self._size = size
         self._random = random.Random(SEED)
-        self.picture = ClusterView(max_index_keys=2 * size.blocks, peers=True, copy_share=0.1)
+        self.cluster = ClusterView(RoutingConfig(peers=True, copy_share=0.1), 2 * size.blocks)
         self._sequences: dict[str, int] = {}
         self._open: deque[tuple[int, int]] = deque()
         self._now = 0.0
@@ -101,11 +103,15 @@ class ConductorWorld:
                 for at in range(0, count, KEYS_PER_MESSAGE):
                     message = keys[at * 32 : min(at + KEYS_PER_MESSAGE, count) * 32]
                     begin = time.thread_time()
-                    self.picture.events(name, self._sequences[name], unpack_keys(message), [])
+                    stored = tuple(unpack_keys(message))
+                    event = KeysChanged(
+                        name, self._sequences[name], stored, (), snapshot_begin=False, snapshot_end=False
+                    )
+                    self.cluster.keys_changed(event)
                     seconds += time.thread_time() - begin
                     self._sequences[name] += 1
                     events += len(message) // 32
-        return Told(events, seconds, len(self.picture.index), own_resident_bytes() - before)
+        return Told(events, seconds, len(self.cluster.index), own_resident_bytes() - before)
 
     def decide(self, keys: list[BlockKey]) -> float:
         """Places a request for a chain and a bit more; returns the seconds of plan and claims.
@@ -114,24 +120,22 @@ class ConductorWorld:
         """
         self._now += 2e-3
         begin = time.thread_time()
-        plan = self.picture.plan(
-            tokens=len(keys) * BLOCK_TOKENS + 5, answer_tokens=400, keys=keys, prompt_key=keys[0], now=self._now
-        )
+        plan = self.cluster.plan(RoutingRequest(len(keys) * BLOCK_TOKENS + 5, 400, keys, keys[0], self._now))
         best = plan.prefill
         read = best.source, None, best.read, plan.send_s
-        prefill = self.picture.claim_prefill(best.id, best.busy_s, self._now, *read)
-        self.picture.prefills.coming.placed(prefill, best.id, keys)
-        self.picture.hot.placed(keys, plan.wish, "", self._now)
-        decode = self.picture.claim_decode(
+        prefill = self.cluster.claim_prefill(best.id, best.busy_s, self._now, *read)
+        self.cluster.prefills.in_flight.placed(prefill, best.id, keys)
+        self.cluster.replication.placed(keys, plan.hint, "", self._now)
+        decode = self.cluster.claim_decode(
             plan.decodes[0].id, PlacedAnswer(plan.demand.prompt_tokens, plan.decodes[0].blocks)
         )
         seconds = time.thread_time() - begin
         self._open.append((prefill, decode))
         if len(self._open) > IN_FLIGHT:
             for claim in self._open.popleft():
-                self.picture.release(claim, self._now)
+                self.cluster.release(claim, self._now)
         for claim in (prefill, decode):
-            self.picture.known(claim)
+            self.cluster.acknowledged(claim)
         self._report(plan.prefill.id, drain_s=max(plan.prefill.queue_s + plan.prefill.busy_s, 0.0))
         running = self._random.randrange(20, 60)
         self._report(plan.decodes[0].id, running=running, context_tokens=8000 * running, free_blocks=1 << 19)
@@ -144,8 +148,8 @@ class ConductorWorld:
             base.slowed_prefill(wobble).slowed_decode(wobble), load_bytes_per_s=base.load_bytes_per_s * wobble
         )
         shape = None if kind is InstanceKind.KVSTORE else SHAPE
-        self.picture.join(InstanceFacts(name, 1, kind, 1 << 20, shape, speeds, step_tokens=2048), 0.0)
-        self.picture.events(name, 0, [], [], snapshot_begin=True, snapshot_end=True)
+        self.cluster.join(InstanceFacts(name, 1, kind, 1 << 20, shape, speeds, step_tokens=2048), 0.0)
+        self.cluster.keys_changed(KeysChanged(name, 0, (), (), snapshot_begin=True, snapshot_end=True))
         self._sequences[name] = 1
         if kind is InstanceKind.PREFILL:
             self._report(name, drain_s=self._random.uniform(0.0, 2.0))
@@ -161,4 +165,4 @@ class ConductorWorld:
         yield self._random.choice(self._decodes), self._random.randrange(1, CHAIN_BLOCKS + 1)
 
     def _report(self, name: str, **load: float) -> None:
-        self.picture.report(name, LoadFacts(**load), self._now)  # type: ignore[arg-type]
+        self.cluster.report(name, LoadFacts(**load), self._now)  # type: ignore[arg-type]

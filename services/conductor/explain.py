@@ -212,12 +212,12 @@ def queue_state(
         tenants: number of open requests, by tenant.
         weight_of: a tenant's weight in fair sharing.
     """
-    waiting = Counter(requests.rooms.count()) + Counter(requests.line.count())
+    waiting = Counter(requests.memory_queue.count()) + Counter(requests.slo_queue.count())
     listed = sorted(tenants)[:MAX_LISTED_TENANTS]
     return conductor_pb2.QueueState(
-        for_limits=len(requests.line),
-        for_room=len(requests.rooms),
-        prompt_bytes=requests.line.nbytes,
+        for_limits=len(requests.slo_queue),
+        for_room=len(requests.memory_queue),
+        prompt_bytes=requests.slo_queue.nbytes,
         tenants=[
             conductor_pb2.TenantState(
                 tenant=tenant, weight=weight_of(tenant), requests=tenants[tenant], waiting=waiting[tenant]

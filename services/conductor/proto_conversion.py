@@ -129,9 +129,9 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
         stages=max(hello.stages, 1),
         step_tokens=hello.step_tokens,
         capacity_bytes=hello.capacity_bytes,
-        either=hello.either_role,
+        switches_role=hello.either_role,
         host=hello.instance.address.rpartition(":")[0],
-        tells_cold=hello.tells_cold,
+        reports_ssd=hello.tells_cold,
     )
 
 
@@ -175,8 +175,8 @@ def placement_proto(placed: AnnouncePlacement) -> conductor_pb2.Placement:
         predicted_cached_blocks=plan.prefill.used_blocks,
         predicted_ttft_s=placed.waited_s + plan.prefill.ttft_s,
         emulated=plan.emulated,
-        predicted_tbt_s=placed.pace.tbt_s,
-        predicted_tpot_s=placed.pace.tpot_s,
+        predicted_tbt_s=placed.tpot.tbt_s,
+        predicted_tpot_s=placed.tpot.tpot_s,
     )
 
 
@@ -186,7 +186,7 @@ def candidate_proto(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation
         instance=choice.id,
         local_blocks=choice.local_blocks,
         used_blocks=choice.used_blocks,
-        queue_s=choice.queue_s + choice.later_s,
+        queue_s=choice.queue_s + choice.tail_s,
         load_s=choice.load_s,
         prefill_s=choice.prefill_s,
         excluded=choice.excluded,

@@ -24,6 +24,7 @@ from services.conductor.contexts import ContextServices, NamedContextManager
 from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.events import Action, Event
 from services.conductor.core.policies import load_policy, seed_of
+from services.conductor.core.router import RoutingConfig
 from services.conductor.core.scheduler import ConductorCore, SchedulerLimits
 from services.conductor.deletion import KVDeletions
 from services.conductor.dispatcher import Dispatcher, InstanceCalls
@@ -117,7 +118,7 @@ async def assembled(
                 model=lambda: reader.served().name,
                 read=reader.read,
                 compute=lambda message: dispatcher.compute(message, config.request_timeout_s),
-                held=core.picture.index.lengths,
+                held=core.cluster.index.lengths,
             )
         )
         stack.push_async_callback(contexts.aclose)
@@ -154,18 +155,17 @@ def _core(config: ConductorConfig) -> ConductorCore:
         max_queued=config.max_queued,
         max_queued_bytes=config.max_queued_bytes,
     )
-    picture = ClusterView(
-        config.max_index_keys,
-        config.balancing_threshold,
-        config.kvstore_replicas,
-        load_policy(config.policy),
-        seed_of(config.id) if config.policy_seed is None else config.policy_seed,
-        config.decode_prompt_tokens,
-        config.slow_factor,
-        config.peers,
-        config.copy_share,
+    routing = RoutingConfig(
+        balancing_threshold=config.balancing_threshold,
+        kvstore_replicas=config.kvstore_replicas,
+        policy=load_policy(config.policy),
+        seed=seed_of(config.id) if config.policy_seed is None else config.policy_seed,
+        decode_prompt_tokens=config.decode_prompt_tokens,
+        slow_factor=config.slow_factor,
+        peers=config.peers,
+        copy_share=config.copy_share,
     )
-    return ConductorCore(limits, picture, config.role_limits)
+    return ConductorCore(limits, ClusterView(routing, config.max_index_keys), config.role_limits)
 
 
 async def _recording(config: ConductorConfig, stack: AsyncExitStack) -> TraceRecording | None:

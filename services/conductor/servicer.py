@@ -279,7 +279,7 @@ class ConductorServicer:
             conductor_pb2.InstanceState(
                 instance=member.instance,
                 load=member.load,
-                indexed_blocks=self.core.picture.index.held(member.id),
+                indexed_blocks=self.core.cluster.index.held(member.id),
                 total_blocks=member.total_blocks,
             )
             for member in registry
@@ -289,7 +289,7 @@ class ConductorServicer:
             instances=instances,
             model=registry.model,
             ready=registry.ready and not self._draining,
-            queue=queue_state(self.core.requests, self._tenants(), self._weight_of),
+            queue=queue_state(self.core.scheduler, self._tenants(), self._weight_of),
             recent=self._reports.recent.state(),
         )
 
@@ -330,7 +330,7 @@ class ConductorServicer:
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
     def _make_gauges(self) -> Gauges:
-        cluster, requests, picture = self.cluster, self.core.requests, self.core.picture
+        cluster, requests, view = self.cluster, self.core.scheduler, self.core.cluster
         return Gauges(
             [
                 ("requests_running", lambda: len(self._calls), 0),
@@ -339,16 +339,16 @@ class ConductorServicer:
                 ("steps_sequences", lambda: cluster.steps.sequences, 0),
                 ("requests_followed", lambda: len(requests), 0),
                 ("calls_out", lambda: requests.calls, 0),
-                ("waiting_for_room", lambda: len(requests.rooms), 0),
-                ("waiting_for_limits", lambda: len(requests.line), 0),
-                ("waiting_for_limits_bytes", lambda: requests.line.nbytes, 0),
-                ("prefills_in_flight", lambda: picture.prompts_in_flight, 0),
-                ("decodes_in_flight", lambda: picture.answers_in_flight, 0),
-                ("loads_in_flight", lambda: picture.reads_in_flight, 0),
+                ("waiting_for_room", lambda: len(requests.memory_queue), 0),
+                ("waiting_for_limits", lambda: len(requests.slo_queue), 0),
+                ("waiting_for_limits_bytes", lambda: requests.slo_queue.nbytes, 0),
+                ("prefills_in_flight", lambda: view.prompts_in_flight, 0),
+                ("decodes_in_flight", lambda: view.answers_in_flight, 0),
+                ("loads_in_flight", lambda: view.reads_in_flight, 0),
                 ("stale_answers", lambda: requests.stale, None),
-                ("copies_ordered", lambda: picture.hot.ordered, None),
-                ("claims", lambda: len(picture.claims), 0),
-                ("decode_blocks_unreported", lambda: picture.blocks_unreported, 0),
+                ("copies_ordered", lambda: view.replication.ordered, None),
+                ("claims", lambda: len(view.claims), 0),
+                ("decode_blocks_unreported", lambda: view.blocks_unreported, 0),
                 ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
                 ("contexts", lambda: len(self._contexts), None),
                 ("context_tasks", lambda: self._contexts.tasks, 0),
@@ -356,7 +356,7 @@ class ConductorServicer:
                 ("deletions_owed", lambda: self.deletions.owed, 0),
                 ("emulated", lambda: cluster.registry.emulated, None),
                 ("instances", lambda: len(cluster.registry), None),
-                ("index_keys", lambda: len(picture.index), None),
+                ("index_keys", lambda: len(view.index), None),
                 ("decisions", lambda: len(self._reports.decisions), None),
                 *process_entries(),
             ]

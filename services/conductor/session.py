@@ -15,8 +15,13 @@ from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import BlockKey
 from moonpool.logprobs import Logprobs
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
-from services.conductor.core.events import CompletionReason, DecodeReservation, RequestSpec, ResumeState
-from services.conductor.core.request import MIN_KNOWN_TOKENS
+from services.conductor.core.events import (
+    MIN_KNOWN_TOKENS,
+    CompletionReason,
+    DecodeReservation,
+    RequestSpec,
+    ResumeState,
+)
 from services.conductor.decode_streams import NewTokens
 from services.conductor.proto_conversion import FINISH_REASONS
 from services.conductor.request import (

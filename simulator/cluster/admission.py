@@ -8,6 +8,7 @@ from services.conductor.core.admission import AdmissionMode
 from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.decode_pool import NO_LOAD, LoadForecast, LoadForecaster
 from services.conductor.core.latency_model import SloLimits
+from services.conductor.core.router import RoutingRequest
 from services.conductor.core.scheduler import SchedulerLimits
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.requests import Request
@@ -181,20 +182,18 @@ class PoolGate:
         self._early = config.by_pool and config.admission == "early"
         self._predictive = config.by_pool and config.admission == "predictive"
 
-    def refuses(self, request: Request, picture: ClusterView, now: float) -> bool:
+    def refuses(self, request: Request, cluster: ClusterView, now: float) -> bool:
         """Whether a request that has just come is not let in; by prefill's queue the conductor's core refuses."""
         if self._early:
             return self.load.now() > FULL
-        return self._predictive and self.load.at(now + _prefill_s(request, picture, now)) > FULL
+        return self._predictive and self.load.at(now + _prefill_s(request, cluster, now)) > FULL
 
 
-def _prefill_s(request: Request, picture: ClusterView, now: float) -> float:
+def _prefill_s(request: Request, cluster: ClusterView, now: float) -> float:
     """Predicted seconds until a prompt is computed."""
     keys = request.keys
     try:
-        plan = picture.plan(
-            tokens=request.tokens, answer_tokens=request.answer, keys=keys, prompt_key=keys[0] if keys else b"", now=now
-        )
+        plan = cluster.plan(RoutingRequest(request.tokens, request.answer, keys, keys[0] if keys else b"", now))
     except (Unavailable, InvalidRequest):  # the core has its own word for it
         return 0.0
     return plan.prefill.ttft_s

@@ -37,7 +37,7 @@ from services.conductor.core.events import (
     TakeOverSequence,
 )
 from services.conductor.core.policies import load_policy
-from services.conductor.core.router import ReplicatePrefix
+from services.conductor.core.router import ReplicatePrefix, RoutingConfig
 from services.conductor.core.scheduler import ConductorCore
 from services.prefill.core.actions import ReportFirstToken
 from simulator.clock import PS, World, ps
@@ -102,7 +102,7 @@ class Conductor:
         config, calls = self._config, self._calls
         self._lives += 1
         name = f"conductor-{self._number}/{self._lives}"
-        self.core = ConductorCore(limits_of(config), _picture(config, self._number), config.roles)
+        self.core = ConductorCore(limits_of(config), ClusterView(_routing(config, self._number)), config.roles)
         self.host: CoreHost[Event, Action] = CoreHost(self._world, self.core, self._perform)
         self.members = Members(config, calls, self.host.post)
         streams = DecodeStreams(calls, self._engines.decodes, name, self._stream_number)
@@ -135,8 +135,8 @@ class Conductor:
         """Asserts that nothing is counted or under way."""
         self.core.check_invariants()
         assert not self._serving
-        assert not len(self.core.requests)
-        assert not self.core.picture.claims
+        assert not len(self.core.scheduler)
+        assert not self.core.cluster.claims
         assert not len(self.orders)
         assert not len(self.orders.streams)
 
@@ -144,7 +144,7 @@ class Conductor:
 
     def ask(self, request: Request) -> None:
         """See `Frontend.ask`."""
-        if self.pool_gate.refuses(request, self.core.picture, self._world.seconds):
+        if self.pool_gate.refuses(request, self.core.cluster, self._world.seconds):
             self._clients.end(request, REFUSED)
             return
         self._take(Serving(self._asks(request), request), request.keys)
@@ -200,7 +200,7 @@ class Conductor:
         request = serving.request
         assert serving.plan is not None
         decode = serving.target.decode if serving.target is not None else ""
-        if self.late.refuses(self.core.picture.forecasts, request, decode, serving.plan.prefill.prefill_s):
+        if self.late.refuses(self.core.cluster.forecasts, request, decode, serving.plan.prefill.prefill_s):
             self.host.post(ClientGone(number))
             return False
         self.pool_gate.load.began(number, self._world.seconds)
@@ -315,12 +315,12 @@ def owner_of(stream: int, conductors: int) -> int:
     return stream % conductors
 
 
-def _picture(config: ClusterConfig, number: int) -> ClusterView:
-    return ClusterView(
+def _routing(config: ClusterConfig, number: int) -> RoutingConfig:
+    return RoutingConfig(
         balancing_threshold=config.threshold,
         policy=load_policy(config.policy),
         seed=config.seed + number,
-        rest_tokens=config.decode_prompt_tokens,
+        decode_prompt_tokens=config.decode_prompt_tokens,
         slow_factor=config.slow_factor,
         peers=config.peers,
         copy_share=config.copy_share,

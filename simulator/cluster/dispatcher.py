@@ -12,6 +12,7 @@ from functools import partial
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.state_machine import IoEnded
 from services.conductor.core.events import (
+    MIN_KNOWN_TOKENS,
     CallPrefill,
     CallReserve,
     CallResult,
@@ -30,7 +31,6 @@ from services.conductor.core.events import (
     TakeOverSequence,
     TokensArrived,
 )
-from services.conductor.core.request import MIN_KNOWN_TOKENS
 from services.conductor.core.router import ReplicatePrefix
 from services.prefill.core.actions import ReportFirstToken
 from services.prefill.core.events import KVSource, WriteBackTarget

@@ -163,9 +163,9 @@ class Members:
             total_blocks=0 if store else stages * config.blocks,
             shape=None if store else self._shape,
             speeds=config.profile.speeds,
-            either=config.roles.swap and not store,
+            switches_role=config.roles.swap and not store,
             stages=stages,
             step_tokens=config.step_tokens,
             capacity_bytes=config.store_bytes if store else 0,
-            tells_cold=store and config.disk_bytes > 0,
+            reports_ssd=store and config.disk_bytes > 0,
         )

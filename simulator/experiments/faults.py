@@ -165,7 +165,7 @@ def _run_conductors(config: ClusterConfig, source: RequestSource, crash_s: float
         "requests": summary.requests,
         "done": summary.outcomes.get(DONE, 0),
         "resumed": gaps.resumed,
-        "stale": sum(conductor.core.requests.stale for conductor in cluster.conductors),
+        "stale": sum(conductor.core.scheduler.stale for conductor in cluster.conductors),
         "ttft_mean_s": summary.ttft_s.get("mean"),
         "ttft_p90_s": summary.ttft_s.get("p90"),
         "ttft_error_p50": summary.ttft_error.get("p50"),

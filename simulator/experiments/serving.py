@@ -96,7 +96,7 @@ class Loads:
         cluster, config = self.cluster, self.cluster.config
         now = cluster.world.seconds
         queued_s = fmean([prefill.core.drain_seconds(now) for prefill in cluster.prefills])
-        forecasts = cluster.conductors[0].core.picture.forecasts
+        forecasts = cluster.conductors[0].core.cluster.forecasts
         step_s = fmean([forecasts.tbt_now(f"d{number}") for number in range(config.decode)])
         self.prefill.append(queued_s / config.slo.ttft_s)
         self.decode.append(step_s / config.slo.tbt_s)

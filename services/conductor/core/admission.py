@@ -11,7 +11,7 @@ from moonpool.scheduling.fair_share import QueueKey
 from services.conductor.core.decode_pool import LoadForecast, LoadForecaster
 from services.conductor.core.events import NO_DECODE_ROOM, Failure, FailureKind
 from services.conductor.core.latency_model import DecodeChoice, SloLimits, Stratum
-from services.conductor.core.policies import TtftLimit
+from services.conductor.core.policies.base import TtftLimit
 from services.conductor.core.router import RoutingDecision
 
 HOPELESS_RETRY_S = 60.0
@@ -73,11 +73,11 @@ class AdmissionGate:
         kept = [option for tbt_s, option in predicted if tbt_s <= slo.tbt_s]
         return kept or self._too_slow(slo.tbt_s, plan, stratum, now, min([tbt_s for tbt_s, _ in predicted]))
 
-    def limit(self, slo: SloLimits, place: QueueKey, elapsed_s: float) -> TtftLimit | None:
-        """What the place of a request is chosen by; None = it is not refused, however late its first token comes."""
+    def ttft_limit(self, slo: SloLimits, queue_key: QueueKey, elapsed_s: float) -> TtftLimit | None:
+        """TTFT limit for the router; None = the request is not refused, however late its first token comes."""
         if self.admission is AdmissionMode.NONE or slo.ttft_s is None:
             return None
-        return TtftLimit(slo.ttft_s - elapsed_s, place)
+        return TtftLimit(slo.ttft_s - elapsed_s, queue_key)
 
     def late(self, slo: SloLimits, plan: RoutingDecision, elapsed_s: float) -> Failure | None:
         """The refusal of a request whose first token would come too late. Arguments as for `check`."""
@@ -152,8 +152,8 @@ def check_ttft(slo: SloLimits, ttft_s: float, alone_s: float, elapsed_s: float =
     )
 
 
-def no_room(refusal: Failure | None, plan: RoutingDecision) -> Failure:
-    """What a request is told that found no room; `refusal` is the last decode instance's own."""
+def no_memory(refusal: Failure | None, plan: RoutingDecision) -> Failure:
+    """Refusal of a request for which no decode instance has memory; `refusal` is the last instance's own."""
     return Failure(
         FailureKind.OVERLOADED,
         f"no decode instance has room: {refusal.message if refusal else 'all are full by their last report'}",

@@ -4,20 +4,23 @@ The state of an instance is its last report plus the conductor's own requests th
 A request counts from the moment its place is chosen (a claim), so that a burst does not go to one instance.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 from moonpool.errors import Unavailable
 from moonpool.scheduling.fair_share import QueueKey
 from moonpool.scheduling.state_machine import digest_of
 from services.conductor.core.decode_pool import DecodeInstanceState, DecodePool, LoadForecaster, PlacedAnswer
+from services.conductor.core.events import KeysChanged
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from services.conductor.core.latency_model import NO_READ, Demand, KVShape, LinkRead, PrefillCorrections, ReadsInFlight
-from services.conductor.core.policies import DEFAULT_POLICY, POLICIES, PlacementPolicy, TtftLimit
+from services.conductor.core.latency_model import NO_READ, KVShape, LinkRead, PrefillCorrections, ReadsInFlight
 from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool
 from services.conductor.core.prefix_index import KeyEventResult, PrefixIndex
 from services.conductor.core.router import (
+    DEFAULT_ROUTING,
+    EXPECTED_ANSWER_TOKENS,
     PrefixReplication,
     Router,
+    RoutingConfig,
     RoutingDecision,
     RoutingRequest,
     StoreInstanceState,
@@ -40,49 +43,22 @@ def new_instance(facts: InstanceFacts, now: float) -> AnyInstance:
             return StoreInstanceState(facts, -1)
 
 
-EXPECTED_ANSWER_TOKENS = 256  # most answers are shorter than their limit; decodes are compared for so many at most
-
-
 class ClusterView:
-    """The cluster as one conductor knows it. Times are arguments, in seconds of one clock.
+    """The cluster as one conductor knows it. Times are arguments, in seconds of one clock."""
 
-    Args:
-        max_index_keys: KV blocks remembered at most.
-        balancing_threshold: a prefix elsewhere is considered when it is so many times longer than the instance's own.
-        kvstore_replicas: stores that shall hold each chain.
-        policy: how prefill instances are chosen.
-        seed: of the policy's draws.
-        rest_tokens: so many tokens of a prompt at most are computed at decode.
-        slow_factor: an instance so many times slower than usual gets nothing new (`Vigil`); 0 = it is used as it is.
-        peers: prefixes are loaded from other engine instances too, not only from kvstores.
-        copy_share: of a link that copies of hot prefixes may take (`Hot`); 0 = there are none.
-    """
-
-    def __init__(
-        self,
-        max_index_keys: int = 4_000_000,
-        balancing_threshold: float = 1.0,
-        kvstore_replicas: int = 1,
-        policy: PlacementPolicy = POLICIES[DEFAULT_POLICY],
-        seed: int = 0,
-        rest_tokens: int = 0,
-        slow_factor: float = 0.0,
-        peers: bool = False,
-        copy_share: float = 0.0,
-    ) -> None:
+    def __init__(self, config: RoutingConfig = DEFAULT_ROUTING, max_index_keys: int = 4_000_000) -> None:
+        """Starts without instances; `max_index_keys` KV blocks are remembered at most."""
         self.index = PrefixIndex(max_index_keys)
         self.shape: KVShape | None = None
         """Of the KV that is served; None while there is no engine."""
-        self._slow_factor = slow_factor
+        self._slow_factor = config.slow_factor
         self._instances: dict[str, AnyInstance] = {}
-        self.decodes = DecodePool()  # to be asked about
-        self.prefills = PrefillPool(policy, seed, self.decodes)
+        self.decodes = DecodePool()
+        self.prefills = PrefillPool(config.policy, config.seed, self.decodes)
         self.forecasts = LoadForecaster(self.decodes, EXPECTED_ANSWER_TOKENS)
-        self._stores = StorePool(kvstore_replicas)
-        holders = self.index, self.prefills, self.decodes, self._stores if policy.stores else None
-        self.hot = PrefixReplication(copy_share if policy.stores else 0.0)
-        shared = peers and policy.stores
-        self._planning = Router(*holders, balancing_threshold, rest_tokens, peers=shared, wishes=bool(self.hot))
+        self._stores = StorePool(config.kvstore_replicas)
+        self.replication = PrefixReplication(config.copy_share if config.policy.stores else 0.0)
+        self._router = Router(self.index, self.prefills, self.decodes, self._stores, config)
         self._reads = ReadsInFlight()
         self._claims: dict[int, list[PrefillInstanceState | DecodeInstanceState]] = {}
         self._next_claim = 1
@@ -96,24 +72,24 @@ class ClusterView:
     @property
     def ready(self) -> bool:
         """Whether at least one prefill and one decode instance take requests."""
-        return all(pool.mask & ~pool.draining for pool in (self.prefills, self.decodes))
+        return all(pool.mask & ~pool.draining_mask for pool in (self.prefills, self.decodes))
 
     def incarnation(self, instance_id: str) -> int:
         """Which life of an instance is here; 0 = it is not here."""
         instance = self._instances.get(instance_id)
         return instance.facts.incarnation if instance is not None else 0
 
-    def only(self, suspects: Collection[str]) -> bool:
+    def all_suspected(self, suspects: Collection[str]) -> bool:
         """Whether all prefill instances, or all decode instances, are among the suspects."""
         pools = [one.facts.id for one in self.prefills], [one.facts.id for one in self.decodes]
         return any(all(name in suspects for name in pool) for pool in pools)
 
-    def relieved(self, instance_id: str) -> bool:
-        """Whether an engine is to be rid of what it has: it is slow, or drains (decode), and another one takes it."""
-        leaving = self.decodes.resting | self.decodes.draining
-        if not (leaving or self.prefills.resting):
+    def should_drain(self, instance_id: str) -> bool:
+        """Whether requests must be moved away from an engine: it is slow, or drains (decode), and there is another."""
+        leaving = self.decodes.slow_mask | self.decodes.draining_mask
+        if not (leaving or self.prefills.slow_mask):
             return False  # most of the time
-        return self.prefills.relieved(instance_id) or self.decodes.relieved(instance_id, leaving)
+        return self.prefills.should_drain(instance_id) or self.decodes.should_drain(instance_id, leaving)
 
     def join(self, facts: InstanceFacts, now: float) -> None:
         """Takes an instance in, with a full pool of free blocks until it reports.
@@ -124,7 +100,7 @@ class ClusterView:
         earlier = self._instances.get(facts.id)
         if earlier is not None:
             self._take_out(earlier)
-        self.index.add_instance(facts.id, tells_cold=facts.tells_cold)
+        self.index.add_instance(facts.id, reports_ssd=facts.reports_ssd)
         same = earlier if earlier is not None and earlier.facts.incarnation == facts.incarnation else None
         instance = same or new_instance(facts, now)
         instance.slot = self.index.slot(facts.id)
@@ -140,13 +116,13 @@ class ClusterView:
             self.index.remove_instance(instance_id)
 
     def report(self, instance_id: str, load: LoadFacts, now: float) -> None:
-        """Takes a load report; it includes the claims that the instance knew (`known`). Unknown ids are fine."""
+        """Takes a load report; it includes the claims that the instance knew (`acknowledged`). Unknown ids are fine."""
         self.index.sweep()
         instance = self._instances.get(instance_id)
         match instance:
             case PrefillInstanceState():
                 instance.report(load, now, self._slow_factor)
-                self.prefills.coming.reported(instance_id)
+                self.prefills.in_flight.reported(instance_id)
                 self.prefills.changed(instance)
             case DecodeInstanceState():
                 instance.report(load, now, self._slow_factor)
@@ -154,27 +130,24 @@ class ClusterView:
             case StoreInstanceState():
                 self._stores.report(instance, load)
 
-    def events(
-        self,
-        instance_id: str,
-        sequence: int,
-        stored: Iterable[bytes],
-        removed: Iterable[bytes],
-        cooled: Iterable[bytes] = (),
-        *,
-        snapshot_begin: bool = False,
-        snapshot_end: bool = False,
-    ) -> bool:
-        """Takes a message of KV events; True when a resync is wanted.
+    def keys_changed(self, event: KeysChanged) -> bool:
+        """Takes a message of KV events. Returns whether a snapshot must be ordered.
 
         Raises:
             KeyError: the instance has not joined.
         """
+        instance_id = event.instance
         applied = self.index.apply(
-            instance_id, sequence, stored, removed, cooled, snapshot_begin=snapshot_begin, snapshot_end=snapshot_end
+            instance_id,
+            event.sequence,
+            event.stored,
+            event.removed,
+            event.cooled,
+            snapshot_begin=event.snapshot_begin,
+            snapshot_end=event.snapshot_end,
         )
         instance = self._instances[instance_id]
-        self.prefills.coming.told(instance_id, lambda key: self.index.holds(instance_id, key))
+        self.prefills.in_flight.keys_reported(instance_id, lambda key: self.index.holds(instance_id, key))
         slot = self.index.slot(instance_id)
         if slot != instance.slot:
             match instance:
@@ -211,7 +184,7 @@ class ClusterView:
         busy_s: float,
         now: float,
         source: str = "",
-        place: QueueKey | None = None,
+        queue_key: QueueKey | None = None,
         read: LinkRead = NO_READ,
         send_s: float = 0.0,
     ) -> int:
@@ -223,7 +196,7 @@ class ClusterView:
         number, instances = self._new_claim()
         instance, lender = self.prefills.get(prefill), self._instances.get(source)
         if instance is not None:
-            instance.claim(number, busy_s, now, place)
+            instance.claim(number, busy_s, now, queue_key)
             self.prefills.chose(instance)
             instances.append(instance)
             if send_s:
@@ -232,11 +205,11 @@ class ClusterView:
             self._reads.claim(number, lender.link, read, now)
         return number
 
-    def loaded(self, claim: int, source: str, blocks: int, seconds: float, now: float) -> None:
+    def read_measured(self, claim: int, source: str, blocks: int, seconds: float, now: float) -> None:
         """Learns what the read of a claim took."""
         instance, shape = self._instances.get(source), self.shape
         if instance is not None and shape is not None:
-            self._reads.told(claim, instance.link, blocks * shape.block_tokens * shape.token_bytes, seconds, now)
+            self._reads.measured(claim, instance.link, blocks * shape.block_tokens * shape.token_bytes, seconds, now)
 
     def claim_decode(self, instance_id: str, answer: PlacedAnswer) -> int:
         """Counts an answer, or several together, on an instance until `release`; returns the claim's number."""
@@ -248,7 +221,7 @@ class ClusterView:
             instances.append(instance)
         return number
 
-    def known(self, claim: int, number: int = 0) -> None:
+    def acknowledged(self, claim: int, number: int = 0) -> None:
         """Notes that the instance has said that it has the request.
 
         Args:
@@ -257,16 +230,16 @@ class ClusterView:
                 the next report includes it.
         """
         for instance in self._claims.get(claim, ()):
-            instance.known(claim, number)
+            instance.acknowledged(claim, number)
             if self._instances.get(instance.facts.id) is instance:
                 self._changed(instance)
 
-    def grew(self, claim: int, tokens: int, now: float) -> None:
+    def answer_grew(self, claim: int, tokens: int, now: float) -> None:
         """Notes that the answer of a claim has so many tokens now; unknown claims are fine."""
         for instance in self._claims.get(claim, ()):
             if isinstance(instance, DecodeInstanceState):
                 answer = instance.answers[claim]
-                answer.made, answer.told_at = tokens, now
+                answer.generated, answer.reported_at = tokens, now
 
     def release(self, claim: int, now: float) -> None:
         """Stops counting a claim: its prompt has its first token, its answer has ended, or neither will be.
@@ -274,7 +247,7 @@ class ClusterView:
         A claim that was released before is fine.
         """
         self._reads.release(claim)
-        self.prefills.coming.over(claim)
+        self.prefills.in_flight.released(claim)
         for instance in self._claims.pop(claim, ()):
             match instance:
                 case PrefillInstanceState():
@@ -311,51 +284,20 @@ class ClusterView:
 
     # --- plans -----------------------------------------------------------------------------------------------------
 
-    def plan(
-        self,
-        *,
-        tokens: int,
-        answer_tokens: int,
-        keys: Sequence[bytes],
-        prompt_key: bytes,
-        now: float,
-        suspects: Collection[str] = (),
-        choices: int = 1,
-        at_decode: bool = False,
-        limit: TtftLimit | None = None,
-    ) -> RoutingDecision:
-        """Plans a sequence of `tokens` tokens to compute and `answer_tokens` more to generate.
-
-        Args:
-            tokens: prompt and, for a continued answer, what was generated before.
-            answer_tokens: tokens still to be generated; with 1, prefill alone can serve the request.
-            keys: of all full blocks of `tokens`.
-            prompt_key: hash of the prompt, which decides on the store when there is no full block.
-            now: seconds.
-            suspects: ids of instances that failed this request before; used only when no other is left.
-            choices: answers to generate.
-            at_decode: decode may compute the rest of the prompt.
-            limit: of the request; None = it has none.
+    def plan(self, request: RoutingRequest) -> RoutingDecision:
+        """Routes a request.
 
         Raises:
             Unavailable: no instance that is large enough takes requests now.
             InvalidRequest: no instance that was ever here is large enough.
         """
-        shape = self.shape
-        if shape is None or not self.ready:
+        if self.shape is None or not self.ready:
             raise Unavailable("no prefill or no decode instance has joined" + self._missing())
-        demand = Demand(
-            prompt_tokens=tokens,
-            prompt_blocks=shape.blocks_for(tokens),
-            total_blocks=shape.blocks_for_choices(tokens, answer_tokens, choices),
-            decode_tokens=min(answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
-            choices=choices,
-        )
-        return self._planning.plan(RoutingRequest(demand, shape, keys, prompt_key, now, suspects, at_decode, limit))
+        return self._router.plan(request, self.shape)
 
     def _missing(self) -> str:
         pools = (("prefill", self.prefills), ("decode", self.decodes))
-        return f" (missing: {', '.join(name for name, pool in pools if not pool.mask & ~pool.draining)})"
+        return f" (missing: {', '.join(name for name, pool in pools if not pool.mask & ~pool.draining_mask)})"
 
     # --- upkeep ----------------------------------------------------------------------------------------------------
 
@@ -375,7 +317,7 @@ class ClusterView:
         match instance:
             case PrefillInstanceState():
                 self.prefills.remove(instance)
-                self.prefills.coming.lost(instance.facts.id)
+                self.prefills.in_flight.lost(instance.facts.id)
             case DecodeInstanceState():
                 self.decodes.remove(instance)
             case StoreInstanceState():
@@ -397,12 +339,20 @@ class ClusterView:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        parts = (self.index, self.prefills, self.decodes, self._stores, self.forecasts, self.hot)
+        parts = (self.index, self.prefills, self.decodes, self._stores, self.forecasts, self.replication)
         return digest_of(*parts, self.shape, sorted(self._claims), self._next_claim)
 
     def check_invariants(self) -> None:
         """Asserts that instances, pools, index and claims agree."""
-        for part in (self.index, self.prefills, self.decodes, self._stores, self.forecasts, self._reads, self.hot):
+        for part in (
+            self.index,
+            self.prefills,
+            self.decodes,
+            self._stores,
+            self.forecasts,
+            self._reads,
+            self.replication,
+        ):
             part.check_invariants()
         pools: Iterator[AnyInstance] = iter([*self.prefills, *self.decodes, *self._stores])
         assert {instance.facts.id: instance for instance in pools} == self._instances
@@ -414,4 +364,4 @@ class ClusterView:
         held += [number for one in self.decodes for number in one.answers]
         assert len(set(held)) == len(held)
         assert set(held) <= set(self._claims)
-        assert set(self.prefills.coming.claims) <= set(self._claims), "what is not claimed any more is not computed"
+        assert set(self.prefills.in_flight.claims) <= set(self._claims), "what is not claimed any more is not computed"

@@ -44,39 +44,50 @@ TRANSFER_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class PlacedAnswer:
-    """An answer that we have placed, or several to one prompt: context when it was placed, and blocks.
+    """An answer, or several to one prompt, that this conductor has placed at a decode instance.
 
-    `made` are its tokens at `told_at`; as long as they are 0, that is when it is expected to begin. `stratum` says how
-    long it may become.
-    `number` is the instance's own of the promise, 0 if it gives none, None while we have not heard of one. `covered`:
-    the last report includes it, so its blocks are not counted any more. `tokens` is how long it is expected to become.
+    Attributes:
+        context_tokens, blocks: of all answers together, as they were placed.
+        sequences: number of answers.
+        stratum: whose forecasts of answer lengths apply.
+        reported_at: time of `generated`; time at which the answer is expected to begin while that is 0.
+        generated: tokens so far.
+        number: the instance's own number of the reservation; 0 = it gives none, None = not heard yet.
+        covered: the last report includes the answer, so its blocks are not counted any more.
+        tokens: expected length.
     """
 
     context_tokens: int
     blocks: int
     sequences: int = 1
     stratum: Stratum = ()
-    told_at: float = 0.0
-    made: int = 0
+    reported_at: float = 0.0
+    generated: int = 0
     number: int | None = None
     covered: bool = False
     tokens: float = 0.0
 
     def span(self, now: float, step_s: float) -> BusySpan:
         """When it is expected to run, with steps that take so long; one that is longer than expected ends soon."""
-        begin_s = 0.0 if self.made else max(self.told_at - now, 0.0)
-        since_s = min(self.told_at - now, 0.0) if self.made else begin_s
-        return BusySpan(begin_s, max(since_s + (self.tokens - self.made) * step_s, begin_s + step_s))
+        begin_s = 0.0 if self.generated else max(self.reported_at - now, 0.0)
+        since_s = min(self.reported_at - now, 0.0) if self.generated else begin_s
+        return BusySpan(begin_s, max(since_s + (self.tokens - self.generated) * step_s, begin_s + step_s))
 
 
 @dataclass(slots=True)
 class DecodeInstanceState:
-    """One instance; `speeds` are as it tells them: it learns from its steps.
+    """One decode instance.
 
-    `sequences` are what the last report says and what it did not include, at least our own; `context_tokens` the
-    context of all of them, where what our own generated since they were placed shows in reports only; `room_blocks`
-    the blocks that could be promised; `others` sequences
-    that were not ours by the last report; `pace` what answers took here.
+    Attributes:
+        speeds: as the instance reports them; it learns from its steps.
+        answers: answers that this conductor has placed here, by claim.
+        tpot: what answers took here.
+        unreported, unreported_blocks: sequences and blocks of these that no report includes.
+        own_sequences, own_context_tokens: of all of these.
+        others: sequences of other conductors by the last report.
+        sequences: by the last report and what it does not include; at least `own_sequences`.
+        context_tokens: of all sequences. Tokens of this conductor's answers since they were placed are in reports only.
+        available_blocks: blocks that could be reserved.
     """
 
     facts: InstanceFacts
@@ -85,8 +96,8 @@ class DecodeInstanceState:
     load: LoadFacts
     turn: int = 0
     answers: dict[int, PlacedAnswer] = field(default_factory=dict)
-    vigil: HealthMonitor = field(default_factory=HealthMonitor)
-    pace: TpotModel = field(init=False)
+    health: HealthMonitor = field(default_factory=HealthMonitor)
+    tpot: TpotModel = field(init=False)
     link: KVLink = field(default_factory=KVLink)
     own_sequences: int = 0
     unreported: int = 0  # of these, those that no report includes
@@ -95,10 +106,10 @@ class DecodeInstanceState:
     others: int = 0
     sequences: int = field(init=False)
     context_tokens: int = field(init=False)
-    room_blocks: int = field(init=False)
+    available_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pace = TpotModel(decode_step_seconds(self.speeds, 1, TYPICAL_CONTEXT))
+        self.tpot = TpotModel(decode_step_seconds(self.speeds, 1, TYPICAL_CONTEXT))
         self.count()
 
     @property
@@ -118,7 +129,7 @@ class DecodeInstanceState:
         load = self.load
         self.sequences = max(load.running + load.waiting + self.unreported, self.own_sequences)
         self.context_tokens = max(load.context_tokens, self.own_context_tokens)
-        self.room_blocks = load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
+        self.available_blocks = load.free_blocks + load.cached_blocks - load.promised_blocks - self.unreported_blocks
 
     def claim(self, number: int, answer: PlacedAnswer) -> None:
         """Counts an answer, or several together, from now on."""
@@ -129,7 +140,7 @@ class DecodeInstanceState:
         self.own_context_tokens += answer.context_tokens
         self.count()
 
-    def known(self, claim: int, number: int) -> None:
+    def acknowledged(self, claim: int, number: int) -> None:
         """Notes that the instance has promised room, as its how many-th; the last report may include it already."""
         answer = self.answers[claim]
         answer.number = number
@@ -152,7 +163,7 @@ class DecodeInstanceState:
         if load.speeds is not None:
             seconds = decode_step_seconds(load.speeds, TYPICAL_BATCH, TYPICAL_CONTEXT)
             idle = not load.running + load.waiting
-            believed = self.vigil.hear(load.speeds, seconds, now, slow_factor, idle=idle)
+            believed = self.health.report(load.speeds, seconds, now, slow_factor, idle=idle)
             if believed != self.speeds:  # an equal one stays the same object, by which ranks know it
                 self.speeds = believed
         if self.unreported:
@@ -171,13 +182,13 @@ class DecodeInstanceState:
     def digest(self) -> bytes:
         """Hash of the state."""
         told = self.facts, self.slot, self.speeds, self.load
-        return digest_of(*told, self.turn, self.answers, self.vigil, self.pace.state, self.link)
+        return digest_of(*told, self.turn, self.answers, self.health, self.tpot.state, self.link)
 
     def check_invariants(self) -> None:
         """Asserts that the sums are those of the answers."""
-        counted = self.sequences, self.context_tokens, self.room_blocks
+        counted = self.sequences, self.context_tokens, self.available_blocks
         self.count()
-        assert counted == (self.sequences, self.context_tokens, self.room_blocks)
+        assert counted == (self.sequences, self.context_tokens, self.available_blocks)
         open_ones = [answer for answer in self.answers.values() if not answer.covered]
         assert self.own_sequences == sum(answer.sequences for answer in self.answers.values())
         assert self.unreported == sum(answer.sequences for answer in open_ones)
@@ -205,7 +216,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         if not there:
             del self._by_host[instance.facts.host]
 
-    def company(self, host: str, now: float) -> list[BusySpan] | None:
+    def busy_spans(self, host: str, now: float) -> list[BusySpan] | None:
         """When instances of a host are expected to compute; None = none is known to be there."""
         there = self._by_host.get(host) if host else None
         return [span for one in there.values() for span in one.spans(now)] if there else None
@@ -221,12 +232,12 @@ class DecodePool(InstancePool[DecodeInstanceState]):
             instance.facts.id,
         )
 
-    def room_of(self, decode: str) -> tuple[int, int]:
+    def available_of(self, decode: str) -> tuple[int, int]:
         """Blocks that an instance could promise now, and all its blocks; (0, 0) when it takes no requests."""
         instance = self.get(decode)
         if instance is None or instance.load.draining:
             return 0, 0
-        return instance.room_blocks, instance.facts.total_blocks
+        return instance.available_blocks, instance.facts.total_blocks
 
     def answer_tokens(self, decode: str) -> int:
         """Tokens that an instance expects a new answer to have; 0 = not told."""
@@ -242,18 +253,18 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         Room is for what each expects an answer to need, as it is admitted there, and not for the longest.
         Those of the mask `suspects`, which failed this request before, come last.
         """
-        able = self.able(demand.total_blocks)
+        able = self.eligible_mask(demand.total_blocks)
 
-        def roomy(slot: int) -> bool:
+        def has_memory(slot: int) -> bool:
             one = self.by_slot[slot]
-            return one.room_blocks >= model.blocks(one.load.answer_tokens)
+            return one.available_blocks >= model.blocks(one.load.answer_tokens)
 
-        def crowded(slot: int) -> bool:
-            return not roomy(slot)
+        def lacks_memory(slot: int) -> bool:
+            return not has_memory(slot)
 
         choices: list[DecodeChoice] = []
         for allowed in (able & ~suspects, able & suspects):
-            for fits in (roomy, crowded):
+            for fits in (has_memory, lacks_memory):
                 if allowed and len(choices) < SHORTLIST:
                     found = self.ranks.search(
                         allowed,
@@ -264,7 +275,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
                         fits,
                     )
                     places = [(one.place.slot, one.blocks) for one in found]
-                    overlooked = self.overlooked(allowed)
+                    overlooked = self.starved_slot(allowed)
                     if overlooked is not None and fits(overlooked) and all(slot != overlooked for slot, _ in places):
                         places.append((overlooked, blocks_at(prefixes, overlooked)))
                     choices += self._ordered(model, places)
@@ -281,7 +292,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
             sequences = one.sequences
             need = model.blocks(one.load.answer_tokens)
             choice = model.choice(one.facts.id, one.speeds, sequences, one.context_tokens, blocks, need)
-            rated.append((sequences, choice.finish_s * self.belief(one), one.turn, choice))
+            rated.append((sequences, choice.finish_s * self.optimism_factor(one), one.turn, choice))
         near_s = SPEED_NOISE * min([finish_s for _, finish_s, _, _ in rated], default=0.0)
         order = [
             (sequences if finish_s <= near_s else sys.maxsize, finish_s, turn, choice.id, choice)
@@ -323,7 +334,7 @@ FORECAST_POINTS = 8
 
 def load_now(instance: DecodeInstanceState) -> LoadForecast:
     """What runs now, without what was promised room and is still being prefilled."""
-    to_come = [answer for answer in instance.answers.values() if not answer.made]
+    to_come = [answer for answer in instance.answers.values() if not answer.generated]
     sequences = instance.sequences - sum([answer.sequences for answer in to_come])
     context = instance.context_tokens - sum([answer.context_tokens for answer in to_come])
     return LoadForecast(max(sequences, 0), max(context, 0))
@@ -356,22 +367,24 @@ def _answer_at(
     answer: PlacedAnswer, lengths: OutputLengthModel, now: float, at: float, step_s: float
 ) -> tuple[float, float]:
     """Tokens that an answer will have, and the probability that it runs then."""
-    since = answer.told_at if answer.made else max(answer.told_at, now)  # it cannot have begun without our knowing
+    since = (
+        answer.reported_at if answer.generated else max(answer.reported_at, now)
+    )  # it cannot have begun without our knowing
     if at < since:
         return 0.0, 0.0
-    tokens = answer.made + (at - since) / step_s
-    so_far = answer.made + (now - since) / step_s if answer.made else 0.0
+    tokens = answer.generated + (at - since) / step_s
+    so_far = answer.generated + (now - since) / step_s if answer.generated else 0.0
     return tokens, lengths.outlives(answer.stratum, tokens, so_far)
 
 
 def forecast_step_seconds(
-    instance: DecodeInstanceState, outlook: LoadForecast, joining: LoadForecast = NO_LOAD
+    instance: DecodeInstanceState, forecast: LoadForecast, joining: LoadForecast = NO_LOAD
 ) -> float:
     """Seconds of a step over what is expected and what joins it."""
     return decode_step_seconds(
         instance.speeds,
-        outlook.sequences + joining.sequences,
-        outlook.context_tokens + joining.context_tokens,
+        forecast.sequences + joining.sequences,
+        forecast.context_tokens + joining.context_tokens,
     )
 
 
@@ -405,7 +418,7 @@ class LoadForecaster:
             return 0.0
         then = load_at(instance, self.lengths, now, at)
         step_s = forecast_step_seconds(instance, then, joining)
-        later = [it.told_at for it in instance.answers.values() if not it.made and it.told_at > at]
+        later = [it.reported_at for it in instance.answers.values() if not it.generated and it.reported_at > at]
         for time in thin_out(later, FORECAST_POINTS) if step_s else ():
             share = self.lengths.outlives(stratum, (time - at) / step_s)
             left = LoadForecast(share * joining.sequences, share * joining.context_tokens)

@@ -153,6 +153,10 @@ class ChangeRole:
     kind: InstanceKind
 
 
+MIN_KNOWN_TOKENS = 4
+"""Fewer tokens that a sequence has elsewhere are generated again: that is about as quick as prefilling them."""
+
+
 ATTEMPT_MARK = "~"  # separates a request's id from the number of the attempt in the ids that engines see
 
 
@@ -231,8 +235,8 @@ class RequestSpec:
     least_tokens: int = 0
 
     @property
-    def place(self) -> QueueKey:
-        """Where it stands among others that wait."""
+    def queue_key(self) -> QueueKey:
+        """Its position among requests that wait."""
         return QueueKey(self.tenant, priority_rank(self.arrived, self.priority), self.number, self.weight)
 
     @property
@@ -248,7 +252,7 @@ class RequestSpec:
 class RequestArrived:
     """A valid request; `keys` are those of the full blocks of its prompt, and of the answer so far if it is resumed."""
 
-    ask: RequestSpec
+    spec: RequestSpec
     keys: tuple[bytes, ...]
 
 
@@ -482,7 +486,7 @@ class AnnouncePlacement:
     """The request is placed, `waited_s` after it arrived: tell the client, and keep it for `Explain`.
 
     For `queued_s` it had looked for a place in vain. `sequence` is the id that engines see. Without a target only its
-    first token is wanted. `pace` is what of the times between its tokens is foreseen.
+    first token is wanted. `tpot` is the forecast of its time per output token.
     """
 
     request: int
@@ -491,7 +495,7 @@ class AnnouncePlacement:
     target: DecodeReservation | None
     waited_s: float
     queued_s: float
-    pace: TpotForecast
+    tpot: TpotForecast
 
 
 @frozen

@@ -39,7 +39,7 @@ class InstanceFacts:
         capacity_bytes: of a kvstore; 0 = not known.
         either: an engine that comes back in the other role when it is ordered to.
         host: of its address: engines of one host may slow each other down; empty = not known.
-        tells_cold: a kvstore that tells which of its blocks are on SSD only.
+        reports_ssd: a kvstore that tells which of its blocks are on SSD only.
     """
 
     id: str
@@ -51,9 +51,9 @@ class InstanceFacts:
     stages: int = 1
     step_tokens: int = 0
     capacity_bytes: int = 0
-    either: bool = False
+    switches_role: bool = False
     host: str = ""
-    tells_cold: bool = False
+    reports_ssd: bool = False
 
 
 @frozen
@@ -67,7 +67,7 @@ class LoadFacts:
         drain_s: predicted seconds until all prompts that are there are computed (prefill); None = not told.
         speeds: measured; None = as before.
         draining: takes no new requests.
-        taken: prompts or promises so far: those numbered up to it are included (`Picture.known`).
+        taken: prompts or promises so far: those numbered up to it are included (`ClusterView.acknowledged`).
         answer_tokens: that a new answer is expected to have, for which room is kept (decode); 0 = not told.
     """
 
@@ -129,16 +129,16 @@ class HealthMonitor:
     slow: bool = False
     trial: bool = False
     usual_s: float = 0.0
-    fine: Speeds | None = None
-    told_s: float = 0.0
-    lessons: int = 0
+    healthy_speeds: Speeds | None = None
+    reported_s: float = 0.0
+    reports: int = 0
     _at: float = 0.0
     _odd_since: float | None = None
     _trial_at: float = 0.0
     _pause_s: float = FIRST_TRIAL_S
     _measured_at: float | None = None
 
-    def hear(self, speeds: Speeds, seconds: float, now: float, factor: float, *, idle: bool) -> Speeds:
+    def report(self, speeds: Speeds, seconds: float, now: float, factor: float, *, idle: bool) -> Speeds:
         """Takes a report.
 
         Args:
@@ -151,21 +151,21 @@ class HealthMonitor:
         Returns:
             The speeds to be believed.
         """
-        measured, self.told_s = seconds != self.told_s, seconds
-        self.lessons += measured
-        if self.lessons <= MIN_REPORTS or not factor:
-            self.usual_s, self.fine, self._at = seconds, speeds, now
+        measured, self.reported_s = seconds != self.reported_s, seconds
+        self.reports += measured
+        if self.reports <= MIN_REPORTS or not factor:
+            self.usual_s, self.healthy_speeds, self._at = seconds, speeds, now
             return speeds
         if not self.slow:
             self._look(speeds, seconds, now, factor)
         elif self._is_well(seconds, factor):
             self.slow = self.trial = False
-            self.fine, self._odd_since, self._pause_s = speeds, None, FIRST_TRIAL_S
+            self.healthy_speeds, self._odd_since, self._pause_s = speeds, None, FIRST_TRIAL_S
         elif self.trial:
             return self._on_trial(speeds, now, measured=measured)
         elif idle and now >= self._trial_at:
             self.trial, self._measured_at = True, None
-            return self.fine or speeds
+            return self.healthy_speeds or speeds
         self._follow(seconds, now)
         return speeds
 
@@ -173,7 +173,7 @@ class HealthMonitor:
         if seconds < factor * self.usual_s or seconds < self.usual_s + MIN_SLOWDOWN_S:
             self._odd_since = None
             if self._is_well(seconds, factor):
-                self.fine = speeds
+                self.healthy_speeds = speeds
         elif self._odd_since is None:
             self._odd_since = now
         elif now - self._odd_since >= SLOW_HOLD_S:
@@ -182,7 +182,7 @@ class HealthMonitor:
     def _on_trial(self, speeds: Speeds, now: float, *, measured: bool) -> Speeds:
         if self._measured_at is None:
             if not measured:
-                return self.fine or speeds
+                return self.healthy_speeds or speeds
             self._measured_at = now
         if now - self._measured_at >= TRIAL_S:
             self._pause_s = min(2 * self._pause_s, LAST_TRIAL_S)
@@ -358,7 +358,7 @@ class LoadRanking:
 
         Args:
             allowed: mask of the instances that may be chosen.
-            prefixes: (blocks, mask) as `Forest.match` gives them.
+            prefixes: (blocks, mask) as `BlockTrie.match` gives them.
             cost: seconds of the request on an idle member of a class that holds so many leading blocks.
             wait: seconds that an instance's load adds; must not fall when load grows.
             limit: so many at most.
@@ -455,7 +455,7 @@ class PoolInstance(Protocol):
     slot: int
     load: LoadFacts
     turn: int
-    vigil: HealthMonitor
+    health: HealthMonitor
 
     @property
     def facts(self) -> InstanceFacts:
@@ -477,15 +477,15 @@ class InstancePool(Generic[I]):
     Attributes:
         ranks: their order.
         by_slot: instance at each slot.
-        draining: mask of those that take nothing new.
-        resting: mask of those that are slow and get nothing new where there are others (`Vigil`).
+        draining_mask: mask of those that take nothing new.
+        slow_mask: mask of those that are slow and get nothing new where there are others (`HealthMonitor`).
         largest_blocks: of the largest pool that has ever been here.
     """
 
     def __init__(self, ranks: LoadRanking) -> None:
         self.ranks = ranks
         self.by_slot: dict[int, I] = {}
-        self.draining = self.resting = self._tried = 0
+        self.draining_mask = self.slow_mask = self._tried = 0
         self.largest_blocks = 0
         self._by_id: dict[str, I] = {}
         self._by_size: dict[int, int] = {}
@@ -530,18 +530,18 @@ class InstancePool(Generic[I]):
         self._by_size[blocks] &= ~bit
         if not self._by_size[blocks]:
             del self._by_size[blocks]
-        self.draining &= ~bit
-        self.resting &= ~bit
+        self.draining_mask &= ~bit
+        self.slow_mask &= ~bit
         self._tried &= ~bit
         self.ranks.remove(instance.slot)
 
     def changed(self, instance: I) -> None:
         """Notes that load or speeds of an instance have changed."""
         bit = 1 << instance.slot
-        self.draining = self.draining | bit if instance.load.draining else self.draining & ~bit
-        tried = instance.vigil.trial and not instance.busy
+        self.draining_mask = self.draining_mask | bit if instance.load.draining else self.draining_mask & ~bit
+        tried = instance.health.trial and not instance.busy
         self._tried = self._tried | bit if tried else self._tried & ~bit
-        self.resting = self.resting | bit if instance.vigil.slow and not tried else self.resting & ~bit
+        self.slow_mask = self.slow_mask | bit if instance.health.slow and not tried else self.slow_mask & ~bit
         self.rank(instance)
 
     def chose(self, instance: I) -> None:
@@ -551,7 +551,7 @@ class InstancePool(Generic[I]):
         self._unproven.pop(instance.facts.id, None)
         self.changed(instance)
 
-    def belief(self, instance: I) -> float:
+    def optimism_factor(self, instance: I) -> float:
         """Factor of an instance's predicted seconds: less than 1 when it has served nothing while others served much.
 
         Only use corrects what was measured at its start. So the more requests go elsewhere, the less is it believed
@@ -565,7 +565,7 @@ class InstancePool(Generic[I]):
         elsewhere = (self._turn - since) / len(self._by_id) - OVERLOOKED_TURNS
         return 1.0 / (1.0 + UNPROVEN_DOUBT * elsewhere) if elsewhere > 0.0 else 1.0
 
-    def overlooked(self, allowed: int) -> int | None:
+    def starved_slot(self, allowed: int) -> int | None:
         """Slot of an allowed instance that others were preferred to for long, or that has its trial.
 
         A search may not find it.
@@ -574,7 +574,7 @@ class InstancePool(Generic[I]):
             return next(iter(slots_in(self._tried & allowed)))
         unproven = (self._by_id[name] for name in self._unproven)
         instance = next((one for one in unproven if allowed >> one.slot & 1), None)
-        return instance.slot if instance is not None and self.belief(instance) < 1.0 else None
+        return instance.slot if instance is not None and self.optimism_factor(instance) < 1.0 else None
 
     def move(self, instance: I, slot: int) -> None:
         """Gives an instance another slot."""
@@ -582,24 +582,24 @@ class InstancePool(Generic[I]):
         instance.slot = slot
         self.add(instance)
 
-    def able(self, blocks: int) -> int:
+    def eligible_mask(self, blocks: int) -> int:
         """Mask of the instances that take requests and have pools of so many blocks; slow ones where all are."""
         mask = 0
         for size, slots in self._by_size.items():
             if size >= blocks:
                 mask |= slots
-        mask &= ~self.draining
-        return mask & ~self.resting or mask
+        mask &= ~self.draining_mask
+        return mask & ~self.slow_mask or mask
 
-    def relieved(self, instance_id: str, leaving: int | None = None) -> bool:
+    def should_drain(self, instance_id: str, leaving: int | None = None) -> bool:
         """Whether an instance is one of the mask `leaving`, by default the slow ones, and another one is well."""
-        leaving = self.resting if leaving is None else leaving
+        leaving = self.slow_mask if leaving is None else leaving
         instance = self._by_id.get(instance_id) if leaving else None
         if instance is None:
             return False
         bit = 1 << instance.slot
-        others = self.mask & ~self.draining & ~self.resting & ~bit
-        return bool(others) and bool(leaving & bit) and not instance.vigil.trial
+        others = self.mask & ~self.draining_mask & ~self.slow_mask & ~bit
+        return bool(others) and bool(leaving & bit) and not instance.health.trial
 
     def mask_of(self, ids: Iterable[str]) -> int:
         """Mask of those of these instances that are here."""
@@ -615,9 +615,9 @@ class InstancePool(Generic[I]):
         self.ranks.check_invariants()
         assert self.by_slot == {instance.slot: instance for instance in self._by_id.values()}
         assert self.mask == sum(1 << slot for slot in self.by_slot)
-        assert self.draining == sum(1 << i.slot for i in self._by_id.values() if i.load.draining)
-        assert self.resting & ~self.mask == 0
-        assert all(self.by_slot[slot].vigil.slow for slot in slots_in(self.resting))
+        assert self.draining_mask == sum(1 << i.slot for i in self._by_id.values() if i.load.draining)
+        assert self.slow_mask & ~self.mask == 0
+        assert all(self.by_slot[slot].health.slow for slot in slots_in(self.slow_mask))
         assert sum(self._by_size.values()) == self.mask
         assert self._unproven.keys() == {name for name, one in self._by_id.items() if not one.turn}
         for instance_id, instance in self._by_id.items():
@@ -627,7 +627,7 @@ class InstancePool(Generic[I]):
 
 
 def blocks_at(prefixes: Sequence[tuple[int, int]], slot: int) -> int:
-    """Leading blocks that a slot holds, by what `Forest.match` gives."""
+    """Leading blocks that a slot holds, by what `BlockTrie.match` gives."""
     for blocks, mask in reversed(prefixes):  # the longest first
         if mask >> slot & 1:
             return blocks

@@ -37,14 +37,14 @@ class LatencyParts(NamedTuple):
         load: of loading its prefix, what computing does not hide.
         fixed: of computing, what each step takes whatever is in it: a prompt of few tokens is mostly this.
         growing: of computing, what grows with tokens.
-        later: what prompts that come later take of the step in which it ends. Its factor is their share of a full step.
+        tail: what later prompts take of the step in which the prompt ends. The factor is their share of a full step.
     """
 
     queue: float = 1.0
     load: float = 1.0
     fixed: float = 1.0
     growing: float = 1.0
-    later: float = 1.0
+    tail: float = 1.0
 
     def slowed(self, by: float) -> "LatencyParts":
         """Each so many times as long."""
@@ -109,18 +109,18 @@ NO_READ = LinkRead()
 
 @dataclass(slots=True)
 class LearnedRate:
-    """How quick reads were: `bytes_per_s`, 0 before any, learnt at `told_at`."""
+    """How quick reads were: `bytes_per_s`, 0 before any, learned at `learned_at`."""
 
     bytes_per_s: float = 0.0
-    told_at: float = 0.0
+    learned_at: float = 0.0
 
     def known(self, now: float) -> float:
         """Bytes per second, as far as that is known; 0 = it is not."""
-        return self.bytes_per_s if now - self.told_at < RATE_FRESH_S else 0.0
+        return self.bytes_per_s if now - self.learned_at < RATE_FRESH_S else 0.0
 
     def learn(self, before: float, nbytes: float, seconds: float, now: float) -> None:
         """So much was read in so long, where `before` was believed."""
-        self.bytes_per_s, self.told_at = learnt_rate(before, nbytes, seconds, RATE_WEIGHT), now
+        self.bytes_per_s, self.learned_at = learnt_rate(before, nbytes, seconds, RATE_WEIGHT), now
 
 
 @dataclass(slots=True)
@@ -180,7 +180,7 @@ class ReadsInFlight:
         self._sends[number] = link
         link.claim(number, LinkRead(seconds), now)
 
-    def told(self, number: int, link: KVLink, nbytes: int, seconds: float, now: float) -> None:
+    def measured(self, number: int, link: KVLink, nbytes: int, seconds: float, now: float) -> None:
         """What a read over a link has taken; one that was counted on another link, or not at all, teaches nothing."""
         if self._links.get(number) is link and link.reads[number].seconds and nbytes:
             link.learn(link.reads[number], nbytes, seconds, now)
@@ -204,7 +204,7 @@ class PrefillChoice(NamedTuple):
 
     `load_s` is what computing does not hide of loading. `source` is whom it would load from, whose link is busy with it
     for `read_s`; it has `cold_blocks` of what is read on SSD only. `busy_s` is how much later the next prompt begins
-    for this one: less than its own time where stages overlap. `later_s` is what prompts that come later are expected to
+    for this one: less than its own time where stages overlap. `tail_s` is what prompts that come later are expected to
     take of the step in which this one ends, if it waits. `overhead_s` is what calls take; `factors` are those by which
     the parts are corrected; `fixed_s` are seconds of `prefill_s` that do not grow with tokens.
     `shared`: share of its work there beside which other engines of its host compute; None = there are none. `others`:
@@ -225,7 +225,7 @@ class PrefillChoice(NamedTuple):
     shared: float | None = None
     others: int = 0
     read_s: float = 0.0
-    later_s: float = 0.0
+    tail_s: float = 0.0
     fixed_s: float = 0.0
     cold_blocks: int = 0
 
@@ -237,7 +237,7 @@ class PrefillChoice(NamedTuple):
     @property
     def parts(self) -> LatencyParts:
         """Its time at the instance."""
-        return LatencyParts(self.queue_s, self.load_s, self.fixed_s, self.prefill_s - self.fixed_s, self.later_s)
+        return LatencyParts(self.queue_s, self.load_s, self.fixed_s, self.prefill_s - self.fixed_s, self.tail_s)
 
     @property
     def alone_s(self) -> float:
@@ -252,7 +252,7 @@ class PrefillChoice(NamedTuple):
     @property
     def ttft_s(self) -> float:
         """Predicted time to first token, with what is expected to come later."""
-        return self.known_s + self.later_s
+        return self.known_s + self.tail_s
 
 
 class DecodeChoice(NamedTuple):
@@ -354,7 +354,7 @@ class PrefillLatencyModel:
         self._works: dict[tuple[int, int], PrefillWork] = {}
         self._asked: tuple[Speeds | None, int] = None, 0
         self._loads: list[_RatedSource] = []
-        self._rests: dict[int, list[_LoadableSource]] = {}
+        self._loadable_at: dict[int, list[_LoadableSource]] = {}
 
     def cost(self, speeds: Speeds, stages: int, step_tokens: int, local_blocks: int) -> PrefillCost:
         """The prediction for an instance of these speeds that holds `local_blocks` leading blocks itself."""
@@ -391,12 +391,13 @@ class PrefillLatencyModel:
 
     def _loads_at(self, speeds: Speeds, step_tokens: int) -> list[_RatedSource]:
         """What an instance of these speeds could load."""
-        rests = self._rests.get(step_tokens)
-        if rests is None:
-            rests = [(it, it.blocks, self._work(it.blocks, step_tokens)) for it in self._sources]
-            self._rests[step_tokens] = rests
+        loadable = self._loadable_at.get(step_tokens)
+        if loadable is None:
+            loadable = [(it, it.blocks, self._work(it.blocks, step_tokens)) for it in self._sources]
+            self._loadable_at[step_tokens] = loadable
         return [
-            (source, blocks, rest, work_seconds(speeds, *rest), source.rate(speeds)) for source, blocks, rest in rests
+            (source, blocks, rest, work_seconds(speeds, *rest), source.rate(speeds))
+            for source, blocks, rest in loadable
         ]
 
     def _work(self, blocks: int, step_tokens: int) -> PrefillWork:
@@ -431,7 +432,7 @@ class DecodeLatencyModel:
         self._needs: dict[int, int] = {}
 
     def blocks(self, answer_tokens: int) -> int:
-        """Room that the request is expected to need where answers are expected to have so many tokens."""
+        """Blocks that the request is expected to need if answers are expected to have `answer_tokens` tokens."""
         blocks = self._needs.get(answer_tokens)
         if blocks is None:
             need = MemoryNeed(self._prompt_tokens, self._total_blocks, self._choices)
@@ -465,7 +466,7 @@ class DecodeLatencyModel:
 
 
 class MemoryNeed(NamedTuple):
-    """What room depends on: tokens of the request now, blocks with its longest answers, and how many these are."""
+    """What the memory of a request depends on: tokens now, blocks with its longest answers, number of answers."""
 
     tokens: int
     longest: int
@@ -500,16 +501,16 @@ class BusySpan(NamedTuple):
 ALWAYS_BUSY = BusySpan(0.0, inf)
 
 
-def contended_seconds(work_s: float, company: Sequence[BusySpan], slow: float) -> tuple[float, float]:
-    """How long work takes that needs `work_s` alone, and which share of it is done in company.
+def contended_seconds(work_s: float, busy_spans: Sequence[BusySpan], slow: float) -> tuple[float, float]:
+    """Seconds that work takes beside other engines of its host, and the share of it done while they compute.
 
     Args:
-        work_s: seconds.
-        company: when others compute; may overlap.
-        slow: times as long that it takes meanwhile.
+        work_s: seconds of the work alone.
+        busy_spans: when other engines compute; may overlap.
+        slow: factor by which work takes longer while they compute.
     """
     at, left_s, shared_s = 0.0, work_s, 0.0
-    for begin_s, end_s in sorted(company):
+    for begin_s, end_s in sorted(busy_spans):
         alone_s = max(0.0, begin_s - at)
         if alone_s >= left_s:
             break
@@ -520,44 +521,44 @@ def contended_seconds(work_s: float, company: Sequence[BusySpan], slow: float) -
 
 
 LOAD_BUCKETS = 5
-"""Learnt apart for requests that find no other one on their host, one, two or three, four to seven, and more."""
+"""Load buckets by other requests on the host: 0, 1, 2-3, 4-7, 8 and more. Each is learned apart."""
 
 
 OVERHEAD_SAMPLES = 15
-"""The overhead is the median of so many: a few that took long do not count, and it follows how busy the machine is."""
+"""Samples whose median is the overhead: a few long ones do not count, and it follows the load of the machine."""
 
 
 FIRST_SLOWDOWN, SLOWDOWN_SPREAD = 1.5, 0.5
-"""Times as long as alone that work is believed to take while other engines of the host compute, and how uncertain."""
+"""Prior for the slowdown while other engines of the host compute: mean, standard deviation."""
 
 
 MAX_SLOWDOWN = 6.0
 
 
 CHANGE_SAMPLES = 16
-"""So many prompts in a row beyond the gate are a change."""
+"""Prompts in a row beyond the gate that are taken for a change."""
 
 
 LEARNING_DRIFT = 5e-3
-"""Of what is learnt here: where times differ by a third, the last twenty prompts count most."""
+"""Drift of the coefficients: if times differ by a third, the last twenty prompts count most."""
 
 
 MIN_ERROR_S = 0.005
-"""Errors of predictions shorter than this count as those of one so long."""
+"""Errors of shorter predictions count as if the prediction were this long, seconds."""
 
 
 def load_bucket(others: int) -> int:
-    """The crowd that so many others are."""
+    """The load bucket of `others` other requests on the host."""
     return min(others.bit_length(), LOAD_BUCKETS - 1)
 
 
-def nearest_bucket(crowd: int, known: list[bool]) -> int | None:
-    """The crowd next to this one of which something is known; None = there is none."""
-    return min((it for it in range(LOAD_BUCKETS) if known[it]), key=lambda it: (abs(it - crowd), it), default=None)
+def nearest_bucket(bucket: int, known: list[bool]) -> int | None:
+    """The nearest bucket for which something is known; None = there is none."""
+    return min((it for it in range(LOAD_BUCKETS) if known[it]), key=lambda it: (abs(it - bucket), it), default=None)
 
 
 class OverheadModel:
-    """Seconds that requests take beside what is foreseen of them by their sizes: medians of the last ones."""
+    """Seconds that requests take beside the predicted work: medians by load bucket."""
 
     __slots__ = ("_latest", "_medians")
 
@@ -566,15 +567,15 @@ class OverheadModel:
         self._medians = [0.0] * LOAD_BUCKETS
 
     def seconds(self, others: int) -> float:
-        """The median of the last ones; where there are none, of those of the nearest crowd."""
+        """The median with `others` other requests; if nothing was measured, that of the nearest bucket."""
         return self._medians[load_bucket(others)]
 
     def observe(self, others: int, seconds: float) -> None:
-        """Learns what a request took beside."""
-        crowd = load_bucket(others)
-        self._latest[crowd] = (*self._latest[crowd][-OVERHEAD_SAMPLES + 1 :], max(seconds, 0.0))
+        """Learns the overhead of a request."""
+        bucket = load_bucket(others)
+        self._latest[bucket] = (*self._latest[bucket][-OVERHEAD_SAMPLES + 1 :], max(seconds, 0.0))
         known = [bool(latest) for latest in self._latest]
-        near = [self._latest[it] for crowd in range(LOAD_BUCKETS) if (it := nearest_bucket(crowd, known)) is not None]
+        near = [self._latest[it] for bucket in range(LOAD_BUCKETS) if (it := nearest_bucket(bucket, known)) is not None]
         self._medians = [sorted(latest)[len(latest) // 2] for latest in near]
 
     @property
@@ -584,7 +585,7 @@ class OverheadModel:
 
 
 class BucketedRegression:
-    """A regression for each crowd, which begins with what is known of the nearest one then.
+    """A regression for each load bucket. It begins with the coefficients of the nearest bucket.
 
     Args:
         first: coefficients before anything was measured.
@@ -598,19 +599,19 @@ class BucketedRegression:
         self._regressions: list[Regression | None] = [None] * LOAD_BUCKETS
 
     def coefficients(self, others: int) -> tuple[float, ...]:
-        """With so many other requests; where nothing was measured, those of the nearest crowd."""
+        """The coefficients with `others` other requests; if nothing was measured, those of the nearest bucket."""
         near = nearest_bucket(load_bucket(others), [one is not None for one in self._regressions])
         found = None if near is None else self._regressions[near]
         return self._first if found is None else found.coefficients
 
     def observe(self, others: int, sizes: Sequence[float], seconds: float, known_s: float = 0.0) -> None:
         """See `Regression.observe`."""
-        crowd = load_bucket(others)
-        one = self._regressions[crowd]
+        bucket = load_bucket(others)
+        one = self._regressions[bucket]
         if one is None:
             first = self.coefficients(others)
             one = Regression(first, self._spreads, change=CHANGE_SAMPLES, drift=LEARNING_DRIFT, least_s=MIN_ERROR_S)
-            self._regressions[crowd] = one
+            self._regressions[bucket] = one
         one.observe(sizes, seconds, known_s)
 
     @property
@@ -620,10 +621,10 @@ class BucketedRegression:
 
 
 class SlowdownModel:
-    """How many times as long as alone work takes in company. The more requests a host has, the more its services take.
+    """Factor by which work takes longer while other engines of its host compute, by load bucket.
 
     Args:
-        first: what is believed at first; 1 = company costs nothing, as of emulated engines, and that stays so.
+        first: factor before anything was measured. 1 = other engines cost nothing, as of emulated engines: it stays 1.
     """
 
     __slots__ = ("_learnt",)
@@ -632,11 +633,11 @@ class SlowdownModel:
         self._learnt = BucketedRegression((first,), (SLOWDOWN_SPREAD if first > 1.0 else 0.0,))
 
     def of(self, others: int) -> float:
-        """With so many other requests; where nothing was measured, as of the nearest crowd."""
+        """The factor with `others` other requests; if nothing was measured, that of the nearest bucket."""
         return min(max(self._learnt.coefficients(others)[0], 1.0), MAX_SLOWDOWN)
 
     def observe(self, others: int, beside_s: float, alone_s: float, seconds: float) -> None:
-        """Learns what work took of which `beside_s` was done in company and `alone_s` was not, as it takes alone."""
+        """Learns from work of `beside_s` beside other engines and `alone_s` without them, both as they take alone."""
         self._learnt.observe(others, (beside_s,), seconds, alone_s)
 
     @property
@@ -646,52 +647,50 @@ class SlowdownModel:
 
 
 LATER_SHARE = 0.25
-"""Share of a full step that prompts which come later are believed to take of the step in which one that waited ends."""
+"""Prior for the tail: share of a full step that later prompts take of the step in which a waiting prompt ends."""
 
 
-FIRST_FACTORS = LatencyParts(later=LATER_SHARE)
+FIRST_FACTORS = LatencyParts(tail=LATER_SHARE)
 
 
-FACTOR_SPREADS = LatencyParts(queue=0.2, load=0.2, fixed=0.2, growing=0.2, later=0.25)
-"""What is believed of the factors before anything was measured, and how uncertain that is."""
+FACTOR_SPREADS = LatencyParts(queue=0.2, load=0.2, fixed=0.2, growing=0.2, tail=0.25)
+"""Standard deviations of the factors before anything was measured."""
 
 
 SHARED_HOST_SPREADS = FACTOR_SPREADS._replace(fixed=0.3, growing=0.5)
-"""The same where other programs may have cores: an instance tells what it takes with all of its own."""
+"""The same if other programs may use the cores: an instance reports its speed with all of them."""
 
 
 class PrefillCorrections:
-    """Speeds of a prefill instance: those that it tells, corrected by what its prompts took.
+    """Speeds of a prefill instance: those that it reports, corrected by what its prompts took.
 
-    What a prompt takes at its instance, from coming to its first token, is the sum of some parts (`Parts`), each times
-    its factor. The factors begin with 1: what the instance says is believed first. Where other programs have cores,
-    what grows with tokens takes longer, and the rest of a step hardly does. While a prompt waits others come, whose
-    tokens fill the step in which it ends; that does not grow with the queue: it is a share of a full step. All factors
-    are learnt together: had those that waited a regression of their own, one misled prompt that found the instance idle
-    would stay believed as long as all wait.
-    What is left of the time that the conductor measures is overhead: calls, tokenising, tokens on their way, and all
-    else that does not grow with the prompt.
+    A prompt's time at its instance, from arrival to first token, is the sum of `LatencyParts`, each times its factor.
+    The factors begin with 1. All are learned together: with a regression of their own, waiting prompts would keep a
+    factor that one misleading idle prompt taught.
 
-    An instance learns from each of its steps and tells what it has learnt. The factors are about what it cannot see,
-    and are in no hurry: otherwise both would learn one slow moment, and it would count twice.
+    - `growing` and `fixed`: if other programs use the cores, work that grows with tokens takes longer, the rest hardly.
+    - `tail`: later prompts fill the step in which a waiting prompt ends, whatever the length of the queue.
+    - `overheads`: what is left of the time that the conductor measures: calls, tokenising, tokens on their way.
+    - `slowdown_model`: a prompt takes longer while other engines of its host compute, the more so the more requests the
+      host has. Only prompts that were expected to run beside others teach it.
 
-    Where engines share a host, a prompt takes longer while another one computes, the more so the more requests there
-    are, as the services take cores, too. Prompts that were expected to have company teach how much (`Slowness`).
+    An instance learns from each of its steps, too, and reports that. The factors are about what it cannot see. They
+    learn slowly: otherwise both would learn one slow moment, and it would count twice.
 
     Args:
-        told: the speeds that it tells.
-        alone: it takes no cores from others, nor they from it, as emulated engines; company costs it nothing.
+        reported: the speeds that the instance reports.
+        alone: the instance takes no cores from others, nor they from it, as emulated engines.
 
     Attributes:
-        overheads: what prompts take beside.
+        overheads: seconds beside the predicted work.
         factors: of each part.
-        slowness: how much longer it takes in company.
+        slowdown_model: slowdown beside other engines.
     """
 
-    __slots__ = ("_learnt", "_speeds", "_told", "factors", "overheads", "slowness")
+    __slots__ = ("_learnt", "_reported", "_speeds", "factors", "overheads", "slowdown_model")
 
-    def __init__(self, told: Speeds, *, alone: bool = False) -> None:
-        self._told = told
+    def __init__(self, reported: Speeds, *, alone: bool = False) -> None:
+        self._reported = reported
         self.overheads = OverheadModel()
         self._learnt = Regression(
             FIRST_FACTORS,
@@ -700,28 +699,28 @@ class PrefillCorrections:
             drift=LEARNING_DRIFT,
             least_s=MIN_ERROR_S,
         )
-        self.slowness = SlowdownModel(1.0 if alone else FIRST_SLOWDOWN)
+        self.slowdown_model = SlowdownModel(1.0 if alone else FIRST_SLOWDOWN)
         self._speeds: Speeds | None = None
         self.factors = FIRST_FACTORS
 
     @property
     def speeds(self) -> Speeds:
-        """The corrected speeds; the same object as long as nothing changes."""
+        """The corrected speeds; the same object until something changes."""
         if self._speeds is None:
             _, load, fixed, growing, _ = self.factors
             same = load == fixed == growing == 1.0
-            self._speeds = self._told if same else self._told.slowed_prefill(growing, load, fixed)
+            self._speeds = self._reported if same else self._reported.slowed_prefill(growing, load, fixed)
         return self._speeds
 
-    def told(self, speeds: Speeds) -> None:
-        """The instance tells its speeds. What was learnt stays true until it is measured anew."""
-        if speeds != self._told:
-            self._told, self._speeds = speeds, None
+    def report(self, speeds: Speeds) -> None:
+        """Takes the speeds that the instance reports. The learned factors stay."""
+        if speeds != self._reported:
+            self._reported, self._speeds = speeds, None
 
-    def slowed(self, work: PrefillWork) -> float:
-        """Times as long as the instance tells that some work takes."""
-        told_s = work_seconds(self._told, *work)
-        return work_seconds(self.speeds, *work) / told_s if told_s else self.factors.growing
+    def slowdown(self, work: PrefillWork) -> float:
+        """Factor by which some work takes longer than by the reported speeds."""
+        reported_s = work_seconds(self._reported, *work)
+        return work_seconds(self.speeds, *work) / reported_s if reported_s else self.factors.growing
 
     def observe(
         self,
@@ -731,36 +730,36 @@ class PrefillCorrections:
         shared: float | None = None,
         others: int = 0,
     ) -> None:
-        """Learns from a prompt what it took at its instance, in seconds from its coming to its first token.
+        """Learns from the seconds between a prompt's arrival at its instance and its first token.
 
         Args:
-            foreseen: seconds of each part, as it was placed.
-            by: the factors in them.
-            there_s: measured by the instance.
-            shared: of its work, the share that was expected to be done in company; None = there is none on its host.
-            others: requests that its host had as it was placed.
+            foreseen: predicted seconds of each part.
+            by: the factors in the prediction.
+            there_s: seconds measured by the instance.
+            shared: share of the work expected beside other engines; None = the host has none.
+            others: requests on the host when the prompt was placed.
         """
         sizes = LatencyParts(*[seconds / factor for seconds, factor in zip(foreseen, by, strict=True)])
         if shared:
             whole_s = self._learnt.seconds(sizes)
-            self.slowness.observe(others, shared * whole_s, (1.0 - shared) * whole_s, there_s)
-            there_s /= 1.0 + shared * (self.slowness.of(others) - 1.0)
+            self.slowdown_model.observe(others, shared * whole_s, (1.0 - shared) * whole_s, there_s)
+            there_s /= 1.0 + shared * (self.slowdown_model.of(others) - 1.0)
         self._learnt.observe(sizes, there_s)
         self.factors, self._speeds = LatencyParts(*self._learnt.coefficients), None
 
     @property
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
-        return self._told, *self._learnt.state, *self.slowness.state, *self.overheads.state
+        return self._reported, *self._learnt.state, *self.slowdown_model.state, *self.overheads.state
 
 
 class TpotForecast(NamedTuple):
-    """What is foreseen of the times between an answer's tokens, seconds.
+    """Forecast of an answer's time per output token (TPOT), seconds.
 
     Attributes:
-        tbt_s: of a step, as decode has promised it; 0 = it has not.
-        tpot_s: the mean over the answer; 0 = not foreseen.
-        others: requests that its host has as it is placed.
+        tbt_s: time between tokens that decode predicted when it reserved memory; 0 = none.
+        tpot_s: mean over the answer; 0 = no forecast.
+        others: requests on the host when the answer was placed.
     """
 
     tbt_s: float = 0.0
@@ -772,21 +771,21 @@ NO_TPOT_FORECAST = TpotForecast()
 
 
 FIRST_TPOT = (0.01, 1.0, 0.0)
-"""What is believed before anything was measured: seconds once, and factors of steps as promised and as at its start."""
+"""Prior: seconds once, factor of steps as predicted at the reservation, factor of steps as at the instance's start."""
 
 
 TPOT_SPREADS = (0.05, 0.5, 1.0)
-"""How uncertain these are."""
+"""Standard deviations of the prior."""
 
 
 class TpotModel:
-    """Learns of a decode instance what answers take there.
+    """Learns how long answers take at a decode instance.
 
-    That is so much once, so many times what was promised for their steps, and so many times what steps took at the
-    instance's start: what is promised follows the moment, and what slows steps down later does not depend on it.
+    Three terms: seconds once, a factor of the steps as predicted at the reservation, and a factor of the steps as they
+    took at the instance's start. The prediction follows the load of the moment; what slows steps down later does not.
 
     Args:
-        step_s: a step of one sequence, as the instance said at its start.
+        step_s: seconds of a step of one sequence, as the instance reported at its start.
     """
 
     __slots__ = ("_learnt", "_step_s")
@@ -795,14 +794,14 @@ class TpotModel:
         self._step_s = step_s
         self._learnt = BucketedRegression(FIRST_TPOT, TPOT_SPREADS)
 
-    def foresee(self, tbt_s: float, steps: float, others: int, *, joins: bool) -> TpotForecast:
-        """Of an answer of so many tokens after its first one; `joins`: prefill computes that one, not decode."""
+    def forecast(self, tbt_s: float, steps: float, others: int, *, joins: bool) -> TpotForecast:
+        """Forecast for an answer of `steps` tokens after the first; `joins`: prefill computes the first, not decode."""
         once_s, *factors = self._learnt.coefficients(others)
         step_s = factors[0] * tbt_s + factors[1] * self._step_s
         return TpotForecast(tbt_s, step_s + (once_s / max(steps, 1.0) if joins else 0.0), others)
 
     def observe(self, foreseen: TpotForecast, steps: int, seconds: float) -> None:
-        """Learns what an answer took from its first token to its last one, so many later."""
+        """Learns from the seconds between an answer's first token and its last, `steps` later."""
         sizes = 1.0, steps * foreseen.tbt_s, steps * self._step_s
         self._learnt.observe(foreseen.others, sizes, seconds)
 

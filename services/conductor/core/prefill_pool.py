@@ -28,7 +28,7 @@ from services.conductor.core.latency_model import (
     PrefillLatencyModel,
     contended_seconds,
 )
-from services.conductor.core.policies import Candidates, PlacementPolicy, TtftLimit
+from services.conductor.core.policies.base import Candidates, PlacementPolicy, TtftLimit
 from services.conductor.core.prefix_index import slots_in
 
 COMPARED_LENGTHS = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 20)}))
@@ -68,7 +68,7 @@ class InFlightPrefixes:
             else:
                 there[instance] = there.get(instance, 0) + 1
 
-    def over(self, claim: int) -> None:
+    def released(self, claim: int) -> None:
         """It is not there any more; claims that are unknown, or computed, are fine."""
         self._drop(*self._claims.pop(claim, ("", ())))
 
@@ -79,7 +79,7 @@ class InFlightPrefixes:
             self._computed.setdefault(instance, []).append(_ComputedChain(marked))
         return instance
 
-    def told(self, instance: str, holds: Callable[[bytes], bool]) -> None:
+    def keys_reported(self, instance: str, holds: Callable[[bytes], bool]) -> None:
         """An instance has told which blocks it holds."""
         if instance in self._computed:
             self._keep(instance, lambda one: not holds(one.marked[-1]))
@@ -159,12 +159,14 @@ def _keys_at_marks(keys: Sequence[bytes]) -> tuple[bytes, ...]:
     return tuple([keys[blocks - 1] for blocks in COMPARED_LENGTHS[: bisect_right(COMPARED_LENGTHS, len(keys))]])
 
 
-def with_in_flight(prefixes: Sequence[tuple[int, int]], coming: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """Prefixes as `Forest.match` gives them, where some slots will soon have more: (blocks, slot)."""
-    if not coming:
+def with_in_flight(
+    prefixes: Sequence[tuple[int, int]], in_flight: Sequence[tuple[int, int]]
+) -> Sequence[tuple[int, int]]:
+    """Prefixes as `BlockTrie.match` gives them, where some slots will soon have more: (blocks, slot)."""
+    if not in_flight:
         return prefixes
     levels = dict(prefixes)
-    for blocks, slot in coming:
+    for blocks, slot in in_flight:
         levels[blocks] = levels.get(blocks, 0) | 1 << slot
     mask, found = 0, []
     for blocks in sorted(levels, reverse=True):  # who has more has so many, too
@@ -193,26 +195,35 @@ LOAD_BYTES = 1 << 28
 
 @dataclass(slots=True)
 class PlacedPrompt:
-    """A prompt that we have placed, and how long it keeps the instance busy.
+    """A prompt that this conductor has placed at a prefill instance.
 
-    `number` is the instance's own of it, 0 if it gives none, None while we have not heard that it has the prompt.
-    `covered`: the last report includes it, so it is not counted any more. `place`: where it stands among others there.
+    Attributes:
+        busy_s: seconds for which the prompt keeps the instance busy.
+        number: the instance's own number of the prompt; 0 = it gives none, None = not heard yet.
+        covered: the last report includes the prompt, so it is not counted any more.
+        queue_key: its position among other prompts there; None = not known.
     """
 
     busy_s: float
     number: int | None = None
     covered: bool = False
-    place: QueueKey | None = None
+    queue_key: QueueKey | None = None
 
 
 @dataclass(slots=True)
 class PrefillInstanceState:
-    """One instance.
+    """One prefill instance.
 
-    `free_at` is when all prompts that we know of are computed, on the clock of `now`: the last report's, and those of
-    our own that it did not include, told at `told_at`; `overtaken`: the last one was passed over. `others_at` is when
-    those would be that are not ours. `learnt` has the speeds.
-    Others read its blocks over its `link`.
+    Attributes:
+        learnt: its speeds, corrected.
+        free_at: time at which all known prompts are computed: those of the last report, and own ones that the report
+            does not include. Seconds of the clock of `now`.
+        others_at: the same for prompts of other conductors.
+        reported_at: time of the last report.
+        overtaken: the last report was ignored, as an answer had overtaken it.
+        prompts: prompts that this conductor has placed here, by claim.
+        link: over which others read its blocks.
+        full_step: work of a full step.
     """
 
     facts: InstanceFacts
@@ -220,12 +231,12 @@ class PrefillInstanceState:
     learnt: PrefillCorrections
     free_at: float
     others_at: float = 0.0
-    told_at: float = 0.0
+    reported_at: float = 0.0
     overtaken: bool = False
     load: LoadFacts = field(default_factory=LoadFacts)
     turn: int = 0
     prompts: dict[int, PlacedPrompt] = field(default_factory=dict)
-    vigil: HealthMonitor = field(default_factory=HealthMonitor)
+    health: HealthMonitor = field(default_factory=HealthMonitor)
     link: KVLink = field(default_factory=KVLink)
     full_step: PrefillWork = field(init=False)
 
@@ -240,14 +251,14 @@ class PrefillInstanceState:
     @property
     def slowed(self) -> float:
         """Times as long as it tells that its queue takes, which is full steps for the most part."""
-        return self.learnt.slowed(self.full_step)
+        return self.learnt.slowdown(self.full_step)
 
-    def claim(self, number: int, busy_s: float, now: float, place: QueueKey | None = None) -> None:
+    def claim(self, number: int, busy_s: float, now: float, queue_key: QueueKey | None = None) -> None:
         """Counts a prompt from now on."""
-        self.prompts[number] = PlacedPrompt(busy_s, place=place)
+        self.prompts[number] = PlacedPrompt(busy_s, queue_key=queue_key)
         self.free_at = max(self.free_at, now) + busy_s
 
-    def known(self, claim: int, number: int) -> None:
+    def acknowledged(self, claim: int, number: int) -> None:
         """Notes that the instance has a prompt, and as its how many-th; the last report may include it already."""
         prompt = self.prompts[claim]
         prompt.number = number
@@ -272,10 +283,10 @@ class PrefillInstanceState:
         self.overtaken = load.taken < self.load.taken and not self.overtaken
         if self.overtaken:
             return
-        self.load, self.told_at = load, now
+        self.load, self.reported_at = load, now
         if load.speeds is not None:
             seconds, idle = work_seconds(load.speeds, *TYPICAL_PROMPT), not load.running + load.waiting
-            self.learnt.told(self.vigil.hear(load.speeds, seconds, now, slow_factor, idle=idle))
+            self.learnt.report(self.health.report(load.speeds, seconds, now, slow_factor, idle=idle))
         if load.drain_s is None:
             return
         for prompt in self.prompts.values():
@@ -292,7 +303,7 @@ class PrefillInstanceState:
         Who goes before others of ours waits for those before it in its tenant's line, each of which has its turn among
         the tenants', and for the step that is under way.
         """
-        ours = [(it.place, it.busy_s) for it in self.prompts.values() if it.place is not None]
+        ours = [(it.queue_key, it.busy_s) for it in self.prompts.values() if it.queue_key is not None]
         before = [busy_s for it, busy_s in ours if it.tenant == place.tenant and it.own < place.own]
         if len(before) == len(ours):
             return all_s
@@ -316,8 +327,8 @@ class PrefillInstanceState:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        times = self.free_at, self.others_at, self.told_at, self.overtaken
-        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.vigil, self.link
+        times = self.free_at, self.others_at, self.reported_at, self.overtaken
+        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.health, self.link
         return digest_of(self.facts, self.slot, *state)
 
 
@@ -332,7 +343,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
 
     def __init__(self, policy: PlacementPolicy, seed: int = 0, decodes: DecodePool | None = None) -> None:
         super().__init__(LoadRanking(CLASS_WIDTH, TypicalPrefillSeconds()))
-        self.coming = InFlightPrefixes()
+        self.in_flight = InFlightPrefixes()
         """What is being computed where."""
         self._decodes = decodes
         self._policy = policy
@@ -351,11 +362,11 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
 
         What it tells is with all cores. While decode instances of its host compute, it has a part of them only.
         """
-        company = self._decodes.company(instance.facts.host, now) if self._decodes is not None else None
-        if not company or instance.load.drain_s is None:
+        busy_spans = self._decodes.busy_spans(instance.facts.host, now) if self._decodes is not None else None
+        if not busy_spans or instance.load.drain_s is None:
             return 0.0
-        slow = instance.learnt.slowness.of(_requests_on_host(instance, company))
-        return (1.0 - 1.0 / slow) * min(now - instance.told_at, instance.load.drain_s)
+        slow = instance.learnt.slowdown_model.of(_requests_on_host(instance, busy_spans))
+        return (1.0 - 1.0 / slow) * min(now - instance.reported_at, instance.load.drain_s)
 
     def rank(self, instance: PrefillInstanceState) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""
@@ -372,16 +383,16 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
 
     def soon(self, prefixes: Sequence[tuple[int, int]], keys: Sequence[bytes]) -> Sequence[tuple[int, int]]:
         """Who will hold how much of a chain when what is placed there is computed, given who holds it now."""
-        coming = self.coming.match(keys)
+        in_flight = self.in_flight.match(keys)
         return with_in_flight(
-            prefixes, [(blocks, it.slot) for name, blocks in coming.items() if (it := self.get(name))]
+            prefixes, [(blocks, it.slot) for name, blocks in in_flight.items() if (it := self.get(name))]
         )
 
     def computed(self, claim: int) -> None:
         """A prompt has its token; its blocks count until they are reported, if its instance is still here."""
-        name = self.coming.computed(claim)
+        name = self.in_flight.computed(claim)
         if self.get(name) is None:
-            self.coming.lost(name)
+            self.in_flight.lost(name)
 
     def choose(
         self,
@@ -397,13 +408,13 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         Args:
             demand: of the request.
             model: predicts it.
-            prefixes: who holds how much of the prompt, as `Forest.match` says it.
+            prefixes: who holds how much of the prompt, as `BlockTrie.match` says it.
             now: seconds.
             suspects: mask of instances that failed this request before; they come after all others.
             limit: of the request; None = it has none.
         """
         self._decisions += 1
-        able = self.able(demand.prompt_blocks)
+        able = self.eligible_mask(demand.prompt_blocks)
         choices: list[PrefillChoice] = []
         for allowed in (able & ~suspects, able & suspects):
             if allowed and len(choices) < SHORTLIST:
@@ -434,8 +445,8 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             prefixes,
             lambda found, blocks: model.cost(found.speeds, found.key.stages, found.key.step_tokens, blocks),
             lambda slot, blocks: self._choice(model, slot, blocks, now),
-            self.overlooked(allowed),
-            lambda choice: limit is None or self._ttft_s(choice, limit.place) <= limit.within_s,
+            self.starved_slot(allowed),
+            lambda choice: limit is None or self._ttft_s(choice, limit.queue_key) <= limit.within_s,
         )
 
     def _ttft_s(self, choice: PrefillChoice, place: QueueKey) -> float:
@@ -452,19 +463,19 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         factors = learnt.factors
         queue_s = (free_at - now) * factors.queue if free_at > now else 0.0
         steps = facts.step_tokens and queue_s
-        later_s = work_seconds(learnt.speeds, *instance.full_step) * factors.later if steps else 0.0
-        company = self._decodes.company(facts.host, now) if self._decodes is not None else None
-        others, shared = _requests_on_host(instance, company), None
-        if company is not None:
-            alone_s = queue_s + later_s + load_s + prefill_s
-            whole_s, shared = contended_seconds(alone_s, company, learnt.slowness.of(others))
+        tail_s = work_seconds(learnt.speeds, *instance.full_step) * factors.tail if steps else 0.0
+        busy_spans = self._decodes.busy_spans(facts.host, now) if self._decodes is not None else None
+        others, shared = _requests_on_host(instance, busy_spans), None
+        if busy_spans is not None:
+            alone_s = queue_s + tail_s + load_s + prefill_s
+            whole_s, shared = contended_seconds(alone_s, busy_spans, learnt.slowdown_model.of(others))
             by = whole_s / alone_s if alone_s else 1.0
-            queue_s, later_s, factors = queue_s * by, later_s * by, factors.slowed(by)
+            queue_s, tail_s, factors = queue_s * by, tail_s * by, factors.slowed(by)
             load_s, prefill_s, fixed_s = load_s * by, prefill_s * by, fixed_s * by
-        belief = self.belief(instance)
-        if belief < 1.0:
-            load_s, prefill_s, fixed_s, busy_s = [part * belief for part in (load_s, prefill_s, fixed_s, busy_s)]
-            factors = factors.computed(belief)
+        optimism = self.optimism_factor(instance)
+        if optimism < 1.0:
+            load_s, prefill_s, fixed_s, busy_s = [part * optimism for part in (load_s, prefill_s, fixed_s, busy_s)]
+            factors = factors.computed(optimism)
         return PrefillChoice(
             facts.id,
             blocks,
@@ -480,7 +491,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             shared,
             others,
             read_s,
-            later_s,
+            tail_s,
             fixed_s,
             cold,
         )
@@ -490,23 +501,23 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
     ) -> PrefillChoice:
         has = self.by_slot[slot].facts.total_blocks
         small = f"too small: {has} blocks, the prompt needs {demand.prompt_blocks}"
-        why = "draining" if self.draining >> slot & 1 else "slow" if self.resting >> slot & 1 else small
+        why = "draining" if self.draining_mask >> slot & 1 else "slow" if self.slow_mask >> slot & 1 else small
         return self._choice(model, slot, blocks_at(prefixes, slot), now, why)
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(super().digest(), self._decisions, self.coming)
+        return digest_of(super().digest(), self._decisions, self.in_flight)
 
     def check_invariants(self) -> None:
         """As of all pools; and what is being computed is what was placed."""
         super().check_invariants()
-        self.coming.check_invariants()
-        assert all(self.get(name) is not None for name in self.coming.awaited), "nobody will report it"
+        self.in_flight.check_invariants()
+        assert all(self.get(name) is not None for name in self.in_flight.awaited), "nobody will report it"
 
 
-def _requests_on_host(instance: PrefillInstanceState, company: Sequence[BusySpan] | None) -> int:
+def _requests_on_host(instance: PrefillInstanceState, busy_spans: Sequence[BusySpan] | None) -> int:
     """Requests that an instance's host has."""
-    return max(len(company or ()), len(instance.prompts))
+    return max(len(busy_spans or ()), len(instance.prompts))
 
 
 @frozen

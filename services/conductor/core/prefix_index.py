@@ -572,7 +572,7 @@ class PrefixIndex:
     """Follows instances by id. Each has a slot, which changes when all it held is dropped."""
 
     def __init__(self, max_blocks: int = 4_000_000) -> None:
-        self._forest = BlockTrie(max_blocks)
+        self._trie = BlockTrie(max_blocks)
         self._holders: dict[str, _Holder] = {}
         self._owners: dict[int, str] = {}
         self._version = 0
@@ -584,27 +584,27 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """Blocks."""
-        return len(self._forest)
+        return len(self._trie)
 
-    def add_instance(self, instance_id: str, *, tells_cold: bool = False) -> None:
+    def add_instance(self, instance_id: str, *, reports_ssd: bool = False) -> None:
         """Adds an instance, empty; its first message must begin a snapshot. An earlier one of that id is removed.
 
-        One that `tells_cold` has a second slot, for the blocks that are not on its SSD only.
+        One that `reports_ssd` has a second slot, for the blocks that are not on its SSD only.
         """
         self.remove_instance(instance_id)
-        self._holders[instance_id] = holder = _Holder(self._forest.open_slot())
+        self._holders[instance_id] = holder = _Holder(self._trie.open_slot())
         self._owners[holder.slot] = instance_id
-        if tells_cold:
-            holder.memory = self._forest.open_slot()
+        if reports_ssd:
+            holder.memory = self._trie.open_slot()
 
     def remove_instance(self, instance_id: str) -> None:
         """Forgets an instance and everything it held; unknown ids are fine."""
         holder = self._holders.pop(instance_id, None)
         if holder is not None:
             del self._owners[holder.slot]
-            self._forest.close_slot(holder.slot)
+            self._trie.close_slot(holder.slot)
             if holder.memory != NO_SLOT:
-                self._forest.close_slot(holder.memory)
+                self._trie.close_slot(holder.memory)
             self.sweep()
 
     def slot(self, instance_id: str) -> int:
@@ -652,18 +652,18 @@ class PrefixIndex:
             self._drop_all(instance_id, holder)
             return KeyEventResult.RESYNC
         holder.next_sequence = sequence + 1
-        self._forest.store(holder.slot, stored, self._version)
-        self._forest.drop(holder.slot, removed)
+        self._trie.store(holder.slot, stored, self._version)
+        self._trie.drop(holder.slot, removed)
         if holder.memory != NO_SLOT:
-            self._forest.store(holder.memory, stored, self._version)
-            self._forest.drop(holder.memory, cooled)
-            self._forest.drop(holder.memory, removed)
+            self._trie.store(holder.memory, stored, self._version)
+            self._trie.drop(holder.memory, cooled)
+            self._trie.drop(holder.memory, removed)
         holder.synced = holder.synced or snapshot_end
         return KeyEventResult.DONE
 
     def match(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Who holds how much of a chain, as `Forest.match` says it."""
-        return self._forest.match(keys)
+        """Who holds how much of a chain, as `BlockTrie.match` says it."""
+        return self._trie.match(keys)
 
     def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of the chain each instance holds; those with none are left out."""
@@ -680,17 +680,17 @@ class PrefixIndex:
         if holder is not None:
             keys = list(keys)
             for slot in (holder.slot, holder.memory)[: 2 if holder.memory != NO_SLOT else 1]:
-                self._forest.drop(slot, keys, version)
+                self._trie.drop(slot, keys, version)
 
     def held(self, instance_id: str) -> int:
         """Blocks of an instance; 0 for an unknown one."""
         holder = self._holders.get(instance_id)
-        return self._forest.held(holder.slot) if holder is not None else 0
+        return self._trie.held(holder.slot) if holder is not None else 0
 
     def holds(self, instance_id: str, key: bytes) -> bool:
         """Whether an instance holds a block."""
         holder = self._holders.get(instance_id)
-        return holder is not None and self._forest.holds(holder.slot, key)
+        return holder is not None and self._trie.holds(holder.slot, key)
 
     def synced(self, instance_id: str) -> bool:
         """Whether an instance's snapshot is complete and no message was missed since."""
@@ -698,29 +698,29 @@ class PrefixIndex:
         return holder is not None and holder.synced
 
     def sweep(self, max_nodes: int = SWEEP_NODES) -> bool:
-        """Goes on removing what lost instances left in the forest; False when nothing is left.
+        """Goes on removing what lost instances left in the trie; False when nothing is left.
 
         Every message does a part of it; without messages it may wait.
         """
-        self._forest.sweep(max_nodes)
-        return self._forest.unswept
+        self._trie.sweep(max_nodes)
+        return self._trie.unswept
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self._holders, self._version, self._forest)
+        return digest_of(self._holders, self._version, self._trie)
 
     def check_invariants(self) -> None:
         """Asserts that instances, slots and the forest agree."""
-        self._forest.check_invariants()
+        self._trie.check_invariants()
         assert self._owners == {holder.slot: instance_id for instance_id, holder in self._holders.items()}
         for holder in self._holders.values():
-            assert holder.next_sequence or not (self._forest.held(holder.slot) or holder.synced)
-            assert holder.memory == NO_SLOT or self._forest.held(holder.memory) <= self._forest.held(holder.slot)
+            assert holder.next_sequence or not (self._trie.held(holder.slot) or holder.synced)
+            assert holder.memory == NO_SLOT or self._trie.held(holder.memory) <= self._trie.held(holder.slot)
 
     def _drop_all(self, instance_id: str, holder: _Holder) -> None:
         """Drops everything known of an instance at once, by giving it other slots."""
         holder.next_sequence, holder.synced = 0, False
-        if self._forest.held(holder.slot):
+        if self._trie.held(holder.slot):
             del self._owners[holder.slot]
             holder.slot = self._another(holder.slot)
             self._owners[holder.slot] = instance_id
@@ -729,5 +729,5 @@ class PrefixIndex:
             self.sweep()
 
     def _another(self, slot: int) -> int:
-        self._forest.close_slot(slot)
-        return self._forest.open_slot()
+        self._trie.close_slot(slot)
+        return self._trie.open_slot()

@@ -146,7 +146,9 @@ class RoleBalancer:
     def _under_way(self, now: float) -> bool:
         """Whether a change is waited for: one of ours, or one that another conductor seems to have ordered."""
         pools: tuple[Iterable[PrefillInstanceState | DecodeInstanceState], ...] = self.prefills, self.decodes
-        drain = {it.facts.id: it.facts.kind for pool in pools for it in pool if it.facts.either and it.load.draining}
+        drain = {
+            it.facts.id: it.facts.kind for pool in pools for it in pool if it.facts.switches_role and it.load.draining
+        }
         if self.change is not None and now - self.change.since >= CHANGE_S:
             self._hung.add(self.change.instance)
             self.change = None
@@ -204,7 +206,9 @@ class RoleBalancer:
     def _chosen(self, kind: InstanceKind, now: float) -> str | None:
         """The instance of a pool that has least to do, of those that can change and have stayed long enough."""
         able = [
-            one for one in self._usable(kind) if one.facts.either and self._stays_until.get(one.facts.id, now) <= now
+            one
+            for one in self._usable(kind)
+            if one.facts.switches_role and self._stays_until.get(one.facts.id, now) <= now
         ]
         return min(able, key=lambda one: (_work(one, now), one.facts.id)).facts.id if able else None
 

@@ -29,9 +29,14 @@ from services.conductor.core.latency_model import (
     PrefixHolder,
     steps_of,
 )
-from services.conductor.core.policies import TtftLimit
+from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
+from services.conductor.core.policies.base import PlacementPolicy, TtftLimit
 from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool
 from services.conductor.core.prefix_index import NO_SLOT, PrefixIndex, slots_in
+
+EXPECTED_ANSWER_TOKENS = 256
+"""Most answers are shorter than their limit: decode instances are compared for this many tokens at most."""
+
 
 SHARED_BY = 4
 """A prefix that so many different chains continue is shared; fewer may be one turn asked again."""
@@ -179,7 +184,7 @@ class StorePool:
             self._weigh()
 
     def views(self, keys: Sequence[bytes], prompt_key: bytes, prefixes: Sequence[tuple[int, int]]) -> list[StoreView]:
-        """The stores as a request sees them; `prefixes` are what `Forest.match` gives for its keys."""
+        """The stores as a request sees them; `prefixes` are what `BlockTrie.match` gives for its keys."""
         stores = [self._by_id[name] for name in self._weights]
         held: dict[int, int] = {}
         everyone = 0
@@ -250,7 +255,7 @@ Prefixes = Sequence[tuple[int, int]]
 
 
 class PrefixHolders:
-    """Finds them.
+    """Finds instances that a prefix can be loaded from.
 
     Args:
         pools: of the engine instances; none = only kvstores are read from.
@@ -268,7 +273,7 @@ class PrefixHolders:
         suspects: Callable[[PrefillPool | DecodePool], int],
         now: float,
     ) -> list[PrefixHolder]:
-        """Whom a request may load from: kvstores first, as they are to be read, then engine instances."""
+        """Instances a request may load from: kvstores first, in reading order, then engine instances."""
         return [*self._kvstores(views, now), *self._peers(prefixes, suspects, now)]
 
     def _kvstores(self, views: Sequence[StoreView], now: float) -> list[PrefixHolder]:
@@ -289,11 +294,11 @@ class PrefixHolders:
         """Engine instances that hold most, and the best of those that hold less.
 
         Args:
-            prefixes: who holds how much, as `Forest.match` says it.
+            prefixes: instances by length of the prefix, as `BlockTrie.match` gives them.
             suspects: mask of the instances of a pool that are not asked.
             now: seconds.
         """
-        there = [(pool, pool.mask & ~pool.draining & ~pool.resting & ~suspects(pool)) for pool in self._pools]
+        there = [(pool, pool.mask & ~pool.draining_mask & ~pool.slow_mask & ~suspects(pool)) for pool in self._pools]
         allowed = sum([mask for _, mask in there])
         found: list[PrefixHolder] = []
         for blocks, mask in reversed(prefixes):
@@ -316,15 +321,16 @@ class PrefixHolders:
 def holders_to_load_from(
     sources: Sequence[PrefixHolder], chosen: str, local_blocks: int, held_blocks: int
 ) -> tuple[PrefixHolder, ...]:
-    """Whom to load from, the chosen one first, then who holds most; none when nothing is to be loaded.
+    """Instances to load from: the chosen one first, then by length of the prefix; none if nothing is to be loaded.
 
-    Where nobody is chosen as other prompts bring what the instance lacks, these may not: then it loads after all.
+    If prompts in flight are expected to bring what the instance lacks, no source is chosen. Fallbacks are given all the
+    same, as those prompts may fail.
 
     Args:
-        sources: those that were considered.
-        chosen: by the prediction; "" = nobody.
-        local_blocks: that the instance which loads holds itself, or will hold when other prompts are computed.
-        held_blocks: that it holds now.
+        sources: instances that were considered.
+        chosen: id of the one that the prediction counts with; "" = none.
+        local_blocks: leading blocks that the loading instance holds, or will hold when prompts in flight are computed.
+        held_blocks: leading blocks that it holds now.
     """
     least = local_blocks if chosen else held_blocks
     holders = [source for source in sources if source.blocks > least] if chosen or held_blocks < local_blocks else []
@@ -333,9 +339,14 @@ def holders_to_load_from(
 
 
 class ReplicationHint(NamedTuple):
-    """What a prompt would have gained if an instance had held a prefix of it.
+    """What a request would have gained if an instance had held a prefix of its prompt.
 
-    `gain_s` are the seconds to the first token, `read_s` those that the source's link takes.
+    Attributes:
+        blocks: length of the prefix.
+        target: the instance.
+        source: instance that holds the prefix.
+        gain_s: seconds by which the first token would have come sooner.
+        read_s: seconds for which a copy takes the source's link.
     """
 
     blocks: int
@@ -347,20 +358,20 @@ class ReplicationHint(NamedTuple):
 
 @frozen
 class RoutingDecision:
-    """Where a request could go, best first.
+    """Where a request goes, best first.
 
     Attributes:
         prefill: the best of `candidates`.
-        decodes: a few, best first; empty when decode is not wanted.
+        decodes: a few, best first; empty if decode is not needed.
         sources: the prefix is loaded from the first of them that answers.
         write_back: kvstores that shall hold the chain.
         candidates: the best prefill instances, then some that cannot be used.
-        demand: what was asked for.
-        index_version: state of the index behind the plan, for `Picture.forget`.
+        demand: what the request needs.
+        index_version: version of the prefix index behind the decision, for `ClusterView.forget`.
         emulated: compute is emulated.
-        send_s: seconds of sending to decode what that lacks.
-        wish: the copy of a prefix from which it would have gained; None = none, or there are no copies.
-        at_decode: the one decode instance computes the rest of the prompt itself; `prefill` says what that takes.
+        at_decode: the one decode instance computes the end of the prompt itself; `prefill` predicts that.
+        hint: the copy of a prefix from which the request would have gained; None = none, or copies are off.
+        send_s: predicted seconds of sending the KV that decode lacks.
     """
 
     prefill: PrefillChoice
@@ -372,29 +383,29 @@ class RoutingDecision:
     index_version: int
     emulated: bool = False
     at_decode: bool = False
-    wish: ReplicationHint | None = None
+    hint: ReplicationHint | None = None
     send_s: float = 0.0
 
 
 MAX_HOT_PREFIXES = 1024
-"""Prefixes that are watched, those of most regret; up to twice as many before the others are dropped."""
+"""Prefixes that are watched: those of most regret. Up to twice as many are kept before the others are dropped."""
 
 
 REGRET_HALF_LIFE_S = 30.0
 
 
 MIN_PROMPTS = 2.0
-"""So much the prompts that asked for a prefix must count together, each 1 at first and half of it after `HALF_LIFE_S`:
-three within about 40 s, or two at the same time. A conversation's next turn is no demand."""
+"""Least demand for a copy: the prompts that asked for a prefix. Each counts 1 at first, and half after each
+`REGRET_HALF_LIFE_S`: three within about 40 s, or two at once. The next turn of a conversation is no demand."""
 
 
 MIN_GAIN = 2.0
-"""What was lost must be so many times what the copy takes."""
+"""Least ratio of the seconds lost without a copy to the seconds that the copy takes."""
 
 
 @frozen
 class ReplicatePrefix:
-    """An instance is to copy a chain's blocks from another one, because they are hot."""
+    """Order an instance to copy a chain's blocks from another one, because many requests want them."""
 
     instance: str
     keys: tuple[bytes, ...]
@@ -404,26 +415,29 @@ class ReplicatePrefix:
 
 @dataclass(slots=True)
 class PrefixRegret:
-    """Of one prefix: seconds lost and prompts that lost them, both halved every `HALF_LIFE_S`, at a time."""
+    """Seconds lost because a prefix is not where prompts go, and the prompts that lost them, as of the time `at`.
+
+    Both are halved after each `REGRET_HALF_LIFE_S`.
+    """
 
     lost_s: float
-    asked: float
+    prompts: float
     at: float
 
     def age(self, now: float) -> None:
         """Lets time pass."""
         left = 0.5 ** ((now - self.at) / REGRET_HALF_LIFE_S)
-        self.lost_s, self.asked, self.at = self.lost_s * left, self.asked * left, now
+        self.lost_s, self.prompts, self.at = self.lost_s * left, self.prompts * left, now
 
 
 class PrefixReplication:
-    """Decides on copies.
+    """Orders copies of hot prefixes.
 
     Args:
-        share: of an instance's link that copies may take, out of it and into it; 0 = there are none.
+        share: share of an instance's link that copies may take, out of it and into it; 0 = no copies.
 
     Attributes:
-        ordered: copies so far.
+        ordered: copies ordered so far.
     """
 
     def __init__(self, share: float) -> None:
@@ -436,30 +450,30 @@ class PrefixReplication:
         return self._share > 0
 
     def placed(
-        self, keys: Sequence[bytes], wish: ReplicationHint | None, tenant: str, now: float
+        self, keys: Sequence[bytes], hint: ReplicationHint | None, tenant: str, now: float
     ) -> ReplicatePrefix | None:
-        """A prompt is placed that has this wish; the order for a copy, if it is time for one."""
-        if wish is None:
+        """Counts the hint of a request that was placed; returns the order for a copy if there is enough demand."""
+        if hint is None:
             return None
-        key = keys[wish.blocks - 1]
+        key = keys[hint.blocks - 1]
         regret = self._regrets.get(key)
         if regret is None:
             self._bound(now)
             regret = self._regrets[key] = PrefixRegret(0.0, 0.0, now)
         regret.age(now)
-        regret.lost_s += wish.gain_s
-        regret.asked += 1.0
-        if regret.asked < MIN_PROMPTS or regret.lost_s < MIN_GAIN * wish.read_s or not self._affords(wish, now):
+        regret.lost_s += hint.gain_s
+        regret.prompts += 1.0
+        if regret.prompts < MIN_PROMPTS or regret.lost_s < MIN_GAIN * hint.read_s or not self._affords(hint, now):
             return None
         del self._regrets[key]
         self.ordered += 1
-        for end in (wish.target, wish.source):
-            self._free_at[end] = now + wish.read_s / self._share
-        return ReplicatePrefix(wish.target, tuple(keys[: wish.blocks]), wish.source, tenant)
+        for end in (hint.target, hint.source):
+            self._free_at[end] = now + hint.read_s / self._share
+        return ReplicatePrefix(hint.target, tuple(keys[: hint.blocks]), hint.source, tenant)
 
-    def _affords(self, wish: ReplicationHint, now: float) -> bool:
+    def _affords(self, hint: ReplicationHint, now: float) -> bool:
         self._free_at = {end: at for end, at in self._free_at.items() if at > now}
-        return wish.target not in self._free_at and wish.source not in self._free_at
+        return hint.target not in self._free_at and hint.source not in self._free_at
 
     def _bound(self, now: float) -> None:
         """Drops the prefixes of least regret when there are too many."""
@@ -486,9 +500,13 @@ DECODE_STEP_TOKENS = 256
 
 @frozen
 class DecodeSideChoice:
-    """The rest of a prompt at a decode instance: the prediction in the form of a prefill instance's, and of decode's.
+    """The prediction if a decode instance computes the end of a prompt itself.
 
-    `cost_s`: what those that run there lose together. `pays`: it is better than the best prefill instance.
+    Attributes:
+        prefill: in the form of a prefill instance's prediction.
+        decode: in the form of a decode instance's.
+        cost_s: seconds that the sequences running there lose together.
+        pays: the choice is better than the best prefill instance.
     """
 
     prefill: PrefillChoice
@@ -498,75 +516,63 @@ class DecodeSideChoice:
 
 
 class DecodeSidePrefill:
-    """Finds the decode instance for a rest.
+    """Finds a decode instance that holds most of a prompt and computes the remaining tokens itself.
 
     Args:
-        decodes: all.
-        most_tokens: the longest rest that is thought of; 0 = none.
+        decodes: all decode instances.
+        max_tokens: remaining tokens that decode may compute; 0 = none.
     """
 
-    def __init__(self, decodes: DecodePool, most_tokens: int) -> None:
+    def __init__(self, decodes: DecodePool, max_tokens: int) -> None:
         self._decodes = decodes
-        self._most_tokens = most_tokens
+        self._max_tokens = max_tokens
 
     def __bool__(self) -> bool:
-        return self._most_tokens > 0
+        return self._max_tokens > 0
 
     def weigh(
-        self, plan: RoutingDecision, shape: KVShape, prefixes: Sequence[tuple[int, int]], suspects: Collection[str]
+        self, decision: RoutingDecision, shape: KVShape, prefixes: Prefixes, suspects: Collection[str]
     ) -> RoutingDecision:
-        """The plan with the rest at decode as one more candidate: the first one where it pays."""
-        rest = self._best(plan.demand, shape, prefixes, suspects, plan.prefill)
-        if rest is None:
-            return plan
-        if not rest.pays:
-            quicker = rest.prefill.ttft_s < plan.prefill.ttft_s
-            why = f"those that run there would lose {rest.cost_s:.4f} s together" if quicker else ""
-            return replace(plan, candidates=(*plan.candidates, rest.prefill._replace(excluded=why)))
+        """The decision with the best decode instance as one more candidate: the first one if that pays."""
+        choice = self._best(decision.demand, shape, prefixes, suspects, decision.prefill)
+        if choice is None:
+            return decision
+        if not choice.pays:
+            quicker = choice.prefill.ttft_s < decision.prefill.ttft_s
+            why = f"those that run there would lose {choice.cost_s:.4f} s together" if quicker else ""
+            return replace(decision, candidates=(*decision.candidates, choice.prefill._replace(excluded=why)))
         return replace(
-            plan,
-            prefill=rest.prefill,
-            decodes=(rest.decode,),
+            decision,
+            prefill=choice.prefill,
+            decodes=(choice.decode,),
             sources=(),
-            candidates=(rest.prefill, *plan.candidates),
+            candidates=(choice.prefill, *decision.candidates),
             at_decode=True,
         )
 
     def _best(
-        self,
-        demand: Demand,
-        shape: KVShape,
-        prefixes: Sequence[tuple[int, int]],
-        suspects: Collection[str],
-        other: PrefillChoice,
+        self, demand: Demand, shape: KVShape, prefixes: Prefixes, suspects: Collection[str], other: PrefillChoice
     ) -> DecodeSideChoice | None:
-        """The decode instance at which the rest is done soonest, what it costs others counted; None when none can.
+        """The best of the decode instances that hold most of the prompt; None if there is none.
 
-        Of those that hold most of the prompt, as others would compute more.
-
-        Args:
-            demand: of the request.
-            shape: of the KV.
-            prefixes: who holds how much, as `Forest.match` says it.
-            suspects: instances that failed this request before.
-            other: the best prefill instance.
+        Best is the least TTFT and cost to others together. `other` is the best prefill instance.
         """
         pool, model = self._decodes, DecodeLatencyModel(demand, shape)
-        allowed = pool.able(demand.total_blocks) & ~pool.mask_of(suspects)
+        allowed = pool.eligible_mask(demand.total_blocks) & ~pool.mask_of(suspects)
         for blocks, mask in reversed(prefixes):
             tokens = demand.prompt_tokens - shape.reused_tokens(demand.prompt_tokens, blocks)
-            if tokens > self._most_tokens:
+            if tokens > self._max_tokens:
                 continue
             slots = [slot for slot in slots_in(mask & allowed) if _has_memory(pool.by_slot[slot], model)][:SHORTLIST]
-            rests = [_decode_side_choice(pool.by_slot[slot], model, tokens, blocks, demand, other) for slot in slots]
-            known = [rest for rest in rests if rest.prefill.prefill_s > 0.0]
+            choices = [_decode_side_choice(pool.by_slot[slot], model, tokens, blocks, demand, other) for slot in slots]
+            known = [it for it in choices if it.prefill.prefill_s > 0.0]
             if known:
-                return min(known, key=lambda rest: (rest.prefill.ttft_s + rest.cost_s, rest.prefill.id))
+                return min(known, key=lambda it: (it.prefill.ttft_s + it.cost_s, it.prefill.id))
         return None
 
 
 def _has_memory(instance: DecodeInstanceState, model: DecodeLatencyModel) -> bool:
-    return instance.room_blocks >= model.blocks(instance.load.answer_tokens)
+    return instance.available_blocks >= model.blocks(instance.load.answer_tokens)
 
 
 def _decode_side_choice(
@@ -591,89 +597,132 @@ def _decode_side_choice(
 
 
 @frozen
-class RoutingRequest:
-    """What a plan is wanted for; `Picture.plan` describes the parts."""
+class RoutingConfig:
+    """How requests are routed.
 
-    demand: Demand
-    shape: KVShape
+    Attributes:
+        balancing_threshold: a prefix elsewhere counts if it is this many times longer than the instance's own.
+        kvstore_replicas: kvstores that keep each chain.
+        policy: chooses prefill instances.
+        seed: of the policy's random draws.
+        decode_prompt_tokens: prompt tokens that decode computes itself, at most; 0 = none.
+        slow_factor: an instance this many times slower than usual gets no new requests; 0 = all do.
+        peers: prefixes are loaded from engine instances, too, not only from kvstores.
+        copy_share: share of a link that copies of hot prefixes may take; 0 = no copies.
+    """
+
+    balancing_threshold: float = 1.0
+    kvstore_replicas: int = 1
+    policy: PlacementPolicy = POLICIES[DEFAULT_POLICY]
+    seed: int = 0
+    decode_prompt_tokens: int = 0
+    slow_factor: float = 0.0
+    peers: bool = False
+    copy_share: float = 0.0
+
+
+DEFAULT_ROUTING = RoutingConfig()
+
+
+@frozen
+class RoutingRequest:
+    """A request for which instances are chosen.
+
+    Attributes:
+        tokens: to compute: the prompt and, of a continued answer, the tokens generated before.
+        answer_tokens: still to be generated; with 1, prefill alone can serve the request.
+        keys: of all full blocks of `tokens`.
+        prompt_key: hash of the prompt; chooses the kvstore if there is no full block.
+        now: time, seconds.
+        suspects: ids of instances that failed the request before; used only if no other is left.
+        choices: answers to generate.
+        at_decode: decode may compute the rest of the prompt.
+        ttft_limit: of the request; None = it has no limit.
+    """
+
+    tokens: int
+    answer_tokens: int
     keys: Sequence[bytes]
     prompt_key: bytes
     now: float
-    suspects: Collection[str]
-    at_decode: bool
-    limit: TtftLimit | None
+    suspects: Collection[str] = ()
+    choices: int = 1
+    at_decode: bool = False
+    ttft_limit: TtftLimit | None = None
+
+    def demand(self, shape: KVShape) -> Demand:
+        """Blocks and tokens that the request needs."""
+        return Demand(
+            prompt_tokens=self.tokens,
+            prompt_blocks=shape.blocks_for(self.tokens),
+            total_blocks=shape.blocks_for_choices(self.tokens, self.answer_tokens, self.choices),
+            decode_tokens=min(self.answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
+            choices=self.choices,
+        )
 
 
 class Router:
-    """Plans from the pools and the index.
+    """Chooses instances by the pools and the prefix index.
 
     Args:
-        index: who holds what.
+        index: which instance holds which blocks.
         prefills: the prefill instances.
         decodes: the decode instances.
-        stores: the kvstores; None = they do not count.
-        threshold: see `PrefillModel`.
-        peers: prefixes are loaded from other engine instances too.
-        wishes: it is told which copy of a prefix a request would have gained from.
-        rest_tokens: see `Rests`.
+        stores: the kvstores.
+        config: how requests are routed.
     """
 
     def __init__(
-        self,
-        index: PrefixIndex,
-        prefills: PrefillPool,
-        decodes: DecodePool,
-        stores: StorePool | None,
-        threshold: float,
-        rest_tokens: int,
-        peers: bool,
-        wishes: bool,
+        self, index: PrefixIndex, prefills: PrefillPool, decodes: DecodePool, stores: StorePool, config: RoutingConfig
     ) -> None:
+        shared = config.policy.stores
         self._index = index
         self._prefills = prefills
         self._decodes = decodes
-        self._stores = stores
-        self._threshold = threshold
-        self._rests = DecodeSidePrefill(decodes, rest_tokens)
-        self._wishes = wishes
-        self._sources = PrefixHolders((prefills, decodes) if peers else (), stores)
+        self._stores = stores if shared else None
+        self._threshold = config.balancing_threshold
+        self._at_decode = DecodeSidePrefill(decodes, config.decode_prompt_tokens)
+        self._replicates = shared and config.copy_share > 0
+        self._holders = PrefixHolders((prefills, decodes) if shared and config.peers else (), self._stores)
 
-    def plan(self, wanted: RoutingRequest) -> RoutingDecision:
-        """Plans a request.
+    def plan(self, request: RoutingRequest, shape: KVShape) -> RoutingDecision:
+        """Routes a request; `shape` is that of the cluster's KV.
 
         Raises:
             Unavailable: no instance that is large enough takes requests now.
             InvalidRequest: no instance that was ever here is large enough.
         """
-        demand, keys, stores = wanted.demand, wanted.keys, self._stores
+        demand, keys, stores = request.demand(shape), request.keys, self._stores
         prefixes = self._index.match(keys)
-        views = stores.views(keys, wanted.prompt_key, prefixes) if stores is not None else []
-        sources = self._sources.of(views, prefixes, lambda pool: pool.mask_of(wanted.suspects), wanted.now)
-        model = PrefillLatencyModel(demand, wanted.shape, sources, self._threshold)
-        candidates = self._prefill(wanted, self._prefills.soon(prefixes, keys), model)
-        decodes = self._decode(wanted, prefixes) if demand.decode_tokens else []
+        views = stores.views(keys, request.prompt_key, prefixes) if stores is not None else []
+        sources = self._holders.of(views, prefixes, lambda pool: pool.mask_of(request.suspects), request.now)
+        model = PrefillLatencyModel(demand, shape, sources, self._threshold)
+        candidates = self._prefill(request, demand, self._prefills.soon(prefixes, keys), model)
+        decodes = self._decode(request, demand, shape, prefixes) if demand.decode_tokens else []
         best = candidates[0]
-        plan = RoutingDecision(
+        decision = RoutingDecision(
             prefill=best,
             decodes=tuple(decodes),
             sources=holders_to_load_from(
                 sources, best.source, best.local_blocks, blocks_at(prefixes, self._index.slot(best.id))
             ),
-            write_back=stores.write_back(keys, wanted.prompt_key, views) if stores is not None else (),
+            write_back=stores.write_back(keys, request.prompt_key, views) if stores is not None else (),
             candidates=tuple(candidates),
             demand=demand,
             index_version=self._index.version,
-            emulated=wanted.shape.emulated,
-            send_s=self._send_s(best, decodes, prefixes, wanted) if decodes else 0.0,
-            wish=self._wish(model, candidates, sources, wanted) if self._wishes and sources else None,
+            emulated=shape.emulated,
+            send_s=self._send_s(best, decodes, prefixes, demand, shape) if decodes else 0.0,
+            hint=self._hint(model, candidates, sources, shape) if self._replicates and sources else None,
         )
-        if not (decodes and wanted.at_decode and self._rests):
-            return plan
-        return self._rests.weigh(plan, wanted.shape, prefixes, wanted.suspects)
+        if not (decodes and request.at_decode and self._at_decode):
+            return decision
+        return self._at_decode.weigh(decision, shape, prefixes, request.suspects)
 
-    def _prefill(self, wanted: RoutingRequest, prefixes: Prefixes, model: PrefillLatencyModel) -> list[PrefillChoice]:
-        demand, pool = wanted.demand, self._prefills
-        choices = pool.choose(demand, model, prefixes, wanted.now, pool.mask_of(wanted.suspects), wanted.limit)
+    def _prefill(
+        self, request: RoutingRequest, demand: Demand, prefixes: Prefixes, model: PrefillLatencyModel
+    ) -> list[PrefillChoice]:
+        pool, suspects = self._prefills, self._prefills.mask_of(request.suspects)
+        choices = pool.choose(demand, model, prefixes, request.now, suspects, request.ttft_limit)
         if choices[0].excluded:
             if demand.prompt_blocks <= pool.largest_blocks:
                 raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")
@@ -681,21 +730,26 @@ class Router:
         return choices
 
     def _send_s(
-        self, best: PrefillChoice, decodes: Sequence[DecodeChoice], prefixes: Prefixes, wanted: RoutingRequest
+        self,
+        best: PrefillChoice,
+        decodes: Sequence[DecodeChoice],
+        prefixes: Prefixes,
+        demand: Demand,
+        shape: KVShape,
     ) -> float:
         """Seconds that the chosen instance's link has to do for the KV that the best decode instance lacks."""
         speeds = self._prefills.by_slot[self._index.slot(best.id)].learnt.speeds
-        held = blocks_at(prefixes, self._index.slot(decodes[0].id)) * wanted.shape.block_tokens
-        return transfer_seconds(speeds, max(0, wanted.demand.prompt_tokens - held) * wanted.shape.token_bytes)
+        held = blocks_at(prefixes, self._index.slot(decodes[0].id)) * shape.block_tokens
+        return transfer_seconds(speeds, max(0, demand.prompt_tokens - held) * shape.token_bytes)
 
-    def _wish(
+    def _hint(
         self,
         model: PrefillLatencyModel,
         choices: Sequence[PrefillChoice],
         sources: Sequence[PrefixHolder],
-        wanted: RoutingRequest,
+        shape: KVShape,
     ) -> ReplicationHint | None:
-        """The instance whose first token would have come before that of the chosen one if it had the longest prefix."""
+        """The instance whose first token would have come first if it held the longest prefix; None = none."""
         source = max(sources, key=lambda it: it.blocks)
         found: list[tuple[float, str, PrefillChoice, PrefillInstanceState]] = []
         for choice in choices:
@@ -704,7 +758,7 @@ class Router:
                 facts, learnt = instance.facts, instance.learnt
                 slowed = choice.factors.growing / learnt.factors.growing
                 alone_s = model.alone_s(learnt.speeds, facts.stages, facts.step_tokens, source.blocks) * slowed
-                ttft_s = choice.queue_s + choice.later_s + choice.overhead_s + alone_s
+                ttft_s = choice.queue_s + choice.tail_s + choice.overhead_s + alone_s
                 found.append((ttft_s, choice.id, choice, instance))
         if not found:
             return None
@@ -712,14 +766,16 @@ class Router:
         gain_s = choices[0].ttft_s - ttft_s
         if gain_s <= 0:
             return None
-        block_bytes = wanted.shape.block_tokens * wanted.shape.token_bytes
+        block_bytes = shape.block_tokens * shape.token_bytes
         missing, cold = source.blocks - choice.local_blocks, source.cold_blocks(choice.local_blocks)
         read_s = source.read_s(source.rate(instance.learnt.speeds), missing * block_bytes, cold * block_bytes)
         return ReplicationHint(source.blocks, target, source.id, gain_s, read_s)
 
-    def _decode(self, wanted: RoutingRequest, prefixes: Prefixes) -> list[DecodeChoice]:
-        demand, pool = wanted.demand, self._decodes
-        choices = pool.choose(demand, DecodeLatencyModel(demand, wanted.shape), prefixes, pool.mask_of(wanted.suspects))
+    def _decode(
+        self, request: RoutingRequest, demand: Demand, shape: KVShape, prefixes: Prefixes
+    ) -> list[DecodeChoice]:
+        pool, suspects = self._decodes, self._decodes.mask_of(request.suspects)
+        choices = pool.choose(demand, DecodeLatencyModel(demand, shape), prefixes, suspects)
         if not choices:
             need = f"prompt and answer need {demand.total_blocks} KV blocks, no decode instance"
             if demand.total_blocks <= pool.largest_blocks:

@@ -11,6 +11,7 @@ from moonpool.frozen import frozen
 from moonpool.scheduling.fair_share import FairQueue, FairShares, QueueKey
 from moonpool.scheduling.state_machine import Timers, digest_of
 from services.conductor.core.latency_model import MemoryNeed
+from services.conductor.core.request import TimerKey, TimerKind
 
 TENANT_MEMORY_S = 60.0
 """A tenant is expected to come again for so long after the end of its last request."""
@@ -45,9 +46,9 @@ class TenantCounts:
         self._weights: dict[str, int] = {}  # of all who are here or were lately
         self._weight = 0
 
-    def came(self, place: QueueKey) -> None:
+    def came(self, key: QueueKey) -> None:
         """A tenant has one more request."""
-        tenant, parts = place.tenant, _weight_units(place.weight)
+        tenant, parts = key.tenant, _weight_units(key.weight)
         self._here[tenant] = self._here.get(tenant, 0) + 1
         self._total += 1
         self._lately.pop(tenant, None)
@@ -64,13 +65,13 @@ class TenantCounts:
             if len(self._lately) > MAX_RECENT_TENANTS:
                 self._forget()
 
-    def leaves_room(self, place: QueueKey, now: float) -> bool:
+    def above_share(self, key: QueueKey, now: float) -> bool:
         """Whether its tenant has more than its share of the requests, and others are here or were lately."""
         while self._lately and next(iter(self._lately.values())) < now - TENANT_MEMORY_S:
             self._forget()
-        parts = _weight_units(place.weight)
-        whole = self._weight - self._weights.get(place.tenant, 0) + parts
-        return whole > parts and self._here.get(place.tenant, 0) * whole > parts * self._total
+        parts = _weight_units(key.weight)
+        whole = self._weight - self._weights.get(key.tenant, 0) + parts
+        return whole > parts and self._here.get(key.tenant, 0) * whole > parts * self._total
 
     def _forget(self) -> None:
         """Who has not been here for longest is not expected any more."""
@@ -99,26 +100,35 @@ HOLD_AFTER_S = 5.0
 
 
 MAX_LOOKS = 64
-"""So many at most that do not fit into the room of now are looked at for one report. One after the other of them gets
-an instance that is held free, so nobody behind them waits for ever. Those that an instance is too small for do not
-count: it is never held for them, so they would keep it from the others for as long as they wait."""
+"""Requests that do not fit into an instance's free memory, looked at for one report, at most.
+
+One after the other gets an instance that is held free, so that no request behind them waits for ever. Requests that an
+instance is too small for do not count: it is never held for them.
+"""
 
 
 @frozen
 class MemoryWaiter:
-    """A request, what room it needs, what it is predicted to cost, and since when it has waited."""
+    """A request that waits for decode memory.
 
-    place: QueueKey
+    Attributes:
+        key: its position in the queue.
+        need: blocks depend on this.
+        since: time since which it waits, seconds.
+        cost: predicted instance seconds, which fair sharing charges.
+    """
+
+    key: QueueKey
     need: MemoryNeed
     since: float
     cost: float = 0.0
 
 
 class DecodeMemoryQueue:
-    """The waiting requests.
+    """Requests that wait for decode memory.
 
-    A report costs at most `LOOKS` looks, one for each that it wakes, and a comparison for each that the instance is too
-    small for.
+    A report costs at most `MAX_LOOKS` looks, a look for each request that it wakes, and a comparison for each request
+    that the instance is too small for.
     """
 
     def __init__(self, shares: FairShares) -> None:
@@ -139,9 +149,9 @@ class DecodeMemoryQueue:
         return self._queue.count()
 
     def add(self, waiter: MemoryWaiter) -> None:
-        """Lets a request wait at its place."""
-        self._queue.add(waiter.place, waiter.cost)
-        self._waiters[waiter.place.number] = waiter
+        """Lets a request wait."""
+        self._queue.add(waiter.key, waiter.cost)
+        self._waiters[waiter.key.number] = waiter
 
     def remove(self, number: int) -> None:
         """The request waits no more; unknown numbers are fine."""
@@ -150,12 +160,12 @@ class DecodeMemoryQueue:
         self._queue.remove(number)
         self._holds = {decode: holder for decode, holder in self._holds.items() if holder != number}
 
-    def refused(self, decode: str, room: int) -> None:
-        """A decode instance had no room although it seemed to have `room` blocks."""
-        self._refused[decode] = room
+    def refused(self, decode: str, available: int) -> None:
+        """A decode instance refused a request although `available` blocks seemed to be free."""
+        self._refused[decode] = available
 
-    def promised(self, decode: str) -> None:
-        """A decode instance had room."""
+    def granted(self, decode: str) -> None:
+        """A decode instance has reserved memory."""
         self._refused.pop(decode, None)
 
     def forget(self, decode: str) -> None:
@@ -163,37 +173,37 @@ class DecodeMemoryQueue:
         self._refused.pop(decode, None)
         self._holds.pop(decode, None)
 
-    def free_to(self, decode: str, place: QueueKey) -> bool:
+    def is_free_to(self, decode: str, key: QueueKey) -> bool:
         """Whether the instance is not held for a request that goes before."""
         holder = self._holds.get(decode)
-        if holder is None or holder == place.number:
+        if holder is None or holder == key.number:
             return True
-        return self._shares.key(place) < self._shares.key(self._waiters[holder].place)
+        return self._shares.key(key) < self._shares.key(self._waiters[holder].key)
 
     def woken(
         self,
         decode: str,
-        room: int,
+        available: int,
         total: int,
         needs: Callable[[MemoryNeed], int],
-        leaves_room: Callable[[QueueKey], bool],
+        above_share: Callable[[QueueKey], bool],
         now: float,
     ) -> list[int]:
-        """Those who fit into the room of one instance, in fair order; to be called when it has reported.
+        """Requests that fit into the free memory of one instance, in fair order; to be called after its report.
+
+        If the instance refused memory that seemed free, and nothing has changed since, one request at a time asks.
 
         Args:
             decode: the instance.
-            room: blocks that it could promise.
+            available: blocks that it could reserve.
             total: blocks of its pool.
             needs: blocks that a request is expected to need there.
-            leaves_room: whether it leaves some to other tenants.
+            above_share: whether its tenant has more than its share, and leaves some blocks to others.
             now: seconds.
-
-        Where room that seemed to be there was refused, and nothing has changed since, one at a time finds out.
         """
         found: list[int] = []
         looks = MAX_LOOKS
-        most = 1 if self._refused.get(decode) == room else len(self._waiters)
+        most = 1 if self._refused.get(decode) == available else len(self._waiters)
         if not total:
             return found
         for number in self._queue:
@@ -203,10 +213,10 @@ class DecodeMemoryQueue:
             if waiter.need.longest > total:
                 continue
             blocks = needs(waiter.need)
-            left = blocks_left_free(blocks, total) if leaves_room(waiter.place) else 0
-            if blocks + left <= room and self.free_to(decode, waiter.place):
+            left = blocks_left_free(blocks, total) if above_share(waiter.key) else 0
+            if blocks + left <= available and self.is_free_to(decode, waiter.key):
                 found.append(number)
-                room -= blocks
+                available -= blocks
                 continue
             looks -= 1
             if self._holds_now(waiter, decode, now) or not looks:
@@ -225,51 +235,53 @@ class DecodeMemoryQueue:
         return self._waiters, self._holds, self._refused
 
     def _holds_now(self, waiter: MemoryWaiter, decode: str, now: float) -> bool:
-        """Whether the instance is held for this one, who has waited for long and is too big for its room of now."""
-        number = waiter.place.number
+        """Whether the instance is held for a request that has waited for long and does not fit into its free memory."""
+        number = waiter.key.number
         if now - waiter.since >= HOLD_AFTER_S and number not in self._holds.values():
             self._holds.setdefault(decode, number)
         return self._holds.get(decode) == number
 
 
-LOOK_PAUSE_S = 0.05
-"""Between two looks of the whole line, at least."""
+RETRY_PAUSE_S = 0.05
+"""Least seconds between two retries by the queue."""
 
 
-MAX_LOOK_PAUSE_S = 1.0
-"""Between two looks of one request, at most: forecasts err."""
+MAX_RETRY_PAUSE_S = 1.0
+"""Most seconds between two retries of one request: forecasts err."""
 
 
-LOOK_FIRST = 4
-"""So many look each time."""
+RETRY_FIRST = 4
+"""Requests at the front of the queue that retry each time."""
 
 
-MAX_LOOK_AT_ONCE = 12
-"""So many at most look at once: each look costs a plan."""
+MAX_RETRIES_AT_ONCE = 12
+"""Requests that retry at once, at most: each retry costs a routing decision."""
 
 
-SLO_QUEUE_TIMER = ("line", 0)
+SLO_QUEUE_TIMER = (TimerKind.SLO_QUEUE, 0)
 
 
 @frozen
 class SloWaiter:
-    """A request in the line, and bytes of its prompt."""
+    """A request in the `SloQueue`, and bytes of its prompt."""
 
-    place: QueueKey
+    key: QueueKey
     nbytes: int
 
 
 class SloQueue:
-    """The line, bounded in number and bytes. What it costs does not grow with those who wait, but for their tenants.
+    """Requests that wait for a placement within their SLO, bounded in number and bytes.
+
+    Costs of each call do not grow with the number of requests, only with that of their tenants.
 
     Args:
         shares: of the tenants.
-        timers: of the core; `TIMER` is set to when somebody looks again.
+        timers: of the scheduler; `SLO_QUEUE_TIMER` is set to the time of the next retry.
         most: requests.
         most_bytes: of their prompts.
     """
 
-    def __init__(self, shares: FairShares, timers: Timers[tuple[str, int]], most: int, most_bytes: int) -> None:
+    def __init__(self, shares: FairShares, timers: Timers[TimerKey], most: int, most_bytes: int) -> None:
         self._queue = FairQueue(shares)
         self._timers = timers
         self._most = most
@@ -277,7 +289,7 @@ class SloQueue:
         self._waiting: dict[int, SloWaiter] = {}
         self._again: Timers[int] = Timers()  # when each looks again
         self._held: dict[str, int] = {}  # bytes, by tenant
-        self._looked_at = 0.0
+        self._retried_at = 0.0
         self.nbytes = 0
         """Of all prompts."""
 
@@ -291,18 +303,18 @@ class SloQueue:
         """How many wait, by tenant."""
         return self._queue.count()
 
-    def add(self, now: float, place: QueueKey, nbytes: int, cost: float, retry_s: float) -> list[int]:
-        """One more waits, who was told to look again after `retry_s`.
+    def add(self, now: float, key: QueueKey, nbytes: int, cost: float, retry_s: float) -> list[int]:
+        """Lets a request wait that may try again after `retry_s` seconds.
 
         Returns:
-            Those for whom there is no room any more, maybe this one; they are not in the line. They are the last of
-            whoever has most bytes in it for his weight.
+            Requests that the queue is too long for, maybe this one; they wait no more. They are the last ones of the
+            tenant that has most bytes in the queue for its weight.
         """
-        again_at = now + min(max(retry_s, LOOK_PAUSE_S), MAX_LOOK_PAUSE_S)
-        self._queue.add(place, cost)
-        self._waiting[place.number] = SloWaiter(place, nbytes)
-        self._again.set(place.number, again_at)
-        self._hold(place.tenant, nbytes)
+        again_at = now + min(max(retry_s, RETRY_PAUSE_S), MAX_RETRY_PAUSE_S)
+        self._queue.add(key, cost)
+        self._waiting[key.number] = SloWaiter(key, nbytes)
+        self._again.set(key.number, again_at)
+        self._hold(key.tenant, nbytes)
         pushed = []
         while len(self) > self._most or self.nbytes > self._most_bytes:
             pushed.append(self._queue.last_of(self._largest()))
@@ -316,19 +328,19 @@ class SloQueue:
         if waiting is not None:
             self._queue.remove(number)
             self._again.clear(number)
-            self._hold(waiting.place.tenant, -waiting.nbytes)
+            self._hold(waiting.key.tenant, -waiting.nbytes)
             self._wake()
 
-    def looking(self, now: float) -> list[int]:
-        """Those who look for a place now: the first of all, and who has waited for longest since he was to look."""
-        self._looked_at = now
-        found = list(islice(self._queue, LOOK_FIRST))
+    def retrying(self, now: float) -> list[int]:
+        """Requests that look for a placement now: the first ones, and those whose retry is overdue for longest."""
+        self._retried_at = now
+        found = list(islice(self._queue, RETRY_FIRST))
         for number in found:
             self._again.clear(number)
-        while len(found) < MAX_LOOK_AT_ONCE and (due := self._again.pop_due(now)) is not None:
+        while len(found) < MAX_RETRIES_AT_ONCE and (due := self._again.pop_due(now)) is not None:
             found.append(due)
-        for number in found:  # whoever finds a place leaves the line
-            self._again.set(number, now + MAX_LOOK_PAUSE_S)
+        for number in found:  # those that are placed leave the queue
+            self._again.set(number, now + MAX_RETRY_PAUSE_S)
         self._wake()
         return found
 
@@ -339,18 +351,18 @@ class SloQueue:
             del self._held[tenant]
 
     def _largest(self) -> str:
-        """The tenant that has most in the line for its weight; of equal ones the last in the alphabet."""
+        """The tenant with most bytes in the queue for its weight; of equal ones the last in the alphabet."""
         return max(self._held, key=lambda tenant: (self._held[tenant] / self._weight(tenant), tenant))
 
     def _weight(self, tenant: str) -> float:
-        return self._waiting[self._queue.last_of(tenant)].place.weight
+        return self._waiting[self._queue.last_of(tenant)].key.weight
 
     def _wake(self) -> None:
         first = self._again.next()
         if first is None:
             self._timers.clear(SLO_QUEUE_TIMER)
         else:
-            self._timers.set(SLO_QUEUE_TIMER, max(first, self._looked_at + LOOK_PAUSE_S))
+            self._timers.set(SLO_QUEUE_TIMER, max(first, self._retried_at + RETRY_PAUSE_S))
 
     def check_invariants(self) -> None:
         """Asserts that sums, order and timer are those of who waits."""
@@ -359,7 +371,7 @@ class SloQueue:
         assert self.nbytes == sum(it.nbytes for it in self._waiting.values()) <= self._most_bytes
         held: dict[str, int] = {}
         for it in self._waiting.values():
-            held[it.place.tenant] = held.get(it.place.tenant, 0) + it.nbytes
+            held[it.key.tenant] = held.get(it.key.tenant, 0) + it.nbytes
         assert self._held == held
         assert len(self._again) == len(self._waiting)
         assert len(self) <= self._most
@@ -367,4 +379,4 @@ class SloQueue:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self._waiting, self._again, self._queue, self._looked_at, self.nbytes)
+        return digest_of(self._waiting, self._again, self._queue, self._retried_at, self.nbytes)

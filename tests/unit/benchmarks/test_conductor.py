@@ -9,7 +9,7 @@ def test_a_small_world_is_told_and_asked() -> None:
     keys = chain_keys(1)
     for _ in range(5):
         assert world.decide(keys) > 0
-    picture = world.picture
+    picture = world.cluster
     picture.check_invariants()
     assert len(picture) == 5 + 4 + STORES
     assert (picture.prompts_in_flight, picture.answers_in_flight) == (5, 5)

@@ -41,7 +41,7 @@ class Listener:
         async for request in requests:
             if request.HasField("hello"):
                 self.hellos += 1
-                self.index.add_instance("it", tells_cold=True)
+                self.index.add_instance("it", reports_ssd=True)
                 yield conductor_pb2.JoinResponse(welcome=conductor_pb2.JoinWelcome(heartbeat_s=10))
             if request.HasField("events"):
                 events = request.events

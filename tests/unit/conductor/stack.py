@@ -102,7 +102,7 @@ class Stack:
 
     async def settled(self, member: FakeMember) -> None:
         """Wait until a prefill instance has reported after its last token: it tells of no blocks that it computed."""
-        agent, coming = member.agent, self.servicer.core.picture.prefills.coming
+        agent, coming = member.agent, self.servicer.core.cluster.prefills.in_flight
         assert agent is not None
 
         def told() -> bool:

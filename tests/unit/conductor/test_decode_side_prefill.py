@@ -28,7 +28,7 @@ def members(**settings: Any) -> tuple[Any, ScriptedDecode]:
 async def hold(s: Stack, d: ScriptedDecode) -> None:
     """The decode instance tells that it holds the prompt's two full blocks."""
     d.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
-    await s.until(lambda: s.servicer.core.picture.index.held("decode-0") == 2)
+    await s.until(lambda: s.servicer.core.cluster.index.held("decode-0") == 2)
 
 
 async def test_the_answer_comes_from_decode_alone_and_explain_says_so() -> None:

@@ -36,7 +36,7 @@ async def test_those_of_a_prompt_come_once_and_what_is_cached_of_it_is_not_looke
     p, d, other, k = prefill(), decode(fail_at=[2]), decode(1), store()
     p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, other, k) as s:
-        index = s.servicer.core.picture.index
+        index = s.servicer.core.cluster.index
         k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
         await s.until(lambda: index.held("kvstore-0") == 2)
         how = SamplingParams(max_tokens=4, prompt_logprobs=1)

@@ -25,7 +25,7 @@ async def drained(s: Stack, instance: ScriptedDecode) -> None:
     assert instance.agent is not None
     instance.load.draining = True
     instance.agent.notify()
-    await s.until(lambda: bool(s.servicer.core.picture.decodes.draining))
+    await s.until(lambda: bool(s.servicer.core.cluster.decodes.draining_mask))
 
 
 async def test_the_old_place_is_left_when_the_new_one_speaks() -> None:

@@ -17,7 +17,7 @@ async def held(s: Stack, member: FakeMember) -> list[bytes]:
     """A member has the prompt's blocks, and the conductor knows; returns their keys."""
     keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
     member.store(keys)
-    await s.until(lambda: s.servicer.core.picture.index.held(member.id) == len(keys))
+    await s.until(lambda: s.servicer.core.cluster.index.held(member.id) == len(keys))
     return keys
 
 
@@ -50,7 +50,7 @@ async def test_a_block_that_a_peer_has_lost_corrects_the_index() -> None:
         keys = await held(s, d)
         p.misses.append(prefill_pb2.StoreMiss(store=d.instance, block=1))
         await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
-        assert s.servicer.core.picture.index.lengths(keys) == {"decode-0": 1}
+        assert s.servicer.core.cluster.index.lengths(keys) == {"decode-0": 1}
 
 
 async def test_a_copy_is_ordered_when_prompts_go_on_asking() -> None:
@@ -60,7 +60,7 @@ async def test_a_copy_is_ordered_when_prompts_go_on_asking() -> None:
     async with stack(p, d, copy_share=1.0) as s:
         keys = await held(s, d)
         asked = 0
-        while not s.servicer.core.picture.hot.ordered:
+        while not s.servicer.core.cluster.replication.ordered:
             asked += 1
             assert asked <= 50
             await s.client.generate(token_ids=PROMPT, sampling=GREEDY)

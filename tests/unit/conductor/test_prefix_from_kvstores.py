@@ -17,7 +17,7 @@ async def test_a_prefix_in_a_store_is_named_as_source_and_write_back() -> None:
     p, d, k = prefill(), decode(), store()
     p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, k) as s:
-        index = s.servicer.core.picture.index
+        index = s.servicer.core.cluster.index
         k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
         await s.until(lambda: index.held("kvstore-0") == 2)
         result = await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
@@ -35,7 +35,7 @@ async def test_copies_are_named_to_prefill_and_decode() -> None:
     p, d, stores = prefill(), decode(), [store(number) for number in range(3)]
     p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, *stores, kvstore_replicas=2) as s:
-        index = s.servicer.core.picture.index
+        index = s.servicer.core.cluster.index
         keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
         stores[0].store(keys)
         stores[2].store(keys[:1])
@@ -53,7 +53,7 @@ async def test_a_miss_corrects_the_index_until_the_store_reports_the_block_again
     p, d, k = prefill(), decode(), store()
     p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
     async with stack(p, d, k) as s:
-        index = s.servicer.core.picture.index
+        index = s.servicer.core.cluster.index
         keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
         k.store(keys)
         await s.until(lambda: index.lengths(keys) == {"kvstore-0": 2})

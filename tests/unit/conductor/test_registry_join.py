@@ -34,7 +34,7 @@ async def answer(call: Any) -> str:
 async def test_events_reach_the_index_and_leaving_empties_it() -> None:
     k = store(keys=KEYS[:1])
     async with stack() as s:
-        index = s.servicer.core.picture.index
+        index = s.servicer.core.cluster.index
         agent = await s.join(k)
         await s.until(lambda: index.held("kvstore-0") == 1)
         k.store(KEYS[1:3])
@@ -60,15 +60,15 @@ async def test_a_missing_message_empties_the_index_and_asks_for_a_snapshot() -> 
         call = await s.call_join(await s.serve(store()))
         assert await answer(call) == "welcome"
         await call.write(events(1, KEYS[:2], snapshot=True))
-        await s.until(lambda: s.servicer.core.picture.index.held("kvstore-0") == 2)
+        await s.until(lambda: s.servicer.core.cluster.index.held("kvstore-0") == 2)
         await call.write(events(3, KEYS[2:]))
         assert await answer(call) == "resync"
-        assert s.servicer.core.picture.index.held("kvstore-0") == 0
+        assert s.servicer.core.cluster.index.held("kvstore-0") == 0
         await call.write(events(4, KEYS, snapshot=True))
         await s.until(
             lambda: (
-                s.servicer.core.picture.index.lengths(KEYS) == {"kvstore-0": 4}
-                and s.servicer.core.picture.index.synced("kvstore-0")
+                s.servicer.core.cluster.index.lengths(KEYS) == {"kvstore-0": 4}
+                and s.servicer.core.cluster.index.synced("kvstore-0")
             )
         )
         call.cancel()
@@ -88,12 +88,12 @@ async def test_an_instance_comes_back_after_its_stream_broke() -> None:
         hello = await s.serve(store())
         call = await s.call_join(hello)
         await call.write(events(1, KEYS[:1], snapshot=True))
-        await s.until(lambda: s.servicer.core.picture.index.held("kvstore-0") == 1)
+        await s.until(lambda: s.servicer.core.cluster.index.held("kvstore-0") == 1)
         call.cancel()
         await s.until(lambda: len(s.cluster.registry) == 0)
         again = await s.call_join(hello)
         await again.write(events(9, KEYS, snapshot=True))
-        await s.until(lambda: s.servicer.core.picture.index.held("kvstore-0") == 4)
+        await s.until(lambda: s.servicer.core.cluster.index.held("kvstore-0") == 4)
         again.cancel()
 
 

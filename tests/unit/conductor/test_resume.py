@@ -81,7 +81,7 @@ async def test_a_conductor_that_has_just_started_waits_for_the_instance() -> Non
             hello = pb.JoinHello(instance=member.instance, total_blocks=member.total_blocks, model=second.model())
             if member is d:
                 again = Call(second, lost.resume(request(), count=2))
-                await second.until(lambda: len(second.servicer.core.requests) == 1)
+                await second.until(lambda: len(second.servicer.core.scheduler) == 1)
             await second.follow(member, hello)
             await second.joined(member)
         d.go.set()

@@ -29,7 +29,7 @@ async def test_a_request_waits_until_its_limit_can_be_kept() -> None:
         asked = asyncio.create_task(
             s.client.generate(token_ids=PROMPT, sampling=GREEDY, slo=Slo(ttft_s=2.0), tenant="ann", request_id="r")
         )
-        await s.until(lambda: len(s.servicer.core.requests.line) == 1)
+        await s.until(lambda: len(s.servicer.core.scheduler.slo_queue) == 1)
         state = (await s.client.cluster_state()).queue
         assert (state.for_limits, state.for_room, state.prompt_bytes) == (1, 0, 160)
         assert [(it.tenant, it.weight, it.requests, it.waiting) for it in state.tenants] == [("ann", 1.0, 1, 1)]
@@ -70,7 +70,7 @@ async def test_who_leaves_the_queue_holds_nothing() -> None:
     async with stack(p, d, queue_deadline_s=60.0) as s:
         await told(s, p, 1.0)
         asked = asyncio.create_task(s.client.generate(token_ids=PROMPT, slo=Slo(ttft_s=2.0)))
-        await s.until(lambda: len(s.servicer.core.requests.line) == 1)
+        await s.until(lambda: len(s.servicer.core.scheduler.slo_queue) == 1)
         asked.cancel()
         await asyncio.wait({asked})
         await s.rest()

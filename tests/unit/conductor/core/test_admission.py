@@ -46,9 +46,9 @@ class TestOutlook:
 
     def test_a_prompt_that_is_being_computed_is_no_load_now(self) -> None:
         world = self.world()
-        started, _ = (world.picture.claim_decode("decode-0", PlacedAnswer(64, 4, told_at=9.0)) for _ in range(2))
-        world.picture.grew(started, 1, 0.0)
-        instance = world.picture.decodes.get("decode-0")
+        started, _ = (world.cluster.claim_decode("decode-0", PlacedAnswer(64, 4, reported_at=9.0)) for _ in range(2))
+        world.cluster.answer_grew(started, 1, 0.0)
+        instance = world.cluster.decodes.get("decode-0")
         assert instance is not None
         assert load_now(instance) == LoadForecast(1, 64)
         world.report("decode-0", running=5, context_tokens=1000)  # does not include our two
@@ -56,11 +56,11 @@ class TestOutlook:
 
     def test_answers_count_by_the_probability_that_they_still_run(self) -> None:
         world = self.world()
-        lengths, picture = world.picture.forecasts.lengths, world.picture
-        instance = picture.decodes.get("decode-0")
+        lengths, cluster = world.cluster.forecasts.lengths, world.cluster
+        instance = cluster.decodes.get("decode-0")
         assert instance is not None
         for _ in range(10):
-            picture.grew(picture.claim_decode("decode-0", PlacedAnswer(100, 7)), 8, 5.0)
+            cluster.answer_grew(cluster.claim_decode("decode-0", PlacedAnswer(100, 7)), 8, 5.0)
         later = load_at(instance, lengths, 5.0, 15.0)  # 100 tokens more; a mean of 256 is believed
         share = exp(-100 / 256)
         assert later.sequences == pytest.approx(10 * share)
@@ -68,10 +68,10 @@ class TestOutlook:
 
     def test_one_on_its_way_counts_from_when_it_begins(self) -> None:
         world = self.world()
-        lengths, picture = world.picture.forecasts.lengths, world.picture
-        instance = picture.decodes.get("decode-0")
+        lengths, cluster = world.cluster.forecasts.lengths, world.cluster
+        instance = cluster.decodes.get("decode-0")
         assert instance is not None
-        picture.claim_decode("decode-0", PlacedAnswer(100, 7, told_at=20.0))
+        cluster.claim_decode("decode-0", PlacedAnswer(100, 7, reported_at=20.0))
         assert load_at(instance, lengths, 0.0, 10.0) == LoadForecast(0.0, 0.0)
         assert load_at(instance, lengths, 0.0, 20.0) == LoadForecast(1.0, 100.0)
         assert load_at(instance, lengths, 0.0, 45.6).sequences == pytest.approx(exp(-1))
@@ -79,7 +79,7 @@ class TestOutlook:
 
     def test_what_others_placed_stays(self) -> None:
         one = decode_at(0, facts("decode-0", speeds=FIXED), 3, room=50)
-        lengths = World().picture.forecasts.lengths
+        lengths = World().cluster.forecasts.lengths
         assert load_at(one, lengths, 0.0, 1000.0) == LoadForecast(3.0, 300.0)
 
 
@@ -88,16 +88,16 @@ class Busy:
 
     def __init__(self, running: int = 0, coming: int = 0, begins_at: float = 10.0) -> None:
         self.world = World(facts("prefill-0", speeds=STEP), *(facts(f"decode-{n}", speeds=STEP) for n in range(2)))
-        picture = self.world.picture
+        cluster = self.world.cluster
         for name in ("decode-0", "decode-1"):
             for _ in range(running):
-                picture.grew(picture.claim_decode(name, PlacedAnswer(10, 1)), 1, 0.0)
+                cluster.answer_grew(cluster.claim_decode(name, PlacedAnswer(10, 1)), 1, 0.0)
             for _ in range(coming):
-                picture.claim_decode(name, PlacedAnswer(10, 1, told_at=begins_at))
+                cluster.claim_decode(name, PlacedAnswer(10, 1, reported_at=begins_at))
 
     def check(self, admission: AdmissionMode, slo: SloLimits, tokens: int = 20) -> Failure | Sequence[DecodeChoice]:
         plan: RoutingDecision = self.world.plan(tokens)
-        return AdmissionGate(admission, self.world.picture.forecasts).check(slo, plan, (), 0.0, 0.0)
+        return AdmissionGate(admission, self.world.cluster.forecasts).check(slo, plan, (), 0.0, 0.0)
 
 
 def reason(found: Failure | Sequence[DecodeChoice]) -> str:
@@ -149,16 +149,16 @@ def test_load_that_will_have_ended_refuses_nobody_by_prediction() -> None:
     assert refusal.predicted_tbt_s == pytest.approx(1.1)
     assert refusal.retry_after_s == TOO_SLOW_RETRY_S
     for number in range(40):  # answers have about 8 tokens: those of now are over in 20 s
-        world.world.picture.forecasts.lengths.begin(number, ("",))
-        world.world.picture.forecasts.lengths.ended(number, 8)
+        world.world.cluster.forecasts.lengths.begin(number, ("",))
+        world.world.cluster.forecasts.lengths.ended(number, 8)
     assert reason(world.check(AdmissionMode.PREDICTIVE, LIMIT)) == ""
     assert reason(world.check(AdmissionMode.PREDICTIVE, LIMIT, tokens=1)) == "tbt_slo", "a second from now they are not"
 
 
 def test_only_instances_that_keep_the_limit_are_asked() -> None:
     world = Busy(coming=12)
-    for claim in world.world.picture.claims[12:]:
-        world.world.picture.release(claim, 0.0)
+    for claim in world.world.cluster.claims[12:]:
+        world.world.cluster.release(claim, 0.0)
     found = world.check(AdmissionMode.PREDICTIVE, LIMIT)
     assert not isinstance(found, Failure)
     assert [choice.id for choice in found] == ["decode-1"]

@@ -1,4 +1,4 @@
-"""The picture: plans from exact states, claims, and what must never happen again."""
+"""The cluster: plans from exact states, claims, and what must never happen again."""
 
 import pickle
 from dataclasses import replace
@@ -9,6 +9,7 @@ from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.scheduling.latency import Speeds
 from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.decode_pool import PlacedAnswer
+from services.conductor.core.events import KeysChanged
 
 from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts
 
@@ -84,8 +85,8 @@ class TestPrefill:
         for number in range(6):
             now = 20.0 + 100 * number
             plan = world.plan(now=now)
-            claim = world.picture.claim_prefill(plan.prefill.id, plan.prefill.busy_s, now)
-            world.picture.release(claim, now + 64)
+            claim = world.cluster.claim_prefill(plan.prefill.id, plan.prefill.busy_s, now)
+            world.cluster.release(claim, now + 64)
             for name in ("prefill-0", "prefill-1", "prefill-2"):
                 world.report(name, now=now + 65, drain_s=0.0)
             chosen.append(plan.prefill.id)
@@ -113,7 +114,7 @@ class TestPipelines:
     def test_a_step_that_takes_long_because_of_its_stages_is_not_learnt_as_slow(self) -> None:
         world = prefills("prefill-0", stages=4, step_tokens=16)
         for _ in range(20):
-            world.picture.first_token(world.plan(64), 64, 28.0, 0.0, 0.0)
+            world.cluster.first_token(world.plan(64), 64, 28.0, 0.0, 0.0)
         assert world.plan(64).prefill.prefill_s == pytest.approx(28.0)
 
     def test_a_hundred_prompts_take_a_hundred_times_as_long_as_one(self) -> None:
@@ -136,29 +137,29 @@ class TestClaims:
 
     def test_a_prompt_counts_until_a_report_includes_it(self) -> None:
         world = prefills("prefill-0")
-        picture = world.picture
-        claim = picture.claim_prefill("prefill-0", 10.0, 0.0)
+        cluster = world.cluster
+        claim = cluster.claim_prefill("prefill-0", 10.0, 0.0)
         world.report("prefill-0", now=1.0, drain_s=5.0)  # made before the prompt came
         assert world.plan(now=1.0).prefill.queue_s == 15.0
-        picture.known(claim)
+        cluster.acknowledged(claim)
         assert world.plan(now=2.0).prefill.queue_s == 14.0
         world.report("prefill-0", now=2.0, drain_s=13.0)
         assert world.plan(now=2.0).prefill.queue_s == 13.0
-        picture.release(claim, 3.0)
-        picture.release(claim, 3.0)
+        cluster.release(claim, 3.0)
+        cluster.release(claim, 3.0)
         assert world.plan(now=3.0).prefill.queue_s == 12.0
-        assert picture.prompts_in_flight == 0
+        assert cluster.prompts_in_flight == 0
 
     def test_a_report_says_how_many_prompts_it_includes(self) -> None:
         """It comes on another stream than the answers to requests, before or after them."""
         world = prefills("prefill-0")
-        picture = world.picture
-        first, second = (picture.claim_prefill("prefill-0", 10.0, 0.0) for _ in range(2))
+        cluster = world.cluster
+        first, second = (cluster.claim_prefill("prefill-0", 10.0, 0.0) for _ in range(2))
         world.report("prefill-0", drain_s=10.0, taken=8)
         assert world.plan().prefill.queue_s == 30.0
-        picture.known(first, 8)  # the report was quicker
+        cluster.acknowledged(first, 8)  # the report was quicker
         assert world.plan().prefill.queue_s == 20.0
-        picture.known(second, 9)
+        cluster.acknowledged(second, 9)
         world.report("prefill-0", drain_s=10.0, taken=8)  # and this one slower: it was made before
         assert world.plan().prefill.queue_s == 20.0
         world.report("prefill-0", drain_s=20.0, taken=9)
@@ -166,70 +167,70 @@ class TestClaims:
 
     def test_a_report_says_how_many_promises_it_includes(self) -> None:
         world = World(facts("prefill-0"), facts("decode-0"))
-        picture = world.picture
-        first, second = (picture.claim_decode("decode-0", PlacedAnswer(16, 1)) for _ in range(2))
+        cluster = world.cluster
+        first, second = (cluster.claim_decode("decode-0", PlacedAnswer(16, 1)) for _ in range(2))
         world.report("decode-0", free_blocks=9, promised_blocks=1, taken=8, waiting=1)
-        picture.known(first, 8)
-        picture.known(second, 9)
-        assert picture.blocks_unreported == 1
+        cluster.acknowledged(first, 8)
+        cluster.acknowledged(second, 9)
+        assert cluster.blocks_unreported == 1
         world.report("decode-0", free_blocks=9, promised_blocks=1, taken=8, waiting=1)
-        assert picture.blocks_unreported == 1
+        assert cluster.blocks_unreported == 1
         world.report("decode-0", free_blocks=9, promised_blocks=2, taken=9, waiting=2)
-        assert picture.blocks_unreported == 0
-        picture.check_invariants()
+        assert cluster.blocks_unreported == 0
+        cluster.check_invariants()
 
     def test_a_prompt_that_never_came_leaves_nothing(self) -> None:
         world = prefills("prefill-0")
         world.report("prefill-0", now=0.0, drain_s=5.0)
-        claim = world.picture.claim_prefill("prefill-0", 10.0, 1.0)
+        claim = world.cluster.claim_prefill("prefill-0", 10.0, 1.0)
         assert world.plan(now=1.0).prefill.queue_s == 14.0
-        world.picture.release(claim, 2.0)
+        world.cluster.release(claim, 2.0)
         assert world.plan(now=2.0).prefill.queue_s == 3.0
 
     def test_without_drain_times_our_own_prompts_are_worked_off_in_order(self) -> None:
         world = prefills("prefill-0")
-        first = world.picture.claim_prefill("prefill-0", 4.0, 10.0)
-        second = world.picture.claim_prefill("prefill-0", 2.0, 11.0)
+        first = world.cluster.claim_prefill("prefill-0", 4.0, 10.0)
+        second = world.cluster.claim_prefill("prefill-0", 2.0, 11.0)
         world.report("prefill-0", now=11.0)
         assert world.plan(now=11.0).prefill.queue_s == 5.0
-        world.picture.release(first, 12.0)
+        world.cluster.release(first, 12.0)
         assert world.plan(now=13.0).prefill.queue_s == 1.0
-        world.picture.release(second, 13.0)
+        world.cluster.release(second, 13.0)
         assert world.plan(now=13.0).prefill.queue_s == 0.0
 
     def test_an_answers_room_counts_until_a_report_includes_it(self) -> None:
         world = World(facts("prefill-0"), facts("decode-0"), facts("decode-1"))
-        picture = world.picture
+        cluster = world.cluster
         world.report("decode-0", free_blocks=10)
-        claim = picture.claim_decode("decode-0", PlacedAnswer(64, 8))
+        claim = cluster.claim_decode("decode-0", PlacedAnswer(64, 8))
         assert [c.id for c in world.plan(64).decodes] == ["decode-1", "decode-0"]
-        assert picture.blocks_unreported == 8
+        assert cluster.blocks_unreported == 8
         world.report("decode-0", free_blocks=10)  # made before it was promised
-        assert picture.blocks_unreported == 8
-        picture.known(claim)
+        assert cluster.blocks_unreported == 8
+        cluster.acknowledged(claim)
         world.report("decode-0", free_blocks=10, promised_blocks=8, waiting=1)
-        assert (picture.blocks_unreported, picture.answers_in_flight) == (0, 1)
-        picture.release(claim, 1.0)
-        assert picture.answers_in_flight == 0
-        picture.check_invariants()
+        assert (cluster.blocks_unreported, cluster.answers_in_flight) == (0, 1)
+        cluster.release(claim, 1.0)
+        assert cluster.answers_in_flight == 0
+        cluster.check_invariants()
 
     def test_an_instance_that_is_gone_takes_its_claims_along(self) -> None:
         world = prefills("prefill-0")
         claims = [
-            world.picture.claim_prefill("prefill-0", 10.0, 0.0),
-            world.picture.claim_decode("decode-0", PlacedAnswer(1, 1)),
+            world.cluster.claim_prefill("prefill-0", 10.0, 0.0),
+            world.cluster.claim_decode("decode-0", PlacedAnswer(1, 1)),
         ]
-        world.picture.leave("prefill-0")
+        world.cluster.leave("prefill-0")
         world.join(facts("prefill-0", incarnation=2, speeds=SECOND_PER_TOKEN))
         assert world.plan().prefill.queue_s == 0.0
         for claim in claims:
-            world.picture.release(claim, 1.0)
-        assert world.picture.claim_prefill("nobody", 1.0, 1.0) not in claims
-        world.picture.check_invariants()
+            world.cluster.release(claim, 1.0)
+        assert world.cluster.claim_prefill("nobody", 1.0, 1.0) not in claims
+        world.cluster.check_invariants()
 
     def test_the_same_process_that_joins_again_keeps_its_claims_and_a_new_one_does_not(self) -> None:
         world = prefills("prefill-0")
-        world.picture.claim_prefill("prefill-0", 10.0, 0.0)
+        world.cluster.claim_prefill("prefill-0", 10.0, 0.0)
         again = facts("prefill-0", speeds=SECOND_PER_TOKEN)
         world.join(again)
         assert world.plan().prefill.queue_s == 10.0
@@ -272,8 +273,8 @@ class TestDecode:
             ("decode-1", 11),
         ]
         for _ in range(2):
-            world.picture.claim_decode("decode-0", PlacedAnswer(64, plan.decodes[0].blocks))
-        assert world.picture.decodes.room_of("decode-0") == (0, 50)
+            world.cluster.claim_decode("decode-0", PlacedAnswer(64, plan.decodes[0].blocks))
+        assert world.cluster.decodes.available_of("decode-0") == (0, 50)
         assert world.plan(64, answer_tokens=320).decodes[0].id == "decode-2"
 
     def test_an_answer_is_not_expected_to_be_longer_than_asked_for(self) -> None:
@@ -287,7 +288,7 @@ class TestDecode:
         world = World(facts("prefill-0"), facts("decode-0", speeds=step))
         world.join(facts("decode-1", speeds=replace(step, decode_base_s=0.01 * slower)))
         for name in ("decode-0", "decode-1"):  # both have served, so both are known
-            world.picture.release(world.picture.claim_decode(name, PlacedAnswer(1, 1)), 0.0)
+            world.cluster.release(world.cluster.claim_decode(name, PlacedAnswer(1, 1)), 0.0)
         world.report("decode-0", running=busy, free_blocks=100)
         assert world.plan().decodes[0].id == {"fast": "decode-0", "slow": "decode-1"}[first]
 
@@ -296,14 +297,14 @@ class TestSpeeds:
     def test_reports_do_not_undo_what_was_learnt(self) -> None:
         world = prefills("prefill-0")
         for number in range(40):
-            world.picture.first_token(world.plan(64), 64, 128.0, 0.0, 0.0)
+            world.cluster.first_token(world.plan(64), 64, 128.0, 0.0, 0.0)
             told = replace(SECOND_PER_TOKEN, prefill_per_token_s=1.0 + number % 2 * 1e-3)
             world.report("prefill-0", drain_s=0.0, speeds=told)
         assert world.plan(64).prefill.prefill_s == pytest.approx(128.0, rel=0.1)
 
     def test_a_new_process_starts_from_what_it_tells(self) -> None:
         world = prefills("prefill-0")
-        world.picture.first_token(world.plan(64), 64, 128.0, 0.0, 0.0)
+        world.cluster.first_token(world.plan(64), 64, 128.0, 0.0, 0.0)
         world.join(facts("prefill-0", incarnation=2, speeds=SECOND_PER_TOKEN))
         assert world.plan(64).prefill.prefill_s == 64.0
 
@@ -330,7 +331,7 @@ class TestWhoCannot:
         large, small = facts(f"{kind}-1"), facts(f"{kind}-2", total_blocks=5)
         world = World(facts("prefill-0" if kind == "decode" else "decode-0"), large, small)
         if gone:
-            world.picture.leave(large.id)
+            world.cluster.leave(large.id)
         else:
             world.report(large.id, free_blocks=100, drain_s=0.0, draining=True)
         with pytest.raises(Unavailable):
@@ -344,12 +345,14 @@ def test_a_resync_gives_an_instance_another_slot_and_nothing_else_changes() -> N
     world = prefills("prefill-0", "prefill-1")
     world.events("prefill-0", KEYS[:4])
     world.report("prefill-0", drain_s=3.0)
-    picture = world.picture
-    assert picture.events("prefill-0", 99, KEYS[4:], [])
+    cluster = world.cluster
+    gap = KeysChanged("prefill-0", 99, tuple(KEYS[4:]), (), snapshot_begin=False, snapshot_end=False)
+    assert cluster.keys_changed(gap)
     best = world.plan(64, keys=KEYS[:4])
     found = [(choice.id, choice.local_blocks, choice.queue_s) for choice in best.candidates]
     assert found == [("prefill-1", 0, 0.0), ("prefill-0", 0, 3.0)]
-    assert not picture.events("prefill-0", 120, KEYS[:2], [], snapshot_begin=True, snapshot_end=True)
+    snapshot = KeysChanged("prefill-0", 120, tuple(KEYS[:2]), (), snapshot_begin=True, snapshot_end=True)
+    assert not cluster.keys_changed(snapshot)
     assert world.plan(64, keys=KEYS[:4]).prefill.local_blocks == 2
 
 
@@ -359,7 +362,7 @@ def test_a_miss_corrects_the_picture_unless_the_block_was_reported_since() -> No
     world.events("kvstore-0", KEYS[:3])
     plan = world.plan(64, keys=KEYS[:4])
     world.events("kvstore-0", KEYS[1:2])
-    world.picture.forget("kvstore-0", KEYS[1:3], plan.index_version)
+    world.cluster.forget("kvstore-0", KEYS[1:3], plan.index_version)
     assert world.plan(64, keys=KEYS[:4]).prefill.used_blocks == 2
 
 
@@ -368,8 +371,8 @@ def test_it_goes_through_a_pickle() -> None:
     world.join(facts("kvstore-0"))
     world.events("prefill-1", KEYS[:4])
     world.serve(keys=KEYS[:4])
-    again: ClusterView = pickle.loads(pickle.dumps(world.picture))
+    again: ClusterView = pickle.loads(pickle.dumps(world.cluster))
     again.check_invariants()
-    assert again.digest() == world.picture.digest()
-    world.picture.claim_decode("decode-0", PlacedAnswer(5, 1))
-    assert again.digest() != world.picture.digest()
+    assert again.digest() == world.cluster.digest()
+    world.cluster.claim_decode("decode-0", PlacedAnswer(5, 1))
+    assert again.digest() != world.cluster.digest()

@@ -18,110 +18,110 @@ SLOW = Speeds(decode_base_s=1.0)
 LATER = Speeds(decode_base_s=0.9)
 
 
-def hear(vigil: HealthMonitor, speeds: Speeds, now: float, *, idle: bool = False) -> tuple[bool, bool]:
+def hear(health: HealthMonitor, speeds: Speeds, now: float, *, idle: bool = False) -> tuple[bool, bool]:
     """Takes a report; whether the instance is slow, and whether it was believed."""
-    believed = vigil.hear(speeds, speeds.decode_base_s, now, FACTOR, idle=idle)
-    return vigil.slow, believed == speeds
+    believed = health.report(speeds, speeds.decode_base_s, now, FACTOR, idle=idle)
+    return health.slow, believed == speeds
 
 
 def taught(seconds: float = FINE.decode_base_s) -> HealthMonitor:
     """One of which enough was heard to judge it, at time 0."""
-    vigil = HealthMonitor()
+    health = HealthMonitor()
     for lesson in range(MIN_REPORTS):
-        hear(vigil, Speeds(decode_base_s=seconds * (1 + lesson % 2 / 1000)), 0.0)
-    hear(vigil, Speeds(decode_base_s=seconds), 0.0)
-    assert (vigil.lessons, vigil.told_s) == (MIN_REPORTS + 1, seconds)
-    return vigil
+        hear(health, Speeds(decode_base_s=seconds * (1 + lesson % 2 / 1000)), 0.0)
+    hear(health, Speeds(decode_base_s=seconds), 0.0)
+    assert (health.reports, health.reported_s) == (MIN_REPORTS + 1, seconds)
+    return health
 
 
 def slow_at(now: float) -> HealthMonitor:
     """One that was found slow."""
-    vigil = taught()
-    hear(vigil, SLOW, now - SLOW_HOLD_S)
-    assert hear(vigil, SLOW, now) == (True, True)
-    return vigil
+    health = taught()
+    hear(health, SLOW, now - SLOW_HOLD_S)
+    assert hear(health, SLOW, now) == (True, True)
+    return health
 
 
 def test_one_that_stays_slow_is_found_after_a_while() -> None:
-    vigil = taught()
-    assert hear(vigil, SLOW, 1.0) == (False, True)
-    assert hear(vigil, SLOW, 1.0 + SLOW_HOLD_S - 0.01) == (False, True)
-    assert hear(vigil, SLOW, 1.0 + SLOW_HOLD_S) == (True, True)
+    health = taught()
+    assert hear(health, SLOW, 1.0) == (False, True)
+    assert hear(health, SLOW, 1.0 + SLOW_HOLD_S - 0.01) == (False, True)
+    assert hear(health, SLOW, 1.0 + SLOW_HOLD_S) == (True, True)
 
 
 def test_a_moment_is_none() -> None:
-    vigil = taught()
+    health = taught()
     for now in (1.0, 2.0, 3.0):
-        assert hear(vigil, SLOW, now) == (False, True)
-        assert hear(vigil, FINE, now + SLOW_HOLD_S / 2) == (False, True)
+        assert hear(health, SLOW, now) == (False, True)
+        assert hear(health, FINE, now + SLOW_HOLD_S / 2) == (False, True)
 
 
 @pytest.mark.parametrize(("seconds", "slow"), [(0.59, False), (0.61, True)])
 def test_the_factor_is_kept(seconds: float, slow: bool) -> None:
-    vigil, told = taught(), Speeds(decode_base_s=seconds)
-    hear(vigil, told, 2e-6)
-    assert hear(vigil, told, 2e-6 + SLOW_HOLD_S)[0] is slow
+    health, told = taught(), Speeds(decode_base_s=seconds)
+    hear(health, told, 2e-6)
+    assert hear(health, told, 2e-6 + SLOW_HOLD_S)[0] is slow
 
 
 def test_what_takes_next_to_nothing_is_never_slow() -> None:
-    vigil = taught(MIN_SLOWDOWN_S / 10)
+    health = taught(MIN_SLOWDOWN_S / 10)
     for now in (1.0, 2.0):
-        assert hear(vigil, Speeds(decode_base_s=MIN_SLOWDOWN_S), now) == (False, True)
+        assert hear(health, Speeds(decode_base_s=MIN_SLOWDOWN_S), now) == (False, True)
 
 
 def test_without_a_factor_nothing_is_slow() -> None:
-    vigil = HealthMonitor()
+    health = HealthMonitor()
     for now, speeds in enumerate((FINE, SLOW, SLOW, SLOW)):
-        assert vigil.hear(speeds, speeds.decode_base_s, float(now), 0.0, idle=False) == speeds
-    assert not vigil.slow
+        assert health.report(speeds, speeds.decode_base_s, float(now), 0.0, idle=False) == speeds
+    assert not health.slow
 
 
 def test_a_trial_begins_when_it_is_idle_after_the_pause() -> None:
-    vigil = slow_at(10.0)
-    assert hear(vigil, SLOW, 10.0 + FIRST_TRIAL_S) == (True, True), "something is there still"
-    assert not vigil.trial
-    assert hear(vigil, SLOW, 9.9 + FIRST_TRIAL_S, idle=True) == (True, True)
-    assert not vigil.trial
-    assert hear(vigil, SLOW, 10.1 + FIRST_TRIAL_S, idle=True) == (True, False)
-    assert vigil.trial
-    assert hear(vigil, SLOW, 99.0, idle=True) == (True, False), "nothing was measured since"
+    health = slow_at(10.0)
+    assert hear(health, SLOW, 10.0 + FIRST_TRIAL_S) == (True, True), "something is there still"
+    assert not health.trial
+    assert hear(health, SLOW, 9.9 + FIRST_TRIAL_S, idle=True) == (True, True)
+    assert not health.trial
+    assert hear(health, SLOW, 10.1 + FIRST_TRIAL_S, idle=True) == (True, False)
+    assert health.trial
+    assert hear(health, SLOW, 99.0, idle=True) == (True, False), "nothing was measured since"
 
 
 def test_a_trial_that_goes_well_ends_it() -> None:
-    vigil = slow_at(10.0)
-    hear(vigil, SLOW, 20.0, idle=True)
-    assert hear(vigil, LATER, 21.0) == (True, True), "the first measurements count for little"
-    assert hear(vigil, FINE, 21.5) == (False, True)
-    assert not vigil.trial
+    health = slow_at(10.0)
+    hear(health, SLOW, 20.0, idle=True)
+    assert hear(health, LATER, 21.0) == (True, True), "the first measurements count for little"
+    assert hear(health, FINE, 21.5) == (False, True)
+    assert not health.trial
 
 
 def test_after_a_trial_that_goes_badly_the_pause_is_twice_as_long() -> None:
-    vigil = slow_at(10.0)
-    hear(vigil, SLOW, 20.0, idle=True)
-    hear(vigil, LATER, 21.0)
-    assert hear(vigil, LATER, 21.0 + TRIAL_S) == (True, True)
-    assert not vigil.trial
-    hear(vigil, LATER, 21.0 + TRIAL_S + 2 * FIRST_TRIAL_S - 0.1, idle=True)
-    assert not vigil.trial
-    hear(vigil, LATER, 21.0 + TRIAL_S + 2 * FIRST_TRIAL_S, idle=True)
-    assert vigil.trial
+    health = slow_at(10.0)
+    hear(health, SLOW, 20.0, idle=True)
+    hear(health, LATER, 21.0)
+    assert hear(health, LATER, 21.0 + TRIAL_S) == (True, True)
+    assert not health.trial
+    hear(health, LATER, 21.0 + TRIAL_S + 2 * FIRST_TRIAL_S - 0.1, idle=True)
+    assert not health.trial
+    hear(health, LATER, 21.0 + TRIAL_S + 2 * FIRST_TRIAL_S, idle=True)
+    assert health.trial
 
 
 def test_who_is_slow_for_good_is_as_slow_as_it_is() -> None:
-    vigil = slow_at(10.0)
+    health = slow_at(10.0)
     now = 10.0
-    while vigil.slow:
+    while health.slow:
         now += 1.0
-        hear(vigil, SLOW, now)
+        hear(health, SLOW, now)
         assert now < 3600.0
     assert now > 300.0
 
 
 def test_what_it_tells_at_first_is_no_measure() -> None:
     """It joined with a profile that is ten times too quick."""
-    vigil = HealthMonitor()
-    hear(vigil, FINE, 0.0)
+    health = HealthMonitor()
+    hear(health, FINE, 0.0)
     for lesson in range(MIN_REPORTS + 1):
-        assert hear(vigil, Speeds(decode_base_s=1.0 + lesson % 2 / 10), float(lesson)) == (False, True)
+        assert hear(health, Speeds(decode_base_s=1.0 + lesson % 2 / 10), float(lesson)) == (False, True)
     for now in (30.0, 31.0, 32.0):
-        assert hear(vigil, SLOW, now) == (False, True)
+        assert hear(health, SLOW, now) == (False, True)

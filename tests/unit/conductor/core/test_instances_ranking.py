@@ -207,7 +207,7 @@ def test_the_best_decodes_are_those_of_a_full_scan(
     def order(slot: int) -> tuple[bool, bool, float, object]:
         speeds, place = pool.ranks.class_speeds(slot), pool.ranks.place(slot)
         seconds = model.fixed_s(speeds, blocks_at(prefixes, slot)) + model.load_s(place.load)
-        crowded = pool.by_slot[slot].room_blocks < need
+        crowded = pool.by_slot[slot].available_blocks < need
         return bool(suspects >> slot & 1), crowded, seconds, place
 
     best = sorted(pool.by_slot, key=order)[:SHORTLIST]

@@ -9,11 +9,12 @@ from moonpool.scheduling.state_machine import Timers
 from services.conductor.core.events import LoadReported
 from services.conductor.core.instances import LoadFacts
 from services.conductor.core.latency_model import MemoryNeed
+from services.conductor.core.request import TimerKey
 from services.conductor.core.wait_queue import (
-    LOOK_PAUSE_S,
-    MAX_LOOK_AT_ONCE,
-    MAX_LOOK_PAUSE_S,
     MAX_LOOKS,
+    MAX_RETRIES_AT_ONCE,
+    MAX_RETRY_PAUSE_S,
+    RETRY_PAUSE_S,
     SLO_QUEUE_TIMER,
     TENANT_MEMORY_S,
     DecodeMemoryQueue,
@@ -47,45 +48,45 @@ def place(number: int, tenant: str = "ours") -> QueueKey:
     return QueueKey(tenant, float(number), number)
 
 
-def line(waiting: int) -> SloQueue:
+def slo_queue(waiting: int) -> SloQueue:
     it = SloQueue(FairShares(), Timers(), most=2 * MANY, most_bytes=1 << 30)
     for number in range(waiting):
-        it.add(0.0, place(number), 4, 1.0, MAX_LOOK_PAUSE_S)
+        it.add(0.0, place(number), 4, 1.0, MAX_RETRY_PAUSE_S)
     return it
 
 
-def test_the_line_costs_the_same_however_many_wait_in_it() -> None:
+def test_the_slo_queue_costs_the_same_however_many_wait_in_it() -> None:
     def turn(it: SloQueue) -> None:
-        assert it.add(0.5, place(MANY), 4, 1.0, LOOK_PAUSE_S) == []
-        assert MANY in it.looking(0.6)
+        assert it.add(0.5, place(MANY), 4, 1.0, RETRY_PAUSE_S) == []
+        assert MANY in it.retrying(0.6)
         it.remove(MANY)
 
-    few, many = line(FEW), line(MANY)
+    few, many = slo_queue(FEW), slo_queue(MANY)
     assert operations(lambda: turn(many)) <= 2 * operations(lambda: turn(few))  # places are found by halving
     full = SloQueue(FairShares(), Timers(), most=MANY, most_bytes=1 << 30)
     for number in range(MANY):
-        full.add(0.0, place(number), 4, 1.0, MAX_LOOK_PAUSE_S)
-    assert operations(lambda: full.add(0.0, place(MANY), 4, 1.0, MAX_LOOK_PAUSE_S)) < 2 * FEW
+        full.add(0.0, place(number), 4, 1.0, MAX_RETRY_PAUSE_S)
+    assert operations(lambda: full.add(0.0, place(MANY), 4, 1.0, MAX_RETRY_PAUSE_S)) < 2 * FEW
     full.check_invariants()
 
 
-def test_all_of_a_line_look_in_their_turn() -> None:
-    timers: Timers[tuple[str, int]] = Timers()
+def test_all_of_the_slo_queue_retry_in_their_turn() -> None:
+    timers: Timers[TimerKey] = Timers()
     it, seen, now = SloQueue(FairShares(), timers, most=FEW, most_bytes=1 << 30), set[int](), 0.0
     for number in range(FEW):
-        it.add(0.0, place(number), 4, 1.0, MAX_LOOK_PAUSE_S)
-    while now < 2 * MAX_LOOK_PAUSE_S:
+        it.add(0.0, place(number), 4, 1.0, MAX_RETRY_PAUSE_S)
+    while now < 2 * MAX_RETRY_PAUSE_S:
         at = timers.at(SLO_QUEUE_TIMER)
         assert at is not None
         now = at
-        found = it.looking(now)
-        assert len(found) <= MAX_LOOK_AT_ONCE
+        found = it.retrying(now)
+        assert len(found) <= MAX_RETRIES_AT_ONCE
         seen |= set(found)
         it.check_invariants()
     assert seen == set(range(FEW))
 
 
-def test_relief_looks_at_the_calls_of_the_instance_alone() -> None:
+def test_draining_looks_at_the_calls_of_the_instance_alone() -> None:
     def report_of(elsewhere: int) -> int:
         world = World(prefills=1, decodes=2, total=6400)
         for _ in range(elsewhere):
@@ -143,9 +144,9 @@ def test_who_leaves_room_is_known_without_a_look_at_all_tenants() -> None:
     flood = place(0, "tenant-0")
     for it in (few, many):
         it.came(flood)
-    assert operations(lambda: many.leaves_room(flood, 0.0)) == operations(lambda: few.leaves_room(flood, 0.0))
-    assert many.leaves_room(flood, 0.0)
-    assert not many.leaves_room(place(1, "tenant-1"), 0.0)
+    assert operations(lambda: many.above_share(flood, 0.0)) == operations(lambda: few.above_share(flood, 0.0))
+    assert many.above_share(flood, 0.0)
+    assert not many.above_share(place(1, "tenant-1"), 0.0)
 
 
 def test_a_tenant_whose_answer_runs_for_long_is_not_forgotten() -> None:
@@ -153,8 +154,8 @@ def test_a_tenant_whose_answer_runs_for_long_is_not_forgotten() -> None:
     it.came(place(1, "calm"))
     for number in range(10):
         it.came(place(number, "flood"))
-    assert it.leaves_room(place(11, "flood"), 10 * TENANT_MEMORY_S)
+    assert it.above_share(place(11, "flood"), 10 * TENANT_MEMORY_S)
     it.left("calm", 10 * TENANT_MEMORY_S)
-    assert it.leaves_room(place(11, "flood"), 11 * TENANT_MEMORY_S)
-    assert not it.leaves_room(place(11, "flood"), 11 * TENANT_MEMORY_S + 1.0)
+    assert it.above_share(place(11, "flood"), 11 * TENANT_MEMORY_S)
+    assert not it.above_share(place(11, "flood"), 11 * TENANT_MEMORY_S + 1.0)
     it.check_invariants({"flood": 10})

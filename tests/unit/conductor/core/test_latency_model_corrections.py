@@ -35,7 +35,7 @@ def test_what_an_instance_tells_is_believed_first() -> None:
     assert learnt.speeds is TOLD
     assert (learnt.overheads.seconds(0), learnt.factors) == (0.0, FIRST_FACTORS)
     other = Speeds(prefill_per_token_s=2e-3)
-    learnt.told(other)
+    learnt.report(other)
     assert learnt.speeds is other
 
 
@@ -61,7 +61,7 @@ def test_each_part_has_a_factor_of_its_own() -> None:
     assert learnt.speeds.prefill_base_s == pytest.approx(0.8e-2, rel=0.05)
     assert learnt.speeds.prefill_per_token_s == pytest.approx(1.9e-3, rel=0.05)
     assert learnt.speeds.load_bytes_per_s == pytest.approx(1e9 / 1.2, rel=0.05)
-    assert learnt.slowed(work_of(10, 0)) == pytest.approx((0.8e-2 + 1.9e-2) / 2e-2, rel=0.05), "a step of ten tokens"
+    assert learnt.slowdown(work_of(10, 0)) == pytest.approx((0.8e-2 + 1.9e-2) / 2e-2, rel=0.05), "a step of ten tokens"
 
 
 def test_an_idle_instance_s_one_slow_prompt_is_not_believed_against_those_that_wait_then() -> None:
@@ -78,18 +78,18 @@ def test_an_idle_instance_s_one_slow_prompt_is_not_believed_against_those_that_w
 def test_a_prompt_that_waits_shares_the_step_in_which_it_ends_with_later_ones() -> None:
     """So much more is expected as they have taken of it, however long the queue was."""
     it = World(DECODE, facts("prefill-0", speeds=TOLD, step_tokens=TOKENS))
-    assert it.plan(TOKENS).prefill.later_s == 0.0, "it does not wait"
+    assert it.plan(TOKENS).prefill.tail_s == 0.0, "it does not wait"
     it.report("prefill-0", now=0.0, drain_s=0.5)
     first = it.plan(TOKENS).prefill
-    assert first.later_s == pytest.approx(LATER_SHARE * 0.064)
-    assert first.ttft_s == pytest.approx(0.5 + 0.064 + first.later_s)
+    assert first.tail_s == pytest.approx(LATER_SHARE * 0.064)
+    assert first.ttft_s == pytest.approx(0.5 + 0.064 + first.tail_s)
     for number in range(120):
         queue_s = 0.1 * (number % 5)
         it.report("prefill-0", now=0.0, drain_s=queue_s)
         plan = it.plan(TOKENS)
-        it.picture.first_token(plan, TOKENS, queue_s + 0.064 + (0.05 if queue_s else 0.0), 0.0, 0.0)
+        it.cluster.first_token(plan, TOKENS, queue_s + 0.064 + (0.05 if queue_s else 0.0), 0.0, 0.0)
     it.report("prefill-0", now=0.0, drain_s=0.3)
-    assert it.plan(TOKENS).prefill.later_s == pytest.approx(0.05, rel=0.2)
+    assert it.plan(TOKENS).prefill.tail_s == pytest.approx(0.05, rel=0.2)
     assert it.plan(TOKENS).prefill.queue_s == pytest.approx(0.3, rel=0.05)
 
 
@@ -106,14 +106,14 @@ class TestPicture:
         it = world()
         for _ in range(30):
             plan = it.plan(TOKENS)
-            it.picture.first_token(plan, TOKENS, plan.prefill.prefill_s, 0.02, 0.0)
+            it.cluster.first_token(plan, TOKENS, plan.prefill.prefill_s, 0.02, 0.0)
         choice = it.plan(TOKENS).prefill
         assert choice.overhead_s == pytest.approx(0.02, rel=0.05)
         assert choice.ttft_s == pytest.approx(choice.overhead_s + 0.064, rel=0.01)
 
     def test_a_prompt_that_was_not_what_was_foreseen_teaches_overhead_alone(self) -> None:
         it = world()
-        it.picture.first_token(it.plan(TOKENS), TOKENS // 2, 5.0, 0.02, 0.0)
+        it.cluster.first_token(it.plan(TOKENS), TOKENS // 2, 5.0, 0.02, 0.0)
         choice = it.plan(TOKENS).prefill
         assert choice.prefill_s == pytest.approx(0.064)
         assert choice.overhead_s > 0.01
@@ -123,19 +123,19 @@ class TestPicture:
         it = world()
         plan, claims = it.plan(TOKENS), list[int]()
         for number in range(1, 4):
-            claims.append(it.picture.claim_prefill("prefill-0", 0.2, 0.0))
-            it.picture.known(claims[-1], number)
+            claims.append(it.cluster.claim_prefill("prefill-0", 0.2, 0.0))
+            it.cluster.acknowledged(claims[-1], number)
         it.report("prefill-0", now=0.0, drain_s=0.8, taken=3)  # 0.2 s of it are another conductor's
         assert it.plan(TOKENS, now=0.0).prefill.queue_s == pytest.approx(0.8)
-        it.picture.release(claims[0], 0.5)
-        it.picture.first_token(plan, TOKENS, plan.prefill.alone_s, 0.0, 0.5)
+        it.cluster.release(claims[0], 0.5)
+        it.cluster.first_token(plan, TOKENS, plan.prefill.alone_s, 0.0, 0.5)
         assert it.plan(TOKENS, now=0.5).prefill.queue_s == pytest.approx(0.4), "two are left, and no others"
 
     def test_another_process_is_learnt_anew_and_unknown_ones_are_fine(self) -> None:
         it = world()
         plan = it.plan(TOKENS)
-        it.picture.leave("prefill-0")
-        it.picture.first_token(plan, TOKENS, 1.0, 1.0, 0.0)
+        it.cluster.leave("prefill-0")
+        it.cluster.first_token(plan, TOKENS, 1.0, 1.0, 0.0)
         it.join(facts("prefill-0", incarnation=2, speeds=TOLD))
         assert it.plan(TOKENS).prefill.overhead_s == 0.0
 
@@ -182,11 +182,11 @@ def test_what_company_costs_is_learnt_beside_the_speed() -> None:
     for number in range(400):
         company = [[], [ALWAYS_BUSY], [BusySpan(0.0, 0.03)]][number % 3]
         alone_s = 0.05 + 0.01 * (number % 5)
-        _, shared = contended_seconds(alone_s * learnt.factors.growing, company, learnt.slowness.of(1))
+        _, shared = contended_seconds(alone_s * learnt.factors.growing, company, learnt.slowdown_model.of(1))
         there_s, _ = contended_seconds(1.2 * alone_s, company, 2.0)
         learnt.observe(LatencyParts(0.0, 0.0, 0.0, alone_s, 0.0), NONE, there_s, shared, 1)
     assert learnt.factors.growing == pytest.approx(1.2, rel=0.1)
-    assert learnt.slowness.of(1) == pytest.approx(2.0, rel=0.1)
+    assert learnt.slowdown_model.of(1) == pytest.approx(2.0, rel=0.1)
 
 
 def test_what_was_placed_before_company_was_known_to_be_slow_does_not_teach_too_much() -> None:
@@ -194,7 +194,7 @@ def test_what_was_placed_before_company_was_known_to_be_slow_does_not_teach_too_
     learnt = PrefillCorrections(TOLD)
     for _ in range(40):
         learnt.observe(LatencyParts(0.0, 0.0, 0.0, 0.1, 0.0), NONE, 0.4, 1.0, 8)
-    assert learnt.slowness.of(8) * learnt.factors.growing == pytest.approx(4.0, rel=0.1)
+    assert learnt.slowdown_model.of(8) * learnt.factors.growing == pytest.approx(4.0, rel=0.1)
 
 
 def test_company_of_more_requests_is_learnt_apart() -> None:
@@ -215,7 +215,7 @@ def test_company_costs_an_emulated_engine_nothing() -> None:
     learnt = PrefillCorrections(TOLD, alone=True)
     for _ in range(20):
         learnt.observe(LatencyParts(0.0, 0.0, 0.0, 0.05, 0.0), NONE, 0.06, shared=1.0, others=1)
-    assert learnt.slowness.of(1) == 1.0
+    assert learnt.slowdown_model.of(1) == 1.0
     assert learnt.factors.growing == pytest.approx(1.2, rel=0.05)
 
 
@@ -234,7 +234,7 @@ def test_a_prompt_is_predicted_by_what_decode_will_compute_beside_it() -> None:
     idle = here.plan().prefill
     assert (idle.shared, idle.others) == (0.0, 0)
     assert idle.prefill_s == pytest.approx(0.064)
-    here.picture.claim_decode("decode-0", PlacedAnswer(64, 2, told_at=0.0, made=1, tokens=11))
+    here.cluster.claim_decode("decode-0", PlacedAnswer(64, 2, reported_at=0.0, generated=1, tokens=11))
     busy = here.plan().prefill
     assert busy.others == 1
     assert busy.shared == pytest.approx(0.020 / 1.5 / 0.064)
@@ -247,7 +247,7 @@ def test_a_prompt_is_predicted_by_what_decode_will_compute_beside_it() -> None:
 
 def spans(decodes: DecodePool, now: float) -> list[float]:
     """Begins and ends."""
-    return [time for span in decodes.company("a", now) or () for time in span]
+    return [time for span in decodes.busy_spans("a", now) or () for time in span]
 
 
 def test_answers_compute_from_their_first_token_to_the_last_that_is_expected() -> None:
@@ -256,14 +256,14 @@ def test_answers_compute_from_their_first_token_to_the_last_that_is_expected() -
         DecodePool(),
     )
     decodes.add(decode)
-    decode.claim(1, PlacedAnswer(64, 20, sequences=4, told_at=3.0, tokens=10))
+    decode.claim(1, PlacedAnswer(64, 20, sequences=4, reported_at=3.0, tokens=10))
     assert spans(decodes, 1.0) == pytest.approx([2.0, 2.1])
-    assert decodes.company("b", 1.0) is None
-    decode.answers[1].made, decode.answers[1].told_at = 6, 3.5
+    assert decodes.busy_spans("b", 1.0) is None
+    decode.answers[1].generated, decode.answers[1].reported_at = 6, 3.5
     assert spans(decodes, 3.5) == pytest.approx([0.0, 0.04])
     assert spans(decodes, 9.0) == pytest.approx([0.0, 0.01]), "longer than expected"
-    decode.known(1, 1)
+    decode.acknowledged(1, 1)
     decode.report(LoadFacts(running=4, free_blocks=80, taken=1), 0.0, 0.0)
     assert decode.others == 0
     decode.report(LoadFacts(running=5, free_blocks=80, taken=1), 0.0, 0.0)
-    assert decodes.company("a", 9.0) == [ALWAYS_BUSY]
+    assert decodes.busy_spans("a", 9.0) == [ALWAYS_BUSY]

@@ -17,14 +17,14 @@ def first_of(answer: int) -> float:
 def test_an_answer_takes_its_steps_and_once_what_is_beside_them() -> None:
     """Steps take 1.5 times as long as was promised: prompts that came later were computed beside them."""
     pace = TpotModel(0.0)
-    assert pace.foresee(STEP_S, 10, 0, joins=True) == TpotForecast(STEP_S, first_of(11), 0), "nothing was measured"
+    assert pace.forecast(STEP_S, 10, 0, joins=True) == TpotForecast(STEP_S, first_of(11), 0), "nothing was measured"
     for number in range(100):
         steps = 5 + 10 * (number % 4)
-        pace.observe(pace.foresee(STEP_S, steps, 0, joins=True), steps, 1.5 * steps * STEP_S + ONCE_S)
-    assert pace.foresee(STEP_S, 10, 0, joins=True).tpot_s == pytest.approx(0.006, rel=0.03)
-    assert pace.foresee(STEP_S, 30, 0, joins=True).tpot_s == pytest.approx(0.004, rel=0.03)
-    assert pace.foresee(STEP_S, 0.2, 0, joins=True).tpot_s == pytest.approx(0.033, rel=0.05), "at least one step"
-    alone = pace.foresee(STEP_S, 10, 0, joins=False).tpot_s
+        pace.observe(pace.forecast(STEP_S, steps, 0, joins=True), steps, 1.5 * steps * STEP_S + ONCE_S)
+    assert pace.forecast(STEP_S, 10, 0, joins=True).tpot_s == pytest.approx(0.006, rel=0.03)
+    assert pace.forecast(STEP_S, 30, 0, joins=True).tpot_s == pytest.approx(0.004, rel=0.03)
+    assert pace.forecast(STEP_S, 0.2, 0, joins=True).tpot_s == pytest.approx(0.033, rel=0.05), "at least one step"
+    alone = pace.forecast(STEP_S, 10, 0, joins=False).tpot_s
     assert alone == pytest.approx(0.003, rel=0.05), "decode computes the first token itself"
 
 
@@ -33,9 +33,9 @@ def test_what_is_promised_counts_as_far_as_it_was_right() -> None:
     pace = TpotModel(STEP_S)
     for number in range(200):
         steps, promised_s = 5 + 10 * (number % 4), STEP_S * (1 + number % 3 * 1.5)
-        pace.observe(pace.foresee(promised_s, steps, 0, joins=True), steps, 2 * steps * STEP_S + ONCE_S)
+        pace.observe(pace.forecast(promised_s, steps, 0, joins=True), steps, 2 * steps * STEP_S + ONCE_S)
     for promised_s in (STEP_S, 4 * STEP_S):
-        foreseen = pace.foresee(promised_s, 20, 0, joins=True)
+        foreseen = pace.forecast(promised_s, 20, 0, joins=True)
         assert foreseen.tpot_s == pytest.approx(2 * STEP_S + ONCE_S / 20, rel=0.1)
 
 
@@ -58,7 +58,7 @@ class TestRequests:
         world.more(world.one(StartDecode), answer - 1, finish)
         for left in list(world.calls.values()):
             world.end(left)
-        return world.all(AnnouncePlacement)[-1].pace
+        return world.all(AnnouncePlacement)[-1].tpot
 
     def test_answers_teach_what_is_beside_their_steps(self) -> None:
         world = World(decodes=1)
@@ -84,14 +84,14 @@ class TestRequests:
         """Most of its tokens came before it was placed here."""
         world = World(decodes=1)
         self.serve(world, answer=8)
-        decode = world.picture.decodes.get("decode-0")
+        decode = world.cluster.decodes.get("decode-0")
         assert decode is not None
-        learnt = decode.pace.state
+        learnt = decode.tpot.state
         world.resume("", tokens=500, answer=510)
         world.promise(world.one(CallReserve), tbt_s=STEP_S)
         world.first_token(world.one(CallPrefill))
         start = world.one(StartDecode)
         world.more(start, 2, CompletionReason.STOP, known=True)
         world.end(start)
-        assert decode.pace.state == learnt
+        assert decode.tpot.state == learnt
         world.finish_all()

@@ -22,7 +22,7 @@ def test_a_decode_that_seemed_slow_at_its_start_is_tried_once(slower: float, fir
     chosen = []
     for _ in range(300):
         chosen.append(world.plan().decodes[0].id)
-        world.picture.release(world.picture.claim_decode(chosen[-1], PlacedAnswer(1, 1)), 0.0)
+        world.cluster.release(world.cluster.claim_decode(chosen[-1], PlacedAnswer(1, 1)), 0.0)
     assert [at for at, name in enumerate(chosen) if name == "decode-1"] == [first]
 
 
@@ -34,9 +34,9 @@ def test_a_prefill_that_seemed_slow_at_its_start_is_tried_and_shows_what_it_is()
         now = 1000.0 * number
         plan = world.plan(now=now)
         chosen.append(plan.prefill.id)
-        claim = world.picture.claim_prefill(chosen[-1], plan.prefill.busy_s, now)
-        world.picture.first_token(plan, 64, 64.0, 0.0, now)
-        world.picture.release(claim, now + 64)
+        claim = world.cluster.claim_prefill(chosen[-1], plan.prefill.busy_s, now)
+        world.cluster.first_token(plan, 64, 64.0, 0.0, now)
+        world.cluster.release(claim, now + 64)
         world.report(chosen[-1], now=now + 65, drain_s=0.0, speeds=SECOND_PER_TOKEN)
     first = chosen.index("prefill-1")
     assert first == 160
@@ -52,5 +52,5 @@ def test_among_many_it_is_found_although_no_search_would() -> None:
         plan = world.plan(now=now)
         if plan.prefill.id == "prefill-30":
             break
-        world.picture.release(world.picture.claim_prefill(plan.prefill.id, 64.0, now), now + 64)
+        world.cluster.release(world.cluster.claim_prefill(plan.prefill.id, 64.0, now), now + 64)
     assert number == 248

@@ -8,7 +8,8 @@ import pytest
 
 from moonpool.scheduling.fair_share import QueueKey
 from services.conductor.core.latency_model import PrefillChoice
-from services.conductor.core.policies import POLICIES, Candidates, TtftLimit
+from services.conductor.core.policies import POLICIES
+from services.conductor.core.policies.base import Candidates, TtftLimit
 
 from .worlds import SECOND_PER_TOKEN, World, facts
 
@@ -101,11 +102,11 @@ class TestLimits:
         found.events("prefill-0", KEYS[:3])
         found.events("prefill-1", KEYS[:1])
         for number in range(2):
-            found.picture.claim_prefill("prefill-0", 10.0, 0.0, place=QueueKey("they", 1.0, number))
+            found.cluster.claim_prefill("prefill-0", 10.0, 0.0, queue_key=QueueKey("they", 1.0, number))
         return found
 
     def order(self, found: World, within_s: float) -> list[tuple[str, float]]:
-        plan = found.plan(64, keys=KEYS, limit=TtftLimit(within_s, self.behind))
+        plan = found.plan(64, keys=KEYS, ttft_limit=TtftLimit(within_s, self.behind))
         assert plan.prefill == plan.candidates[0]
         return [(it.id, it.ttft_s) for it in plan.candidates]
 
@@ -115,12 +116,12 @@ class TestLimits:
         assert self.order(self.world(), within_s) == [found[first], found[1 - first]]
 
     def test_the_queue_is_that_of_the_request_s_own_place(self) -> None:
-        plan = self.world().plan(64, keys=KEYS, limit=TtftLimit(51.9, self.before))
+        plan = self.world().plan(64, keys=KEYS, ttft_limit=TtftLimit(51.9, self.before))
         assert plan.prefill.id == "prefill-0"
 
     def test_a_policy_that_looks_at_no_time_looks_at_no_limit(self) -> None:
         found = self.world("round_robin")
-        found.picture.claim_prefill("prefill-1", 0.0, 0.0)
+        found.cluster.claim_prefill("prefill-1", 0.0, 0.0)
         assert self.order(found, 50.0) == [("prefill-0", 52.0), ("prefill-1", 48.0)]
 
 
@@ -197,7 +198,7 @@ class TestTies:
     def test_who_is_idle_longest_then_who_was_chosen_least_recently_then_by_name(self) -> None:
         found = world("kvcache_centric")
         assert found.plan().prefill.id == "prefill-0"
-        found.picture.release(found.picture.claim_prefill("prefill-0", 1.0, 0.0), 1.0)
+        found.cluster.release(found.cluster.claim_prefill("prefill-0", 1.0, 0.0), 1.0)
         for name in NAMES:
             found.report(name, now=5.0, drain_s=0.0)
         assert found.plan(now=9.0).prefill.id == "prefill-1"

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
+from services.conductor.core.attempt_calls import StalePlacementCheck
 from services.conductor.core.events import StalePlacement
 from services.conductor.core.instances import InstanceFacts
 from services.conductor.core.prefill_pool import COMPARED_LENGTHS, REPORTS_AWAITED, InFlightPrefixes, with_in_flight
-from services.conductor.core.request import StalePlacementCheck
 
 from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts
 
@@ -21,28 +21,28 @@ def test_chains_are_compared_at_lengths_a_fifth_apart() -> None:
 
 
 def test_who_computes_the_beginning_of_a_chain_and_how_much_of_it() -> None:
-    coming = InFlightPrefixes()
-    assert coming.match(KEYS) == {}
-    coming.placed(1, "prefill-0", KEYS)
-    coming.placed(2, "prefill-1", OTHERS)
-    coming.placed(3, "prefill-0", OTHERS[:6])
-    coming.placed(4, "prefill-2", [])
-    coming.check_invariants()
-    assert coming.match(KEYS) == {"prefill-0": 19, "prefill-1": 6}
-    assert coming.match(KEYS[:9]) == {"prefill-0": 8, "prefill-1": 6}
-    assert coming.match(OTHERS) == {"prefill-0": 6, "prefill-1": 19}
-    assert coming.match([]) == {}
-    assert coming.computed(1) == "prefill-0"
-    assert coming.computed(1) == ""
-    coming.over(1)
-    assert coming.match(KEYS) == {"prefill-0": 19, "prefill-1": 6}, "until its blocks are reported"
-    coming.told("prefill-0", lambda key: key == KEYS[18])
-    assert coming.match(KEYS) == {"prefill-0": 6, "prefill-1": 6}
+    in_flight = InFlightPrefixes()
+    assert in_flight.match(KEYS) == {}
+    in_flight.placed(1, "prefill-0", KEYS)
+    in_flight.placed(2, "prefill-1", OTHERS)
+    in_flight.placed(3, "prefill-0", OTHERS[:6])
+    in_flight.placed(4, "prefill-2", [])
+    in_flight.check_invariants()
+    assert in_flight.match(KEYS) == {"prefill-0": 19, "prefill-1": 6}
+    assert in_flight.match(KEYS[:9]) == {"prefill-0": 8, "prefill-1": 6}
+    assert in_flight.match(OTHERS) == {"prefill-0": 6, "prefill-1": 19}
+    assert in_flight.match([]) == {}
+    assert in_flight.computed(1) == "prefill-0"
+    assert in_flight.computed(1) == ""
+    in_flight.released(1)
+    assert in_flight.match(KEYS) == {"prefill-0": 19, "prefill-1": 6}, "until its blocks are reported"
+    in_flight.keys_reported("prefill-0", lambda key: key == KEYS[18])
+    assert in_flight.match(KEYS) == {"prefill-0": 6, "prefill-1": 6}
     for claim in (2, 3, 4, 5):
-        coming.over(claim)
-    coming.check_invariants()
-    assert coming.match(KEYS) == {}
-    assert coming.digest() == InFlightPrefixes().digest()
+        in_flight.released(claim)
+    in_flight.check_invariants()
+    assert in_flight.match(KEYS) == {}
+    assert in_flight.digest() == InFlightPrefixes().digest()
 
 
 def test_what_is_coming_is_laid_over_what_is_held() -> None:
@@ -57,15 +57,15 @@ def test_a_prompt_waits_for_its_prefix_where_that_is_sooner(queue_s: float) -> N
     """At the other instance it would be computed again; and what does not exist yet is loaded by nobody."""
     engines = [facts(name, speeds=SECOND_PER_TOKEN) for name in ("prefill-0", "prefill-1")]
     world = World(facts("decode-0"), *engines, peers=True)
-    first = world.picture.claim_prefill("prefill-0", 64.0, 0.0)
-    world.picture.prefills.coming.placed(first, "prefill-0", KEYS[:4])
+    first = world.cluster.claim_prefill("prefill-0", 64.0, 0.0)
+    world.cluster.prefills.in_flight.placed(first, "prefill-0", KEYS[:4])
     world.report("prefill-1", drain_s=queue_s)
     plan = world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4])
     best, other = plan.candidates
     wanted = [("prefill-0", 4, 64.0, 8.0), ("prefill-1", 0, queue_s, 72.0)]
     assert sorted((it.id, it.local_blocks, it.queue_s, it.prefill_s) for it in (best, other)) == wanted
     assert (best.id, plan.sources) == ("prefill-0", ())
-    world.picture.release(first, 1.0)
+    world.cluster.release(first, 1.0)
     assert held(world) == [0, 0]
 
 
@@ -76,10 +76,10 @@ def held(world: World) -> list[int]:
 def computed(*others: InstanceFacts) -> World:
     """A prompt of four blocks has its token; they are not reported."""
     world = World(facts("decode-0"), facts("prefill-0", speeds=SECOND_PER_TOKEN), *others)
-    claim = world.picture.claim_prefill("prefill-0", 64.0, 0.0)
-    world.picture.prefills.coming.placed(claim, "prefill-0", KEYS[:4])
-    world.picture.prefills.computed(claim)
-    world.picture.release(claim, 0.0)
+    claim = world.cluster.claim_prefill("prefill-0", 64.0, 0.0)
+    world.cluster.prefills.in_flight.placed(claim, "prefill-0", KEYS[:4])
+    world.cluster.prefills.computed(claim)
+    world.cluster.release(claim, 0.0)
     assert held(world)[0] == 4
     return world
 
@@ -105,17 +105,17 @@ def test_what_is_not_reported_soon_was_not_kept() -> None:
 def test_who_says_that_it_is_busy_reports_nothing() -> None:
     world = computed()
     for number in range(REPORTS_AWAITED):
-        StalePlacementCheck(world.picture).answered("prefill-0", StalePlacement(1.0 + number, taken=7), 0.0)
+        StalePlacementCheck(world.cluster).answered("prefill-0", StalePlacement(1.0 + number, taken=7), 0.0)
     assert held(world) == [4]
 
 
 def test_who_leaves_reports_nothing() -> None:
     world = computed(facts("prefill-1", speeds=SECOND_PER_TOKEN))
-    late = world.picture.claim_prefill("prefill-0", 64.0, 0.0)
-    world.picture.prefills.coming.placed(late, "prefill-0", KEYS[:4])
-    world.picture.leave("prefill-0")
-    world.picture.prefills.computed(late)
-    world.picture.release(late, 0.0)
+    late = world.cluster.claim_prefill("prefill-0", 64.0, 0.0)
+    world.cluster.prefills.in_flight.placed(late, "prefill-0", KEYS[:4])
+    world.cluster.leave("prefill-0")
+    world.cluster.prefills.computed(late)
+    world.cluster.release(late, 0.0)
     world.join(facts("prefill-0", speeds=SECOND_PER_TOKEN))
     assert held(world) == [0, 0]
 
@@ -124,8 +124,8 @@ def test_who_has_a_part_of_what_is_coming_is_named_in_case_that_it_does_not_come
     world = World(facts("decode-0"), facts("prefill-0", speeds=SECOND_PER_TOKEN), peers=True)
     world.events("decode-0", KEYS[:3])
     world.events("prefill-0", KEYS[:1])
-    first = world.picture.claim_prefill("prefill-0", 1.0, 0.0)
-    world.picture.prefills.coming.placed(first, "prefill-0", KEYS[:4])
+    first = world.cluster.claim_prefill("prefill-0", 1.0, 0.0)
+    world.cluster.prefills.in_flight.placed(first, "prefill-0", KEYS[:4])
     plan = world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4])
     assert (plan.prefill.local_blocks, plan.prefill.source) == (4, "")
     assert [(it.id, it.blocks) for it in plan.sources] == [("decode-0", 3)]
@@ -134,6 +134,6 @@ def test_who_has_a_part_of_what_is_coming_is_named_in_case_that_it_does_not_come
 def test_a_short_queue_elsewhere_is_sooner() -> None:
     engines = [facts(name, speeds=SECOND_PER_TOKEN) for name in ("prefill-0", "prefill-1")]
     world = World(facts("decode-0"), *engines)
-    first = world.picture.claim_prefill("prefill-0", 64.0 + 9.0, 0.0)
-    world.picture.prefills.coming.placed(first, "prefill-0", KEYS[:4])
+    first = world.cluster.claim_prefill("prefill-0", 64.0 + 9.0, 0.0)
+    world.cluster.prefills.in_flight.placed(first, "prefill-0", KEYS[:4])
     assert world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4]).prefill.id == "prefill-1"

@@ -111,7 +111,7 @@ def test_a_key_that_was_reported_after_the_promise_is_not_forgotten() -> None:
 
 def test_who_tells_what_is_cold_has_a_slot_for_what_is_warm() -> None:
     index = synced("a")
-    index.add_instance("s", tells_cold=True)
+    index.add_instance("s", reports_ssd=True)
 
     def known() -> tuple[int, int]:
         """Leading blocks that it holds, and those in its memory."""

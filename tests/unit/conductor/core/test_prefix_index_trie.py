@@ -162,7 +162,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(instance=INSTANCES)
     def join(self, instance: str) -> None:
-        self.index.add_instance(instance, tells_cold=instance in COLD)
+        self.index.add_instance(instance, reports_ssd=instance in COLD)
         self.truth[instance], self.warm[instance], self.sequence[instance] = set(), set(), 0
 
     @rule(instance=INSTANCES)

@@ -17,7 +17,7 @@ class Instance:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(f"quickness/{seed}")
-        self.tracker, self.vigil, self.now = SpeedTracker(TOLD), HealthMonitor(), 0.0
+        self.tracker, self.health, self.now = SpeedTracker(TOLD), HealthMonitor(), 0.0
 
     def steps(self, count: int, slower: float, *, jitter: float = 0.2) -> list[bool]:
         """Whether it counted as slow after each step."""
@@ -30,8 +30,8 @@ class Instance:
             self.tracker.observe_decode(batch, context, seconds)
             speeds = self.tracker.speeds
             typical_s = decode_step_seconds(speeds, TYPICAL_BATCH, TYPICAL_CONTEXT)
-            self.vigil.hear(speeds, typical_s, self.now, FACTOR, idle=False)
-            found.append(self.vigil.slow)
+            self.health.report(speeds, typical_s, self.now, FACTOR, idle=False)
+            found.append(self.health.slow)
         return found
 
 
@@ -41,7 +41,7 @@ def test_a_tenth_of_the_speed_is_seen_within_seconds_and_its_end_too(seed: int) 
     assert not any(instance.steps(200, 1.0))
     began = instance.now
     assert not any(instance.steps(3, 10.0)), "a few steps are no failure"
-    while not instance.vigil.slow:
+    while not instance.health.slow:
         instance.steps(1, 10.0)
     assert instance.now - began < 5.0
     assert not instance.steps(30, 1.0)[-1]

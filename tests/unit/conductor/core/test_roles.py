@@ -32,9 +32,9 @@ FULL = 50
 class World:
     """Prefill and decode instances whose loads a test sets; each reports once a second."""
 
-    def __init__(self, prefills: int, decodes: int, roles: RoleLimits = ROLES, *, either: bool = True) -> None:
+    def __init__(self, prefills: int, decodes: int, roles: RoleLimits = ROLES, *, switches_role: bool = True) -> None:
         self.core = ConductorCore(LIMITS, ClusterView(), roles)
-        self.now, self.either, self.lives = 0.0, either, 0
+        self.now, self.switches_role, self.lives = 0.0, switches_role, 0
         self.loads: dict[str, LoadFacts] = {}
         self.changes: list[tuple[float, str, InstanceKind]] = []
         for number in range(prefills):
@@ -46,18 +46,22 @@ class World:
         self.lives += 1
         load = LoadFacts(free_blocks=BLOCKS, drain_s=IDLE if kind is InstanceKind.PREFILL else None)
         self.loads[name] = load
-        self.post(InstanceJoined(InstanceFacts(name, self.lives, kind, BLOCKS, SHAPE, SPEEDS, either=self.either)))
+        self.post(
+            InstanceJoined(
+                InstanceFacts(name, self.lives, kind, BLOCKS, SHAPE, SPEEDS, switches_role=self.switches_role)
+            )
+        )
 
     def leave(self, name: str) -> None:
         del self.loads[name]
-        self.post(InstanceLeft(name, self.core.picture.incarnation(name)))
+        self.post(InstanceLeft(name, self.core.cluster.incarnation(name)))
 
     def post(self, event: Event) -> None:
         out: list[Action] = []
         self.core.handle(self.now, event, out)
         for action in out:
             assert isinstance(action, ChangeRole)
-            assert action.incarnation == self.core.picture.incarnation(action.instance)
+            assert action.incarnation == self.core.cluster.incarnation(action.instance)
             self.changes.append((self.now, action.instance, action.kind))
 
     def queue(self, seconds: float) -> None:
@@ -185,7 +189,7 @@ def test_a_steady_load_moves_nobody_twice() -> None:
 
 
 def test_only_who_can_change_is_told_to() -> None:
-    world = World(2, 4, either=False)
+    world = World(2, 4, switches_role=False)
     world.queue(BUSY)
     world.wait(600)
     assert world.changes == []
@@ -248,7 +252,7 @@ def test_one_that_hangs_in_its_drain_is_waited_for_once() -> None:
 
 def test_a_drain_of_one_that_cannot_change_is_not_waited_for() -> None:
     world = World(2, 3)
-    world.either = False
+    world.switches_role = False
     world.join("d3", InstanceKind.DECODE)
     world.queue(BUSY)
     draining(world, "d3")

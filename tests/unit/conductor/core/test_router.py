@@ -1,6 +1,6 @@
 """A whole plan equals the one that predicts every instance.
 
-The expected plan is made by the same picture with a policy that asks for the prediction of each candidate and sorts
+The expected plan is made by the same cluster with a policy that asks for the prediction of each candidate and sorts
 them; prefixes, decode instances and limits are counted again here. What is exact: where the instances of a class have
 equal speeds, the plan is that of a full scan. Where they differ within a class, which is what classes are for, the
 chosen one is the best of the eight that its class's speeds name: at most the classes' width worse than the best.
@@ -19,7 +19,8 @@ from moonpool.scheduling.latency import Speeds
 from services.conductor.core.decode_pool import SPEED_NOISE, PlacedAnswer
 from services.conductor.core.instances import SHORTLIST
 from services.conductor.core.latency_model import DecodeLatencyModel, PrefillChoice
-from services.conductor.core.policies import POLICIES, Candidates, TtftLimit
+from services.conductor.core.policies import POLICIES
+from services.conductor.core.policies.base import Candidates, TtftLimit
 from services.conductor.core.prefill_pool import CLASS_WIDTH, COMPARED_LENGTHS
 from services.conductor.core.router import RoutingDecision
 
@@ -102,22 +103,22 @@ class Scene:
                     context = 100 * one.running
                     world.report(name, running=one.running, context_tokens=context, free_blocks=room)
         for number, (held, cooled) in enumerate(self.stores):
-            world.join(facts(f"kvstore-{number}", tells_cold=True))
+            world.join(facts(f"kvstore-{number}", reports_ssd=True))
             world.events(f"kvstore-{number}", chain(held), cooled=chain(held)[held - cooled :])
         self._place(world)
         return world
 
     def _place(self, world: World) -> None:
-        picture = world.picture
+        cluster = world.cluster
         for number, (at, blocks, computed) in enumerate(self.placed):
             name = f"prefill-{at % len(self.prefills)}"
-            claim = picture.claim_prefill(name, 0.25, NOW - 0.5)
+            claim = cluster.claim_prefill(name, 0.25, NOW - 0.5)
             own = [bytes([100 + number, block]) * 16 for block in range(3)]
-            picture.prefills.coming.placed(claim, name, [*chain(blocks), *own])
+            cluster.prefills.in_flight.placed(claim, name, [*chain(blocks), *own])
             if computed:
-                picture.prefills.computed(claim)
-                picture.release(claim, NOW - 0.25)
-            picture.claim_decode("decode-0", PlacedAnswer(50, 4))
+                cluster.prefills.computed(claim)
+                cluster.release(claim, NOW - 0.25)
+            cluster.claim_decode("decode-0", PlacedAnswer(50, 4))
 
     def soon(self, name: str) -> int:
         """Leading blocks that a prefill instance holds, or will hold by what is placed there."""
@@ -137,7 +138,9 @@ class Scene:
         limit = TtftLimit(self.within_s, Turn("tenant", 0.0, 1000)) if self.within_s is not None else None
         keys = chain(self.full)
         try:
-            return world.plan(self.tokens, answer_tokens=40, keys=keys, now=NOW, suspects=self.suspects, limit=limit)
+            return world.plan(
+                self.tokens, answer_tokens=40, keys=keys, now=NOW, suspects=self.suspects, ttft_limit=limit
+            )
         except (Unavailable, InvalidRequest) as error:
             return type(error)
 
@@ -215,7 +218,7 @@ def check_source(scene: Scene, plan: RoutingDecision, stores: bool) -> None:
 def best_decode(scene: Scene, world: World, plan: RoutingDecision) -> str:
     """By predicting every decode instance: of those that did not fail and have room the one with least to do, among
     those that are about as quick as the quickest."""
-    model, pool = DecodeLatencyModel(plan.demand, SHAPE), world.picture.decodes
+    model, pool = DecodeLatencyModel(plan.demand, SHAPE), world.cluster.decodes
     groups: dict[tuple[bool, bool], list[tuple[int, float, int, str]]] = {}
     for number, one in enumerate(scene.decodes):
         it = pool.get(f"decode-{number}")
@@ -223,8 +226,8 @@ def best_decode(scene: Scene, world: World, plan: RoutingDecision) -> str:
         if one.total_blocks >= plan.demand.total_blocks:
             need, held = model.blocks(it.load.answer_tokens), min(one.held, scene.full)
             choice = model.choice(it.facts.id, it.speeds, it.sequences, it.context_tokens, held, need)
-            group = it.facts.id in scene.suspects, it.room_blocks < need
-            rated = (it.sequences, choice.finish_s * pool.belief(it), it.turn, it.facts.id)
+            group = it.facts.id in scene.suspects, it.available_blocks < need
+            rated = (it.sequences, choice.finish_s * pool.optimism_factor(it), it.turn, it.facts.id)
             groups.setdefault(group, []).append(rated)
     first = groups[min(groups)]
     quickest = min(finish_s for _, finish_s, _, _ in first)

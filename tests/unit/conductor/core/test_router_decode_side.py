@@ -29,9 +29,11 @@ KEYS = [bytes([number]) * 32 for number in range(4)]
 SPEEDS = replace(SECOND_PER_TOKEN, decode_base_s=2.0, decode_per_sequence_s=1.0, transfer_bytes_per_s=1e9)
 
 
-def world(rest_tokens: int = 32, *, running: int = 0, held: int = 3) -> World:
+def world(decode_prompt_tokens: int = 32, *, running: int = 0, held: int = 3) -> World:
     """A prefill instance that holds nothing, and a decode instance that holds blocks of the prompt."""
-    found = World(facts("prefill-0", speeds=SPEEDS), facts("decode-0", speeds=SPEEDS), rest_tokens=rest_tokens)
+    found = World(
+        facts("prefill-0", speeds=SPEEDS), facts("decode-0", speeds=SPEEDS), decode_prompt_tokens=decode_prompt_tokens
+    )
     found.report("prefill-0", drain_s=0.0)
     found.report("decode-0", running=running, free_blocks=100)
     found.events("decode-0", KEYS[:held])
@@ -39,7 +41,7 @@ def world(rest_tokens: int = 32, *, running: int = 0, held: int = 3) -> World:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rest_tokens", "running", "at_decode", "predicted"),
+    ("tokens", "decode_prompt_tokens", "running", "at_decode", "predicted"),
     [
         # Behind 48 tokens 16 are computed at a second each, 64 at prefill.
         (64, 32, 0, True, (0.0, 16.0)),
@@ -52,9 +54,9 @@ def world(rest_tokens: int = 32, *, running: int = 0, held: int = 3) -> World:
     ],
 )
 def test_a_rest_is_computed_at_decode_where_all_together_gain(
-    tokens: int, rest_tokens: int, running: int, at_decode: bool, predicted: tuple[float, float] | None
+    tokens: int, decode_prompt_tokens: int, running: int, at_decode: bool, predicted: tuple[float, float] | None
 ) -> None:
-    plan = world(rest_tokens, running=running).plan(tokens, keys=KEYS, at_decode=True)
+    plan = world(decode_prompt_tokens, running=running).plan(tokens, keys=KEYS, at_decode=True)
     assert plan.at_decode == at_decode
     assert plan.prefill.id == ("decode-0" if at_decode else "prefill-0")
     rests = [(it.queue_s, it.prefill_s) for it in plan.candidates if it.id == "decode-0"]
@@ -78,7 +80,7 @@ def test_only_when_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("tokens", [64, 65])
 def test_of_a_prompt_that_is_held_in_full_blocks_one_token_is_left(tokens: int) -> None:
-    plan = world(rest_tokens=1, held=4).plan(tokens, keys=KEYS, at_decode=True)
+    plan = world(decode_prompt_tokens=1, held=4).plan(tokens, keys=KEYS, at_decode=True)
     assert (plan.at_decode, plan.prefill.prefill_s, plan.prefill.used_blocks) == (True, 1.0, 4)
 
 
@@ -99,7 +101,7 @@ def test_of_those_that_hold_most_the_least_loaded_is_taken() -> None:
 
 
 def test_speeds_that_are_not_known_promise_nothing() -> None:
-    found = World(facts("prefill-0", speeds=SPEEDS), facts("decode-0", speeds=Speeds()), rest_tokens=32)
+    found = World(facts("prefill-0", speeds=SPEEDS), facts("decode-0", speeds=Speeds()), decode_prompt_tokens=32)
     found.events("decode-0", KEYS[:3])
     assert not found.plan(64, keys=KEYS, at_decode=True).at_decode
 
@@ -108,7 +110,7 @@ class Cluster(machine.World):
     """The core with two decode instances, the first of which holds two blocks of what comes."""
 
     def __init__(self) -> None:
-        super().__init__(prefills=1, rest_tokens=32)
+        super().__init__(prefills=1, decode_prompt_tokens=32)
         self.holds("decode-0", tuple(KEYS[:2]))
 
     def come(self, *, slo: SloLimits = SloLimits(), choices: int = 1) -> int:  # noqa: B008
@@ -120,7 +122,7 @@ class TestLife:
         world = Cluster()
         number = world.come()
         asked = world.one(CallReserve)
-        assert (asked.decode, world.picture.prompts_in_flight) == ("decode-0", 0)
+        assert (asked.decode, world.cluster.prompts_in_flight) == ("decode-0", 0)
         world.promise(asked, held=2)
         start = world.one(StartDecode)
         assert (start.compute, world.all(CallPrefill)) == (True, [])
@@ -181,13 +183,13 @@ class TestLife:
         number = world.come(slo=SloLimits(None, 0.005))
         assert number not in world.ends
         assert world.one(CallReserve).decode == "decode-1"
-        assert world.picture.prompts_in_flight == 1
+        assert world.cluster.prompts_in_flight == 1
         world.finish_all()
 
     def test_several_answers_are_for_prefill(self) -> None:
         world = Cluster()
         world.come(choices=2)
-        assert world.picture.prompts_in_flight == 1
+        assert world.cluster.prompts_in_flight == 1
         world.finish_all()
 
     def test_who_cannot_keep_it_either_refuses(self) -> None:

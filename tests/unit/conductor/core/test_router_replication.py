@@ -76,21 +76,21 @@ def test_a_plan_says_which_copy_it_would_have_gained_from() -> None:
     world.report("prefill-1", drain_s=50.0)
     plan = world.plan(64, keys=KEYS[:4])
     assert (plan.prefill.id, plan.prefill.source) == ("prefill-0", "prefill-1")
-    assert plan.wish is not None
-    assert plan.wish == ReplicationHint(3, "prefill-0", "prefill-1", plan.wish.gain_s, plan.prefill.read_s)
-    assert plan.wish.gain_s == pytest.approx(plan.prefill.load_s)
+    assert plan.hint is not None
+    assert plan.hint == ReplicationHint(3, "prefill-0", "prefill-1", plan.hint.gain_s, plan.prefill.read_s)
+    assert plan.hint.gain_s == pytest.approx(plan.prefill.load_s)
 
 
 def test_a_holder_that_has_time_leaves_nothing_to_wish_for() -> None:
     world = cluster()
     world.events("prefill-1", KEYS[:3])
-    assert world.plan(64, keys=KEYS[:4]).wish is None
+    assert world.plan(64, keys=KEYS[:4]).hint is None
     world.events("prefill-0", KEYS[:3])
     world.report("prefill-1", drain_s=50.0)
-    assert world.plan(64, keys=KEYS[:4]).wish is None
+    assert world.plan(64, keys=KEYS[:4]).hint is None
 
 
 def test_nothing_is_wished_for_without_a_budget() -> None:
     world = cluster(copy_share=0.0)
     world.events("decode-0", KEYS[:3])
-    assert world.plan(64, keys=KEYS[:4]).wish is None
+    assert world.plan(64, keys=KEYS[:4]).hint is None

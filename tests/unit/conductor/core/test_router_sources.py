@@ -25,7 +25,7 @@ def rows(plan: RoutingDecision) -> list[tuple[str, int, str]]:
 
 def claim(world: World, plan: RoutingDecision, now: float = 0.0) -> int:
     best = plan.prefill
-    return world.picture.claim_prefill(best.id, best.busy_s, now, best.source, None, best.read)
+    return world.cluster.claim_prefill(best.id, best.busy_s, now, best.source, None, best.read)
 
 
 @pytest.mark.parametrize("holder", ["prefill-1", "decode-0"])
@@ -89,8 +89,8 @@ def test_reads_count_at_once_and_the_freer_holder_is_asked() -> None:
     third = world.plan(64, keys=KEYS[:4])
     assert third.sources[0].wait_s == READ_S
     assert third.prefill.load_s == pytest.approx(2 * READ_S)
-    assert world.picture.reads_in_flight == 2
-    world.picture.release(number, 1.0)
+    assert world.cluster.reads_in_flight == 2
+    world.cluster.release(number, 1.0)
     assert world.plan(64, keys=KEYS[:4], now=1.0).sources[0] == PrefixHolder("decode-0", 3, peer=True)
 
 
@@ -100,11 +100,11 @@ def test_what_a_prompt_sends_to_decode_keeps_its_instances_link_busy() -> None:
     world.events("prefill-1", KEYS[:3])
     plan = world.plan(64, keys=KEYS[4:])
     assert plan.send_s == 640 / 100.0
-    number = world.picture.claim_prefill("prefill-1", 0.0, 0.0, send_s=plan.send_s)
+    number = world.cluster.claim_prefill("prefill-1", 0.0, 0.0, send_s=plan.send_s)
     world.report("prefill-1", drain_s=50.0)
     assert world.plan(64, keys=KEYS[:4]).sources == (PrefixHolder("prefill-1", 3, wait_s=6.4, peer=True),)
-    assert world.picture.reads_in_flight == 0
-    world.picture.release(number, 1.0)
+    assert world.cluster.reads_in_flight == 0
+    world.cluster.release(number, 1.0)
     assert world.plan(64, keys=KEYS[:4], now=1.0).sources == (PrefixHolder("prefill-1", 3, peer=True),)
 
 
@@ -118,7 +118,7 @@ def test_decode_is_not_sent_what_it_holds() -> None:
 def test_a_busy_link_makes_computing_cheaper() -> None:
     world = cluster()
     world.events("decode-0", KEYS[:3])
-    world.picture.claim_prefill("prefill-0", 0.0, 0.0, "decode-0", None, LinkRead(60.0))
+    world.cluster.claim_prefill("prefill-0", 0.0, 0.0, "decode-0", None, LinkRead(60.0))
     assert {source for _, _, source in rows(world.plan(64, keys=KEYS[:4]))} == {""}
     assert {source for _, _, source in rows(world.plan(64, keys=KEYS[:4], now=50.0))} == {"decode-0"}
 
@@ -128,16 +128,16 @@ def test_rates_are_learnt_of_reads_that_have_the_link_to_themselves() -> None:
     world = cluster()
     world.events("decode-0", KEYS[:3])
     alone = claim(world, world.plan(64, keys=KEYS[:4]))
-    world.picture.loaded(alone, "prefill-1", 3, 100.0, 1.0)  # not the one that it was to read from
-    world.picture.loaded(alone, "decode-0", 3, 2 * READ_S, 1.0)
-    world.picture.release(alone, 1.0)
+    world.cluster.read_measured(alone, "prefill-1", 3, 100.0, 1.0)  # not the one that it was to read from
+    world.cluster.read_measured(alone, "decode-0", 3, 2 * READ_S, 1.0)
+    world.cluster.release(alone, 1.0)
     [source] = world.plan(64, keys=KEYS[:4], now=1.0).sources
     assert source.bytes_per_s == pytest.approx(1 / (0.8 / 100 + 0.2 / 50))
     assert world.plan(64, keys=KEYS[:4], now=1.0).prefill.read_s == pytest.approx(480 / source.bytes_per_s)
     one, other = (claim(world, world.plan(64, keys=KEYS[:4], now=1.0), 1.0) for _ in range(2))
     for number in (one, other):
-        world.picture.loaded(number, "decode-0", 3, 100.0, 2.0)
-        world.picture.release(number, 2.0)
+        world.cluster.read_measured(number, "decode-0", 3, 100.0, 2.0)
+        world.cluster.release(number, 2.0)
     assert world.plan(64, keys=KEYS[:4], now=2.0).sources == (source,)
     assert world.plan(64, keys=KEYS[:4], now=61.0).sources[0].bytes_per_s == 0.0
 
@@ -145,15 +145,15 @@ def test_rates_are_learnt_of_reads_that_have_the_link_to_themselves() -> None:
 def test_what_a_kvstore_has_on_ssd_only_has_a_rate_of_its_own() -> None:
     """Of three blocks the first is in DRAM. The read takes twice as long as foreseen; two thirds are the SSD's."""
     world = cluster()
-    world.join(facts("kvstore-0", tells_cold=True))
+    world.join(facts("kvstore-0", reports_ssd=True))
     world.events("kvstore-0", KEYS[:3], cooled=KEYS[1:3])
     plan = world.plan(64, keys=KEYS[:4])
     assert plan.sources == (PrefixHolder("kvstore-0", 3, warm=1),)
     assert [plan.sources[0].cold_blocks(local) for local in range(4)] == [2, 2, 1, 0]
     assert (plan.prefill.read_s, plan.prefill.cold_blocks) == (READ_S, 2)
     number = claim(world, plan)
-    world.picture.loaded(number, "kvstore-0", 3, 2 * READ_S, 1.0)
-    world.picture.release(number, 1.0)
+    world.cluster.read_measured(number, "kvstore-0", 3, 2 * READ_S, 1.0)
+    world.cluster.release(number, 1.0)
     plan = world.plan(64, keys=KEYS[:4], now=1.0)
     [source] = plan.sources
     assert source.bytes_per_s == 0.0
@@ -170,12 +170,12 @@ def test_what_a_kvstore_has_on_ssd_only_has_a_rate_of_its_own() -> None:
 def test_a_prefix_on_a_slow_ssd_is_computed() -> None:
     """48 tokens take 48 s; a read from SSD was far slower, and believed for a minute."""
     world = cluster()
-    world.join(facts("kvstore-0", tells_cold=True))
+    world.join(facts("kvstore-0", reports_ssd=True))
     world.events("kvstore-0", KEYS[:3], cooled=KEYS[:3])
     for _ in range(9):
         number = claim(world, plan := world.plan(64, keys=KEYS[:4]))
-        world.picture.loaded(number, "kvstore-0", 3, 100 * READ_S, 0.0)
-        world.picture.release(number, 0.0)
+        world.cluster.read_measured(number, "kvstore-0", 3, 100 * READ_S, 0.0)
+        world.cluster.release(number, 0.0)
     plan = world.plan(64, keys=KEYS[:4])
     assert (plan.prefill.source, plan.prefill.prefill_s) == ("", 64.0)
     world.events("kvstore-0", KEYS[:3])
@@ -195,7 +195,7 @@ def test_a_miss_corrects_the_index() -> None:
     world = cluster()
     world.events("decode-0", KEYS[:3])
     plan = world.plan(64, keys=KEYS[:4])
-    world.picture.forget("decode-0", KEYS[1:2], plan.index_version)
+    world.cluster.forget("decode-0", KEYS[1:2], plan.index_version)
     assert plan.prefill.source == "decode-0"
     assert world.plan(64, keys=KEYS[:4]).prefill.used_blocks == 1
 
@@ -204,7 +204,7 @@ def test_a_lost_instance_is_no_source() -> None:
     world = cluster()
     world.events("prefill-1", KEYS[:3])
     number = claim(world, world.plan(64, keys=KEYS[:4]))
-    world.picture.leave("prefill-1")
+    world.cluster.leave("prefill-1")
     assert world.plan(64, keys=KEYS[:4]).sources == ()
-    world.picture.release(number, 1.0)
-    assert world.picture.reads_in_flight == 0
+    world.cluster.release(number, 1.0)
+    assert world.cluster.reads_in_flight == 0

@@ -32,7 +32,7 @@ class World(Cluster):
         speeds = Speeds(prefill_per_token_s=1.0, load_bytes_per_s=1e12)
         engines = [facts(name, total_blocks=1 << 20, speeds=speeds) for name in ("prefill-0", "decode-0")]
         super().__init__(*engines, kvstore_replicas=replicas)
-        self.index = self.picture.index
+        self.index = self.cluster.index
         for number in range(stores):
             self.add(f"kvstore-{number}", capacities[number] if capacities else 0)
 
@@ -40,7 +40,7 @@ class World(Cluster):
         self.join(facts(name, capacity_bytes=capacity))
 
     def lose(self, name: str) -> None:
-        self.picture.leave(name)
+        self.cluster.leave(name)
 
     def plan_chain(self, keys: list[BlockKey], **changes: Any) -> RoutingDecision:
         return self.plan(tokens=len(keys) * BLOCK_TOKENS + 1, keys=keys, **changes)
@@ -179,14 +179,14 @@ def test_reads_of_a_hot_chain_spread_over_its_copies() -> None:
     for _ in range(10):
         plan = world.plan_chain(keys)
         assert {view.id for view in plan.sources} == set(pair)
-        claims.append(world.picture.claim_prefill("prefill-0", 1.0, 0.0, plan.prefill.source))
+        claims.append(world.cluster.claim_prefill("prefill-0", 1.0, 0.0, plan.prefill.source))
         read[plan.prefill.source] += 1
     assert read == dict.fromkeys(pair, 5)
     for claim in claims:
-        world.picture.release(claim, 1.0)
-        world.picture.release(claim, 1.0)
-    assert (world.picture.reads_in_flight, world.picture.prompts_in_flight) == (0, 0)
-    world.picture.check_invariants()
+        world.cluster.release(claim, 1.0)
+        world.cluster.release(claim, 1.0)
+    assert (world.cluster.reads_in_flight, world.cluster.prompts_in_flight) == (0, 0)
+    world.cluster.check_invariants()
 
 
 def test_a_draining_store_gets_nothing_new() -> None:

@@ -161,7 +161,7 @@ def test_a_promise_that_comes_after_its_request_has_ended_is_given_back() -> Non
     number = world.arrive()
     call = world.one(CallReserve)
     world.post(ClientGone(number))
-    assert world.picture.claims, "the call may still get its promise, which counts until then"
+    assert world.cluster.claims, "the call may still get its promise, which counts until then"
     world.promise(call)
     assert [undo.target.transfer_id for undo in world.all(CancelReservation)] == [1]
     world.finish_all()

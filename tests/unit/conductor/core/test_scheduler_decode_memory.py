@@ -16,7 +16,7 @@ def waiting(*needs: int, room: int = 0) -> World:
     for need in needs:
         world.arrive(prompt=need - 8, answer=8)
         world.end(world.one(CallReserve), NO_ROOM)
-    assert len(world.core.requests.rooms) == len(needs)
+    assert len(world.core.scheduler.memory_queue) == len(needs)
     return world
 
 
@@ -24,17 +24,17 @@ def test_one_request_too_big_for_the_room_of_now_does_not_make_the_others_wait()
     world = waiting(BIG, SMALL, SMALL)
     world.report("decode-0", 10)
     assert [call.request for call in world.open(CallReserve)] == [2, 3]
-    assert len(world.core.requests.rooms) == 1
+    assert len(world.core.scheduler.memory_queue) == 1
 
 
 def test_freed_room_wakes_only_those_that_fit_in_order_of_arrival() -> None:
     world = waiting(4 * BLOCK, 4 * BLOCK, 4 * BLOCK)
-    plans = world.picture.plans
+    plans = world.cluster.plans
     world.report("decode-0", 9)
     assert [call.request for call in world.open(CallReserve)] == [1, 2]
-    assert world.picture.plans == plans + 2, "a report plans those it wakes only"
+    assert world.cluster.plans == plans + 2, "a report plans those it wakes only"
     world.report("decode-0", 9)
-    assert world.picture.plans == plans + 2
+    assert world.cluster.plans == plans + 2
 
 
 def test_room_for_what_answers_are_expected_to_need_wakes() -> None:
@@ -124,5 +124,5 @@ def test_the_refusal_of_an_instance_that_has_left_is_not_kept() -> None:
         world.end(call, result)
         world.post(ClientGone(request))
         world.finish_all()
-        digests.add(world.core.requests.digest())
+        digests.add(world.core.scheduler.digest())
     assert len(digests) == 1

@@ -43,7 +43,7 @@ class RequestMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(prefills=2, decodes=3, total=8, rest_tokens=24)
+        self.world = World(prefills=2, decodes=3, total=8, decode_prompt_tokens=24)
         self.incarnations = dict.fromkeys(NAMES, 1)
         self.held = dict.fromkeys(NAMES, 0)
         self.blocks: dict[int, int] = {}
@@ -72,7 +72,7 @@ class RequestMachine(RuleBasedStateMachine):
         priority: int,
         several: tuple[int, bool],
     ) -> None:
-        if len(self.world.core.requests) < 6:
+        if len(self.world.core.scheduler) < 6:
             keys = KEYS[: prompt // BLOCK]
             slo, (choices, beams) = SloLimits(ttft_s=ttft_s, queue_s=queue_s), several
             asked = {"prompt": prompt, "answer": answer, "limit_s": limit_s, "keys": keys, "choices": choices}
@@ -92,7 +92,7 @@ class RequestMachine(RuleBasedStateMachine):
         several=st.sampled_from(SEVERAL),
     )
     def resume(self, name: str, restarted: bool, tokens: int, answer: int, several: tuple[int, bool]) -> None:
-        if len(self.world.core.requests) < 6:
+        if len(self.world.core.scheduler) < 6:
             incarnation, (choices, beams) = self.incarnations[name] - restarted, several
             self.world.resume(name, incarnation=incarnation, tokens=tokens, answer=answer, choices=choices, beams=beams)
 
@@ -215,7 +215,7 @@ class RequestMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_is_forgotten(self) -> None:
         due = self.world.core.due()
-        assert due is not None or not len(self.world.core.requests), "every wait has a deadline"
+        assert due is not None or not len(self.world.core.scheduler), "every wait has a deadline"
 
     def teardown(self) -> None:
         self.world.finish_all()

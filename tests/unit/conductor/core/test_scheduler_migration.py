@@ -182,7 +182,7 @@ def test_a_few_are_moved_at_once() -> None:
     world.first_token(world.one(CallPrefill))
     world.more(world.open(StartDecode)[-1], 0)
     assert world.rehashes == [start.request for start in here[1 : MAX_MOVING + 1]], "one has gone: another one goes"
-    assert len(numbers) == len(world.core.requests)
+    assert len(numbers) == len(world.core.scheduler)
     world.finish_all()
 
 

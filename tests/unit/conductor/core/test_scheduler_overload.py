@@ -14,7 +14,7 @@ ONE = stratum_of("", 40)
 
 
 def lengths_of(world: World) -> OutputLengthModel:
-    return world.picture.forecasts.lengths
+    return world.cluster.forecasts.lengths
 
 
 def test_an_answer_that_ends_by_itself_is_learnt_from_and_one_that_was_cut_off_is_censored() -> None:

@@ -14,7 +14,7 @@ from services.conductor.core.events import (
     FailureKind,
 )
 from services.conductor.core.latency_model import SloLimits
-from services.conductor.core.wait_queue import LOOK_PAUSE_S, MAX_LOOK_AT_ONCE, MAX_LOOK_PAUSE_S
+from services.conductor.core.wait_queue import MAX_RETRIES_AT_ONCE, MAX_RETRY_PAUSE_S, RETRY_PAUSE_S
 
 from .world import GONE, LIMITS, World
 
@@ -49,13 +49,13 @@ def test_without_a_deadline_it_is_refused_at_once() -> None:
 def test_it_waits_until_its_limit_can_be_kept() -> None:
     world, long = busy()
     world.arrive(slo=PATIENT)
-    assert (len(world.core.requests.line), world.core.requests.line.nbytes, world.ends) == (1, 160, {})
+    assert (len(world.core.scheduler.slo_queue), world.core.scheduler.slo_queue.nbytes, world.ends) == (1, 160, {})
     world.sleep(0.2)
     assert world.open(CallReserve) == []
     world.first_token(long)
-    world.sleep(MAX_LOOK_PAUSE_S)
+    world.sleep(MAX_RETRY_PAUSE_S)
     assert [call.request for call in world.open(CallReserve)] == [2]
-    assert len(world.core.requests.line) == 0
+    assert len(world.core.scheduler.slo_queue) == 0
 
 
 def test_what_it_waits_does_not_count_in_its_limit_and_is_told() -> None:
@@ -63,11 +63,11 @@ def test_what_it_waits_does_not_count_in_its_limit_and_is_told() -> None:
     world.arrive(slo=PATIENT)
     world.sleep(0.2)
     world.first_token(long)
-    world.sleep(MAX_LOOK_PAUSE_S)
+    world.sleep(MAX_RETRY_PAUSE_S)
     world.promise(world.one(CallReserve))
     told = world.all(AnnouncePlacement)[-1]
     assert told.request == 2
-    assert 0.3 < told.queued_s == told.waited_s < 0.3 + MAX_LOOK_PAUSE_S
+    assert 0.3 < told.queued_s == told.waited_s < 0.3 + MAX_RETRY_PAUSE_S
 
 
 def test_after_its_time_it_is_refused_with_what_was_predicted_last() -> None:
@@ -84,14 +84,14 @@ def test_after_its_time_it_is_refused_with_what_was_predicted_last() -> None:
     assert told.predicted_ttft_s > 0.3
     assert told.retry_after_s > 0.0
     assert told.message.startswith("after 5.000 s in the queue: predicted time to first token")
-    assert len(world.core.requests.line) == 0
+    assert len(world.core.scheduler.slo_queue) == 0
 
 
 def test_who_has_left_waits_no_more() -> None:
     world, long = busy()
     number = world.arrive(slo=PATIENT)
     world.post(ClientGone(number))
-    assert (len(world.core.requests.line), world.core.requests.line.nbytes) == (0, 0)
+    assert (len(world.core.scheduler.slo_queue), world.core.scheduler.slo_queue.nbytes) == (0, 0)
     world.post(ClientGone(1))
     world.end(long, GONE)
     world.finish_all()
@@ -101,8 +101,8 @@ def test_what_decode_finds_too_slow_waits_as_well() -> None:
     world = World(prefills=1, decodes=1)
     world.arrive(slo=SloLimits(tbt_s=0.5, queue_s=5.0))
     world.end(world.one(CallReserve), SLOW)
-    assert len(world.core.requests.line) == 1
-    world.sleep(MAX_LOOK_PAUSE_S)
+    assert len(world.core.scheduler.slo_queue) == 1
+    world.sleep(MAX_RETRY_PAUSE_S)
     world.promise(world.one(CallReserve))
     assert world.one(CallPrefill).request == 1
 
@@ -126,7 +126,7 @@ def test_a_full_queue_refuses_the_last_of_whoever_has_most_in_it() -> None:
     calm = world.arrive(slo=PATIENT, tenant="calm")
     assert refusal(world, flood[-1]).reason == "ttft_slo"
     assert calm not in world.ends
-    assert world.core.requests.line.count() == {"flood": 2, "calm": 1}
+    assert world.core.scheduler.slo_queue.count() == {"flood": 2, "calm": 1}
 
 
 def test_a_queue_is_bounded_in_bytes() -> None:
@@ -146,7 +146,7 @@ def test_the_queue_is_served_in_fair_order() -> None:
     world.first_token(long)
     order = []
     for _ in range(200):
-        world.sleep(LOOK_PAUSE_S)
+        world.sleep(RETRY_PAUSE_S)
         for call in world.open(CallReserve):
             order.append(call.request)
             world.promise(call)
@@ -158,9 +158,9 @@ def test_a_look_plans_a_few_only() -> None:
     world, _ = busy()
     for _ in range(100):
         world.arrive(slo=PATIENT)
-    plans = world.picture.plans
+    plans = world.cluster.plans
     world.sleep(0.5)
-    assert world.picture.plans - plans <= MAX_LOOK_AT_ONCE * 0.5 / LOOK_PAUSE_S
+    assert world.cluster.plans - plans <= MAX_RETRIES_AT_ONCE * 0.5 / RETRY_PAUSE_S
 
 
 @pytest.mark.parametrize("rest_s", [0.0, 1.0])
@@ -177,5 +177,5 @@ def test_who_had_much_without_waiting_goes_behind_until_nobody_has_waited_for_as
     flood = world.arrive(prompt=250, slo=PATIENT, tenant="flood")
     calm = world.arrive(prompt=250, slo=PATIENT, tenant="calm")
     world.first_token(next(it for it in world.open(CallPrefill) if it.request == 4))
-    world.sleep(MAX_LOOK_PAUSE_S)
+    world.sleep(MAX_RETRY_PAUSE_S)
     assert [call.request for call in world.open(CallReserve)] == ([flood, calm] if rest_s else [calm, flood])

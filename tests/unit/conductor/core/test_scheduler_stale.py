@@ -1,7 +1,8 @@
-"""A prefill instance is busier than was thought, and says so: the picture is corrected, and the prompt placed again."""
+"""A prefill instance is busier than was thought, and says so: the cluster is corrected, and the prompt placed again."""
 
 import pytest
 
+from services.conductor.core.attempt_calls import MAX_STALE_ANSWERS, STALE_SLACK, STALE_SLACK_S
 from services.conductor.core.events import (
     AnnouncePlacement,
     CallPrefill,
@@ -11,7 +12,6 @@ from services.conductor.core.events import (
     StalePlacement,
 )
 from services.conductor.core.latency_model import FIRST_SLOWDOWN, SloLimits
-from services.conductor.core.request import MAX_STALE_ANSWERS, STALE_SLACK, STALE_SLACK_S
 
 from .world import World
 
@@ -77,7 +77,7 @@ def test_it_goes_elsewhere_and_decode_keeps_its_promise() -> None:
     assert world.all(CancelReservation) == []
     assert world.open(CallReserve) == []
     assert [it.plan.prefill.id for it in world.all(AnnouncePlacement)] == ["prefill-0", "prefill-1"]
-    assert world.core.requests.stale == 1
+    assert world.core.scheduler.stale == 1
     world.first_token(again)
     world.finish_all()
 
@@ -85,7 +85,7 @@ def test_it_goes_elsewhere_and_decode_keeps_its_promise() -> None:
 def test_the_answer_counts_until_a_newer_report_comes() -> None:
     world, call = placed(2, 0.0, 0.5)
     world.end(call, StalePlacement(2.0, taken=7))
-    prefill = world.picture.prefills.get("prefill-0")
+    prefill = world.cluster.prefills.get("prefill-0")
     assert prefill is not None
     assert prefill.free_at == world.now + 2.0
     world.report("prefill-0", 64, drain_s=0.1, taken=6)  # was sent before the answer
@@ -134,10 +134,10 @@ def test_an_instance_that_must_take_the_prompt_and_does_not_has_failed() -> None
     world, call = placed(1, 1.0)
     assert call.max_queue_s is None
     world.end(call, StalePlacement(3.0, taken=1 << 62))
-    assert (world.core.requests.stale, world.rehashes) == (0, [])
+    assert (world.core.scheduler.stale, world.rehashes) == (0, [])
     world.sleep(0.05)
     assert world.rehashes == [call.request], "a failed attempt is followed by another one after a pause"
-    prefill = world.picture.prefills.get("prefill-0")
+    prefill = world.cluster.prefills.get("prefill-0")
     assert prefill is not None
     assert prefill.load.taken == 0
     world.finish_all()
@@ -147,14 +147,14 @@ def test_an_instance_that_has_taken_the_prompt_has_failed_when_it_does_not_compu
     world, call = placed(2, 0.0, 0.5)
     world.post(PrefillAccepted(call.io, 1))
     world.end(call, StalePlacement(3.0, taken=1))
-    assert (world.core.requests.stale, world.rehashes) == (0, [call.request])
+    assert (world.core.scheduler.stale, world.rehashes) == (0, [call.request])
     world.finish_all()
 
 
 def test_what_an_instance_makes_up_counts_no_longer_than_one_report() -> None:
     world, call = placed(2, 0.0, 0.5)
     world.end(call, StalePlacement(2.0, taken=1 << 62))
-    prefill = world.picture.prefills.get("prefill-0")
+    prefill = world.cluster.prefills.get("prefill-0")
     assert prefill is not None
     world.report("prefill-0", 64, drain_s=0.1, taken=6)
     assert prefill.free_at == world.now + 2.0
@@ -186,5 +186,5 @@ def test_an_answer_to_an_attempt_that_is_over_changes_nothing() -> None:
     world, call = placed(2, 0.0, 0.0)
     world.leave("prefill-0")
     world.end(call, StalePlacement(3.0, taken=1))
-    assert world.core.requests.stale == 0
+    assert world.core.scheduler.stale == 0
     world.finish_all()

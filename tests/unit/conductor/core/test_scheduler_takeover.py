@@ -3,6 +3,7 @@
 import pytest
 
 from moonpool.scheduling.state_machine import CancelIo
+from services.conductor.core.attempt_calls import LINGER_S
 from services.conductor.core.events import (
     AnnouncePlacement,
     CallPrefill,
@@ -21,7 +22,6 @@ from services.conductor.core.events import (
     TakeOverSequence,
 )
 from services.conductor.core.latency_model import ALWAYS_BUSY
-from services.conductor.core.request import LINGER_S
 from tests.unit.conductor.core.world import World
 
 UNKNOWN = Failure(FailureKind.STREAM, "decode-0 cannot go on: there is no such sequence here (any more)")
@@ -48,14 +48,14 @@ def test_it_is_ours_until_it_ends_and_no_company_for_ever() -> None:
     world.resume(tokens=3, answer=8)
     adopt = world.one(TakeOverSequence)
     world.report("decode-0", 60, running=1, context_tokens=43)
-    decode = world.picture.decodes.get("decode-0")
+    decode = world.cluster.decodes.get("decode-0")
     assert decode is not None
-    assert (decode.others, decode.sequences, decode.room_blocks) == (0, 1, 60)
-    [span] = world.picture.decodes.company("here", world.now) or []
+    assert (decode.others, decode.sequences, decode.available_blocks) == (0, 1, 60)
+    [span] = world.cluster.decodes.busy_spans("here", world.now) or []
     assert (span.begin_s, span != ALWAYS_BUSY) == (0.0, True)
     world.more(adopt, 5, CompletionReason.LENGTH, known=True)
     world.end(adopt)
-    assert (world.picture.claims, decode.busy) == ([], False)
+    assert (world.cluster.claims, decode.busy) == ([], False)
     world.finish_all()
 
 
@@ -203,7 +203,7 @@ def test_several_answers_are_taken_over_together_and_placed_anew_from_their_prom
     number = world.resume(tokens=5, choices=3)
     adopt = world.one(TakeOverSequence)
     assert adopt == TakeOverSequence(adopt.io, number, "r1", DecodeReservation("decode-0", 1, "", 77, 1, 0), 1)
-    decode = world.picture.decodes.get("decode-0")
+    decode = world.cluster.decodes.get("decode-0")
     assert decode is not None
     assert (decode.sequences, decode.context_tokens) == (3, 3 * 40)
     world.more(adopt, 4)

@@ -95,10 +95,10 @@ def full(*, flood: int, total: int = 160) -> World:
 def test_a_flood_leaves_some_room_at_decode_to_who_came_lately() -> None:
     world = full(flood=20)
     assert len(world.promises) == 15, "the sixteenth part is left"
-    assert world.core.requests.rooms.count() == {"flood": 5}
+    assert world.core.scheduler.memory_queue.count() == {"flood": 5}
     world.arrive(prompt=152, answer=8, tenant="calm")
     world.promise(world.one(CallReserve))
-    assert world.core.requests.rooms.count() == {"flood": 5}
+    assert world.core.scheduler.memory_queue.count() == {"flood": 5}
 
 
 def test_alone_it_leaves_none() -> None:

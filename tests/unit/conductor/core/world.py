@@ -43,7 +43,7 @@ from services.conductor.core.events import (
 from services.conductor.core.instances import InstanceFacts, LoadFacts
 from services.conductor.core.instances import InstanceKind as EngineKind
 from services.conductor.core.latency_model import KVShape, SloLimits
-from services.conductor.core.router import RoutingDecision
+from services.conductor.core.router import RoutingConfig, RoutingDecision, RoutingRequest
 from services.conductor.core.scheduler import ConductorCore, SchedulerLimits
 
 BLOCK = 16
@@ -58,18 +58,18 @@ HOW = PrefillMeasurements(computed_tokens=16, there_s=0.1)
 A = TypeVar("A", bound=Action)
 
 
-class CountedPicture(ClusterView):
+class CountedView(ClusterView):
     """Counts its plans."""
 
     plans = 0
 
-    def plan(self, **given: Any) -> RoutingDecision:
+    def plan(self, request: RoutingRequest) -> RoutingDecision:
         self.plans += 1
-        return super().plan(**given)
+        return super().plan(request)
 
 
 class World:
-    """The core, its picture, and a shell that keeps count of what was ordered and what was answered."""
+    """The core, its cluster, and a shell that keeps count of what was ordered and what was answered."""
 
     def __init__(
         self,
@@ -77,13 +77,17 @@ class World:
         decodes: int = 2,
         limits: SchedulerLimits = LIMITS,
         total: int = 64,
-        rest_tokens: int = 0,
+        decode_prompt_tokens: int = 0,
         slow_factor: float = 0.0,
         copy_share: float = 0.0,
     ) -> None:
-        copies = {"peers": bool(copy_share), "copy_share": copy_share}
-        picture = CountedPicture(rest_tokens=rest_tokens, slow_factor=slow_factor, **copies)  # type: ignore[arg-type]
-        self.core = ConductorCore(limits, picture)
+        routing = RoutingConfig(
+            decode_prompt_tokens=decode_prompt_tokens,
+            slow_factor=slow_factor,
+            peers=bool(copy_share),
+            copy_share=copy_share,
+        )
+        self.core = ConductorCore(limits, CountedView(routing))
         self.members: dict[str, InstanceFacts] = {}
         self.now = 0.0
         self.actions: list[Action] = []
@@ -106,9 +110,9 @@ class World:
             self.join_decode(f"decode-{number}", total=total)
 
     @property
-    def picture(self) -> CountedPicture:
-        assert isinstance(self.core.picture, CountedPicture)
-        return self.core.picture
+    def cluster(self) -> CountedView:
+        assert isinstance(self.core.cluster, CountedView)
+        return self.core.cluster
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -307,9 +311,9 @@ class World:
                 break
             self.sleep(max(0.0, (due or self.now) - self.now))
         assert set(self.ends) == self.arrived, "a request has no end"
-        requests = self.core.requests
-        assert (len(requests), requests.calls, len(requests.rooms), len(requests.line)) == (0, 0, 0, 0)
-        assert self.picture.claims == []
+        requests = self.core.scheduler
+        assert (len(requests), requests.calls, len(requests.memory_queue), len(requests.slo_queue)) == (0, 0, 0, 0)
+        assert self.cluster.claims == []
         assert self.promises == {}, "a promise was neither used nor given back"
         assert self.core.due() is None
 
@@ -317,8 +321,8 @@ class World:
 
     def check(self) -> None:
         self.core.check_invariants()
-        assert len(self.core.requests) == len(self.arrived - set(self.ends))
-        assert self.core.requests.calls == len(self.calls)
+        assert len(self.core.scheduler) == len(self.arrived - set(self.ends))
+        assert self.core.scheduler.calls == len(self.calls)
         sequences: list[StartDecode | TakeOverSequence] = [*self.open(StartDecode), *self.open(TakeOverSequence)]
         # Where a request was moved, the prefill call whose token it has may still be ending: it computes no more.
         computing = [call for call in self.open(CallPrefill) if not (self.drained and call.io in self.given)]

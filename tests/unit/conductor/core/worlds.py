@@ -1,4 +1,4 @@
-"""A cluster told to a picture by hand."""
+"""A cluster told to a cluster by hand."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 from moonpool.scheduling.latency import Speeds
 from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.decode_pool import DecodeInstanceState, PlacedAnswer
+from services.conductor.core.events import KeysChanged
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
 from services.conductor.core.latency_model import KVShape, PrefillCorrections
 from services.conductor.core.prefill_pool import PrefillInstanceState
-from services.conductor.core.router import RoutingDecision
+from services.conductor.core.router import RoutingConfig, RoutingDecision, RoutingRequest
 
 BLOCK_TOKENS = 16
 SHAPE = KVShape(block_tokens=BLOCK_TOKENS, token_bytes=10, layers=1)
@@ -24,40 +25,49 @@ def facts(name: str, **changes: Any) -> InstanceFacts:
 
 
 class World:
-    """A picture, and instances that take whatever they are told to hold."""
+    """A cluster, and instances that take whatever they are told to hold."""
 
     def __init__(self, *joined: InstanceFacts, **settings: Any) -> None:
-        self.picture = ClusterView(**settings)
+        self.cluster = ClusterView(RoutingConfig(**settings))
         self.sequences: dict[str, int] = {}
         for one in joined:
             self.join(one)
 
     def join(self, one: InstanceFacts, now: float = 0.0) -> None:
-        self.picture.join(one, now)
-        self.picture.events(one.id, 0, [], [], snapshot_begin=True, snapshot_end=True)
+        self.cluster.join(one, now)
+        self.cluster.keys_changed(KeysChanged(one.id, 0, (), (), snapshot_begin=True, snapshot_end=True))
         self.sequences[one.id] = 1
 
     def events(
         self, name: str, stored: Sequence[bytes], removed: Sequence[bytes] = (), cooled: Sequence[bytes] = ()
     ) -> None:
-        self.picture.events(name, self.sequences[name], stored, removed, cooled)
+        keys = tuple(stored), tuple(removed)
+        event = KeysChanged(name, self.sequences[name], *keys, False, False, tuple(cooled))
+        self.cluster.keys_changed(event)
         self.sequences[name] += 1
 
     def report(self, name: str, now: float = 0.0, **load: Any) -> None:
-        self.picture.report(name, LoadFacts(**load), now)
+        self.cluster.report(name, LoadFacts(**load), now)
 
     def plan(self, tokens: int = 64, **changes: Any) -> RoutingDecision:
-        asked = {"tokens": tokens, "answer_tokens": 8, "keys": [], "prompt_key": b"prompt", "now": 0.0, **changes}
-        plan = self.picture.plan(**asked)
-        if len(self.picture.index) < 100:
-            self.picture.check_invariants()
+        asked: dict[str, Any] = {
+            "tokens": tokens,
+            "answer_tokens": 8,
+            "keys": [],
+            "prompt_key": b"prompt",
+            "now": 0.0,
+            **changes,
+        }
+        plan = self.cluster.plan(RoutingRequest(**asked))
+        if len(self.cluster.index) < 100:
+            self.cluster.check_invariants()
         return plan
 
     def serve(self, now: float = 0.0, **changes: Any) -> tuple[str, str]:
         """Places a request; returns where."""
         plan = self.plan(now=now, **changes)
-        self.picture.claim_prefill(plan.prefill.id, plan.prefill.busy_s, now)
-        self.picture.claim_decode(plan.decodes[0].id, PlacedAnswer(plan.demand.prompt_tokens, plan.decodes[0].blocks))
+        self.cluster.claim_prefill(plan.prefill.id, plan.prefill.busy_s, now)
+        self.cluster.claim_decode(plan.decodes[0].id, PlacedAnswer(plan.demand.prompt_tokens, plan.decodes[0].blocks))
         return plan.prefill.id, plan.decodes[0].id
 
 

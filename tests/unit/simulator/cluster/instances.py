@@ -341,7 +341,7 @@ def hello_proto(facts: InstanceFacts, model: conductor_pb2.ModelInfo) -> conduct
     return conductor_pb2.JoinHello(
         instance=instance, model=model if facts.shape is not None else None, total_blocks=facts.total_blocks,
         speed=speeds_to_proto(facts.speeds), stages=facts.stages, step_tokens=facts.step_tokens,
-        capacity_bytes=facts.capacity_bytes, either_role=facts.either, tells_cold=facts.tells_cold,
+        capacity_bytes=facts.capacity_bytes, either_role=facts.switches_role, tells_cold=facts.reports_ssd,
     )  # fmt: skip
 
 

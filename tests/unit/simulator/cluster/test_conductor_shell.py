@@ -117,9 +117,9 @@ def simulated(
     def hear(now: float, event: Any, actions: list[Any]) -> None:
         script.noted.append(Noted(now, event, list(actions)))
         if isinstance(event, RequestArrived):
-            one = by_id[event.ask.id]
+            one = by_id[event.spec.id]
             had = tuple([answer.made for answer in one.request.answers])
-            script.comings[event.ask.number] = Coming(one, event.ask, had)
+            script.comings[event.spec.number] = Coming(one, event.spec, had)
 
     conductor.host.heard = hear
     for one in wanted:
@@ -185,7 +185,7 @@ async def play(config: ClusterConfig, script: Script, journal: Path) -> None:
         for now, event in sorted(timed, key=lambda it: it[0]):
             await loop.until(ps(now))
             if isinstance(event, RequestArrived):
-                ask = event.ask
+                ask = event.spec
                 loop.jobs.extend([at_once] * (1 if ask.resumed is None else 2))  # hashing; spelling what there is
                 clients[ask.number] = Client(servicer, script.comings[ask.number], now)
             elif isinstance(event, Coming):
@@ -313,7 +313,7 @@ def test_places_and_refuses_as_the_simulator_does(tmp_path: Path) -> None:
     placed = [action for action in actions if isinstance(action, AnnouncePlacement)]
     assert len(placed) > 40
     assert any(it.plan.sources for it in placed)
-    short = {one.event.ask.number for one in noted if isinstance(one.event, RequestArrived) and not one.event.keys}
+    short = {one.event.spec.number for one in noted if isinstance(one.event, RequestArrived) and not one.event.keys}
     assert len({it.plan.write_back for it in placed if it.request in short}) > 1
     assert any(it.compute for it in actions if isinstance(it, StartDecode))
     assert {it.failure.reason for it in actions if isinstance(it, FailRequest)} == {"ttft_slo", "no_decode_room"}
@@ -337,7 +337,7 @@ def test_fails_late_requests_as_the_simulator_does(tmp_path: Path) -> None:
     delays = CallDelays(drop_share=0.02)
     config = replace(CONFIG, admission="all", deadline_s=1.0, pool_blocks=24, delays=delays)
     noted = decides_alike(config, trace_of(60), [(0.6, "d1")], tmp_path)
-    due = {one.event.ask.number: one.event.ask.deadline for one in noted if isinstance(one.event, RequestArrived)}
+    due = {one.event.spec.number: one.event.spec.deadline for one in noted if isinstance(one.event, RequestArrived)}
     failed = [(one.now, it) for one in noted for it in one.actions if isinstance(it, FailRequest)]
     assert {it.failure.kind for _, it in failed} == {FailureKind.DEADLINE}
     assert [now for now, _ in failed] == [pytest.approx(due[it.request]) for _, it in failed]
@@ -354,7 +354,7 @@ def test_several_answers_as_in_the_simulator(tmp_path: Path) -> None:
     config = replace(CONFIG, pool_blocks=200, delays=CallDelays(drop_share=0.02))
     noted = decides_alike(config, several_of(60), [(0.6, "d1"), (0.9, "p0")], tmp_path)
     several = {
-        one.event.ask.number for one in noted if isinstance(one.event, RequestArrived) and one.event.ask.choices > 1
+        one.event.spec.number for one in noted if isinstance(one.event, RequestArrived) and one.event.spec.choices > 1
     }
     ends, again = numbers(noted, CompleteRequest, Rehash)
     assert len(several & ends) > 15
@@ -373,7 +373,7 @@ def test_resumes_as_the_simulator_does(losses: list[tuple[float, str]], before: 
     print(f"seed {SEED}")
     config = replace(CONFIG, conductors=2, admission="all", pool_blocks=80, deadline_s=30.0)
     noted = decides_alike(config, several_of(60), losses, tmp_path)
-    asks = [one.event.ask for one in noted if isinstance(one.event, RequestArrived)]
+    asks = [one.event.spec for one in noted if isinstance(one.event, RequestArrived)]
     resumed = {it.number for it in asks if it.resumed is not None}
     several = {it.number for it in asks if it.choices > 1}
     placed, adopted, again, ends = numbers(noted, AnnouncePlacement, TakeOverSequence, Rehash, CompleteRequest)
@@ -393,6 +393,8 @@ def test_clients_that_lose_their_connections_alone_come_again_as_in_the_simulato
     breaks += [Break(it.at_s + 1.5, it.id, seen=True) for it in breaks[::3]]
     noted = decides_alike(config, several_of(60), [(1.1, "d1")], tmp_path, breaks)
     left = {one.event.request for one in noted if isinstance(one.event, ClientGone)}
-    resumed = {one.event.ask.number for one in noted if isinstance(one.event, RequestArrived) and one.event.ask.resumed}
+    resumed = {
+        one.event.spec.number for one in noted if isinstance(one.event, RequestArrived) and one.event.spec.resumed
+    }
     adopted, again, ends = numbers(noted, TakeOverSequence, Rehash, CompleteRequest)
     assert min(map(len, (left - ends, resumed & adopted & ends, resumed & adopted & again))) > 10

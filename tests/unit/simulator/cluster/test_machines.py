@@ -125,4 +125,4 @@ def test_prompts_that_come_to_four_conductors_at_once_spread_over_four_idle_inst
     assert sorted(one.prefill for one in ended) == ["p0", "p0", "p1", "p1", "p2", "p2", "p3", "p3"]
     assert {one.outcome for one in ended} == {DONE}
     assert {one.attempts for one in ended} == {1}
-    assert [conductor.core.requests.stale > 0 for conductor in cluster.conductors].count(True) >= 3
+    assert [conductor.core.scheduler.stale > 0 for conductor in cluster.conductors].count(True) >= 3
