@@ -31,7 +31,7 @@ class AdmissionMode(Enum):
     """Which requests are refused before anything is computed for them (docs/overload.md)."""
 
     NONE = "none"
-    """None: a decode instance alone refuses, when it is asked for room and could not keep the time between tokens."""
+    """None: only a decode instance refuses, if it could not keep the TBT limit."""
     EARLY = "early"
     """Those that miss a limit by the load of now."""
     PREDICTIVE = "predictive"

@@ -50,7 +50,7 @@ class ClusterView:
         """Starts without instances; `max_index_keys` KV blocks are remembered at most."""
         self.index = PrefixIndex(max_index_keys)
         self.shape: KVShape | None = None
-        """Of the KV that is served; None while there is no engine."""
+        """Shape of the KV; None while there is no engine."""
         self._slow_factor = config.slow_factor
         self._instances: dict[str, AnyInstance] = {}
         self.decodes = DecodePool()
@@ -75,7 +75,7 @@ class ClusterView:
         return all(pool.mask & ~pool.draining_mask for pool in (self.prefills, self.decodes))
 
     def incarnation(self, instance_id: str) -> int:
-        """Which life of an instance is here; 0 = it is not here."""
+        """Incarnation of an instance; 0 = it is not here."""
         instance = self._instances.get(instance_id)
         return instance.facts.incarnation if instance is not None else 0
 
@@ -164,7 +164,7 @@ class ClusterView:
         self.index.forget(instance_id, keys, version)
 
     def first_token(self, plan: RoutingDecision, computed: int, there_s: float, overhead_s: float, now: float) -> None:
-        """A prompt has its first token; it took `there_s` at its instance, `overhead_s` beside since it was placed."""
+        """Learns from a first token, which took `there_s` at its instance and `overhead_s` around it."""
         instance, demand = self.prefills.get(plan.prefill.id), plan.demand
         if instance is None or self.shape is None:
             return
@@ -222,12 +222,12 @@ class ClusterView:
         return number
 
     def acknowledged(self, claim: int, number: int = 0) -> None:
-        """Notes that the instance has said that it has the request.
+        """Notes that the instance has confirmed that it has the request.
 
         Args:
             claim: of the request there.
-            number: how many requests the instance has taken with it; reports say how many they include. 0 = not told:
-                the next report includes it.
+            number: requests the instance has taken so far, this one included; reports say how many they include. 0 =
+                not known: the next report includes the request.
         """
         for instance in self._claims.get(claim, ()):
             instance.acknowledged(claim, number)
@@ -235,7 +235,7 @@ class ClusterView:
                 self._changed(instance)
 
     def answer_grew(self, claim: int, tokens: int, now: float) -> None:
-        """Notes that the answer of a claim has so many tokens now; unknown claims are fine."""
+        """Notes that the answer of a claim has `tokens` tokens now; unknown claims are fine."""
         for instance in self._claims.get(claim, ()):
             if isinstance(instance, DecodeInstanceState):
                 answer = instance.answers[claim]
@@ -259,7 +259,7 @@ class ClusterView:
 
     @property
     def claims(self) -> list[int]:
-        """Those that were not released."""
+        """Claims that were not released, ascending."""
         return sorted(self._claims)
 
     @property
@@ -279,7 +279,7 @@ class ClusterView:
 
     @property
     def blocks_unreported(self) -> int:
-        """Blocks of our answers that no report includes."""
+        """Blocks of this conductor's answers that no report includes."""
         return sum([instance.unreported_blocks for instance in self.decodes])
 
     # --- plans -----------------------------------------------------------------------------------------------------
@@ -364,4 +364,4 @@ class ClusterView:
         held += [number for one in self.decodes for number in one.answers]
         assert len(set(held)) == len(held)
         assert set(held) <= set(self._claims)
-        assert set(self.prefills.in_flight.claims) <= set(self._claims), "what is not claimed any more is not computed"
+        assert set(self.prefills.in_flight.claims) <= set(self._claims), "a released claim is still in flight"

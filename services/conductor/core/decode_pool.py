@@ -35,11 +35,11 @@ SPEED_NOISE = 1.5
 
 
 TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
-"""Of the step by which an instance's quickness is judged."""
+"""Sequences and context tokens of the step by which an instance's speed is judged."""
 
 
 TRANSFER_BYTES = 1 << 28
-"""Transfers are compared by the seconds that so much KV takes."""
+"""Bytes of KV by which transfers are compared."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class PlacedAnswer:
     tokens: float = 0.0
 
     def span(self, now: float, step_s: float) -> BusySpan:
-        """When it is expected to run, with steps that take so long; one that is longer than expected ends soon."""
+        """When the answer is expected to run, with steps of `step_s`; one longer than expected ends after a step."""
         begin_s = 0.0 if self.generated else max(self.reported_at - now, 0.0)
         since_s = min(self.reported_at - now, 0.0) if self.generated else begin_s
         return BusySpan(begin_s, max(since_s + (self.tokens - self.generated) * step_s, begin_s + step_s))
@@ -118,14 +118,14 @@ class DecodeInstanceState:
         return bool(self.answers)
 
     def spans(self, now: float) -> list[BusySpan]:
-        """When sequences are expected to run; what others have placed there is taken to stay."""
+        """When sequences are expected to run; those of other conductors are taken to stay."""
         if self.others:
             return [ALWAYS_BUSY]
         step_s = decode_step_seconds(self.speeds, self.sequences, self.context_tokens)
         return [answer.span(now, step_s) for answer in self.answers.values()]
 
     def count(self) -> None:
-        """Counts what is there anew: by the last report, and what it did not include."""
+        """Counts sequences, context and memory anew: the last report, and what it does not include."""
         load = self.load
         self.sequences = max(load.running + load.waiting + self.unreported, self.own_sequences)
         self.context_tokens = max(load.context_tokens, self.own_context_tokens)
@@ -141,7 +141,7 @@ class DecodeInstanceState:
         self.count()
 
     def acknowledged(self, claim: int, number: int) -> None:
-        """Notes that the instance has promised room, as its how many-th; the last report may include it already."""
+        """The instance has reserved memory for a claim, as its `number`-th; the last report may include it already."""
         answer = self.answers[claim]
         answer.number = number
         if 0 < number <= self.load.taken and not answer.covered:
@@ -158,7 +158,7 @@ class DecodeInstanceState:
         self.count()
 
     def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
-        """Takes a report, which includes the answers that the instance has promised room for."""
+        """Takes a load report, which includes the first `taken` reservations of the instance."""
         self.load = load
         if load.speeds is not None:
             seconds = decode_step_seconds(load.speeds, TYPICAL_BATCH, TYPICAL_CONTEXT)
@@ -217,7 +217,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
             del self._by_host[instance.facts.host]
 
     def busy_spans(self, host: str, now: float) -> list[BusySpan] | None:
-        """When instances of a host are expected to compute; None = none is known to be there."""
+        """When decode instances of a host are expected to compute; None = the host has none."""
         there = self._by_host.get(host) if host else None
         return [span for one in there.values() for span in one.spans(now)] if there else None
 
@@ -233,25 +233,25 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         )
 
     def available_of(self, decode: str) -> tuple[int, int]:
-        """Blocks that an instance could promise now, and all its blocks; (0, 0) when it takes no requests."""
+        """Blocks that an instance could reserve now, and all its blocks; (0, 0) if it takes no requests."""
         instance = self.get(decode)
         if instance is None or instance.load.draining:
             return 0, 0
         return instance.available_blocks, instance.facts.total_blocks
 
     def answer_tokens(self, decode: str) -> int:
-        """Tokens that an instance expects a new answer to have; 0 = not told."""
+        """Tokens that an instance expects a new answer to have; 0 = not reported."""
         instance = self.get(decode)
         return instance.load.answer_tokens if instance is not None else 0
 
     def choose(
         self, demand: Demand, model: DecodeLatencyModel, prefixes: Sequence[tuple[int, int]], suspects: int
     ) -> list[DecodeChoice]:
-        """The instances that could take the request, best first, a few only; none when none is large enough.
+        """A few instances that could take the request, best first; none if no instance is large enough.
 
-        Those without room by their last report come after the others: the report may be stale, and Reserve decides.
-        Room is for what each expects an answer to need, as it is admitted there, and not for the longest.
-        Those of the mask `suspects`, which failed this request before, come last.
+        Instances without free memory by their last report come after the others: the report may be stale, and
+        `CallReserve` decides. Memory is counted for the answer that each instance expects, not for the longest.
+        Instances of the mask `suspects`, which failed this request before, come last.
         """
         able = self.eligible_mask(demand.total_blocks)
 
@@ -275,14 +275,14 @@ class DecodePool(InstancePool[DecodeInstanceState]):
                         fits,
                     )
                     places = [(one.place.slot, one.blocks) for one in found]
-                    overlooked = self.starved_slot(allowed)
-                    if overlooked is not None and fits(overlooked) and all(slot != overlooked for slot, _ in places):
-                        places.append((overlooked, blocks_at(prefixes, overlooked)))
+                    starved = self.starved_slot(allowed)
+                    if starved is not None and fits(starved) and all(slot != starved for slot, _ in places):
+                        places.append((starved, blocks_at(prefixes, starved)))
                     choices += self._ordered(model, places)
         return choices
 
     def _ordered(self, model: DecodeLatencyModel, found: Sequence[tuple[int, int]]) -> list[DecodeChoice]:
-        """By their own speeds. Where these differ by less than noise, the one with fewer sequences is better.
+        """Choices ordered by the instances' own speeds; if these differ by less than noise, by fewer sequences.
 
         Otherwise the luckiest measurement at start would draw all light load to one instance.
         """
@@ -319,7 +319,7 @@ class TypicalDecodeSeconds:
 
 @frozen
 class LoadForecast:
-    """Sequences and their context that are expected to run; means, so they are no whole numbers."""
+    """Sequences and context tokens expected to run; means, so not whole."""
 
     sequences: float
     context_tokens: float
@@ -333,7 +333,7 @@ FORECAST_POINTS = 8
 
 
 def load_now(instance: DecodeInstanceState) -> LoadForecast:
-    """What runs now, without what was promised room and is still being prefilled."""
+    """What runs now, without sequences that are still being prefilled."""
     to_come = [answer for answer in instance.answers.values() if not answer.generated]
     sequences = instance.sequences - sum([answer.sequences for answer in to_come])
     context = instance.context_tokens - sum([answer.context_tokens for answer in to_come])
@@ -343,8 +343,8 @@ def load_now(instance: DecodeInstanceState) -> LoadForecast:
 def load_at(instance: DecodeInstanceState, lengths: OutputLengthModel, now: float, at: float) -> LoadForecast:
     """What is expected to run at the time `at`.
 
-    An answer of ours counts by the probability that it is still running then. What others have placed there is known
-    from reports only, and is taken to stay. Tokens are made with the mean of the step of now and the one of then.
+    An answer of this conductor counts by the probability that it still runs then. Answers of other conductors are known
+    from reports only, and are taken to stay. Tokens come with the mean of the step of now and the step of then.
     """
     now_s = forecast_step_seconds(instance, load_now(instance)) or 1.0
     then_s = forecast_step_seconds(instance, _load_at(instance, lengths, now, at, now_s)) or 1.0
@@ -380,7 +380,7 @@ def _answer_at(
 def forecast_step_seconds(
     instance: DecodeInstanceState, forecast: LoadForecast, joining: LoadForecast = NO_LOAD
 ) -> float:
-    """Seconds of a step over what is expected and what joins it."""
+    """Seconds of a step over the forecast and what joins it."""
     return decode_step_seconds(
         instance.speeds,
         forecast.sequences + joining.sequences,
@@ -402,16 +402,16 @@ class LoadForecaster:
         self._decodes = decodes
 
     def tbt_now(self, decode: str, joining: LoadForecast = NO_LOAD) -> float:
-        """Seconds between tokens on a decode instance if something joined what runs there now."""
+        """Seconds between tokens if `joining` joined what runs there now."""
         instance = self._decodes.get(decode)
         return forecast_step_seconds(instance, load_now(instance), joining) if instance is not None else 0.0
 
     def tbt_at(self, decode: str, joining: LoadForecast, stratum: Stratum, now: float, at: float) -> float:
-        """Seconds between tokens if something joins what is expected to run there at the time `at`.
+        """Seconds between tokens if `joining` joins what is expected to run there at the time `at`.
 
-        The longest of then and of when others begin that were promised room before and come later: they would be too
-        slow by a sequence that only looks at its own beginning. What joins counts there by the probability that it
-        still runs, as an answer of the stratum.
+        The longest of `at` and the later times at which sequences with a reservation begin: these would become too slow
+        if only the time `at` counted. `joining` counts there by the probability that it still runs, as an answer of the
+        stratum.
         """
         instance = self._decodes.get(decode)
         if instance is None:
@@ -426,9 +426,9 @@ class LoadForecaster:
         return step_s
 
     def digest(self) -> bytes:
-        """Hash of what was learnt."""
+        """Hash of the learned lengths."""
         return self.lengths.digest()
 
     def check_invariants(self) -> None:
-        """Asserts that what was learnt agrees with itself."""
+        """Asserts that the learned lengths are consistent."""
         self.lengths.check_invariants()

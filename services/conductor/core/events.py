@@ -35,15 +35,15 @@ FINAL_KINDS = (FailureKind.INVALID, FailureKind.UNSUPPORTED)
 
 
 DAMAGED_KINDS = (FailureKind.TRANSFER, FailureKind.FRAME)
-"""What was sent has not come whole: chance, unless it goes on. It says little of the instances."""
+"""Data was damaged on its way: chance, unless it repeats. It says little about the instances."""
 
 
 INNER_KINDS = (FailureKind.TRANSFER, FailureKind.STREAM, FailureKind.FRAME, FailureKind.MISMATCH)
-"""Failures between instances; a client is told that its request could not be served."""
+"""Failures between instances; the client gets `Unavailable` instead."""
 
 
 UNANSWERED_KINDS = (FailureKind.UNAVAILABLE, FailureKind.DEADLINE, FailureKind.STREAM, FailureKind.INTERNAL)
-"""Whoever was asked may have done it all the same."""
+"""Failures after which the instance may have done what it was asked all the same."""
 
 
 FENCE_FIELD = "resume.count"
@@ -51,7 +51,7 @@ FENCE_FIELD = "resume.count"
 
 
 NO_DECODE_ROOM = "no_decode_room"
-"""Reason of a refusal because no decode instance has room."""
+"""Reason of a refusal because no decode instance has memory."""
 
 
 @frozen
@@ -84,14 +84,16 @@ class Failure:
 
 
 CONDUCTOR_DRAINING = Failure(FailureKind.UNAVAILABLE, "this conductor is draining")
-"""What a request is told that has no place when the conductor's drain is over."""
+"""Error of a request that has no placement when the conductor's drain is over."""
 
 
 @frozen
 class StalePlacement:
-    """A prefill instance has not taken a prompt, as its queue is longer than was thought.
+    """A prefill instance has not taken a prompt: its queue is longer than predicted.
 
-    All that is there takes `drain_s` seconds: the prompts up to its `taken`-th.
+    Attributes:
+        drain_s: seconds that its queue takes.
+        taken: prompts it has taken so far, all of which `drain_s` includes.
     """
 
     drain_s: float
@@ -100,14 +102,14 @@ class StalePlacement:
 
 @dataclass(slots=True)
 class FailureSeries:
-    """Attempts of a request that failed one after the other.
+    """Attempts of a request that failed in a row.
 
-    A failure begins a new series where the answer has grown since the one before, and some time has passed: a long
-    answer may lose an instance every minute. What ends engines time and again gets no further for it.
+    A failure begins a new series if the answer has grown since the last one and some time has passed: a long answer may
+    lose an instance every minute. A request that kills engines does not grow, so its series ends.
 
     Attributes:
         count: attempts that failed.
-        broken: those that failed by more than chance.
+        broken: attempts that failed by more than chance.
     """
 
     count: int = 0
@@ -117,7 +119,7 @@ class FailureSeries:
     _tokens: int = 0
 
     def add(self, now: float, failure: Failure, tokens: int, apart_s: float) -> None:
-        """Counts an attempt that has just failed when the answer had so many tokens; see `Series`."""
+        """Counts an attempt that has failed after `tokens` tokens. `apart_s`: least seconds between two series."""
         if not self.count or (tokens > self._tokens and 0.0 < apart_s <= now - self._last):
             self.count, self.broken, self._began = 0, 0, now
         self.count += 1
@@ -125,12 +127,12 @@ class FailureSeries:
         self._last, self._tokens = now, tokens
 
     def is_over(self, retries: int, within_s: float) -> bool:
-        """Whether no attempt follows: more than `retries` broke, or so many were damaged and it took `within_s`."""
+        """Whether no attempt follows: more than `retries` broke, or were damaged over at least `within_s` seconds."""
         return self.broken > retries or (self.count > retries and self._last - self._began >= within_s)
 
 
 def retries_exhausted(failure: Failure, attempts: int) -> Failure:
-    """What the client is told when the last attempt has failed."""
+    """Error of a request whose last attempt has failed."""
     if failure.kind in INNER_KINDS:
         message = f"given up after {attempts} placements; the last failed: {failure}"
         return Failure(FailureKind.UNAVAILABLE, message)
@@ -139,7 +141,7 @@ def retries_exhausted(failure: Failure, attempts: int) -> Failure:
 
 @frozen
 class RoleChangeRequested:
-    """Somebody wants an instance to change its role, whatever the load."""
+    """A person orders an instance to change its role, whatever the load."""
 
     instance: str
 
@@ -170,7 +172,7 @@ class CompletionReason(Enum):
 
 @frozen
 class DecodeReservation:
-    """Room that a decode instance has promised to one transfer."""
+    """KV blocks that a decode instance keeps for one transfer."""
 
     decode: str
     incarnation: int
@@ -182,13 +184,13 @@ class DecodeReservation:
 
 @frozen
 class ResumeState:
-    """How far a request is whose client has lost its conductor.
+    """Progress of a request whose client has lost its conductor.
 
     Attributes:
-        tokens: of the answer, that the client has; 0 when there are several.
-        fence: how often it has resumed, this time included.
-        sequence: the id under which decode knew it last.
-        target: decode's promise then; its address is not known here. None = there was none.
+        tokens: tokens of the answer that the client has; 0 with several answers.
+        fence: number of times the request has resumed, this one included.
+        sequence: last id under which decode knew the request.
+        target: reservation at decode then, without its address. None = there was none.
     """
 
     tokens: int
@@ -202,19 +204,22 @@ class RequestSpec:
     """A request, without its tokens.
 
     Attributes:
-        number: names it in events and actions.
-        id: as the client knows it.
-        prompt_tokens: length of the prompt; `max_tokens` are generated at most.
+        number: names the request in events and actions.
+        id: the client's name of the request.
+        prompt_tokens: length of the prompt.
+        max_tokens: tokens generated at most.
         prompt_key: hash of the prompt.
-        slo: what is expected.
-        arrived: when it came; `deadline` when it fails. Seconds of the core's clock.
-        choices: sequences that run together, answers or beams; prefill computes the prompt alone for several.
-        beams: they are beams: tokens come when all are known, and what is placed anew begins again.
-        tenant: whose it is; `weight` is its share, relative to others'.
-        scored: the prompt's log probabilities are wanted: prefill computes all of it.
-        resumed: it is not new.
-        priority: among the tenant's own; lower ones go first.
-        least_tokens: the answer has at least; `max_tokens` where nothing ends it before.
+        slo: latency limits.
+        arrived: time of arrival, seconds of the core's clock.
+        deadline: time at which the request fails.
+        choices: sequences that run together, answers or beams. Prefill computes the prompt alone for several.
+        beams: the sequences are beams: tokens come when all are known, and a new attempt begins again.
+        tenant: owner of the request.
+        scored: log probabilities of the prompt are returned: prefill computes all of the prompt.
+        resumed: progress of a resumed request; None = new.
+        priority: among the requests of its tenant; lower ones go first.
+        weight: the tenant's share relative to other tenants.
+        least_tokens: least length of the answer; `max_tokens` if nothing ends it before.
     """
 
     number: int
@@ -241,7 +246,7 @@ class RequestSpec:
 
     @property
     def stratum(self) -> Stratum:
-        """For forecasts of the answer's length."""
+        """Requests that share forecasts of the answer's length."""
         return stratum_of(self.tenant, self.prompt_tokens)
 
 
@@ -250,7 +255,7 @@ class RequestSpec:
 
 @frozen
 class RequestArrived:
-    """A valid request; `keys` are those of the full blocks of its prompt, and of the answer so far if it is resumed."""
+    """A valid request; `keys` are of the full blocks of its prompt, and of the answer so far if it is resumed."""
 
     spec: RequestSpec
     keys: tuple[bytes, ...]
@@ -258,7 +263,7 @@ class RequestArrived:
 
 @frozen
 class Rehashed:
-    """Answer to `Rehash`: keys of the full blocks of prompt and `tokens`, those not generated again (0 of several)."""
+    """Answer to `Rehash`: keys of the full blocks of the prompt and `tokens` tokens of the answer (0 of several)."""
 
     request: int
     tokens: int
@@ -267,7 +272,7 @@ class Rehashed:
 
 @frozen
 class StopRequested:
-    """The answer shall end now: with the tokens so far, or with a failure, as it cannot be told."""
+    """The answer shall end now: with the tokens so far, or with a failure if it cannot be sent."""
 
     request: int
     failure: Failure | None = None
@@ -275,14 +280,14 @@ class StopRequested:
 
 @frozen
 class ClientGone:
-    """Nobody waits for the answer any more."""
+    """No client waits for the answer any more."""
 
     request: int
 
 
 @frozen
 class PrefillAccepted:
-    """A prefill (its io) has the prompt in its queue, as its `taken`-th."""
+    """The prefill instance of a call has the prompt in its queue, as its `taken`-th."""
 
     io: int
     taken: int = 0
@@ -290,10 +295,13 @@ class PrefillAccepted:
 
 @frozen
 class PrefillMeasurements:
-    """How a prompt was prefilled; `misses` are (instance, key) that the index believed to be there.
+    """How a prompt was prefilled.
 
-    `loads` are (instance, blocks, seconds) of reads that gave all that was wanted. `there_s` are seconds from its
-    coming to its first token, as the instance measured them.
+    Attributes:
+        computed_tokens: tokens that were computed.
+        there_s: seconds from arrival at the instance to the first token, measured there.
+        misses: (instance, key) of blocks that the index listed and the instance did not hold.
+        loads: (instance, blocks, seconds) of complete reads.
     """
 
     computed_tokens: int
@@ -304,9 +312,13 @@ class PrefillMeasurements:
 
 @frozen
 class FirstToken:
-    """A prefill (its io) has given its token, which the answer has; `finish` is set when it completes the answer.
+    """A prefill call has given the first token.
 
-    `known`: the answer had it already, as its sequence goes on elsewhere meanwhile.
+    Attributes:
+        io: the call.
+        how: what was measured.
+        finish: set if the token completes the answer.
+        known: the answer had the token already, as its sequence goes on elsewhere meanwhile.
     """
 
     io: int
@@ -317,16 +329,20 @@ class FirstToken:
 
 @frozen
 class KVDelivered:
-    """A prefill (its io) says that all KV has arrived at decode."""
+    """A prefill call says that all KV has arrived at decode."""
 
     io: int
 
 
 @frozen
 class TokensArrived:
-    """The answer has `count` more tokens from a sequence (its io); 0 when it knew those that came.
+    """Tokens of a sequence have come.
 
-    `finish` is set when they complete the answer; `known` when decode has said so itself, whose call then ends.
+    Attributes:
+        io: call that follows the sequence.
+        count: tokens that are new to the answer; 0 if it had all.
+        finish: set if they complete the answer.
+        known: decode itself has ended the sequence; its call ends, too.
     """
 
     io: int
@@ -344,7 +360,7 @@ class InstanceJoined:
 
 @frozen
 class InstanceLeft:
-    """An incarnation of an instance is not a member any more. With `lost` its requests fail now, with this reason."""
+    """An incarnation of an instance is no member any more. With `lost` its requests fail now, for this reason."""
 
     instance: str
     incarnation: int
@@ -370,14 +386,18 @@ class KeysChanged:
     snapshot_begin: bool
     snapshot_end: bool
     cooled: tuple[bytes, ...] = ()
-    """Of a kvstore's: on its SSD only from now on."""
+    """Keys of a kvstore's blocks that are on its SSD only from now on."""
 
 
 @frozen
 class ReserveGranted:
-    """Result of `Reserve`: room is kept for `lease_s` seconds without news. It is decode's `taken`-th promise.
+    """Result of `CallReserve`: decode keeps memory.
 
-    `tbt_s`: the time between tokens that decode predicts.
+    Attributes:
+        target: the reservation.
+        lease_s: seconds for which decode keeps it without a renewal.
+        taken: decode's number of the reservation.
+        tbt_s: time between tokens that decode predicts.
     """
 
     target: DecodeReservation
@@ -387,7 +407,7 @@ class ReserveGranted:
 
 
 CallResult = ReserveGranted | StalePlacement | Failure | None
-"""Of any I/O; None = it ended as it should."""
+"""Result of a call; None = it ended as it should."""
 
 
 FromClient = RequestArrived | Rehashed | StopRequested | ClientGone
@@ -407,9 +427,9 @@ Event = FromClient | FromCall | FromCluster | IoEnded[CallResult]
 
 @frozen
 class CallReserve:
-    """Ask a decode instance for room. Ends with `Promised` or a failure; it is never cancelled.
+    """Ask a decode instance for memory. Ends with `ReserveGranted` or a failure; never cancelled.
 
-    `tbt_slo_s` is to be kept from `starts_in_s` seconds on.
+    `tbt_slo_s` must be kept from `starts_in_s` seconds on.
     """
 
     io: int
@@ -424,9 +444,11 @@ class CallReserve:
 
 @frozen
 class CallPrefill:
-    """Call a prefill instance; `target` is None when only its token is wanted. Ends with None, `Stale` or a failure.
+    """Call a prefill instance. Ends with None, `StalePlacement` or a failure.
 
-    It is `Stale` where everything that is there takes longer than `max_queue_s`; None = however long it takes.
+    Attributes:
+        target: where the KV goes; None if the first token is all that is needed.
+        max_queue_s: the instance answers `StalePlacement` if its queue takes longer, seconds; None = never.
     """
 
     io: int
@@ -440,9 +462,9 @@ class CallPrefill:
 
 @frozen
 class StartDecode:
-    """Tell decode the first token and follow the sequence. `Cancel` ends it there and here.
+    """Send decode the first token and follow the sequence. `CancelIo` ends the sequence there, too.
 
-    With `compute` decode computes what it does not hold of the prompt, and the first token.
+    With `compute`, decode computes what it does not hold of the prompt, and the first token.
     """
 
     io: int
@@ -454,7 +476,7 @@ class StartDecode:
 
 @frozen
 class TakeOverSequence:
-    """Take a request over at decode, and follow it from what its client has. `Cancel` ends it there and here."""
+    """Take a sequence over at decode, and follow it from what the client has. `CancelIo` ends it there, too."""
 
     io: int
     request: int
@@ -465,16 +487,16 @@ class TakeOverSequence:
 
 @frozen
 class RenewSession:
-    """Keep the conductor's session with decode, by which the promise lives."""
+    """Renew the conductor's session with decode, which keeps the reservation."""
 
     target: DecodeReservation
 
 
 @frozen
 class CancelReservation:
-    """Tell decode that the promise, not started yet, is not wanted.
+    """Cancel a reservation at decode that was not started.
 
-    Where the answer to `Reserve` was lost, its name alone is known: the target has no transfer and no address.
+    If the answer to `CallReserve` was lost, the target has neither transfer nor address: the sequence names it.
     """
 
     sequence: str
@@ -483,10 +505,14 @@ class CancelReservation:
 
 @frozen
 class AnnouncePlacement:
-    """The request is placed, `waited_s` after it arrived: tell the client, and keep it for `Explain`.
+    """The request is placed: tell the client, and keep the decision for `Explain`.
 
-    For `queued_s` it had looked for a place in vain. `sequence` is the id that engines see. Without a target only its
-    first token is wanted. `tpot` is the forecast of its time per output token.
+    Attributes:
+        sequence: id that engines see.
+        target: reservation at decode; None if the first token is all that is needed.
+        waited_s: seconds since the arrival.
+        queued_s: seconds of these for which the request looked for a placement in vain.
+        tpot: forecast of the time per output token.
     """
 
     request: int
@@ -500,7 +526,7 @@ class AnnouncePlacement:
 
 @frozen
 class Rehash:
-    """Give the keys of the prompt and the answer so far; the request is placed again because of `failure`."""
+    """Hash the prompt and the answer so far: the request is placed again because of `failure`."""
 
     request: int
     failures: int
@@ -509,7 +535,7 @@ class Rehash:
 
 @frozen
 class CompleteRequest:
-    """The request has ended: tell the client the rest."""
+    """The request has ended: send the client what is left of the answer."""
 
     request: int
     finish: CompletionReason
@@ -517,7 +543,7 @@ class CompleteRequest:
 
 @frozen
 class FailRequest:
-    """The request has ended with an error; `refused` before or between placements, with what was considered."""
+    """The request has ended with an error; `refused`: no placement was found among `candidates`."""
 
     request: int
     failure: Failure
@@ -541,7 +567,7 @@ class Resync:
 
 @frozen
 class LeaveSequence:
-    """Follow a sequence (its io) no more, and leave it at decode for another conductor."""
+    """End the call that follows a sequence, and leave the sequence at decode for another conductor."""
 
     io: int
 

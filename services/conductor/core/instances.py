@@ -85,8 +85,10 @@ class LoadFacts:
 
 
 MIN_REPORTS = 20
-"""Reports of something new, about five seconds of work, before an instance is judged. What it tells as it joins is from
-few steps, or from a profile, and may be far from what it tells once it works."""
+"""Reports with new speeds, about five seconds of work, before an instance is judged.
+
+Speeds at joining are from few steps, or from a profile, and may be far off.
+"""
 
 
 SLOW_HOLD_S = 0.75
@@ -94,19 +96,19 @@ SLOW_HOLD_S = 0.75
 
 
 MIN_SLOWDOWN_S = 0.05
-"""Seconds that its typical work must take longer: what takes next to nothing is easily many times slower."""
+"""Least seconds by which its typical work must take longer: very short work is easily many times slower."""
 
 
 FOLLOW_SLOWER_S, FOLLOW_FASTER_S = 1800.0, 10.0
-"""What is usual follows what is told, within so many seconds: for good, an instance is as slow as it is."""
+"""Seconds within which the usual speed follows the reported one, if that is slower or faster."""
 
 
 RECOVERED_SHARE = 0.5
-"""An instance is well again when it is slower than usual by less than this share of what makes it slow."""
+"""Share of the slow factor below which a slow instance has recovered."""
 
 
 FIRST_TRIAL_S, LAST_TRIAL_S = 5.0, 60.0
-"""Seconds until an instance that was found slow gets its trial; they double with each that it fails."""
+"""Seconds until a slow instance gets its first trial, and at most; they double with each failed trial."""
 
 
 TRIAL_S = 2.0
@@ -115,15 +117,15 @@ TRIAL_S = 2.0
 
 @dataclass(slots=True)
 class HealthMonitor:
-    """What is known of one instance's quickness.
+    """Judges whether one instance is slow.
 
     Attributes:
-        slow: it gets nothing new, but for its trial.
-        trial: it gets one request.
+        slow: the instance gets no new requests, but for its trial.
+        trial: the instance gets one request.
         usual_s: seconds that its typical work usually takes.
-        fine: speeds as it told them last when it was well.
-        told_s: seconds of the typical work by the last report.
-        lessons: reports of something new so far.
+        healthy_speeds: last reported speeds while the instance was not slow.
+        reported_s: seconds of the typical work by the last report.
+        reports: reports with new speeds so far.
     """
 
     slow: bool = False
@@ -142,14 +144,14 @@ class HealthMonitor:
         """Takes a report.
 
         Args:
-            speeds: as the instance tells them.
+            speeds: as the instance reports them.
             seconds: of its typical work by these speeds.
             now: seconds.
-            factor: so many times slower than usual is slow; 0 = nothing is.
-            idle: nothing is there.
+            factor: an instance this many times slower than usual is slow; 0 = no instance is.
+            idle: no work is there.
 
         Returns:
-            The speeds to be believed.
+            The speeds to predict with.
         """
         measured, self.reported_s = seconds != self.reported_s, seconds
         self.reports += measured
@@ -202,12 +204,14 @@ class HealthMonitor:
 
 
 SHORTLIST = 8
-"""Instances that a search finds; they are then compared by their own speeds."""
+"""Instances found by a search; they are then compared by their own speeds."""
 
 
 CLASS_JOIN, CLASS_LEAVE = 0.5, 0.75
-"""An instance joins a class whose middle is at most half a class width from each of its speeds, and leaves it at three
-quarters. In between it stays, so that a speed at a border does not move it with every report."""
+"""Distances, in class widths, at which an instance joins a speed class and leaves it.
+
+In between it stays, so that a speed at a border does not move it with every report.
+"""
 
 
 ENUMERATE_UP_TO = 24
@@ -219,7 +223,7 @@ SpeedLevels = tuple[float | None, ...]
 
 @frozen
 class SpeedClassKey:
-    """What members of a class have in common. `levels`: its middle, in logarithms of typical times; None for 0."""
+    """What members of a class have in common. `levels`: its middle, as logarithms of typical times; None for 0."""
 
     levels: SpeedLevels
     stages: int = 1
@@ -247,7 +251,7 @@ class SpeedClass:
 
 
 class RankedInstance(NamedTuple):
-    """An instance's rank in its class: the least load first, then who was chosen least recently, then by name."""
+    """An instance's rank in its class: least load first, then least recently chosen, then by name."""
 
     load: float
     turn: int
@@ -256,7 +260,7 @@ class RankedInstance(NamedTuple):
 
 
 class RankedMatch(NamedTuple):
-    """An instance that a search found: its predicted seconds by its class, its rank, and its prefix in blocks."""
+    """A result of a search: predicted seconds by the class, the rank, and the prefix in blocks."""
 
     seconds: float
     place: RankedInstance
@@ -436,17 +440,19 @@ class LoadRanking:
 
 
 UNPROVEN_DOUBT = 0.25
-"""How much less is believed that an instance is slow which has served nothing, with each request that goes elsewhere,
-counted per instance. Its speeds were measured at its start only, perhaps at a bad moment. Its first request has them
-measured at work, so a bad measurement costs it one request."""
+"""How much less an unproven instance is taken to be slow with each request that goes elsewhere, per instance.
+
+It was measured at its start only, perhaps at a bad moment. Its first request measures it at work, so a bad measurement
+costs it one request.
+"""
 
 
 TRIAL_FACTOR = 0.5
 """Factor of the predicted seconds of an instance that has its trial."""
 
 
-OVERLOOKED_TURNS = 4
-"""So many times a request may go to each other instance before an instance counts as overlooked."""
+STARVED_TURNS = 4
+"""Requests that each other instance may get before an unproven instance counts as starved."""
 
 
 class PoolInstance(Protocol):
@@ -459,12 +465,12 @@ class PoolInstance(Protocol):
 
     @property
     def facts(self) -> InstanceFacts:
-        """Who it is."""
+        """Its facts."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether something that we have placed is there."""
+        """Whether a request of this conductor is there."""
         ...
 
 
@@ -552,24 +558,21 @@ class InstancePool(Generic[I]):
         self.changed(instance)
 
     def optimism_factor(self, instance: I) -> float:
-        """Factor of an instance's predicted seconds: less than 1 when it has served nothing while others served much.
+        """Factor of an instance's predicted seconds: below 1 if it has served nothing while others served much.
 
-        Only use corrects what was measured at its start. So the more requests go elsewhere, the less is it believed
-        that the instance is slow, until one goes there. Likewise one that has its trial gets a request soon.
+        Only use corrects what was measured at its start. So the more requests go elsewhere, the faster the instance is
+        taken to be, until a request goes there. An instance on trial gets a request soon likewise.
         """
         if self._tried and self._tried >> instance.slot & 1:
             return TRIAL_FACTOR
         since = self._unproven.get(instance.facts.id)
         if since is None:
             return 1.0
-        elsewhere = (self._turn - since) / len(self._by_id) - OVERLOOKED_TURNS
+        elsewhere = (self._turn - since) / len(self._by_id) - STARVED_TURNS
         return 1.0 / (1.0 + UNPROVEN_DOUBT * elsewhere) if elsewhere > 0.0 else 1.0
 
     def starved_slot(self, allowed: int) -> int | None:
-        """Slot of an allowed instance that others were preferred to for long, or that has its trial.
-
-        A search may not find it.
-        """
+        """Slot of an allowed instance that has starved or is on trial, which a search may not find; None = none."""
         if self._tried & allowed:
             return next(iter(slots_in(self._tried & allowed)))
         unproven = (self._by_id[name] for name in self._unproven)
@@ -583,7 +586,7 @@ class InstancePool(Generic[I]):
         self.add(instance)
 
     def eligible_mask(self, blocks: int) -> int:
-        """Mask of the instances that take requests and have pools of so many blocks; slow ones where all are."""
+        """Mask of the instances that take requests and have `blocks` blocks or more; slow ones only if all are slow."""
         mask = 0
         for size, slots in self._by_size.items():
             if size >= blocks:
@@ -592,7 +595,7 @@ class InstancePool(Generic[I]):
         return mask & ~self.slow_mask or mask
 
     def should_drain(self, instance_id: str, leaving: int | None = None) -> bool:
-        """Whether an instance is one of the mask `leaving`, by default the slow ones, and another one is well."""
+        """Whether an instance is in the mask `leaving`, by default the slow ones, and another instance is healthy."""
         leaving = self.slow_mask if leaving is None else leaving
         instance = self._by_id.get(instance_id) if leaving else None
         if instance is None:
@@ -602,7 +605,7 @@ class InstancePool(Generic[I]):
         return bool(others) and bool(leaving & bit) and not instance.health.trial
 
     def mask_of(self, ids: Iterable[str]) -> int:
-        """Mask of those of these instances that are here."""
+        """Mask of the instances with these ids, as far as they are here."""
         return sum([1 << self._by_id[one].slot for one in ids if one in self._by_id])
 
     def digest(self) -> bytes:
@@ -627,7 +630,7 @@ class InstancePool(Generic[I]):
 
 
 def blocks_at(prefixes: Sequence[tuple[int, int]], slot: int) -> int:
-    """Leading blocks that a slot holds, by what `BlockTrie.match` gives."""
+    """Leading blocks that a slot holds, by the result of `BlockTrie.match`."""
     for blocks, mask in reversed(prefixes):  # the longest first
         if mask >> slot & 1:
             return blocks

@@ -36,20 +36,22 @@ COMPARED_LENGTHS = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 20
 
 
 REPORTS_AWAITED = 2
-"""Load reports after a token with which its prompt's blocks are reported at the latest, or they were not kept. The
-first of them may have been under way when the token was."""
+"""Load reports after a first token by which the prompt's blocks are reported, or were not kept.
+
+The first report may have been under way when the token came.
+"""
 
 
 @dataclass(slots=True)
 class _ComputedChain:
-    """A chain that is computed and not reported; so many reports have come since."""
+    """A computed chain whose blocks are not reported yet, and the load reports since."""
 
     marked: tuple[bytes, ...]
     reports: int = 0
 
 
 class InFlightPrefixes:
-    """Chains of the prompts that are placed at prefill instances, by claim, until their blocks are reported."""
+    """Chains of prompts placed at prefill instances, until their blocks are reported."""
 
     def __init__(self) -> None:
         self._claims: dict[int, tuple[str, tuple[bytes, ...]]] = {}
@@ -69,18 +71,18 @@ class InFlightPrefixes:
                 there[instance] = there.get(instance, 0) + 1
 
     def released(self, claim: int) -> None:
-        """It is not there any more; claims that are unknown, or computed, are fine."""
+        """Drops a prompt; claims that are unknown or computed are fine."""
         self._drop(*self._claims.pop(claim, ("", ())))
 
     def computed(self, claim: int) -> str:
-        """It has its token: its blocks will be reported soon. Returns at which instance; "" = the claim is unknown."""
+        """A prompt has its first token: its blocks will be reported soon. Returns its instance; "" = unknown claim."""
         instance, marked = self._claims.pop(claim, ("", ()))
         if marked:
             self._computed.setdefault(instance, []).append(_ComputedChain(marked))
         return instance
 
     def keys_reported(self, instance: str, holds: Callable[[bytes], bool]) -> None:
-        """An instance has told which blocks it holds."""
+        """An instance has reported which blocks it holds."""
         if instance in self._computed:
             self._keep(instance, lambda one: not holds(one.marked[-1]))
 
@@ -92,11 +94,11 @@ class InFlightPrefixes:
             self._keep(instance, lambda one: one.reports < REPORTS_AWAITED)
 
     def lost(self, instance: str) -> None:
-        """Nothing is known of what an instance holds any more."""
+        """The instance is gone, and its blocks with it."""
         self._keep(instance, lambda _: False)
 
     def _keep(self, instance: str, wanted: Callable[[_ComputedChain], bool]) -> None:
-        """Keeps those of an instance's computed chains that are wanted."""
+        """Keeps the computed chains of an instance for which `wanted` is true."""
         kept: list[_ComputedChain] = []
         for one in self._computed.pop(instance, ()):
             if wanted(one):
@@ -124,19 +126,19 @@ class InFlightPrefixes:
             (blocks, there) for blocks, there in zip(COMPARED_LENGTHS, takewhile(bool, at), strict=False) if there
         ]
         found: dict[str, int] = {}
-        for blocks, there in reversed(levels):  # who computes more is in all that follow
+        for blocks, there in reversed(levels):  # an instance with more blocks is in all shorter levels
             if len(there) > len(found):
                 found = dict.fromkeys(there, blocks) | found
         return found
 
     @property
     def claims(self) -> list[int]:
-        """Of the prompts that have no token yet."""
+        """Claims of prompts without a first token."""
         return list(self._claims)
 
     @property
     def awaited(self) -> list[str]:
-        """Instances that will report what they have computed."""
+        """Instances with computed chains that are not reported yet."""
         return list(self._computed)
 
     def digest(self) -> bytes:
@@ -162,14 +164,14 @@ def _keys_at_marks(keys: Sequence[bytes]) -> tuple[bytes, ...]:
 def with_in_flight(
     prefixes: Sequence[tuple[int, int]], in_flight: Sequence[tuple[int, int]]
 ) -> Sequence[tuple[int, int]]:
-    """Prefixes as `BlockTrie.match` gives them, where some slots will soon have more: (blocks, slot)."""
+    """Prefixes as `BlockTrie.match` gives them, where some slots will soon hold more: (blocks, slot)."""
     if not in_flight:
         return prefixes
     levels = dict(prefixes)
     for blocks, slot in in_flight:
         levels[blocks] = levels.get(blocks, 0) | 1 << slot
     mask, found = 0, []
-    for blocks in sorted(levels, reverse=True):  # who has more has so many, too
+    for blocks in sorted(levels, reverse=True):  # a slot with more blocks has these, too
         mask |= levels[blocks]
         found.append((blocks, mask))
     return found[::-1]
@@ -179,7 +181,7 @@ CLASS_WIDTH = 1.1
 
 
 TYPICAL_TOKENS = 2048
-"""Of the prompt by which an instance's quickness is judged."""
+"""Length of the prompt by which an instance's speed is judged."""
 
 
 TYPICAL_PROMPT = work_of(TYPICAL_TOKENS, 0)
@@ -190,7 +192,7 @@ LONG_PROMPT_END = work_of(512, 16384)
 
 
 LOAD_BYTES = 1 << 28
-"""Loads are compared by the seconds that so much KV takes."""
+"""Bytes of KV by which loads are compared."""
 
 
 @dataclass(slots=True)
@@ -250,7 +252,7 @@ class PrefillInstanceState:
 
     @property
     def slowed(self) -> float:
-        """Times as long as it tells that its queue takes, which is full steps for the most part."""
+        """Factor by which its queue takes longer than reported; a queue is mostly full steps."""
         return self.learnt.slowdown(self.full_step)
 
     def claim(self, number: int, busy_s: float, now: float, queue_key: QueueKey | None = None) -> None:
@@ -259,7 +261,7 @@ class PrefillInstanceState:
         self.free_at = max(self.free_at, now) + busy_s
 
     def acknowledged(self, claim: int, number: int) -> None:
-        """Notes that the instance has a prompt, and as its how many-th; the last report may include it already."""
+        """The instance has the prompt of a claim, as its `number`-th; the last report may include it already."""
         prompt = self.prompts[claim]
         prompt.number = number
         if 0 < number <= self.load.taken and not prompt.covered and self.load.drain_s is not None:
@@ -275,10 +277,10 @@ class PrefillInstanceState:
             self.free_at -= prompt.busy_s
 
     def report(self, load: LoadFacts, now: float, slow_factor: float) -> None:
-        """Takes a report, which includes the prompts that the instance had taken.
+        """Takes a load report, which includes the first `taken` prompts that the instance got.
 
-        An answer may have overtaken one, which is passed over then. Where the next one counts fewer prompts, too, the
-        answer was wrong.
+        A report with fewer prompts than known was overtaken by an answer, and is ignored. If the next report has fewer
+        prompts, too, the answer was wrong.
         """
         self.overtaken = load.taken < self.load.taken and not self.overtaken
         if self.overtaken:
@@ -297,29 +299,29 @@ class PrefillInstanceState:
         # An idle one keeps the time since when it is: the one that was idle longest is chosen first.
         self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
 
-    def queue_s(self, place: QueueKey, all_s: float) -> float:
-        """Predicted seconds until a prompt at this place begins, if everything that is there takes `all_s`.
+    def queue_s(self, key: QueueKey, all_s: float) -> float:
+        """Predicted seconds until a prompt with this queue key begins, if the whole queue takes `all_s`.
 
-        Who goes before others of ours waits for those before it in its tenant's line, each of which has its turn among
-        the tenants', and for the step that is under way.
+        A prompt that goes before others of this conductor waits for the earlier prompts of its tenant, each in its turn
+        among the tenants, and for the step under way.
         """
         ours = [(it.queue_key, it.busy_s) for it in self.prompts.values() if it.queue_key is not None]
-        before = [busy_s for it, busy_s in ours if it.tenant == place.tenant and it.own < place.own]
+        before = [busy_s for it, busy_s in ours if it.tenant == key.tenant and it.own < key.own]
         if len(before) == len(ours):
             return all_s
-        weights = {it.tenant: it.weight for it, _ in ours} | {place.tenant: place.weight}
-        turns = sum(weights.values()) / place.weight
+        weights = {it.tenant: it.weight for it, _ in ours} | {key.tenant: key.weight}
+        turns = sum(weights.values()) / key.weight
         step_s = max([busy_s for _, busy_s in ours])
         if self.facts.step_tokens:
             step_s = min(step_s, work_seconds(self.learnt.speeds, *self.full_step))
         return min(all_s, turns * sum(before) + step_s)
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
-        """Learns from what a prompt took here that was predicted so."""
+        """Learns from the measured seconds of a prompt with this prediction."""
         self.learnt.observe(choice.parts, choice.factors, there_s, choice.shared, choice.others)
 
     def computed(self, now: float) -> None:
-        """A prompt of ours has its token and is not counted any more: what is left of the others begins now."""
+        """A prompt of this conductor has its first token: the next prompt begins now."""
         self.free_at = max(now, self.others_at) + sum([prompt.busy_s for prompt in self.prompts.values()])
 
     def _uncovered_s(self) -> float:
@@ -344,23 +346,23 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
     def __init__(self, policy: PlacementPolicy, seed: int = 0, decodes: DecodePool | None = None) -> None:
         super().__init__(LoadRanking(CLASS_WIDTH, TypicalPrefillSeconds()))
         self.in_flight = InFlightPrefixes()
-        """What is being computed where."""
+        """Prefixes that are being computed."""
         self._decodes = decodes
         self._policy = policy
         self._seed = seed
         self._decisions = 0
 
-    def queue_s(self, choice: PrefillChoice, place: QueueKey) -> float:
-        """Predicted seconds that a prompt at this place waits at the instance of a choice."""
+    def queue_s(self, choice: PrefillChoice, key: QueueKey) -> float:
+        """Predicted seconds that a prompt with this queue key waits at the instance of a choice."""
         instance = self.get(choice.id)
         if instance is None or choice.queue_s <= 0.0:
             return choice.queue_s
-        return instance.queue_s(place, choice.queue_s)
+        return instance.queue_s(key, choice.queue_s)
 
     def lagging_s(self, instance: PrefillInstanceState, now: float) -> float:
-        """Seconds of its last report that an instance may have less done of than time has gone by.
+        """Seconds by which an instance may lag behind its last report.
 
-        What it tells is with all cores. While decode instances of its host compute, it has a part of them only.
+        It reports its queue as if it had all cores. While decode instances of its host compute, it has a part of them.
         """
         busy_spans = self._decodes.busy_spans(instance.facts.host, now) if self._decodes is not None else None
         if not busy_spans or instance.load.drain_s is None:
@@ -382,7 +384,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         )
 
     def soon(self, prefixes: Sequence[tuple[int, int]], keys: Sequence[bytes]) -> Sequence[tuple[int, int]]:
-        """Who will hold how much of a chain when what is placed there is computed, given who holds it now."""
+        """Prefixes of a chain when prompts in flight are computed; `prefixes` are those of now."""
         in_flight = self.in_flight.match(keys)
         return with_in_flight(
             prefixes, [(blocks, it.slot) for name, blocks in in_flight.items() if (it := self.get(name))]
@@ -408,7 +410,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         Args:
             demand: of the request.
             model: predicts it.
-            prefixes: who holds how much of the prompt, as `BlockTrie.match` says it.
+            prefixes: instances by length of the prefix, as `BlockTrie.match` gives them.
             now: seconds.
             suspects: mask of instances that failed this request before; they come after all others.
             limit: of the request; None = it has none.
@@ -449,9 +451,9 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             lambda choice: limit is None or self._ttft_s(choice, limit.queue_key) <= limit.within_s,
         )
 
-    def _ttft_s(self, choice: PrefillChoice, place: QueueKey) -> float:
-        """Predicted time to first token of a request with this place, as tenants share the instance's time."""
-        return choice.ttft_s - choice.queue_s + self.queue_s(choice, place)
+    def _ttft_s(self, choice: PrefillChoice, key: QueueKey) -> float:
+        """Predicted time to first token of a request with this queue key, as tenants share the instance's time."""
+        return choice.ttft_s - choice.queue_s + self.queue_s(choice, key)
 
     def _choice(
         self, model: PrefillLatencyModel, slot: int, blocks: int, now: float, excluded: str = ""
@@ -509,10 +511,10 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         return digest_of(super().digest(), self._decisions, self.in_flight)
 
     def check_invariants(self) -> None:
-        """As of all pools; and what is being computed is what was placed."""
+        """As of all pools; and chains in flight belong to placed prompts."""
         super().check_invariants()
         self.in_flight.check_invariants()
-        assert all(self.get(name) is not None for name in self.in_flight.awaited), "nobody will report it"
+        assert all(self.get(name) is not None for name in self.in_flight.awaited), "no instance will report it"
 
 
 def _requests_on_host(instance: PrefillInstanceState, busy_spans: Sequence[BusySpan] | None) -> int:

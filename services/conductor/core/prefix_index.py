@@ -710,7 +710,7 @@ class PrefixIndex:
         return digest_of(self._holders, self._version, self._trie)
 
     def check_invariants(self) -> None:
-        """Asserts that instances, slots and the forest agree."""
+        """Asserts that instances, slots and the trie agree."""
         self._trie.check_invariants()
         assert self._owners == {holder.slot: instance_id for instance_id, holder in self._holders.items()}
         for holder in self._holders.values():
