@@ -163,16 +163,18 @@ class ClusterView:
         """Drops blocks that an instance was found not to hold, unless they were reported after `version`."""
         self.index.forget(instance_id, keys, version)
 
-    def first_token(self, plan: RoutingDecision, computed: int, there_s: float, overhead_s: float, now: float) -> None:
+    def first_token(
+        self, decision: RoutingDecision, computed: int, there_s: float, overhead_s: float, now: float
+    ) -> None:
         """Learns from a first token, which took `there_s` at its instance and `overhead_s` around it."""
-        instance, demand = self.prefills.get(plan.prefill.id), plan.demand
+        instance, demand = self.prefills.get(decision.prefill.id), decision.demand
         if instance is None or self.shape is None:
             return
         size = self.shape.block_tokens
-        foreseen = demand.prompt_tokens - self.shape.reused_tokens(demand.prompt_tokens, plan.prefill.used_blocks)
-        instance.learnt.overheads.observe(plan.prefill.others, overhead_s)
+        foreseen = demand.prompt_tokens - self.shape.reused_tokens(demand.prompt_tokens, decision.prefill.used_blocks)
+        instance.learnt.overheads.observe(decision.prefill.others, overhead_s)
         if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
-            instance.observe(plan.prefill, there_s)
+            instance.observe(decision.prefill, there_s)
         instance.computed(now)
         self.prefills.rank(instance)
 

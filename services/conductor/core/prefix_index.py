@@ -180,7 +180,7 @@ ROOT = -1
 
 
 UNLINKED = -2
-"""Parent of a block whose chain was not asked for yet."""
+"""Parent of a block whose chain is not known yet."""
 
 
 _MIN_SETS = 1 << 14
@@ -209,7 +209,7 @@ class BlockTrie:
         self._cursor = 0
 
     def __len__(self) -> int:
-        """Blocks, those that nobody holds among them."""
+        """Number of blocks, with those that no instance holds."""
         return len(self._nodes)
 
     def __contains__(self, key: object) -> bool:
@@ -219,7 +219,7 @@ class BlockTrie:
     # --- holders ---------------------------------------------------------------------------------------------------
 
     def open_slot(self) -> int:
-        """A slot for a holder that holds nothing yet."""
+        """Opens a slot for a holder without blocks."""
         if self._free_slots:
             return heappop(self._free_slots)
         self._held.append(0)
@@ -243,7 +243,7 @@ class BlockTrie:
         return node is not None and bool(self._sets.masks[self._raw[node]] >> slot & 1)
 
     def store(self, slot: int, keys: Iterable[bytes], version: int) -> None:
-        """Notes that a holder holds these blocks, told at `version`."""
+        """Notes that a holder holds these blocks, as reported at `version`."""
         nodes, raw, sets, told = self._nodes, self._raw, self._sets, self._told
         additions, new = sets.additions(slot), 0
         for key in keys:
@@ -264,7 +264,7 @@ class BlockTrie:
         self._bound()
 
     def drop(self, slot: int, keys: Iterable[bytes], version: int | None = None) -> None:
-        """Notes that a holder lacks these blocks; those told after `version` are kept, unknown ones are fine."""
+        """Notes that a holder lacks these blocks; blocks reported after `version` stay, unknown ones are fine."""
         raw, sets = self._raw, self._sets
         removals, gone = sets.removals(slot), 0
         for key in keys:
@@ -402,14 +402,14 @@ class BlockTrie:
         self._free = have
 
     def _lessened(self, node: int, *, evicting: bool = False) -> None:
-        """The raw set of a block has become smaller: spreads that, or removes the block when nobody needs it."""
+        """The raw set of a block has shrunk: spreads that, or removes the block if it is not needed."""
         if self._raw[node] == EMPTY_SET and self._child[node] == LRU_END:
             self._remove(node, evicting=evicting)
         elif self._parent[node] != UNLINKED:
             self._spread(node)
 
     def _remove(self, node: int, *, evicting: bool) -> None:
-        """Removes a leaf that nobody holds, and those above it that become such leaves."""
+        """Removes a leaf that no instance holds, and its ancestors that become such leaves."""
         self._leaves.remove(node)
         while True:
             parent, key = self._parent[node], self._keys[node]
@@ -452,7 +452,7 @@ class BlockTrie:
         return self._lost != 0
 
     def sweep(self, max_nodes: int) -> None:
-        """Looks at so many nodes for bits of closed slots; after a whole round the slots are used again."""
+        """Clears the bits of closed slots in some nodes; after a whole round the slots can be used again."""
         if not self._lost:
             return
         if not self._sweeping:
@@ -548,9 +548,9 @@ class KeyEventResult(Enum):
     """Result of an event message."""
 
     DONE = auto()
-    """The index has it."""
+    """The index has taken the message."""
     RESYNC = auto()
-    """A message before it is missing; the instance's blocks were dropped and a snapshot is wanted."""
+    """An earlier message is missing: the instance's blocks were dropped, and a snapshot must be ordered."""
     IGNORED = auto()
     """A snapshot is awaited and this was not its beginning."""
 
@@ -569,7 +569,7 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Follows instances by id. Each has a slot, which changes when all it held is dropped."""
+    """KV blocks of instances by id. An instance has a slot, which changes when all its blocks are dropped."""
 
     def __init__(self, max_blocks: int = 4_000_000) -> None:
         self._trie = BlockTrie(max_blocks)
@@ -662,7 +662,7 @@ class PrefixIndex:
         return KeyEventResult.DONE
 
     def match(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Who holds how much of a chain, as `BlockTrie.match` says it."""
+        """Instances by length of the prefix they hold, as `BlockTrie.match` gives them."""
         return self._trie.match(keys)
 
     def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
@@ -698,7 +698,7 @@ class PrefixIndex:
         return holder is not None and holder.synced
 
     def sweep(self, max_nodes: int = SWEEP_NODES) -> bool:
-        """Goes on removing what lost instances left in the trie; False when nothing is left.
+        """Goes on removing what lost instances left in the trie; False if nothing is left.
 
         Every message does a part of it; without messages it may wait.
         """

@@ -1,15 +1,15 @@
-"""Whether an engine instance is to change its role, by the pressure of the two pools, with hysteresis.
+"""Whether an engine instance changes its role, by the pressure of the two pools, with hysteresis.
 
-The *pressure* of a pool is the work that is offered to it as a share of what it can do within the limits: the share of
-the time for which prefill instances compute, and what waits there on top; the share of a decode step that its
-sequences take, of that which a step at the TBT limit leaves them, or of its blocks if that is more. So it grows as one
-over the number of instances, and what it will be after a change can be told.
+The *pressure* of a pool is its offered work as a share of what it can do within the limits. For prefill: the share of
+time in which instances compute, plus the queue. For decode: the share of a step that sequences take of what the TBT
+limit leaves them, or the share of blocks in use if that is more. Pressure falls as one over the number of instances, so
+the pressure after a change can be predicted.
 
-An instance goes to the other pool when that one's pressure has been so many times as high (`ratio`) for `hold_s`, and
-both pools are better off: the pool that gives one stays below its limit, and below what the other one had. Then
-nothing is changed until the change is over and the pressures are known anew. An instance that drains and can change is
-taken for a change under way, as another conductor may have ordered it. A pool that needs one more gets it after
-`SETTLE_S`, the other way it takes `hold_s` again. Who has changed stays for `dwell_s`.
+An instance goes to the other pool if that pool's pressure has been `ratio` times as high for `hold_s`, and both pools
+gain: the pool that gives an instance stays below its limit, and below what the other one had. Then nothing changes
+until the change has ended and the pressures are known anew. A draining instance that can switch roles counts as a
+change under way: another conductor may have ordered it. A pool that needs a further instance gets one after `SETTLE_S`;
+a change back takes `hold_s` again. An instance that has changed stays for `dwell_s`.
 """
 
 from collections.abc import Iterable
@@ -26,23 +26,23 @@ from services.conductor.core.instances import InstanceFacts, InstanceKind
 from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool
 
 SAMPLE_S = 1.0
-"""Pressures are looked at so often, when instances report."""
+"""Seconds between two samples of the pressures, which are taken when instances report."""
 
 
 MEMORY_S = 30.0
-"""A pressure is a mean over about so many seconds."""
+"""Seconds over which a pressure is averaged."""
 
 
 MIN_PRESSURE = 0.5
-"""A pool that is less than half used needs no help, however much less the other one is."""
+"""Least pressure of a pool that needs an instance: a pool less than half used needs none."""
 
 
 SETTLE_S = 40.0
-"""From a change's end to the next one to the same pool."""
+"""Seconds from the end of a change to the next one to the same pool."""
 
 
 CHANGE_S = 180.0
-"""A change that has not ended after so long is not waited for any more."""
+"""Seconds after which a change that has not ended is given up."""
 
 
 OTHER_ROLE = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
@@ -53,10 +53,10 @@ class RoleLimits:
     """When roles change.
 
     Attributes:
-        swap: they change at all without being told.
-        ttft_s: so much waiting work counts as much as a pool that is busy all the time.
-        tbt_s: the step of a decode instance that is full.
-        ratio, hold_s, dwell_s: see above.
+        swap: roles change without an order.
+        ttft_s: seconds of queue that count as much as a pool that is busy all the time.
+        tbt_s: seconds of a step of a full decode instance.
+        ratio, hold_s, dwell_s: see the module.
     """
 
     swap: bool = False
@@ -81,7 +81,7 @@ class RoleChange:
 
 @dataclass(slots=True)
 class PoolPressure:
-    """Of one pool, as a running mean; `since` when it began to be so much higher than the other's."""
+    """Pressure of one pool, a running mean; `since`: time since which it is `ratio` times the other pool's."""
 
     value: float = 0.0
     since: float | None = None
@@ -89,10 +89,10 @@ class PoolPressure:
 
 @dataclass(slots=True)
 class RoleBalancer:
-    """Decides about roles.
+    """Decides which instance changes its role.
 
     Args:
-        limits: when.
+        limits: when roles change.
         prefills, decodes: the pools.
     """
 
@@ -100,37 +100,37 @@ class RoleBalancer:
     prefills: PrefillPool
     decodes: DecodePool
     change: RoleChange | None = None
-    """What is under way."""
+    """The change under way; None = none is."""
     pressures: dict[InstanceKind, PoolPressure] = field(
         default_factory=lambda: {kind: PoolPressure() for kind in OTHER_ROLE}
     )
     _stays_until: dict[str, float] = field(default_factory=dict)
     _hung: set[str] = field(default_factory=set)
-    """Instances that drain, but their changes have not ended in time."""
+    """Instances that drain, and whose changes have not ended in time."""
     _sampled_at: float | None = None
 
     def order(self, now: float, instance: str, out: list[Action]) -> None:
-        """An instance is told to change its role, whatever the pressures are; unknown ones are fine."""
+        """Orders an instance to change its role, whatever the pressures; unknown ids are fine."""
         place: PrefillInstanceState | DecodeInstanceState | None = self.prefills.get(instance) or self.decodes.get(
             instance
         )
         if place is not None:
             kind = OTHER_ROLE[place.facts.kind]
             self.change = RoleChange(instance, kind, now)
-            self._anew()
+            self._restart_holds()
             out.append(ChangeRole(instance, place.facts.incarnation, kind))
 
     def joined(self, now: float, facts: InstanceFacts) -> None:
-        """An instance has joined: perhaps the one that has changed."""
+        """An instance has joined, which may end the change under way."""
         if self.change is not None and facts.kind is self.change.kind:
             self.change = None
             self._stays_until = {name: until for name, until in self._stays_until.items() if until > now}
             self._stays_until[facts.id] = now + self.limits.dwell_s
-            self._anew()
+            self._restart_holds()
             self.pressures[facts.kind].since = now + min(SETTLE_S - self.limits.hold_s, 0.0)
 
-    def look(self, now: float, out: list[Action]) -> None:
-        """An instance has reported: perhaps one is to change its role."""
+    def load_reported(self, now: float, out: list[Action]) -> None:
+        """An instance has reported: samples the pressures, and orders a change if it pays."""
         if not self.limits.swap or (self._sampled_at is not None and now - self._sampled_at < SAMPLE_S):
             return
         self._sample(now)
@@ -138,13 +138,13 @@ class RoleBalancer:
             return
         for kind, pressure in self.pressures.items():
             if pressure.since is not None and now - pressure.since >= self.limits.hold_s:
-                chosen = self._chosen(OTHER_ROLE[kind], now)
+                chosen = self._pick(OTHER_ROLE[kind], now)
                 if chosen is not None:
                     self.order(now, chosen, out)
                     return
 
     def _under_way(self, now: float) -> bool:
-        """Whether a change is waited for: one of ours, or one that another conductor seems to have ordered."""
+        """Whether a change is under way, ordered by this conductor or, as it seems, by another one."""
         pools: tuple[Iterable[PrefillInstanceState | DecodeInstanceState], ...] = self.prefills, self.decodes
         drain = {
             it.facts.id: it.facts.kind for pool in pools for it in pool if it.facts.switches_role and it.load.draining
@@ -156,11 +156,11 @@ class RoleBalancer:
         if self.change is None and (new := drain.keys() - self._hung):
             instance = min(new)
             self.change = RoleChange(instance, OTHER_ROLE[drain[instance]], now)
-            self._anew()
+            self._restart_holds()
         return self.change is not None
 
     def _sample(self, now: float) -> None:
-        """Takes the pressures of now into the means, and notes since when one pool is in need."""
+        """Averages the current pressures in, and notes since when a pool is in need."""
         share = 1.0 if self._sampled_at is None else 1.0 - exp((self._sampled_at - now) / MEMORY_S)
         self._sampled_at = now
         for kind, value in (
@@ -176,7 +176,7 @@ class RoleBalancer:
                 pressure.since = now
 
     def _in_need(self, kind: InstanceKind) -> bool:
-        """Whether a pool needs an instance more than the other one, which can give it."""
+        """Whether a pool needs an instance more than the other pool, which can give one."""
         needs, gives = self.pressures[kind].value, self.pressures[OTHER_ROLE[kind]].value
         givers = len(self._usable(OTHER_ROLE[kind]))
         if needs < MIN_PRESSURE or needs < self.limits.ratio * gives or givers < 2:
@@ -193,18 +193,18 @@ class RoleBalancer:
 
     def _decode_pressure(self) -> float:
         pool = [one for one in self.decodes if not one.load.draining]
-        return fmean([self._crowded(one) for one in pool]) if pool else 0.0
+        return fmean([self._utilization(one) for one in pool]) if pool else 0.0
 
-    def _crowded(self, one: DecodeInstanceState) -> float:
+    def _utilization(self, one: DecodeInstanceState) -> float:
         now, base_s = load_now(one), one.speeds.decode_base_s
         step_s = decode_step_seconds(one.speeds, now.sequences, now.context_tokens)
         at_limit = max(1.0 - base_s / self.limits.tbt_s, 0.1)
-        # What is promised is not in use: prompts that wait for prefill would make decode seem full.
+        # Reserved blocks are not in use: prompts that wait for prefill would make decode seem full.
         used = 1.0 - (one.load.free_blocks + one.load.cached_blocks) / one.facts.total_blocks
         return max((1.0 - base_s / step_s) / at_limit if step_s else 0.0, used)
 
-    def _chosen(self, kind: InstanceKind, now: float) -> str | None:
-        """The instance of a pool that has least to do, of those that can change and have stayed long enough."""
+    def _pick(self, kind: InstanceKind, now: float) -> str | None:
+        """The least loaded instance of a pool that can change and has stayed long enough."""
         able = [
             one
             for one in self._usable(kind)
@@ -218,7 +218,7 @@ class RoleBalancer:
         )
         return [one for one in pool if not one.load.draining]
 
-    def _anew(self) -> None:
+    def _restart_holds(self) -> None:
         for pressure in self.pressures.values():
             pressure.since = None
 

@@ -963,7 +963,7 @@ class ConductorCore:
         match event:
             case LoadReported(instance, load):
                 self.cluster.report(instance, load, now)
-                self.roles.look(now, out)
+                self.roles.load_reported(now, out)
             case KeysChanged(instance):
                 if self.cluster.incarnation(instance) and self.cluster.keys_changed(event):
                     out.append(Resync(instance))

@@ -14,36 +14,36 @@ from services.conductor.core.latency_model import MemoryNeed
 from services.conductor.core.request import TimerKey, TimerKind
 
 TENANT_MEMORY_S = 60.0
-"""A tenant is expected to come again for so long after the end of its last request."""
+"""Seconds after the end of its last request for which a tenant keeps its share."""
 
 
 MAX_RECENT_TENANTS = 1024
-"""Tenants that are remembered so."""
+"""Tenants without requests that are remembered."""
 
 
 WEIGHT_UNIT = 2.0**-20
 
 
 SHARE_LEFT_FREE = 16
-"""Who has more than its share leaves one in so many blocks of an instance to others."""
+"""A tenant above its fair share leaves one in this many blocks of an instance to others."""
 
 
 def blocks_left_free(blocks: int, total: int) -> int:
-    """Blocks that a request which needs `blocks` of an instance with `total` leaves to others; fewer if it must."""
+    """Blocks of `total` that a request which needs `blocks` leaves to others; fewer if the instance is small."""
     return max(min(total // SHARE_LEFT_FREE, total - blocks), 0)
 
 
 class TenantCounts:
-    """Requests by tenant, and tenants that were here lately. What it costs does not grow with either.
+    """Numbers of requests by tenant, and tenants that had requests lately. Costs grow with neither.
 
-    Weights are counted in whole parts of `PART`, so that sums are exact.
+    Weights are counted in multiples of `WEIGHT_UNIT`, so that sums are exact.
     """
 
     def __init__(self) -> None:
         self._here: dict[str, int] = {}
         self._total = 0
-        self._lately: OrderedDict[str, float] = OrderedDict()  # when the last request of those ended who are not here
-        self._weights: dict[str, int] = {}  # of all who are here or were lately
+        self._lately: OrderedDict[str, float] = OrderedDict()  # tenants without requests: the end of their last one
+        self._weights: dict[str, int] = {}  # of all tenants above
         self._weight = 0
 
     def came(self, key: QueueKey) -> None:
@@ -56,7 +56,7 @@ class TenantCounts:
         self._weights[tenant] = parts
 
     def left(self, tenant: str, now: float) -> None:
-        """One of them has ended."""
+        """A tenant has one request less."""
         self._total -= 1
         self._here[tenant] -= 1
         if not self._here[tenant]:
@@ -66,7 +66,7 @@ class TenantCounts:
                 self._forget()
 
     def above_share(self, key: QueueKey, now: float) -> bool:
-        """Whether its tenant has more than its share of the requests, and others are here or were lately."""
+        """Whether the tenant has more than its fair share of the requests, and others have, or lately had, requests."""
         while self._lately and next(iter(self._lately.values())) < now - TENANT_MEMORY_S:
             self._forget()
         parts = _weight_units(key.weight)
@@ -74,7 +74,7 @@ class TenantCounts:
         return whole > parts and self._here.get(key.tenant, 0) * whole > parts * self._total
 
     def _forget(self) -> None:
-        """Who has not been here for longest is not expected any more."""
+        """Forgets the tenant that has had no request for longest."""
         tenant, _ = self._lately.popitem(last=False)
         self._weight -= self._weights.pop(tenant)
 
@@ -224,14 +224,14 @@ class DecodeMemoryQueue:
         return found
 
     def check_invariants(self) -> None:
-        """Asserts order, and that instances are held for those who wait."""
+        """Asserts the order, and that instances are held for waiting requests."""
         self._queue.check_invariants()
         assert sorted(self._queue) == sorted(self._waiters)
         assert set(self._holds.values()) <= set(self._waiters)
         assert len(set(self._holds.values())) == len(self._holds)
 
     def state(self) -> object:
-        """All of it, for a digest."""
+        """The state, for a digest."""
         return self._waiters, self._holds, self._refused
 
     def _holds_now(self, waiter: MemoryWaiter, decode: str, now: float) -> bool:
@@ -365,7 +365,7 @@ class SloQueue:
             self._timers.set(SLO_QUEUE_TIMER, max(first, self._retried_at + RETRY_PAUSE_S))
 
     def check_invariants(self) -> None:
-        """Asserts that sums, order and timer are those of who waits."""
+        """Asserts that sums, order and timer are those of the waiting requests."""
         self._queue.check_invariants()
         assert sorted(self._queue) == sorted(self._waiting)
         assert self.nbytes == sum(it.nbytes for it in self._waiting.values()) <= self._most_bytes
