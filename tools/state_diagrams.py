@@ -41,10 +41,19 @@ def with_diagrams(page: str) -> str:
     return _DIAGRAM.sub(_marked_diagram, page)
 
 
+def machines(page: str) -> list[tuple[type[Enum], Mapping[Enum, Set[Enum]]]]:
+    """The state machines that a page marks: enum and table."""
+    return [_machine(*found.groups()[1:]) for found in _DIAGRAM.finditer(page)]
+
+
+def _machine(module: str, states: str, table: str) -> tuple[type[Enum], Mapping[Enum, Set[Enum]]]:
+    code = import_module(module)
+    return getattr(code, states), getattr(code, table)
+
+
 def _marked_diagram(found: re.Match[str]) -> str:
-    mark, module, states, table = found.groups()
-    machine = import_module(module)
-    return f"{mark}\n```mermaid\n{diagram(getattr(machine, states), getattr(machine, table))}\n```\n"
+    mark, *machine = found.groups()
+    return f"{mark}\n```mermaid\n{diagram(*_machine(*machine))}\n```\n"
 
 
 def main() -> int:

@@ -1,8 +1,13 @@
 """The state diagrams in docs/states.md are those of the code."""
 
+from collections.abc import Mapping, Set
 from enum import Enum
 
-from tools.state_diagrams import PAGE, diagram, with_diagrams
+import pytest
+
+from tools.state_diagrams import PAGE, diagram, machines, with_diagrams
+
+MACHINES = machines(PAGE.read_text(encoding="utf-8"))
 
 
 class Light(Enum):
@@ -32,3 +37,24 @@ def test_the_page_has_the_diagrams_of_the_code() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert with_diagrams(page) == page, "run `python -m tools.state_diagrams`"
     assert page.count("<!-- states: ") == page.count("```mermaid\n")
+
+
+@pytest.mark.parametrize(("states", "table"), MACHINES, ids=lambda it: getattr(it, "__name__", ""))
+def test_each_state_is_reached_and_an_end_is_reached_from_it(
+    states: type[Enum], table: Mapping[Enum, Set[Enum]]
+) -> None:
+    first, *others = states
+    assert set(table) == set(states)
+    assert reached(first, table) == {first, *others}
+    ends = {state for state in states if not table[state]}
+    assert ends
+    assert all(reached(state, table) & ends for state in states)
+
+
+def reached(first: Enum, table: Mapping[Enum, Set[Enum]]) -> set[Enum]:
+    found, todo = {first}, [first]
+    while todo:
+        new = table[todo.pop()] - found
+        found |= new
+        todo += new
+    return found
