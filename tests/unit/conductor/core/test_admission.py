@@ -86,13 +86,13 @@ class TestOutlook:
 class Busy:
     """Two prefills and decodes: answers that run, and some that are on their way."""
 
-    def __init__(self, running: int = 0, coming: int = 0, begins_at: float = 10.0) -> None:
+    def __init__(self, running: int = 0, reserved: int = 0, begins_at: float = 10.0) -> None:
         self.world = World(facts("prefill-0", speeds=STEP), *(facts(f"decode-{n}", speeds=STEP) for n in range(2)))
         cluster = self.world.cluster
         for name in ("decode-0", "decode-1"):
             for _ in range(running):
                 cluster.answer_grew(cluster.claim_decode(name, PlacedAnswer(10, 1)), 1, 0.0)
-            for _ in range(coming):
+            for _ in range(reserved):
                 cluster.claim_decode(name, PlacedAnswer(10, 1, reported_at=begins_at))
 
     def check(self, admission: AdmissionMode, slo: SloLimits, tokens: int = 20) -> Failure | Sequence[DecodeChoice]:
@@ -118,7 +118,7 @@ def test_an_idle_cluster_refuses_nobody_whom_it_can_serve() -> None:
 
 def test_load_that_is_on_its_way_is_seen_by_prediction_only() -> None:
     """The oscillation of early rejection: all are let in while decode is idle, and then none."""
-    world = Busy(coming=10)
+    world = Busy(reserved=10)
     assert reason(world.check(AdmissionMode.EARLY, LIMIT)) == ""
     refusal = world.check(AdmissionMode.PREDICTIVE, LIMIT)
     assert isinstance(refusal, Failure)
@@ -130,7 +130,7 @@ def test_load_that_is_on_its_way_is_seen_by_prediction_only() -> None:
 
 
 def test_who_was_promised_room_before_is_not_made_slow_by_who_begins_earlier() -> None:
-    world = Busy(coming=10, begins_at=22.0)
+    world = Busy(reserved=10, begins_at=22.0)
     refusal = world.check(AdmissionMode.PREDICTIVE, LIMIT)
     assert isinstance(refusal, Failure)
     share = exp(-20 / 256)  # at 0.1 s a token, while nothing else runs
@@ -139,7 +139,7 @@ def test_who_was_promised_room_before_is_not_made_slow_by_who_begins_earlier() -
 
 def test_who_will_have_ended_when_the_next_begin_is_let_in() -> None:
     """After 400 tokens: one of five still runs."""
-    assert reason(Busy(coming=10, begins_at=60.0).check(AdmissionMode.PREDICTIVE, LIMIT)) == ""
+    assert reason(Busy(reserved=10, begins_at=60.0).check(AdmissionMode.PREDICTIVE, LIMIT)) == ""
 
 
 def test_load_that_will_have_ended_refuses_nobody_by_prediction() -> None:
@@ -156,7 +156,7 @@ def test_load_that_will_have_ended_refuses_nobody_by_prediction() -> None:
 
 
 def test_only_instances_that_keep_the_limit_are_asked() -> None:
-    world = Busy(coming=12)
+    world = Busy(reserved=12)
     for claim in world.world.cluster.claims[12:]:
         world.world.cluster.release(claim, 0.0)
     found = world.check(AdmissionMode.PREDICTIVE, LIMIT)
@@ -165,7 +165,7 @@ def test_only_instances_that_keep_the_limit_are_asked() -> None:
 
 
 def test_the_retry_time_is_when_load_is_expected_to_have_fallen() -> None:
-    world = Busy(coming=30, begins_at=20.0)
+    world = Busy(reserved=30, begins_at=20.0)
     times = []
     for limit in (3.05, 2.55, 1.55, 0.05):
         refusal = world.check(AdmissionMode.PREDICTIVE, SloLimits(tbt_s=limit))

@@ -134,13 +134,13 @@ def test_those_that_an_instance_is_too_small_for_use_up_no_looks() -> None:
 
 
 def test_who_leaves_room_is_known_without_a_look_at_all_tenants() -> None:
-    def crowd(tenants: int) -> TenantCounts:
+    def tenant_counts(tenants: int) -> TenantCounts:
         it = TenantCounts()
         for number in range(tenants):
             it.came(place(number, f"tenant-{number}"))
         return it
 
-    few, many = crowd(FEW), crowd(MANY)
+    few, many = tenant_counts(FEW), tenant_counts(MANY)
     flood = place(0, "tenant-0")
     for it in (few, many):
         it.came(flood)

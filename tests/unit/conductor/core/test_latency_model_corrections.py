@@ -162,7 +162,7 @@ def test_the_overhead_depends_on_how_many_others_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("company", "whole_s", "shared"),
+    ("busy_spans", "whole_s", "shared"),
     [
         ([], 0.1, 0.0),
         ([ALWAYS_BUSY], 0.2, 1.0),
@@ -172,18 +172,18 @@ def test_the_overhead_depends_on_how_many_others_there_are() -> None:
         ([BusySpan(0.1, 0.2)], 0.1, 0.0),
     ],
 )
-def test_work_takes_longer_in_company(company: list[BusySpan], whole_s: float, shared: float) -> None:
-    assert contended_seconds(0.1, company, 2.0) == pytest.approx((whole_s, shared))
+def test_work_takes_longer_beside_other_engines(busy_spans: list[BusySpan], whole_s: float, shared: float) -> None:
+    assert contended_seconds(0.1, busy_spans, 2.0) == pytest.approx((whole_s, shared))
 
 
 def test_what_company_costs_is_learnt_beside_the_speed() -> None:
     """It computes 1.2 times as long as it says, and half as quick while others compute."""
     learnt = PrefillCorrections(TOLD)
     for number in range(400):
-        company = [[], [ALWAYS_BUSY], [BusySpan(0.0, 0.03)]][number % 3]
+        busy_spans = [[], [ALWAYS_BUSY], [BusySpan(0.0, 0.03)]][number % 3]
         alone_s = 0.05 + 0.01 * (number % 5)
-        _, shared = contended_seconds(alone_s * learnt.factors.growing, company, learnt.slowdown_model.of(1))
-        there_s, _ = contended_seconds(1.2 * alone_s, company, 2.0)
+        _, shared = contended_seconds(alone_s * learnt.factors.growing, busy_spans, learnt.slowdown_model.of(1))
+        there_s, _ = contended_seconds(1.2 * alone_s, busy_spans, 2.0)
         learnt.observe(LatencyParts(0.0, 0.0, 0.0, alone_s, 0.0), NONE, there_s, shared, 1)
     assert learnt.factors.growing == pytest.approx(1.2, rel=0.1)
     assert learnt.slowdown_model.of(1) == pytest.approx(2.0, rel=0.1)
@@ -198,17 +198,17 @@ def test_what_was_placed_before_company_was_known_to_be_slow_does_not_teach_too_
 
 
 def test_company_of_more_requests_is_learnt_apart() -> None:
-    slowness = SlowdownModel()
-    assert [slowness.of(others) for others in (0, 1, 20)] == [FIRST_SLOWDOWN] * 3
+    model = SlowdownModel()
+    assert [model.of(others) for others in (0, 1, 20)] == [FIRST_SLOWDOWN] * 3
     for _ in range(40):
-        slowness.observe(1, 0.1, 0.0, 0.2)
-    assert slowness.of(1) == pytest.approx(2.0, rel=0.05)
-    assert slowness.of(20) == slowness.of(1), "the nearest crowd's"
+        model.observe(1, 0.1, 0.0, 0.2)
+    assert model.of(1) == pytest.approx(2.0, rel=0.05)
+    assert model.of(20) == model.of(1), "the nearest bucket's"
     for _ in range(40):
-        slowness.observe(9, 0.1, 0.0, 0.35)
-        slowness.observe(2, 0.1, 0.0, 0.05)
-    assert [slowness.of(others) for others in (8, 20)] == pytest.approx([3.5, 3.5], rel=0.05)
-    assert slowness.of(3) == 1.0, "company makes nothing quicker"
+        model.observe(9, 0.1, 0.0, 0.35)
+        model.observe(2, 0.1, 0.0, 0.05)
+    assert [model.of(others) for others in (8, 20)] == pytest.approx([3.5, 3.5], rel=0.05)
+    assert model.of(3) == 1.0, "other engines make nothing quicker"
 
 
 def test_company_costs_an_emulated_engine_nothing() -> None:
@@ -227,7 +227,7 @@ def test_an_engine_alone_on_its_host_has_no_company() -> None:
 
 
 def test_a_prompt_is_predicted_by_what_decode_will_compute_beside_it() -> None:
-    """At first company is believed to make it half as slow again."""
+    """At first other engines are taken to make work half as slow again."""
     here = World(
         facts("decode-0", host="a", speeds=Speeds(decode_base_s=0.002)), facts("prefill-0", speeds=TOLD, host="a")
     )

@@ -16,26 +16,26 @@ def first_of(answer: int) -> float:
 
 def test_an_answer_takes_its_steps_and_once_what_is_beside_them() -> None:
     """Steps take 1.5 times as long as was promised: prompts that came later were computed beside them."""
-    pace = TpotModel(0.0)
-    assert pace.forecast(STEP_S, 10, 0, joins=True) == TpotForecast(STEP_S, first_of(11), 0), "nothing was measured"
+    model = TpotModel(0.0)
+    assert model.forecast(STEP_S, 10, 0, joins=True) == TpotForecast(STEP_S, first_of(11), 0), "nothing was measured"
     for number in range(100):
         steps = 5 + 10 * (number % 4)
-        pace.observe(pace.forecast(STEP_S, steps, 0, joins=True), steps, 1.5 * steps * STEP_S + ONCE_S)
-    assert pace.forecast(STEP_S, 10, 0, joins=True).tpot_s == pytest.approx(0.006, rel=0.03)
-    assert pace.forecast(STEP_S, 30, 0, joins=True).tpot_s == pytest.approx(0.004, rel=0.03)
-    assert pace.forecast(STEP_S, 0.2, 0, joins=True).tpot_s == pytest.approx(0.033, rel=0.05), "at least one step"
-    alone = pace.forecast(STEP_S, 10, 0, joins=False).tpot_s
+        model.observe(model.forecast(STEP_S, steps, 0, joins=True), steps, 1.5 * steps * STEP_S + ONCE_S)
+    assert model.forecast(STEP_S, 10, 0, joins=True).tpot_s == pytest.approx(0.006, rel=0.03)
+    assert model.forecast(STEP_S, 30, 0, joins=True).tpot_s == pytest.approx(0.004, rel=0.03)
+    assert model.forecast(STEP_S, 0.2, 0, joins=True).tpot_s == pytest.approx(0.033, rel=0.05), "at least one step"
+    alone = model.forecast(STEP_S, 10, 0, joins=False).tpot_s
     assert alone == pytest.approx(0.003, rel=0.05), "decode computes the first token itself"
 
 
 def test_what_is_promised_counts_as_far_as_it_was_right() -> None:
     """Promises follow the moment, here between one and four of the instance's first steps; answers took two of them."""
-    pace = TpotModel(STEP_S)
+    model = TpotModel(STEP_S)
     for number in range(200):
         steps, promised_s = 5 + 10 * (number % 4), STEP_S * (1 + number % 3 * 1.5)
-        pace.observe(pace.forecast(promised_s, steps, 0, joins=True), steps, 2 * steps * STEP_S + ONCE_S)
+        model.observe(model.forecast(promised_s, steps, 0, joins=True), steps, 2 * steps * STEP_S + ONCE_S)
     for promised_s in (STEP_S, 4 * STEP_S):
-        foreseen = pace.forecast(promised_s, 20, 0, joins=True)
+        foreseen = model.forecast(promised_s, 20, 0, joins=True)
         assert foreseen.tpot_s == pytest.approx(2 * STEP_S + ONCE_S / 20, rel=0.1)
 
 

@@ -1,4 +1,4 @@
-"""The forest of blocks: exact cases, and the index over it against a plain replica."""
+"""The trie of blocks: exact cases, and the index over it against a plain replica."""
 
 import pickle
 

@@ -123,9 +123,10 @@ class Scene:
     def soon(self, name: str) -> int:
         """Leading blocks that a prefill instance holds, or will hold by what is placed there."""
         number = int(name.removeprefix("prefill-"))
-        coming = [blocks for at, blocks, _ in self.placed if at % len(self.prefills) == number]
+        in_flight = [blocks for at, blocks, _ in self.placed if at % len(self.prefills) == number]
         marks = [
-            max((mark for mark in COMPARED_LENGTHS if mark <= min(blocks, self.full)), default=0) for blocks in coming
+            max((mark for mark in COMPARED_LENGTHS if mark <= min(blocks, self.full)), default=0)
+            for blocks in in_flight
         ]
         return max([min(self.prefills[number].held, self.full), *marks])
 

@@ -1,4 +1,4 @@
-"""Conditional disaggregation: when a decode instance computes the rest of a prompt itself, and what happens then."""
+"""Conditional disaggregation: when a decode instance computes the end of a prompt itself, and what happens then."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def world(decode_prompt_tokens: int = 32, *, running: int = 0, held: int = 3) ->
     [
         # Behind 48 tokens 16 are computed at a second each, 64 at prefill.
         (64, 32, 0, True, (0.0, 16.0)),
-        # A step of two sequences takes 4 s: one is waited for, one is run beside the rest.
+        # A step of two sequences takes 4 s: one is waited for, one is run beside the others.
         (64, 32, 2, True, (4.0, 16.0 + 4.0)),
         # Two lose 16 s each: 24 + 32 < 64. With three, 25 + 5 + 48 > 64.
         (64, 32, 3, False, (5.0, 16.0 + 5.0)),
@@ -59,8 +59,8 @@ def test_a_rest_is_computed_at_decode_where_all_together_gain(
     plan = world(decode_prompt_tokens, running=running).plan(tokens, keys=KEYS, at_decode=True)
     assert plan.at_decode == at_decode
     assert plan.prefill.id == ("decode-0" if at_decode else "prefill-0")
-    rests = [(it.queue_s, it.prefill_s) for it in plan.candidates if it.id == "decode-0"]
-    assert rests == ([predicted] if predicted is not None else [])
+    found = [(it.queue_s, it.prefill_s) for it in plan.candidates if it.id == "decode-0"]
+    assert found == ([predicted] if predicted is not None else [])
     assert [it.id for it in plan.decodes] == ["decode-0"]
 
 

@@ -221,7 +221,7 @@ class RequestMachine(RuleBasedStateMachine):
         self.world.finish_all()
 
     def holds(self, name: str, blocks: int) -> None:
-        """So the rests of prompts may be computed there, if it is a decode instance."""
+        """So the ends of prompts may be computed there, if it is a decode instance."""
         self.held[name] = blocks
         self.world.holds(name, KEYS[:blocks])
 

@@ -151,7 +151,7 @@ def test_the_queue_is_served_in_fair_order() -> None:
             order.append(call.request)
             world.promise(call)
             world.first_token(next(it for it in world.open(CallPrefill) if it.request == call.request))
-    assert order == [urgent, flood[0], flood[1], calm, *flood[2:]], "equals go by their coming"
+    assert order == [urgent, flood[0], flood[1], calm, *flood[2:]], "equals go by arrival"
 
 
 def test_a_look_plans_a_few_only() -> None:
