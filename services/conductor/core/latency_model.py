@@ -30,13 +30,13 @@ from moonpool.scheduling.state_machine import digest_of
 
 
 class LatencyParts(NamedTuple):
-    """Seconds of each part; or the factors by which each is corrected, or was.
+    """Parts of a prompt's time at its instance: seconds of each, or the factors that correct each.
 
     Attributes:
-        queue: waiting for the prompts before it.
-        load: of loading its prefix, what computing does not hide.
-        fixed: of computing, what each step takes whatever is in it: a prompt of few tokens is mostly this.
-        growing: of computing, what grows with tokens.
+        queue: waiting for earlier prompts.
+        load: loading the prefix, as far as computing does not hide it.
+        fixed: computing, the same for each step whatever its tokens: most of a prompt of few tokens.
+        growing: computing, in proportion to tokens.
         tail: what later prompts take of the step in which the prompt ends. The factor is their share of a full step.
     """
 
@@ -47,29 +47,33 @@ class LatencyParts(NamedTuple):
     tail: float = 1.0
 
     def slowed(self, by: float) -> "LatencyParts":
-        """Each so many times as long."""
+        """Every part times a factor."""
         return LatencyParts(*[part * by for part in self])
 
     def computed(self, by: float) -> "LatencyParts":
-        """Loading and computing so many times as long."""
+        """Loading and computing times a factor."""
         return self._replace(load=self.load * by, fixed=self.fixed * by, growing=self.growing * by)
 
 
 RATE_WEIGHT = 0.2
-"""Of one read, when the rate of a link is learnt."""
+"""Weight of one read in the learned rate of a link."""
 
 
 RATE_FRESH_S = 60.0
-"""What was learnt of a link counts for so long after the last read: a link that seems slow gets another chance."""
+"""Seconds after the last read for which a learned rate counts: a link that seems slow gets another chance."""
 
 
 class PrefixHolder(NamedTuple):
-    """An instance that a prefix can be loaded from, as a request sees it.
+    """An instance that a request can load a prefix from.
 
-    `blocks` are the leading blocks of the request's chain that it holds. `wait_s` are the seconds that reads of ours
-    still take there, `bytes_per_s` is what was learnt of its link, 0 before. `peer`: it is an engine instance. The
-    first `warm` blocks are in its memory (None = all, as far as is known); others may be on its SSD only, from which
-    reading was learnt to have `cold_bytes_per_s`, 0 before.
+    Attributes:
+        id: of the instance.
+        blocks: leading blocks of the request's chain that it holds.
+        wait_s: seconds that reads of this conductor still take there.
+        bytes_per_s: learned rate of its link; 0 = not known.
+        peer: the instance is an engine, not a kvstore.
+        warm: leading blocks in its memory; the others may be on its SSD only. None = all, as far as is known.
+        cold_bytes_per_s: learned rate of its SSD; 0 = not known.
     """
 
     id: str
@@ -81,16 +85,16 @@ class PrefixHolder(NamedTuple):
     cold_bytes_per_s: float = 0.0
 
     def cold_blocks(self, local_blocks: int) -> int:
-        """Blocks on its SSD only, of those that an instance with so many leading blocks would read."""
+        """Blocks on its SSD only that an instance with `local_blocks` leading blocks would read."""
         return 0 if self.warm is None else max(0, self.blocks - max(self.warm, local_blocks))
 
     def rate(self, speeds: Speeds) -> float:
-        """Bytes per second at which an instance of these speeds reads what is in memory: the slower end decides."""
+        """Bytes per second at which an instance of these speeds reads from memory: the slower end decides."""
         rate = (speeds.peer_bytes_per_s if self.peer else 0.0) or speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S
         return min(rate, self.bytes_per_s) if self.bytes_per_s else rate
 
     def read_s(self, rate: float, nbytes: int, cold_bytes: int = 0) -> float:
-        """Predicted seconds of reading so much at this rate; `cold_bytes` of it are on SSD only."""
+        """Predicted seconds of reading `nbytes` at this rate; `cold_bytes` of them are on SSD only."""
         if not (cold_bytes and self.cold_bytes_per_s):
             return nbytes / rate
         cold_bytes = min(cold_bytes, nbytes)
@@ -98,7 +102,7 @@ class PrefixHolder(NamedTuple):
 
 
 class LinkRead(NamedTuple):
-    """One read: its predicted seconds, 0 for one that did not have the link to itself, and its share from SSD."""
+    """One read: predicted seconds, 0 if it shares the link with others, and the share from SSD."""
 
     seconds: float = 0.0
     cold: float = 0.0
@@ -109,26 +113,28 @@ NO_READ = LinkRead()
 
 @dataclass(slots=True)
 class LearnedRate:
-    """How quick reads were: `bytes_per_s`, 0 before any, learned at `learned_at`."""
+    """A learned rate: `bytes_per_s`, 0 before any read, as of `learned_at`."""
 
     bytes_per_s: float = 0.0
     learned_at: float = 0.0
 
     def known(self, now: float) -> float:
-        """Bytes per second, as far as that is known; 0 = it is not."""
+        """Bytes per second; 0 = not known, or too old."""
         return self.bytes_per_s if now - self.learned_at < RATE_FRESH_S else 0.0
 
     def learn(self, before: float, nbytes: float, seconds: float, now: float) -> None:
-        """So much was read in so long, where `before` was believed."""
+        """Learns from a read of `nbytes` in `seconds`; `before` was the rate until then."""
         self.bytes_per_s, self.learned_at = learnt_rate(before, nbytes, seconds, RATE_WEIGHT), now
 
 
 @dataclass(slots=True)
 class KVLink:
-    """The way out of one instance, over which others read its blocks, and a prefill instance sends to decode.
+    """Outgoing link of an instance: others read its blocks over it, and prefill sends KV to decode.
 
-    `memory` and `ssd` are what was learnt, by where blocks were. `free_at` is when our reads are predicted to be over.
-    `reads`: our claims.
+    Attributes:
+        memory, ssd: learned rates, by where blocks are.
+        free_at: time at which this conductor's reads are predicted to end.
+        reads: reads of this conductor, by claim.
     """
 
     memory: LearnedRate = field(default_factory=LearnedRate)
@@ -137,7 +143,7 @@ class KVLink:
     reads: dict[int, LinkRead] = field(default_factory=dict)
 
     def wait_s(self, now: float) -> float:
-        """Seconds until our reads are over."""
+        """Seconds until the reads end."""
         return max(self.free_at - now, 0.0) if self.reads else 0.0
 
     def claim(self, number: int, read: LinkRead, now: float) -> None:
@@ -149,7 +155,7 @@ class KVLink:
         self.reads[number] = read if alone else NO_READ
 
     def learn(self, read: LinkRead, nbytes: int, seconds: float, now: float) -> None:
-        """A read of so much has taken so long: that is about the tier from which most of it came."""
+        """Learns from a read of `nbytes` in `seconds`, about the tier from which most of it came."""
         usual = nbytes / read.seconds
         rates = [rate.known(now) or usual for rate in (self.memory, self.ssd)]
         sizes = [nbytes * (1.0 - read.cold), nbytes * read.cold]
@@ -160,7 +166,7 @@ class KVLink:
 
 
 class ReadsInFlight:
-    """All our reads, by claim, and what our prompts send to decode: that goes over the same links."""
+    """Reads of this conductor's prompts by claim, and the KV they send to decode over the same links."""
 
     def __init__(self) -> None:
         self._links: dict[int, KVLink] = {}
@@ -176,12 +182,12 @@ class ReadsInFlight:
         link.claim(number, read, now)
 
     def send(self, number: int, link: KVLink, seconds: float, now: float) -> None:
-        """Counts KV that goes to decode, beside the claim's read from elsewhere."""
+        """Counts KV sent to decode, beside the claim's read from elsewhere."""
         self._sends[number] = link
         link.claim(number, LinkRead(seconds), now)
 
     def measured(self, number: int, link: KVLink, nbytes: int, seconds: float, now: float) -> None:
-        """What a read over a link has taken; one that was counted on another link, or not at all, teaches nothing."""
+        """Learns from a read over a link; a read that was not counted on this link teaches nothing."""
         if self._links.get(number) is link and link.reads[number].seconds and nbytes:
             link.learn(link.reads[number], nbytes, seconds, now)
 
@@ -200,15 +206,26 @@ class ReadsInFlight:
 
 
 class PrefillChoice(NamedTuple):
-    """The prediction for one prefill instance, seconds; `excluded` says why it cannot be used.
+    """The prediction of a prompt on one prefill instance. Times are seconds.
 
-    `load_s` is what computing does not hide of loading. `source` is whom it would load from, whose link is busy with it
-    for `read_s`; it has `cold_blocks` of what is read on SSD only. `busy_s` is how much later the next prompt begins
-    for this one: less than its own time where stages overlap. `tail_s` is what prompts that come later are expected to
-    take of the step in which this one ends, if it waits. `overhead_s` is what calls take; `factors` are those by which
-    the parts are corrected; `fixed_s` are seconds of `prefill_s` that do not grow with tokens.
-    `shared`: share of its work there beside which other engines of its host compute; None = there are none. `others`:
-    requests that its host has as it is placed.
+    Attributes:
+        id: of the instance.
+        local_blocks: leading blocks that it holds, or will hold when prompts in flight are computed.
+        used_blocks: leading blocks that it need not compute, loaded ones included.
+        queue_s: wait for earlier prompts.
+        load_s: loading the prefix, as far as computing does not hide it.
+        prefill_s: computing.
+        busy_s: delay of the next prompt by this one; less than its own time if pipeline stages overlap.
+        source: instance to load from; "" = none.
+        excluded: why the instance cannot be used; "" = it can.
+        overhead_s: calls, tokenising, tokens on their way.
+        factors: corrections of the parts.
+        shared: share of the work beside other engines of its host; None = the host has none.
+        others: requests on the host when the prompt was placed.
+        read_s: time for which the source's link is busy.
+        tail_s: later prompts in the step in which this one ends.
+        fixed_s: part of `prefill_s` that does not grow with tokens.
+        cold_blocks: blocks to read that are on the source's SSD only.
     """
 
     id: str
@@ -231,35 +248,38 @@ class PrefillChoice(NamedTuple):
 
     @property
     def read(self) -> LinkRead:
-        """What it would read."""
+        """The read from `source`."""
         return LinkRead(self.read_s, self.cold_blocks / max(1, self.used_blocks - self.local_blocks))
 
     @property
     def parts(self) -> LatencyParts:
-        """Its time at the instance."""
+        """The time at the instance, in parts."""
         return LatencyParts(self.queue_s, self.load_s, self.fixed_s, self.prefill_s - self.fixed_s, self.tail_s)
 
     @property
     def alone_s(self) -> float:
-        """Predicted time to first token on an idle instance."""
+        """Predicted TTFT on an idle instance."""
         return self.overhead_s + self.load_s + self.prefill_s
 
     @property
     def known_s(self) -> float:
-        """Predicted time to first token by what is known now: places are compared by it."""
+        """Predicted TTFT without later prompts: instances are compared by it."""
         return self.queue_s + self.alone_s
 
     @property
     def ttft_s(self) -> float:
-        """Predicted time to first token, with what is expected to come later."""
+        """Predicted TTFT with later prompts: limits are checked by it."""
         return self.known_s + self.tail_s
 
 
 class DecodeChoice(NamedTuple):
-    """The prediction for one decode instance.
+    """The prediction of a request on one decode instance.
 
-    `tbt_s`: seconds between tokens. `finish_s`: seconds until the request is done there. `blocks`: room that it is
-    expected to need there.
+    Attributes:
+        id: of the instance.
+        tbt_s: seconds between tokens.
+        finish_s: seconds until the request has ended there.
+        blocks: blocks that the request is expected to need there.
     """
 
     id: str
@@ -269,7 +289,7 @@ class DecodeChoice(NamedTuple):
 
 
 class PrefillCost(NamedTuple):
-    """Seconds of one prompt on an idle instance, and what it uses of its prefix; see `PrefillChoice`."""
+    """Seconds of a prompt on an idle instance, and the prefix it uses; fields as in `PrefillChoice`."""
 
     load_s: float
     prefill_s: float
@@ -296,10 +316,14 @@ _RatedSource = tuple[PrefixHolder, int, PrefillWork, float, float]
 
 @frozen
 class Demand:
-    """What a request needs.
+    """Tokens and blocks that a request needs.
 
-    `prompt_blocks` is room for the prompt at prefill, `total_blocks` for prompt and longest answers at decode;
-    `decode_tokens` are the tokens that decode is expected to make, in each of `choices` answers.
+    Attributes:
+        prompt_tokens: to compute.
+        prompt_blocks: for the prompt at prefill.
+        total_blocks: for the prompt and the longest answers at decode.
+        decode_tokens: expected from decode, in each of `choices` answers.
+        choices: answers that run together.
     """
 
     prompt_tokens: int
@@ -311,7 +335,7 @@ class Demand:
 
 @frozen
 class KVShape:
-    """Sizes of the KV that is served. `emulated`: compute is emulated, all engines alike."""
+    """Sizes of the served KV. `emulated`: all engines emulate compute."""
 
     block_tokens: int
     token_bytes: int
@@ -319,13 +343,13 @@ class KVShape:
     emulated: bool = False
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that so many tokens take."""
+        """Blocks that `tokens` tokens take."""
         return -(-tokens // self.block_tokens)
 
     def reused_tokens(self, tokens: int, blocks: int) -> int:
-        """Tokens of a prompt that need not be computed where its leading blocks are.
+        """Tokens of a prompt that need not be computed if its first `blocks` blocks are there.
 
-        The last token always is, as its logits are wanted.
+        The last token is always computed: its logits give the first token of the answer.
         """
         return min(blocks * self.block_tokens, tokens - 1)
 
@@ -336,13 +360,13 @@ class KVShape:
 
 
 class PrefillLatencyModel:
-    """Predicts one request's prompt on any instance.
+    """Predicts the prompt of one request on any instance.
 
     Args:
         demand: of the request.
         shape: of the KV.
-        sources: whom a prefix may be loaded from; few.
-        threshold: a prefix elsewhere must be so many times longer than the instance's own.
+        sources: a few instances that a prefix may be loaded from.
+        threshold: a prefix elsewhere must be this many times longer than the instance's own.
     """
 
     def __init__(self, demand: Demand, shape: KVShape, sources: Sequence[PrefixHolder], threshold: float) -> None:
@@ -384,7 +408,7 @@ class PrefillLatencyModel:
         return PrefillCost(least_s - own_s, own_s, busy_s, blocks, source.id, read_s, fixed_s, cold)
 
     def alone_s(self, speeds: Speeds, stages: int, step_tokens: int, blocks: int) -> float:
-        """Seconds until the first token on an idle instance that holds so many leading blocks and loads nothing."""
+        """Seconds to the first token on an idle instance that holds `blocks` leading blocks and loads nothing."""
         work = self._works.get((blocks, step_tokens)) or self._work(blocks, step_tokens)
         compute_s = work_seconds(speeds, *work)
         return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
@@ -401,7 +425,7 @@ class PrefillLatencyModel:
         ]
 
     def _work(self, blocks: int, step_tokens: int) -> PrefillWork:
-        """What is to be computed behind so many leading blocks."""
+        """Work left behind `blocks` leading blocks."""
         prefix = self._shape.reused_tokens(self._tokens, blocks)
         new = self._tokens - prefix
         work = self._works[blocks, step_tokens] = work_of(new, prefix, steps_of(new, step_tokens))
@@ -409,12 +433,12 @@ class PrefillLatencyModel:
 
 
 def fixed_seconds(speeds: Speeds, work: PrefillWork, compute_s: float, own_s: float) -> float:
-    """Of the time that work takes in a pipeline, as of the `compute_s` one stage after the other, what is fixed."""
+    """Fixed part of the seconds that work takes in a pipeline; `compute_s` is the work stage after stage."""
     return work.steps * speeds.prefill_base_s * (own_s / compute_s) if compute_s else 0.0
 
 
 def steps_of(tokens: int, step_tokens: int) -> int:
-    """Steps that so many tokens take; 0 tokens a step = all in one."""
+    """Steps that `tokens` tokens take; `step_tokens` 0 = all in one step."""
     return -(-tokens // step_tokens) if step_tokens else 1
 
 
@@ -452,7 +476,7 @@ class DecodeLatencyModel:
     def choice(
         self, name: str, speeds: Speeds, sequences: int, context_tokens: int, held_blocks: int, blocks: int
     ) -> DecodeChoice:
-        """The prediction for an instance with this load, where the request is expected to need so many blocks."""
+        """The prediction for an instance with this load; `blocks` is the expected memory of the request."""
         tbt_s = decode_step_seconds(speeds, sequences + self._choices, context_tokens + self._context_tokens)
         receive_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks))
         return DecodeChoice(name, tbt_s, receive_s + self._tokens * tbt_s, blocks)
@@ -479,7 +503,7 @@ def expected_blocks(shape: KVShape, need: MemoryNeed, answer_tokens: int) -> int
     Args:
         shape: of the KV.
         need: of the request.
-        answer_tokens: that the decode instance expects an answer to have; 0 = not told: the longest is assumed.
+        answer_tokens: length that the decode instance expects of an answer; 0 = not reported: the longest.
     """
     if not answer_tokens:
         return need.longest
@@ -821,15 +845,15 @@ LENGTH_BOUNDS = _length_bounds()
 
 
 PRIOR_ANSWERS = 8.0
-"""Answers that a parent's probability counts as."""
+"""Weight of the parent stratum's probability, in answers."""
 
 
 LENGTH_WINDOW = 1024
-"""Answers that ended, after which the counts of a stratum are halved: old ones fade."""
+"""Answers after which the counts of a stratum are halved, so that old answers fade."""
 
 
 MAX_STRATA = 4096
-"""Of the strata beyond, those that began an answer least recently are forgotten."""
+"""Most strata; those that began an answer least recently are forgotten."""
 
 
 MIN_LOG_SURVIVAL = -30.0
@@ -837,11 +861,11 @@ MIN_LOG_SURVIVAL = -30.0
 
 
 CURVE_REFRESH = 32
-"""A curve is computed anew when answers have ended beside it by a share of one in so many, and at least one."""
+"""A curve is computed anew after a share of 1 / `CURVE_REFRESH` more answers have ended, at least one."""
 
 
 Stratum = tuple[str, ...]
-"""() is everybody, (tenant,) a tenant, (tenant, bucket) a tenant's prompts of similar length."""
+"""() is all requests, (tenant,) a tenant, (tenant, bucket) a tenant's prompts of similar length."""
 
 
 def stratum_of(tenant: str, prompt_tokens: int) -> Stratum:
@@ -851,7 +875,7 @@ def stratum_of(tenant: str, prompt_tokens: int) -> Stratum:
 
 @dataclass(slots=True)
 class _LengthCounts:
-    """Answers by interval; `total` those that ended ever."""
+    """Answers by interval; `total`: all that have ended."""
 
     ended: list[float] = field(default_factory=lambda: [0.0] * len(LENGTH_BOUNDS))
     outlived: list[float] = field(default_factory=lambda: [0.0] * len(LENGTH_BOUNDS))
@@ -875,10 +899,10 @@ class _RunningAnswer:
 
 
 class OutputLengthModel:
-    """Forecasts lengths of answers from those that were seen.
+    """Forecasts lengths of answers from those that have ended.
 
     Args:
-        assumed: mean length that is believed before any was seen.
+        assumed: mean length before any has ended.
     """
 
     def __init__(self, assumed: int = 256) -> None:
@@ -895,7 +919,7 @@ class OutputLengthModel:
     # --- what is seen -----------------------------------------------------------------------------------------------
 
     def begin(self, number: int, stratum: Stratum) -> None:
-        """An answer has its first token; one that is followed already is fine."""
+        """An answer has its first token; an answer that is followed already is fine."""
         if number in self._running:
             return
         self._running[number] = _RunningAnswer(stratum)
@@ -908,7 +932,7 @@ class OutputLengthModel:
             self._curves.pop(forgotten, None)
 
     def grew(self, number: int, tokens: int) -> None:
-        """An answer has so many tokens and goes on, as far as is known; unknown ones are fine."""
+        """An answer has `tokens` tokens and goes on, as far as is known; unknown numbers are fine."""
         running = self._running.get(number)
         if running is None or tokens <= LENGTH_BOUNDS[running.interval]:
             return
@@ -919,7 +943,7 @@ class OutputLengthModel:
         running.interval = reached
 
     def ended(self, number: int, tokens: int) -> None:
-        """An answer has ended by itself with so many tokens; unknown ones are fine."""
+        """An answer has ended by itself after `tokens` tokens; unknown numbers are fine."""
         self.grew(number, tokens)
         running = self._running.pop(number, None)
         if running is not None:
@@ -927,7 +951,7 @@ class OutputLengthModel:
                 counts.end(running.interval)
 
     def removed(self, number: int) -> None:
-        """An answer was cut off or given up: how long it would have become is not known. Unknown ones are fine."""
+        """An answer was cut off or given up, so its length is not known; unknown numbers are fine."""
         self._running.pop(number, None)
 
     def _of(self, stratum: Stratum) -> list[_LengthCounts]:
@@ -987,18 +1011,18 @@ class OutputLengthModel:
         return digest_of(self._counts, self._running, self._curves)
 
     def check_invariants(self) -> None:
-        """Asserts that everybody is the sum of all, as far as nobody was forgotten or faded."""
-        everybody = self._counts[()]
-        assert all(count >= 0.0 for count in (*everybody.ended, *everybody.outlived))
-        if everybody.total < LENGTH_WINDOW and len(self._counts) < MAX_STRATA:
+        """Asserts that the root stratum is the sum of all tenants, as long as none was forgotten or has faded."""
+        root = self._counts[()]
+        assert all(count >= 0.0 for count in (*root.ended, *root.outlived))
+        if root.total < LENGTH_WINDOW and len(self._counts) < MAX_STRATA:
             tenants = [counts for stratum, counts in self._counts.items() if len(stratum) == 1]
-            assert everybody.total == sum(counts.total for counts in tenants)
+            assert root.total == sum(counts.total for counts in tenants)
         assert set(self._curves) <= set(self._counts)
         assert len(self._counts) <= MAX_STRATA
 
 
 def _with_parents(stratum: Stratum) -> list[Stratum]:
-    """From itself to everybody."""
+    """The stratum and its parents, up to the root."""
     return [stratum[:length] for length in range(len(stratum), -1, -1)]
 
 
