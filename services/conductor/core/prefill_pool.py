@@ -28,7 +28,7 @@ from services.conductor.core.latency_model import (
     PrefillLatencyModel,
     contended_seconds,
 )
-from services.conductor.core.policies.base import Candidates, PlacementPolicy, TtftLimit
+from services.conductor.core.policies import Candidates, PlacementPolicy, TtftLimit
 from services.conductor.core.prefix_index import slots_in
 
 COMPARED_LENGTHS = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 20)}))

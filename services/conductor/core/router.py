@@ -29,8 +29,7 @@ from services.conductor.core.latency_model import (
     PrefixHolder,
     steps_of,
 )
-from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
-from services.conductor.core.policies.base import PlacementPolicy, TtftLimit
+from services.conductor.core.policies import DEFAULT_POLICY, POLICIES, PlacementPolicy, TtftLimit
 from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool
 from services.conductor.core.prefix_index import NO_SLOT, PrefixIndex, slots_in
 

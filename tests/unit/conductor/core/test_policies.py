@@ -16,8 +16,7 @@ from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.events import Action, CallReserve, FailRequest, InstanceJoined, RequestArrived, RequestSpec
 from services.conductor.core.instances import InstanceFacts
 from services.conductor.core.latency_model import Demand, PrefillChoice, PrefillLatencyModel, SloLimits
-from services.conductor.core.policies import POLICIES
-from services.conductor.core.policies.base import Candidates, TtftLimit
+from services.conductor.core.policies import POLICIES, Candidates, TtftLimit
 from services.conductor.core.scheduler import ConductorCore
 
 from .world import LIMITS

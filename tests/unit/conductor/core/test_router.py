@@ -19,8 +19,7 @@ from moonpool.scheduling.latency import Speeds
 from services.conductor.core.decode_pool import SPEED_NOISE, PlacedAnswer
 from services.conductor.core.instances import SHORTLIST
 from services.conductor.core.latency_model import DecodeLatencyModel, PrefillChoice
-from services.conductor.core.policies import POLICIES
-from services.conductor.core.policies.base import Candidates, TtftLimit
+from services.conductor.core.policies import POLICIES, Candidates, TtftLimit
 from services.conductor.core.prefill_pool import CLASS_WIDTH, COMPARED_LENGTHS
 from services.conductor.core.router import RoutingDecision
 
