@@ -170,7 +170,7 @@ class Virtual:
 
     def _slots(self, number: int) -> int:
         """Of the blocks in a sequence's table, whoever else has them in his."""
-        member = self.core.requests[self.live[number].request].member(number)
+        member = self.core.requests[self.live[number].request].find(number)
         assert member is not None, "a sequence that was computed is in the batch"
         return len(member.table) * BLOCK_TOKENS
 
@@ -184,13 +184,13 @@ class Virtual:
             case StopRun():
                 self._left = 1
             case SwapOut(io, _, blocks) | SwapIn(io, _, _, blocks):
-                seconds = len(blocks) * self.core.config.block_bytes / SWAP_BYTES_PER_S
+                seconds = len(blocks) * self.core.settings.block_bytes / SWAP_BYTES_PER_S
                 self._at(self._after_others(type(action), seconds), IoEnded(io, SwapEnd(True, seconds)))
             case StoreBlock(io):
-                seconds = self.core.config.block_bytes / STORE_BYTES_PER_S
+                seconds = self.core.settings.block_bytes / STORE_BYTES_PER_S
                 self._at(self._after_others(StoreBlock, seconds), IoEnded(io, StoreEnd(True)))
             case LoadStoredBlocks(io, _, _, blocks):
-                seconds = len(blocks) * self.core.config.block_bytes / STORE_BYTES_PER_S
+                seconds = len(blocks) * self.core.settings.block_bytes / STORE_BYTES_PER_S
                 seconds = self._after_others(LoadStoredBlocks, seconds)
                 self._at(seconds, IoEnded(io, LoadEnd(len(blocks), seconds)))
             case RequestFreed(number):
@@ -203,7 +203,7 @@ class Virtual:
 
     def _step_s(self, run: StartRun, over: int = 0) -> float:
         """Of the next step of a run, when so many are over of which the core has not heard."""
-        speeds, sequences = self.core.config.speeds, len(run.batch)
+        speeds, sequences = self.core.settings.speeds, len(run.batch)
         seconds = decode_step_seconds(speeds, sequences, self.core.planner.batch.context + over * sequences)
         return seconds + sum(
             prefill_seconds(speeds, chunk.count, chunk.start, steps=0, begins=False) for chunk in run.chunks
@@ -309,13 +309,13 @@ def crowd(blocks: int, count: int, answer: int, preemption: Preemption) -> Crowd
             left -= 1
     it.core.check_invariants()
     assert it.core.blocks.num_available == blocks, "blocks are lost"
-    parking, seconds = it.core.parking, it.now - begun
+    preempted, seconds = it.core.preempted, it.now - begun
     return Crowd(
         (it.tokens - tokens) / seconds,
         it.ended - ended,
-        parking.preemptions,
-        parking.swaps,
-        it.core.shelf.loaded_blocks,
+        preempted.preemptions,
+        preempted.swaps,
+        it.core.stored_blocks.loaded_blocks,
         it.core.planner.recomputed_tokens,
     )
 

@@ -38,11 +38,11 @@ def look(cluster: Cluster) -> Look:
     """At a cluster as it is."""
     cores = [decode.core for decode in cluster.decodes]
     blocks = cluster.config.blocks
-    held = [request.state for core in cores for request in core.requests.values()]
+    held = [request.status for core in cores for request in core.requests.values()]
     return Look(
-        promised=sum(core.room.promised for core in cores) / (blocks * len(cores)),
+        promised=sum(core.budget.promised for core in cores) / (blocks * len(cores)),
         used=sum(core.blocks.num_used for core in cores) / (blocks * len(cores)),
-        least_spare=min(core.room.spare for core in cores) / blocks,
+        least_spare=min(core.budget.available for core in cores) / blocks,
         promises=held.count(RequestStatus.PROMISED),
     )
 

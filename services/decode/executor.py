@@ -343,7 +343,7 @@ class DecodeExecutor:
     @property
     def step_in_flight(self) -> bool:
         """Whether the engine computes, or is about to."""
-        return self.core.planner.flight is not None
+        return self.core.planner.run_in_flight is not None
 
     def count(self, *states: TransferState) -> int:
         """Requests that were not started and whose transfer is in one of these states."""
@@ -374,7 +374,7 @@ class DecodeExecutor:
             InvalidRequest: it could never fit, or there is nothing to generate.
             Unavailable: the core has stopped.
         """
-        tokens, total = sequence_lengths(incoming, self.core.config, self._max_tokens)
+        tokens, total = sequence_lengths(incoming, self.core.settings, self._max_tokens)
         number, self._next = self._next, self._next + incoming.width
         who = "" if conductor is None else conductor_identity(conductor)
         keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
@@ -418,7 +418,7 @@ class DecodeExecutor:
     def heard(self, live: LiveRequest) -> None:
         """Something of the transfer came."""
         now = self._clock()
-        if now - live.heard_at >= self.core.config.lease_s / PROGRESS_PER_LEASE:
+        if now - live.heard_at >= self.core.settings.lease_s / PROGRESS_PER_LEASE:
             live.heard_at = now
             self._driver.post(TransferProgress(live.id))
 
@@ -470,8 +470,8 @@ class DecodeExecutor:
         live = self.get(message.transfer_id, message.generation)
         if live is not None and live.request_id == message.request_id and message.choice < len(live.sequences):
             live.sequences[message.choice].stopped = True
-            if self.core.planner.flight is not None:
-                self.running.cut(self.core.planner.flight.run.step)
+            if self.core.planner.run_in_flight is not None:
+                self.running.cut(self.core.planner.run_in_flight.run.step)
 
     def resume(self, subscriber: Subscriber, message: decode_pb2.ResumeSequence) -> None:
         """Lets a conductor have a sequence that was another's, or read what is kept of one."""
@@ -576,7 +576,7 @@ class DecodeExecutor:
     def _tell(self, action: FinishSequence | SelectBeams | BeamsRanked | RequestAborted | RequestFreed) -> None:
         """An answer, or a request, is over or nearly so. A defect that this meets ends the request, and no other."""
         if isinstance(action, RequestFreed):
-            self._gone(self._live.take(action.id), logged=action.logged)
+            self._gone(self._live.take(action.id), retained=action.retained)
             return
         sequences, requests, number = self._live.sequences, self._live.requests, action.id
         live = sequences[number].request if isinstance(action, FinishSequence) else requests[number]
@@ -600,10 +600,10 @@ class DecodeExecutor:
             case RequestAborted(why=why):
                 live.end(why)
 
-    def _gone(self, live: LiveRequest, *, logged: bool) -> None:
+    def _gone(self, live: LiveRequest, *, retained: bool) -> None:
         live.transfer.fail("ended")
         live.ending = True
-        if logged:
+        if retained:
             self.log.ended(live)
         self._recount()
 

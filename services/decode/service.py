@@ -29,7 +29,7 @@ from moonpool.transport.grpc import STALL_S
 from moonpool.transport.streams import ServerStream, Write
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from services.decode.config import DecodeConfig
-from services.decode.core.request import RequestStatus
+from services.decode.core.request import COPYING, RequestStatus
 from services.decode.core.scheduler import DecodeScheduler
 from services.decode.core.settings import DecodeSettings, Preemption
 from services.decode.executor import DecodeExecutor
@@ -39,7 +39,7 @@ from services.decode.receiver import TransferReceiver
 log = get_logger(__name__)
 
 
-PREEMPTED = (RequestStatus.PARKED, RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.LOADING)
+PREEMPTED = (RequestStatus.PREEMPTED, *COPYING)
 
 
 class DecodeInstance:
@@ -171,7 +171,7 @@ class DecodeInstance:
             waiting=core.sequences - len(core.planner.batch),
             free_blocks=self.manager.num_free,
             cached_blocks=self.manager.num_cached,
-            promised_blocks=core.room.promised + core.room.claims,
+            promised_blocks=core.budget.promised + core.budget.expected,
             context_tokens=core.context_tokens,
             speed=speeds_to_proto(core.planner.speeds(time.monotonic())),
             draining=self.draining,
@@ -185,26 +185,26 @@ class DecodeInstance:
         return Gauges(
             [
                 ("sequences_running", lambda: len(core.planner.batch), 0),
-                ("sequences_waiting", lambda: len(core.planner.ready), 0),
+                ("sequences_waiting", lambda: len(core.planner.waiting), 0),
                 ("sequences_parked", lambda: core.count(*PREEMPTED), 0),
-                ("sequences_catching_up", lambda: len(core.planner.catching), 0),
+                ("sequences_catching_up", lambda: len(core.planner.recomputing), 0),
                 ("requests", lambda: len(shell), 0),
                 ("sequences_orphaned", lambda: len(core.orphans), 0),
                 ("sequences_adopted", lambda: shell.log.adopted, None),
-                ("logs", lambda: len(core.orphans.logs), None),
-                ("log_bytes", lambda: core.orphans.logs.bytes, None),
+                ("logs", lambda: len(core.orphans.retained), None),
+                ("log_bytes", lambda: core.orphans.retained.bytes, None),
                 ("steps_in_flight", lambda: shell.step_in_flight, 0),
                 ("transfers_promised", lambda: shell.count(TransferState.PROMISED), 0),
                 ("transfers_receiving", lambda: shell.count(TransferState.RECEIVING), 0),
                 ("transfers_complete", lambda: shell.count(TransferState.COMPLETE), 0),
-                ("promised_blocks", lambda: core.room.promised, 0),
-                ("expected_blocks", lambda: core.room.claims, 0),
-                ("swapped_blocks", lambda: core.parking.saved, 0),
-                ("preemptions", lambda: core.parking.preemptions, None),
-                ("swaps", lambda: core.parking.swaps, None),
+                ("promised_blocks", lambda: core.budget.promised, 0),
+                ("expected_blocks", lambda: core.budget.expected, 0),
+                ("swapped_blocks", lambda: core.preempted.swapped_blocks, 0),
+                ("preemptions", lambda: core.preempted.preemptions, None),
+                ("swaps", lambda: core.preempted.swaps, None),
                 ("loads", lambda: shell.copies.loads.sessions, 0),
-                ("loaded_blocks", lambda: core.shelf.loaded_blocks, None),
-                ("load_failures", lambda: core.shelf.failures, None),
+                ("loaded_blocks", lambda: core.stored_blocks.loaded_blocks, None),
+                ("load_failures", lambda: core.stored_blocks.failures, None),
                 ("load_credits_kept_bytes", lambda: shell.copies.loads.traffic.credits_kept, 0),
                 ("recomputed_tokens", lambda: core.planner.recomputed_tokens, None),
                 ("prompts_computed", lambda: core.planner.prompts, None),
@@ -318,7 +318,7 @@ class DecodeServicer:
         )
         return decode_pb2.ReserveResponse(
             target=self._target(promised),
-            lease_s=instance.core.config.lease_s,
+            lease_s=instance.core.settings.lease_s,
             predicted_tbt_s=predicted,
             number=instance.shell.taken,
         )

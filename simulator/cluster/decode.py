@@ -331,7 +331,7 @@ class DecodeInstance:
     @property
     def preempted(self) -> int:
         """Preemptions so far."""
-        return self._preempted + self.core.parking.preemptions
+        return self._preempted + self.core.preempted.preemptions
 
     def drain(self) -> None:
         """Takes nothing new; what runs goes on until it ends or is moved."""
@@ -356,7 +356,7 @@ class DecodeInstance:
             waiting=core.sequences - len(core.planner.batch),
             free_blocks=core.blocks.num_free,
             cached_blocks=core.blocks.num_cached,
-            promised_blocks=core.room.promised + core.room.claims,
+            promised_blocks=core.budget.promised + core.budget.expected,
             context_tokens=core.context_tokens,
             speeds=core.tracker.speeds,
             draining=self.draining,

@@ -166,7 +166,7 @@ class DecodeEngine:
         """Steps of the leap that are counted."""
         self._left = 0
         """Steps of the run behind the leap."""
-        self._ahead = core.config.ahead_steps > 0
+        self._ahead = core.settings.ahead_steps > 0
         """A run goes on where a block becomes full; its leaps end there."""
         self._member = company.joins(self._look_again)
 

@@ -188,8 +188,8 @@ def _row(name: str, load: MemoryLoad, way: FillPolicy, crowd: WaitingRequests) -
         "mean_sequences": digits(use.sequence_steps / max(1, use.steps)),
         "slots_without_token": digits(1 - use.tokens_time / slots),
         "tokens_per_s": digits(crowd.tokens / seconds),
-        "preempted": core.parking.preemptions,
-        "swapped": core.parking.swaps,
+        "preempted": core.preempted.preemptions,
+        "swapped": core.preempted.swaps,
         "recomputed_tokens": core.planner.recomputed_tokens,
     }
 

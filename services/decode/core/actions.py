@@ -1,4 +1,4 @@
-"""Actions of the decode core. Plain values: counts, keys and reasons, never tokens or bytes."""
+"""Actions of the decode scheduler. Plain values: counts, keys and reasons, never tokens or bytes."""
 
 from moonpool.frozen import frozen
 from moonpool.scheduling.block_manager import BlocksLent, KVDeleted
@@ -6,29 +6,37 @@ from moonpool.scheduling.block_manager import BlocksLent, KVDeleted
 
 @frozen
 class ReservationGranted:
-    """Room is promised."""
+    """Blocks are promised.
+
+    Attributes:
+        held: leading blocks that are cached here and need not be sent.
+        tbt_s: predicted seconds between tokens with the request in the batch.
+    """
 
     id: int
     held: int
-    """Leading blocks that are here already and need not be sent."""
     tbt_s: float
-    """Predicted seconds between tokens with the request in the batch."""
 
 
 @frozen
 class ReservationRefused:
-    """There is no room, or the time between tokens could not be kept."""
+    """There are too few blocks, or the time between tokens could not be kept.
+
+    Attributes:
+        reason: as in `moonpool.errors.Overloaded.reason`.
+        why: the reason in words.
+        tbt_s: predicted seconds between tokens with the request in the batch.
+    """
 
     id: int
     reason: str
-    """As in `Overloaded.reason`."""
     why: str
     tbt_s: float
 
 
 @frozen
 class SetBlockTable:
-    """A sequence's blocks from now on, in order."""
+    """A sequence's block table from now on."""
 
     id: int
     blocks: tuple[int, ...]
@@ -36,7 +44,7 @@ class SetBlockTable:
 
 @frozen
 class AppendBlock:
-    """One block more, behind the others."""
+    """One more block at the end of a sequence's block table."""
 
     id: int
     block: int
@@ -44,43 +52,52 @@ class AppendBlock:
 
 @frozen
 class Chunk:
-    """Tokens of one sequence that are computed (again) in a step."""
+    """Tokens of one sequence that a step computes, or computes again.
+
+    Attributes:
+        sample: they are the last ones: the next token is sampled.
+        full_hit: the chunk is the last token of a prompt that has all its KV: nothing is written.
+    """
 
     id: int
     start: int
     count: int
     sample: bool
-    """They are the last ones: the next token is sampled."""
     full_hit: bool = False
-    """It is the last token of a prompt whose KV is all there: nothing is written."""
 
 
 @frozen
 class StartRun:
-    """Run a step: one token for each sequence of the batch, and some chunks. Answered by one `StepDone`.
+    """Start a run: each step computes one token for each sequence of the batch; the first also computes chunks.
 
-    The same batch may go on for `steps` steps without asking: until then nobody needs a block, and nobody who waits
-    could join. The run ends early with the first step in which a sequence ends, and after a `Cut`. Before the core is
-    told anything else, it is told by `Stepped` how many steps are over.
+    The batch continues for `steps` steps without asking: until then no sequence needs a block, and no waiting request
+    could join. The run ends early with the first step in which a sequence ends, and after `StopRun`. It is answered by
+    one `RunDone`. Before the scheduler gets any other event, `RunProgress` tells how many steps have ended.
+
+    Attributes:
+        step: number of the run.
+        copies: blocks copied before the first step writes: (from, to).
+        patient: no client waits for a single token, and no time was promised: other work of the host may go first.
     """
 
     step: int
     batch: tuple[int, ...]
     chunks: tuple[Chunk, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
-    """Blocks that are copied before the step writes anything: from, to."""
     steps: int = 1
     patient: bool = False
-    """Nobody waits for a single token of these, and none was promised: other work of the host may go before."""
 
 
 @frozen
 class StopRun:
-    """End the run with the step that is being computed: there is something to decide."""
+    """End the run with the step being computed: a decision is needed.
+
+    Attributes:
+        hurried: the run is patient and a waiting request is not: the step yields to no other work any more.
+    """
 
     step: int
     hurried: bool = False
-    """It is patient, and who waits is not: the step lets nothing else go before any more."""
 
 
 @frozen
@@ -93,29 +110,31 @@ class FinishSequence:
 
 @frozen
 class SelectBeams:
-    """The beams of a request go on: each takes the tokens of its parent and one more."""
+    """The beams of a request continue: each takes the tokens of its parent and one more.
+
+    Attributes:
+        beams: for each beam its parent, and the parent's candidate that follows. Empty if the search is over.
+        ended: new hypotheses: number, parent, candidate.
+        kept: numbers of the hypotheses that are kept.
+    """
 
     id: int
     beams: tuple[tuple[int, int], ...]
-    """For each beam its parent, and which of the parent's candidates follows. None when the search is over."""
     ended: tuple[tuple[int, int, int], ...]
-    """Hypotheses that ended: number, parent, candidate."""
     kept: tuple[int, ...]
-    """The hypotheses that are not forgotten, by number."""
 
 
 @frozen
 class BeamsRanked:
-    """A beam search is over."""
+    """A beam search is over. `hypotheses`: number and score, best first."""
 
     id: int
     hypotheses: tuple[tuple[int, float], ...]
-    """Number and score, the best first."""
 
 
 @frozen
 class RequestAborted:
-    """The request ends early: no KV is taken for it and no token told any more."""
+    """The request ends early: no KV is received and no token reported for it any more."""
 
     id: int
     why: str
@@ -123,23 +142,22 @@ class RequestAborted:
 
 @frozen
 class RequestFreed:
-    """The request has ended and its blocks are not its any more."""
+    """The request has ended and has no blocks any more. `retained`: its output is kept until `DropOutputLog`."""
 
     id: int
-    logged: bool = False
-    """What it has said is kept until `Forget`."""
+    retained: bool = False
 
 
 @frozen
 class RequestParked:
-    """The request has lost its conductor and gives its blocks up. It is kept until it is `Adopted`, or `Forget`."""
+    """The request has lost its conductor and its blocks. It is kept until `RequestAdopted` or `DropOutputLog`."""
 
     id: int
 
 
 @frozen
 class DropOutputLog:
-    """What was kept of the sequence is not wanted any more."""
+    """Drop the output that was kept of a request."""
 
     id: int
 
@@ -155,7 +173,7 @@ class RequestAdopted:
 
 @frozen
 class FenceConductor:
-    """Tell the stream that another conductor has the sequence."""
+    """Tell the stream that another conductor has the request."""
 
     id: int
     stream: int
@@ -163,7 +181,7 @@ class FenceConductor:
 
 @frozen
 class SwapOut:
-    """Copy the blocks out of the pool; they stay as they are until it has `Ended`."""
+    """Copy the blocks out of the pool; they do not change until the copy has ended."""
 
     io: int
     id: int
@@ -172,7 +190,7 @@ class SwapOut:
 
 @frozen
 class SwapIn:
-    """Copy what was swapped out, from its block `first` on, into these blocks of the pool, and forget it."""
+    """Copy the swapped-out blocks, from block `first` on, into these blocks of the pool, and drop the copy."""
 
     io: int
     id: int
@@ -182,42 +200,47 @@ class SwapIn:
 
 @frozen
 class SwapDrop:
-    """Forget what was swapped out."""
+    """Drop the swapped-out blocks."""
 
     id: int
 
 
 @frozen
 class StoreBlock:
-    """Write a full block to one of the request's kvstores; it stays as it is until it has `Ended`."""
+    """Write a full block to one of the request's kvstores; it does not change until the write has ended.
+
+    Attributes:
+        index: of the block in the sequence.
+        store: index of the kvstore.
+    """
 
     io: int
     id: int
     index: int
-    """Of the block in the sequence."""
     block: int
     store: int
-    """Which of the request's kvstores."""
 
 
 @frozen
 class LoadStoredBlocks:
-    """Read the sequence's full blocks from `first` on from one of its kvstores into these blocks of the pool."""
+    """Read the sequence's full blocks, from block `first` on, from one of its kvstores into these blocks of the pool.
+
+    Attributes:
+        store: index of the kvstore.
+        timeout_s: seconds after which the load must have ended.
+    """
 
     io: int
     id: int
     first: int
-    """Of the blocks in the sequence."""
     blocks: tuple[int, ...]
     store: int
-    """Which of the request's kvstores."""
     timeout_s: float
-    """Seconds after which it must have ended."""
 
 
 @frozen
 class StopReceiving:
-    """Write nothing more of what comes into the request's blocks, which stay its own until this has `Ended`."""
+    """Write no more arriving KV into the request's blocks; they stay pinned until this has ended."""
 
     io: int
     id: int

@@ -13,35 +13,34 @@ from moonpool.scheduling.latency import Speeds, SpeedTracker, decode_step_second
 from moonpool.scheduling.state_machine import digest_of
 from moonpool.scheduling.steps import REPORT_WITHIN_S, longest_wait_s
 from services.decode.core import batch
-from services.decode.core.actions import Action, AppendBlock, Chunk, StartRun, StopRun
+from services.decode.core.actions import AppendBlock, Chunk, StartRun, StopRun
 from services.decode.core.batch import BlockCopy, RunningBatch
-from services.decode.core.block_budget import BlockBudget
 from services.decode.core.events import RunDone, RunProgress
 from services.decode.core.preemption import PreemptedRequests, choose_victim
 from services.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
-from services.decode.core.settings import DecodeSettings
+from services.decode.core.state import DecodeState
 
 LENGTH_WINDOW = 512
-"""Answers that are remembered."""
+"""Answers whose lengths are remembered."""
 
 
 FEW_LENGTHS = 16
-"""With fewer than so many, what was assumed at the start is believed."""
+"""With fewer answers than this, the assumed length is used."""
 
 
 RESERVED_PERCENTILE = 75
-"""Share of answers that are to be no longer than expected, where room is kept for them."""
+"""Percentage of answers expected to be no longer than forecast, for reserving blocks."""
 
 
 MEDIAN_PERCENTILE = 50
-"""The same, where it is to be known how many there will be."""
+"""The same, for forecasting how many answers are still running."""
 
 
 class OutputLengths:
-    """A running quantile over the last answers, in tokens.
+    """A running quantile of the lengths of the last answers, in tokens.
 
     Args:
-        assumed: length that is expected as long as few answers have ended.
+        assumed: expected length until enough answers have ended.
     """
 
     def __init__(self, assumed: int) -> None:
@@ -50,7 +49,7 @@ class OutputLengths:
         self._sorted: list[int] = []
 
     def observe(self, tokens: int) -> None:
-        """An answer has ended by itself."""
+        """Records the length of an answer that ended by itself."""
         self._recent.append(tokens)
         insort(self._sorted, tokens)
         if len(self._recent) > LENGTH_WINDOW:
@@ -59,9 +58,7 @@ class OutputLengths:
     def expected(self, so_far: int, percent: int = RESERVED_PERCENTILE) -> int:
         """Length that an answer of `so_far` tokens is expected to reach; more than `so_far`.
 
-        `percent` of the answers that were so long have been no longer.
-
-        Where no answer was as long, as much again.
+        Of the longer answers, `percent` were no longer than this. If no answer was longer, `so_far` is doubled.
         """
         if len(self._sorted) < FEW_LENGTHS:
             return max(self._assumed, 2 * so_far)
@@ -70,35 +67,33 @@ class OutputLengths:
         return self._sorted[first + longer * percent // 100] if longer else 2 * so_far + 1
 
     def digest(self) -> bytes:
-        """For the core's digest: the sorted ones follow from the recent ones."""
+        """Hash input: the recent lengths, from which the sorted ones follow."""
         return b"".join(tokens.to_bytes(8, "little") for tokens in self._recent)
 
 
 class TbtLimiter:
-    """No step is longer than a promise of its members that can be kept.
+    """Keeps each step within the promised times between tokens of its requests.
 
-    A promise can be kept where a step over its request alone would keep it. For others no batch is small enough, so
-    nobody who was promised a time himself leaves for them. Those who were promised nothing leave for any promise.
+    A promise can be kept if a step with its request alone would keep it. If it cannot, no batch is small enough, so a
+    request with a promise does not leave for it. A request without promise leaves for any promise.
 
     Args:
-        config: of the core.
-        batch: that takes the steps.
-        tracker: predicts the engine's times.
+        state: shared state of the scheduler.
+        batch: takes the steps.
     """
 
-    def __init__(self, config: DecodeSettings, batch: RunningBatch, tracker: SpeedTracker) -> None:
-        self._config = config
+    def __init__(self, state: DecodeState, batch: RunningBatch) -> None:
+        self._state = state
         self._batch = batch
-        self._tracker = tracker
 
     def step_s(self, sequences: int, context: int) -> float:
         """Predicted seconds of a step."""
-        return decode_step_seconds(self._tracker.speeds, sequences, context)
+        return decode_step_seconds(self._state.tracker.speeds, sequences, context)
 
-    def chunk_s(self, catching: list[DecodeRequest], tokens: int = 1) -> float:
-        """Predicted seconds of so many tokens of those who catch up; 0 where nobody does."""
-        longest = max((member.computed for request in catching for member in request.members), default=0)
-        return prefill_seconds(self._tracker.speeds, tokens, longest) if catching else 0.0
+    def chunk_s(self, recomputing: list[DecodeRequest], tokens: int = 1) -> float:
+        """Predicted seconds of `tokens` recomputed tokens; 0 if no request recomputes."""
+        longest = max((sequence.computed for request in recomputing for sequence in request.sequences), default=0)
+        return prefill_seconds(self._state.tracker.speeds, tokens, longest) if recomputing else 0.0
 
     @property
     def _now_s(self) -> float:
@@ -106,7 +101,7 @@ class TbtLimiter:
 
     @property
     def limit_s(self) -> float:
-        """The strictest promise in the batch that can be kept; 0 = there is none."""
+        """The strictest promise in the batch that can be kept, seconds; 0 = none."""
         strictest = self._batch.tbt_slo_s
         if not strictest or self._now_s <= strictest:
             return strictest
@@ -116,14 +111,14 @@ class TbtLimiter:
         return min((request.tbt_slo_s for request in requests if self._can_keep(request)), default=0.0)
 
     def _can_keep(self, request: DecodeRequest) -> bool:
-        """Whether it was promised a time that a step over it alone keeps."""
-        alone_s = self.step_s(len(request.members), self._batch.context_of(request))
+        """Whether the request has a promise that a step with it alone keeps."""
+        alone_s = self.step_s(len(request.sequences), self._batch.context_of(request))
         return bool(request.tbt_slo_s) and alone_s <= request.tbt_slo_s
 
-    def leaves(self) -> DecodeRequest | None:
-        """Who leaves the batch because its step is too long; None when nobody need.
+    def next_to_leave(self) -> DecodeRequest | None:
+        """The request that leaves the batch because its step is too long; None if none need leave.
 
-        Those who were promised nothing go first, then those who were; each time last come of the lowest priority first.
+        Requests without promise leave first, then those with one; each time the last in order.
         """
         strictest = self._batch.tbt_slo_s
         if not strictest or self._now_s <= strictest:
@@ -132,60 +127,63 @@ class TbtLimiter:
         free = [request for request in requests if not request.tbt_slo_s]
         limit = self._strictest(requests)
         leaving = free or (requests if limit and self._now_s > limit else [])
-        return max(leaving, key=lambda request: request.turn, default=None)
+        return max(leaving, key=_queue_order, default=None)
 
-    def may_join(self, request: DecodeRequest, catching: list[DecodeRequest]) -> bool:
-        """Whether the times between tokens leave room for one more request in the batch.
+    def may_join(self, request: DecodeRequest, recomputing: list[DecodeRequest]) -> bool:
+        """Whether one more request fits into the batch within the promised times.
 
-        One that was promised a time does not ask those who would leave for it: who came later, or was promised nothing.
+        A request with a promise may displace requests that would leave for it: later ones, and those without promise.
         """
         batch = self._batch
-        count, context = len(request.members), batch.context_of(request)
+        count, context, key = len(request.sequences), batch.context_of(request), request.order_key
         if not request.tbt_slo_s:
-            step_s = self.step_s(len(batch) + count, batch.context + context) + self.chunk_s(catching)
+            step_s = self.step_s(len(batch) + count, batch.context + context) + self.chunk_s(recomputing)
             return not batch.tbt_slo_s or step_s <= batch.tbt_slo_s
-        before = [it for it in batch.requests if it.tbt_slo_s and it.turn < request.turn] if batch.tbt_slo_s else []
+        before = [it for it in batch.requests if it.tbt_slo_s and it.order_key < key] if batch.tbt_slo_s else []
         limit = self._strictest([*before, request])
-        count += sum(len(it.members) for it in before)
+        count += sum(len(it.sequences) for it in before)
         return not limit or self.step_s(count, context + sum(map(batch.context_of, before))) <= limit
 
-    def chunk_tokens(self, catching: list[DecodeRequest]) -> int:
-        """Tokens that are computed beside the batch: fewer where its time was promised, none if that leaves no room."""
-        tokens, strictest, step_s = self._config.step_tokens, self._batch.tbt_slo_s, self._now_s
-        while strictest and tokens > 1 and step_s + self.chunk_s(catching, tokens) > strictest:
+    def chunk_tokens(self, recomputing: list[DecodeRequest]) -> int:
+        """Tokens recomputed beside the batch in a step: fewer if times were promised, 0 if no token fits."""
+        tokens, strictest, step_s = self._state.settings.step_tokens, self._batch.tbt_slo_s, self._now_s
+        while strictest and tokens > 1 and step_s + self.chunk_s(recomputing, tokens) > strictest:
             tokens //= 2
         limit = self.limit_s
-        return 0 if limit and step_s + self.chunk_s(catching, tokens) > limit else tokens
+        return 0 if limit and step_s + self.chunk_s(recomputing, tokens) > limit else tokens
 
 
 OVERDUE_RATIO = 2.0
-"""Times what it was expected to take, after which a step that is not over counts for its engine's speed."""
+"""A step this many times longer than predicted lowers the engine's speed before the step ends."""
 
 
 @frozen
 class RunInFlight:
-    """The run that the engine has."""
+    """The run that the engine executes.
+
+    Attributes:
+        context: tokens of the batch in the step being computed.
+        began: when the step being computed was started, or the step before it was reported, seconds.
+        copies: block copies made before the run.
+        left: steps of the run that have not ended.
+        is_stopped: the run was told to end with this step.
+        is_hurried: the run was told not to yield to other work any more.
+    """
 
     run: StartRun
     context: int
-    """Tokens attended to by the batch in the step that is being computed."""
     began: float
-    """When the step that is being computed was ordered, or the one before it was told to be over."""
     copies: list[BlockCopy] = field(default_factory=list)
-    """Made before it."""
     left: int = 1
-    """Steps of the run that are not over."""
-    is_cut: bool = False
-    """It was told to end with this step."""
+    is_stopped: bool = False
     is_hurried: bool = False
-    """And to let nothing else go before."""
 
     def advanced(self, now: float, steps: int, context: int) -> "RunInFlight":
-        """So many steps are over, and it goes on."""
-        return RunInFlight(self.run, context, now, self.copies, self.left - steps, self.is_cut, self.is_hurried)
+        """The run after `steps` steps."""
+        return RunInFlight(self.run, context, now, self.copies, self.left - steps, self.is_stopped, self.is_hurried)
 
     def overdue(self, now: float, speeds: Speeds) -> Speeds:
-        """The engine's speeds, slower where the step that is being computed takes too long."""
+        """The engine's speeds, lower if the step being computed takes too long."""
         if self.run.chunks:
             return speeds
         expected_s = decode_step_seconds(speeds, len(self.run.batch), self.context)
@@ -194,60 +192,59 @@ class RunInFlight:
         late = (now - self.began) / expected_s if expected_s else 1.0
         return speeds.slowed_decode(late) if late > OVERDUE_RATIO else speeds
 
-    def cut(self, out: list[Action], *waiting: list[DecodeRequest]) -> "RunInFlight":
-        """Ends with the step that is being computed, and that at once where one of those who wait is not patient."""
+    def stopped(self, state: DecodeState, *waiting: list[DecodeRequest]) -> "RunInFlight":
+        """The run, told to end with the step being computed; hurried if a waiting request is not patient."""
         hurried = self.run.patient and not all(it.patient for its in waiting for it in its)
-        if (self.left == 1 or self.is_cut) and hurried <= self.is_hurried:
+        if (self.left == 1 or self.is_stopped) and hurried <= self.is_hurried:
             return self
-        out.append(StopRun(self.run.step, hurried))
-        return RunInFlight(self.run, self.context, self.began, self.copies, self.left, is_cut=True, is_hurried=hurried)
+        state.act(StopRun(self.run.step, hurried))
+        return RunInFlight(self.run, self.context, self.began, self.copies, self.left, True, hurried)
 
 
-def uninterrupted_steps(batch: RunningBatch, most: int, pace: TbtLimiter) -> int:
-    """Steps that the batch can take before there is anything to decide but blocks, unless something happens.
+def uninterrupted_steps(batch: RunningBatch, most: int, tbt: TbtLimiter) -> int:
+    """Steps that the batch can take before a decision other than about blocks is needed, if no event comes.
 
-    Until the batch becomes too slow for a promise, when somebody has to leave it or the promise can be kept no longer.
-    Groups are asked about after each step.
+    A decision is needed when the batch becomes too slow for a promise, and after each step of a group.
 
     Args:
         batch: as the first step takes it.
-        most: steps at most.
-        pace: the promised times.
+        most: upper limit.
+        tbt: the promised times.
     """
     if most == 1 or not batch.is_plain:
         return 1
-    limit, count, context = pace.limit_s, len(batch), batch.context
+    limit, count, context = tbt.limit_s, len(batch), batch.context
     if not limit:
         return most
-    return 1 + bisect_left(range(1, most), True, key=lambda n: pace.step_s(count, context + n * count) > limit)
+    return 1 + bisect_left(range(1, most), True, key=lambda n: tbt.step_s(count, context + n * count) > limit)
 
 
 def sequences_short_ahead(
-    batch: RunningBatch, room: BlockBudget, config: DecodeSettings, steps: int
+    batch: RunningBatch, state: DecodeState, steps: int
 ) -> Iterator[tuple[DecodeRequest, RequestSequence]]:
-    """Sequences that get a block now because they need it during the next run, soonest first; their caller gives it.
+    """Sequences that need a block during the next run, soonest first; the caller gives it to them now.
 
-    As many blocks are ahead of their tokens as nobody is expected to need, so that who comes or grows finds room as if
-    there were none, and a full pool has none.
+    Only surplus blocks are given ahead, so requests that arrive or grow find as many blocks as without this.
     """
-    ahead = batch.blocks_ahead if batch.soonest(steps := min(steps, config.ahead_steps)) else 0
-    while (short := batch.soonest(steps)) is not None and ahead < room.unexpected:
-        request, member = short
-        if len(member.table) == config.blocks_for(request.total_tokens - 1):
-            return  # its answer ends there: the last token is never computed
+    settings, budget = state.settings, state.budget
+    ahead = batch.blocks_ahead if batch.soonest(steps := min(steps, settings.ahead_steps)) else 0
+    while (short := batch.soonest(steps)) is not None and ahead < budget.surplus:
+        request, sequence = short
+        if len(sequence.table) == settings.blocks_for(request.total_tokens - 1):
+            return  # the answer ends in this block: the last token is never computed
         ahead += 1
         yield short
 
 
 def observe_run(tracker: SpeedTracker, now: float, flight: RunInFlight, event: RunProgress | RunDone) -> None:
-    """Learns from steps how long they take: of a run once, from its mean step.
+    """Learns the speed of steps, once per report, from their mean.
 
-    Of a step with chunks these are what is learnt; the batch beside them takes what is known of it.
+    A step with chunks teaches the speed of chunks; its batch counts with its predicted time.
     """
     if not event.seconds:
         return
     batch, seconds = len(flight.run.batch), event.seconds / event.steps
-    if flight.run.steps == 1:  # tokens wait for the whole way to the engine and back, not just for its computing
+    if flight.run.steps == 1:  # a token takes the way to the engine and back, not just the computation
         seconds = max(seconds, now - flight.began - event.waited_s)
     if flight.run.chunks:
         batch_s = decode_step_seconds(tracker.speeds, batch, flight.context) if batch else 0.0
@@ -258,383 +255,387 @@ def observe_run(tracker: SpeedTracker, now: float, flight: RunInFlight, event: R
 
 
 class BatchPlanner:
-    """Requests whose KV is, or was, whole.
+    """Plans the requests that have started, or compute their prompt here.
 
     Args:
-        config: of the core.
-        room: counts blocks.
-        parking: the preempted ones.
-        lengths: says how long answers become.
-        tracker: predicts the engine's times.
+        state: shared state of the scheduler.
+        preempted: the preempted requests.
+        lengths: predicts the length of answers.
+
+    Attributes:
+        batch: the running sequences.
+        tbt: promised times between tokens.
+        waiting: requests that wait for a slot or a block, in order.
+        recomputing: requests that compute missing KV, in order.
+        run_in_flight: the run that the engine executes.
+        copies: block copies to be made before the next step.
+        slots_kept: slots kept for requests with a promised time between tokens that are not in the batch, by id.
+        steps: runs so far.
+        recomputed_tokens: so far.
+        prompts: prompts computed here so far.
     """
 
-    def __init__(
-        self,
-        config: DecodeSettings,
-        room: BlockBudget,
-        parking: PreemptedRequests,
-        lengths: OutputLengths,
-        tracker: SpeedTracker,
-    ) -> None:
-        self._config = config
-        self._room = room
-        self._parking = parking
+    def __init__(self, state: DecodeState, preempted: PreemptedRequests, lengths: OutputLengths) -> None:
+        self._state, self._settings, self._budget = state, state.settings, state.budget
+        self._preempted = preempted
         self._lengths = lengths
-        self._tracker = tracker
-        self.batch = RunningBatch(config.block_tokens)
-        self.pace = TbtLimiter(config, self.batch, tracker)
-        self.ready: list[DecodeRequest] = []
-        """They wait for a place or a block; first come first, later by their priority."""
-        self.catching: list[DecodeRequest] = []
-        """They compute what is gone; first come first."""
-        self.flight: RunInFlight | None = None
+        self.batch = RunningBatch(state.settings.block_tokens)
+        self.tbt = TbtLimiter(state, self.batch)
+        self.waiting: list[DecodeRequest] = []
+        self.recomputing: list[DecodeRequest] = []
+        self.run_in_flight: RunInFlight | None = None
         self.copies: list[BlockCopy] = []
-        """To be made before the next step."""
-        self.seats_kept: dict[int, int] = {}
-        """Requests that were promised a time between tokens and are not in the batch, and the places kept for them."""
-        self._waiting = 0  # blocks of those being copied that somebody waits for
+        self.slots_kept: dict[int, int] = {}
+        self._blocks_awaited = 0  # of the blocks being freed, those that running requests wait for
         self.steps = 0
         self.recomputed_tokens = 0
         self.prompts = 0
-        """Those computed here so far."""
-        self._upset = False  # by this plan: who waits may fit into the next step
+        self._batch_changed = False  # by this plan: waiting requests may fit into the next step
 
-    # --- who is here -----------------------------------------------------------------------------------------------
+    # --- the lists -------------------------------------------------------------------------------------------------
 
     def add(self, request: DecodeRequest) -> None:
-        """A sequence has all its KV and its first token."""
-        request.state = RequestStatus.READY
-        insort(self.ready, request, key=_queue_order)
+        """Adds a request that has all its KV and its first token."""
+        request.set_status(RequestStatus.WAITING)
+        insort(self.waiting, request, key=_queue_order)
 
     def take_out(self, request: DecodeRequest) -> bool:
-        """Takes a sequence out of the batch or of those that wait.
+        """Takes a request out of the batch or of its list.
 
         Returns:
-            Whether it is quiet; otherwise it stays until its step is done.
+            False if a step in flight computes it: it stays until the step ends.
         """
         if self.in_flight(request):
             return False
-        if request.state is RequestStatus.RUNNING:
-            self._unseat(request)
-        elif request.state is RequestStatus.READY:
-            self.ready.remove(request)
-        elif request.state is RequestStatus.CATCHING_UP:
-            self.catching.remove(request)
-        elif request.state is RequestStatus.PARKED:
-            self._parking.parked.remove(request)
+        if request.status is RequestStatus.RUNNING:
+            self._vacate(request)
+        elif request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
+        elif request.status is RequestStatus.RECOMPUTING:
+            self.recomputing.remove(request)
+        elif request.status is RequestStatus.PREEMPTED:
+            self._preempted.queue.remove(request)
         return True
 
     def in_flight(self, request: DecodeRequest) -> bool:
-        """Whether the running step computes the sequence."""
-        if self.flight is None:
+        """Whether the run in flight computes the request."""
+        if self.run_in_flight is None:
             return False
-        chunked = (request.member(chunk.id) is not None for chunk in self.flight.run.chunks)
-        return request.state is RequestStatus.RUNNING or (request.state is RequestStatus.CATCHING_UP and any(chunked))
+        if request.status is RequestStatus.RUNNING:
+            return True
+        chunks = self.run_in_flight.run.chunks if request.status is RequestStatus.RECOMPUTING else ()
+        return any(request.find(chunk.id) is not None for chunk in chunks)
 
     def step_over(self, request: DecodeRequest) -> None:
-        """Takes out one that `take_out` had left in the step."""
+        """Takes out a request that `take_out` left in the step."""
         if request in self.batch:
             self.batch.leave(request)
         else:
-            self.catching.remove(request)
+            self.recomputing.remove(request)
+
+    def restored(self, request: DecodeRequest) -> None:
+        """Adds a request that has its blocks again to the list of its status."""
+        if request.status is RequestStatus.WAITING:
+            insort(self.waiting, request, key=_queue_order)
+        elif request.status is RequestStatus.RECOMPUTING:
+            insort(self.recomputing, request, key=_queue_order)
 
     def speeds(self, now: float) -> Speeds:
-        """The engine's speeds, as far as is known now: a step that takes too long tells before it is over."""
-        speeds = self._tracker.speeds
-        return speeds if self.flight is None else self.flight.overdue(now, speeds)
+        """The engine's speeds at `now`: a step that takes too long counts before it ends."""
+        speeds = self._state.tracker.speeds
+        return speeds if self.run_in_flight is None else self.run_in_flight.overdue(now, speeds)
 
     # --- the next step ---------------------------------------------------------------------------------------------
 
-    def plan(self, now: float, out: list[Action]) -> None:
-        """Starts the next step if none is running and there is something to compute."""
-        if self.flight is not None:
+    def plan(self) -> None:
+        """Starts the next run if none is in flight and there is something to compute."""
+        if self.run_in_flight is not None:
             return
-        self._waiting, self._upset = 0, False
-        self._diagnose(out)
-        self._keep_tbt(out)
-        self._seat(out)
-        self._grow(out)
-        gave_way = self._upset and not len(self.batch) and not self._waiting
-        if self._bring_back(out) or gave_way:
-            self._seat(out)
+        self._blocks_awaited, self._batch_changed = 0, False
+        self._preempt_for_diagnosis()
+        self._keep_tbt()
+        self._fill_slots()
+        self._grow()
+        gave_way = self._batch_changed and not len(self.batch) and not self._blocks_awaited
+        if self._restore() or gave_way:
+            self._fill_slots()
         chunks = self._chunks()
         if not len(self.batch) and not chunks:
             return
         self.steps += 1
-        steps = 1 if chunks or self._unquiet else self._quiet_steps(out)
+        steps = 1 if chunks or self._must_ask_after_step else self._run_steps()
         patient, copies = self.batch.patient and not chunks, tuple((it.source, it.block) for it in self.copies)
         run = StartRun(self.steps, self.batch.ids, chunks, copies, steps, patient)
-        self.flight, self.copies = RunInFlight(run, self.batch.context, now, self.copies, steps), []
-        out.append(run)
+        self.run_in_flight = RunInFlight(run, self.batch.context, self._state.now, self.copies, steps)
+        self.copies = []
+        self._state.act(run)
 
-    def _quiet_steps(self, out: list[Action]) -> int:
+    def _run_steps(self) -> int:
         """Steps of the next run."""
-        steps = uninterrupted_steps(self.batch, self._config.run_steps, self.pace)
-        for request, member in (
-            () if self._waiting else sequences_short_ahead(self.batch, self._room, self._config, steps)
-        ):
-            self._add_block(member, out)
-            self.batch.grew(member)
-            self.expect(request)
+        steps = uninterrupted_steps(self.batch, self._settings.run_steps, self.tbt)
+        for request, sequence in () if self._blocks_awaited else sequences_short_ahead(self.batch, self._state, steps):
+            self._add_block(sequence)
+            self.batch.grew(sequence)
+            self.update_expected(request)
         return self.batch.covered(steps)
 
     @property
-    def _unquiet(self) -> bool:
-        return bool(self._upset or self.copies or self.catching or self._config.preempt_every)
+    def _must_ask_after_step(self) -> bool:
+        return bool(self._batch_changed or self.copies or self.recomputing or self._settings.preempt_every)
 
-    def advance(self, now: float, steps: int, *, over: bool) -> None:
-        """So many steps of the run are over, or all of it."""
-        assert self.flight is not None
-        assert steps <= self.flight.left, "the engine went on without asking"
+    def advance(self, steps: int, *, over: bool) -> None:
+        """Counts steps of the run in flight; `over`: it has ended."""
+        flight = self.run_in_flight
+        assert flight is not None
+        assert steps <= flight.left, "the engine continued without asking"
         self.batch.advance(steps)
-        self.flight = None if over else self.flight.advanced(now, steps, self.batch.context)
+        self.run_in_flight = None if over else flight.advanced(self._state.now, steps, self.batch.context)
 
-    def cut(self, out: list[Action], *, leaving: bool) -> None:
-        """Something has happened: a run ends with this step if somebody waits for its end."""
-        if self.flight is not None and (leaving or self.ready or self.catching or self._parking.parked):
-            self.flight = self.flight.cut(out, self.ready, self.catching, self._parking.parked)
+    def stop_run(self, *, leaving: bool) -> None:
+        """Ends the run in flight with its current step if a request waits for that; `leaving`: one does."""
+        queues = self.waiting, self.recomputing, self._preempted.queue
+        if self.run_in_flight is not None and (leaving or any(queues)):
+            self.run_in_flight = self.run_in_flight.stopped(self._state, *queues)
 
-    def not_computed(self, flight: RunInFlight, out: list[Action]) -> None:
-        """A step was given up, so its copies were not made."""
-        self.flight = None
+    def not_computed(self, flight: RunInFlight) -> None:
+        """The run was aborted, so its copies were not made."""
+        self.run_in_flight = None
         for copied in flight.copies:
-            batch.undo_copy_on_write(copied, self._room.blocks, out)
+            batch.undo_copy_on_write(self._state, copied)
             if copied.request in self.batch:
                 self.batch.forked(copied.request)
 
-    def _diagnose(self, out: list[Action]) -> None:
-        every = self._config.preempt_every
+    def _preempt_for_diagnosis(self) -> None:
+        every = self._settings.preempt_every
         if every and len(self.batch) and self.steps % every == 0:
             requests = self.batch.requests
-            self._preempt(requests[self.steps // every % len(requests)], out)
+            self._preempt(requests[self.steps // every % len(requests)])
 
-    def _bring_back(self, out: list[Action]) -> int:
-        """Brings preempted ones back, but not past those who wait for a block; returns how many."""
-        count, parked = 0, self._parking.parked
-        while parked and self._has_seats(parked[0]) and not self._waiting:
-            request = self._parking.bring_back([*self.batch.requests, *self.ready, *self.catching], out)
+    def _restore(self) -> int:
+        """Restores preempted requests, but not before requests that wait for a block; returns how many."""
+        count, queue = 0, self._preempted.queue
+        while queue and self._has_slots(queue[0]) and not self._blocks_awaited:
+            request = self._preempted.restore_first([*self.batch.requests, *self.waiting, *self.recomputing])
             if request is None:
                 break
-            self.returned(request)
+            self.restored(request)
             count += 1
         return count
 
-    def returned(self, request: DecodeRequest) -> None:
-        """A preempted sequence has its blocks again; with all KV it is ready."""
-        if request.state is RequestStatus.READY:
-            insort(self.ready, request, key=_queue_order)
-        elif request.state is RequestStatus.CATCHING_UP:
-            insort(self.catching, request, key=_queue_order)
+    # --- slots -----------------------------------------------------------------------------------------------------
 
-    def _has_seats(self, request: DecodeRequest) -> bool:
-        return self.places_taken + len(request.members) <= self._config.max_batch
+    def _has_slots(self, request: DecodeRequest) -> bool:
+        return self.slots_taken + len(request.sequences) <= self._settings.max_batch
 
     @property
-    def places_taken(self) -> int:
-        """Places of a step that are taken, also by those who may have to catch up when they have been loaded."""
-        return len(self.batch) + sum(len(request.members) for request in self.catching) + self._parking.loading
+    def slots_taken(self) -> int:
+        """Slots taken, also by requests being loaded, which may have to recompute then."""
+        return len(self.batch) + sum(len(request.sequences) for request in self.recomputing) + self._preempted.loading
+
+    def keep_slots(self, request: DecodeRequest) -> None:
+        """Keeps slots for a request that was promised a time between tokens."""
+        if request.tbt_slo_s:
+            self.slots_kept[request.id] = request.slots
+
+    def _fill_slots(self) -> None:
+        """Lets waiting requests join, in order. A request that does not fit, preempted or not, blocks later ones."""
+        queue = self._preempted.queue[:1]
+        first = queue[0].order_key if queue and not self._has_slots(queue[0]) else None
+        for request in list(self.waiting):
+            if not self._has_slots(request) or (first is not None and first < request.order_key):
+                break
+            if request.status is RequestStatus.WAITING and self._may_join(request) and self._give_blocks(request):
+                self.waiting.remove(request)
+                self.join(request)
+                self._batch_changed |= bool(self._preempted.queue)
+        self._keep_tbt()  # a request with a promise joins first; others leave for it then
+
+    def _may_join(self, request: DecodeRequest) -> bool:
+        """Whether a request leaves the others their promised times and slots."""
+        if not self.slots_taken:
+            return True  # one must run, or requests with kept slots would never get blocks
+        if not request.tbt_slo_s:
+            taken = self.slots_taken + sum(self.slots_kept.values())
+            if taken + len(request.sequences) > self._settings.max_batch:
+                return False
+        return self.tbt.may_join(request, self.recomputing)
+
+    def join(self, request: DecodeRequest) -> None:
+        """Takes a request into the batch."""
+        request.set_status(RequestStatus.RUNNING)
+        self.batch.join(request)
+        self.slots_kept.pop(request.id, None)
+
+    def end(self, request: DecodeRequest, sequence: RequestSequence) -> None:
+        """One sequence of a request has ended between two steps; others continue."""
+        if request in self.batch:
+            self.batch.end(sequence)
+        request.sequences.remove(sequence)
+        request.ended_tokens += sequence.tokens - request.prompt_tokens
+        self._state.blocks.release(sequence.table)
+        if request.id in self.slots_kept:
+            self.keep_slots(request)
+        request.expected_blocks = 0
+        self.update_expected(request)
+
+    def _vacate(self, request: DecodeRequest) -> None:
+        self.batch.leave(request)
+        self.keep_slots(request)
+
+    def _back_to_waiting(self, request: DecodeRequest) -> None:
+        self._batch_changed = True
+        self._undo_copies(request)
+        self._vacate(request)
+        self.add(request)
 
     # --- time between tokens ---------------------------------------------------------------------------------------
 
     @property
     def least_chunk_s(self) -> float:
-        """Seconds of a token computed again beside a batch; 0 where nobody is to catch up.
+        """Predicted seconds of one recomputed token beside a batch; 0 if no request is to recompute.
 
-        New promises leave room for it: beside batches that are as slow as they may be, nobody would come back.
+        New promises leave time for it: beside batches as slow as allowed, no preempted request would be restored.
         """
-        return self.pace.chunk_s(self.catching or self._parking.parked)
+        return self.tbt.chunk_s(self.recomputing or self._preempted.queue)
 
-    def _keep_tbt(self, out: list[Action]) -> None:
-        """Lets go as many as make the step too long for a promise."""
-        while (request := self.pace.leaves()) is not None:
-            self._unready(request, out)
-
-    def _may_join(self, request: DecodeRequest) -> bool:
-        """Whether a request leaves the others what they were promised."""
-        if not self.places_taken:
-            return True  # somebody must run, or nobody for whom places are kept would get room
-        if not request.tbt_slo_s:
-            count = len(request.members)
-            if self.places_taken + sum(self.seats_kept.values()) + count > self._config.max_batch:
-                return False
-        return self.pace.may_join(request, self.catching)
-
-    # --- the batch -------------------------------------------------------------------------------------------------
-
-    def _seat(self, out: list[Action]) -> None:
-        """Who finds too few places keeps those who came later from taking them; so does who is parked for that."""
-        parked = self._parking.parked[:1]
-        first = parked[0].turn if parked and not self._has_seats(parked[0]) else None
-        for request in list(self.ready):
-            if not self._has_seats(request) or (first is not None and first < request.turn):
-                break
-            if request.state is RequestStatus.READY and self._may_join(request) and self._equip(request, out):
-                self.ready.remove(request)
-                self.join(request)
-                self._upset |= bool(self._parking.parked)
-        self._keep_tbt(out)  # one that was promised a time joins for those who leave for it
-
-    def join(self, request: DecodeRequest) -> None:
-        """Takes a request into the batch."""
-        request.state = RequestStatus.RUNNING
-        self.batch.join(request)
-        self.seats_kept.pop(request.id, None)
-
-    def end(self, request: DecodeRequest, member: RequestSequence) -> None:
-        """One sequence of a request has ended, between two steps; others go on."""
-        if request in self.batch:
-            self.batch.end(member)
-        request.members.remove(member)
-        request.ended_tokens += member.tokens - request.prompt_tokens
-        self._room.blocks.release(member.table)
-        if request.id in self.seats_kept:
-            self.keep_seat(request)
-        request.expected_blocks = 0
-        self.expect(request)
-
-    def _unseat(self, request: DecodeRequest) -> None:
-        self.batch.leave(request)
-        self.keep_seat(request)
-
-    def keep_seat(self, request: DecodeRequest) -> None:
-        """Keeps places for a request that was promised a time between tokens."""
-        if request.tbt_slo_s:
-            self.seats_kept[request.id] = request.places
-
-    def _unready(self, request: DecodeRequest, out: list[Action]) -> None:
-        """Back among those who wait."""
-        self._upset = True
-        self._undo_copies(request, out)
-        self._unseat(request)
-        self.add(request)
+    def _keep_tbt(self) -> None:
+        """Moves requests back to waiting while the step is too long for a promise."""
+        while (request := self.tbt.next_to_leave()) is not None:
+            self._back_to_waiting(request)
 
     # --- blocks ----------------------------------------------------------------------------------------------------
 
-    def _grow(self, out: list[Action]) -> None:
+    def _grow(self) -> None:
         for request in self.batch.due():
-            if request.state is not RequestStatus.RUNNING:
+            if request.status is not RequestStatus.RUNNING:
                 continue
-            if self._equip(request, out):
-                for member in request.members:
-                    self.batch.grew(member)
-            elif request.state is RequestStatus.RUNNING:
-                self._unready(request, out)
+            if self._give_blocks(request):
+                for sequence in request.sequences:
+                    self.batch.grew(sequence)
+            elif request.status is RequestStatus.RUNNING:
+                self._back_to_waiting(request)
 
-    def _add_block(self, member: RequestSequence, out: list[Action]) -> None:
-        [block] = self._room.blocks.allocate(1)
-        member.table.append(block)
-        out.append(AppendBlock(member.id, block))
+    def _add_block(self, sequence: RequestSequence) -> None:
+        [block] = self._state.blocks.allocate(1)
+        sequence.table.append(block)
+        self._state.act(AppendBlock(sequence.id, block))
 
-    def _equip(self, request: DecodeRequest, out: list[Action]) -> bool:
-        """Gives the members blocks of their own for their last tokens, by preempting others or itself if need be."""
-        manager = self._room.blocks
-        places = [(member, self._config.blocks_for(self.batch.tokens_of(member)) - 1) for member in request.members]
-        while self._room.spare < (lacking := batch.count_lacking_blocks(places, manager)):
-            if self._parking.coming > self._waiting:
-                self._waiting += lacking
+    def _give_blocks(self, request: DecodeRequest) -> bool:
+        """Gives each sequence its own block for its last token; preempts others, or the request itself, if needed."""
+        blocks_for = self._settings.blocks_for
+        writes = [(sequence, blocks_for(self.batch.tokens_of(sequence)) - 1) for sequence in request.sequences]
+        while self._budget.available < (lacking := batch.count_lacking_blocks(writes, self._state.blocks)):
+            if self._preempted.blocks_being_freed > self._blocks_awaited:
+                self._blocks_awaited += lacking
                 return False
-            victim = choose_victim([*self.batch.requests, *self.ready, *self.catching], request)
+            victim = choose_victim([*self.batch.requests, *self.waiting, *self.recomputing], request)
             if victim is None:
                 return False
-            self._preempt(victim, out)
+            self._preempt(victim)
             if victim is request:
                 return False
-        for member, index in places:
-            if index == len(member.table):
-                self._add_block(member, out)
-            elif (copied := batch.copy_on_write(request, member, index, manager, out)) is not None:
+        for sequence, index in writes:
+            if index == len(sequence.table):
+                self._add_block(sequence)
+            elif (copied := batch.copy_on_write(self._state, request, sequence, index)) is not None:
                 self.copies.append(copied)
-        self.expect(request)
+        self.update_expected(request)
         return True
 
-    def _preempt(self, victim: DecodeRequest, out: list[Action]) -> None:
-        self._upset = True
-        self._undo_copies(victim, out)
+    def _preempt(self, victim: DecodeRequest) -> None:
+        self._batch_changed = True
+        self._undo_copies(victim)
         self.take_out(victim)
-        self._parking.preempt(victim, out)
+        self._preempted.preempt(victim)
 
-    def _undo_copies(self, request: DecodeRequest, out: list[Action]) -> None:
-        """It does not take part in the next step after all."""
+    def _undo_copies(self, request: DecodeRequest) -> None:
+        """The request does not take part in the next step after all."""
         for copied in self.copies:
             if copied.request is request:
-                batch.undo_copy_on_write(copied, self._room.blocks, out)
+                batch.undo_copy_on_write(self._state, copied)
         self.copies = [copied for copied in self.copies if copied.request is not request]
 
-    def expect(self, request: DecodeRequest) -> None:
-        """Claims what a request is expected to need; thinks anew when that was exceeded."""
+    def update_expected(self, request: DecodeRequest) -> None:
+        """Updates the blocks that a request is expected to need; forecasts anew if the forecast was exceeded."""
         have = len(request.blocks) + request.promised
         if have > request.expected_blocks or not request.expected_blocks:
-            tokens = max(self.batch.tokens_of(member) for member in request.members)
+            tokens = max(self.batch.tokens_of(sequence) for sequence in request.sequences)
             answer = self._lengths.expected(max(0, tokens - request.prompt_tokens))
             total = max(tokens, min(request.total_tokens, request.prompt_tokens + answer))
-            needed = batch.most_blocks(self._config, request.prompt_tokens, total, request.places)
+            needed = batch.most_blocks(self._settings, request.prompt_tokens, total, request.slots)
             request.expected_blocks = max(have, needed)
-        self._room.claim(request, request.expected_blocks - have)
+        self._budget.expect(request, request.expected_blocks - have)
 
-    # --- catching up -----------------------------------------------------------------------------------------------
+    # --- recomputing -----------------------------------------------------------------------------------------------
 
-    def compute(self, request: DecodeRequest) -> bool:
-        """Turns a promise into a sequence that computes what is not held of its prompt, as if it came back.
+    def compute_prompt(self, request: DecodeRequest) -> bool:
+        """Binds the promised blocks and computes the prompt behind the cached prefix, as after preemption.
 
         Returns:
-            False when that is not possible: there is no place in a step, or others wait for blocks.
+            False if that is not possible: no slot is free, or preempted requests wait for blocks.
         """
         held = len(request.blocks)
-        kept = sum(self.seats_kept.values()) - self.seats_kept.get(request.id, 0)
-        is_full = self.places_taken + kept >= self._config.max_batch
-        if request.is_group or self._parking.parked or is_full:
+        kept = sum(self.slots_kept.values()) - self.slots_kept.get(request.id, 0)
+        is_full = self.slots_taken + kept >= self._settings.max_batch
+        if request.is_group or self._preempted.queue or is_full:
             return False
-        self._room.bind(request)
-        batch.begin_prompt_here(request, held, self._config)
-        self.returned(request)
+        self._budget.bind(request)
+        batch.begin_prompt_here(request, held, self._settings)
+        self.restored(request)
         self.prompts += 1
         return True
 
     def _chunks(self) -> tuple[Chunk, ...]:
-        """What is computed again beside the batch."""
-        return batch.plan_chunks(self.catching, self.pace.chunk_tokens(self.catching)) if self.catching else ()
+        """Chunks computed beside the batch."""
+        return batch.plan_chunks(self.recomputing, self.tbt.chunk_tokens(self.recomputing)) if self.recomputing else ()
 
-    def caught(self, chunk: Chunk, request: DecodeRequest) -> None:
-        """A chunk was computed.
+    def chunk_computed(self, chunk: Chunk, request: DecodeRequest) -> None:
+        """Counts a computed chunk.
 
-        With its last one a sequence alone has got a token and is in the batch again; a group is ready when all are.
+        With its last chunk a single sequence has sampled a token and joins the batch. A group waits for a slot when all
+        its sequences are recomputed.
         """
         self.recomputed_tokens += 0 if request.prompt_here else chunk.count
-        member = batch.take_computed_chunk(request, chunk, self._config, self._room.blocks)
+        sequence = batch.take_computed_chunk(request, chunk, self._settings, self._state.blocks)
         if chunk.sample:
-            self.catching.remove(request)
-            member.tokens += 1
+            self.recomputing.remove(request)
+            sequence.tokens += 1
             self.join(request)
         elif request.is_group and batch.is_recomputed(request):
-            self.catching.remove(request)
+            self.recomputing.remove(request)
             self.add(request)
-
-    def digest(self) -> bytes:
-        """Hash of what is not the requests' own."""
-        waiting = [[request.id for request in place] for place in (self.ready, self.catching)]
-        counts = (self.batch.ids, self.batch.ticks, self.batch.context, self.steps, self.recomputed_tokens)
-        return digest_of(counts, self.flight.run if self.flight is not None else None, waiting, list(self.seats_kept))
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
+    def digest(self) -> bytes:
+        """Hash of the lists and counters; requests have their own."""
+        lists = [[request.id for request in it] for it in (self.waiting, self.recomputing)]
+        counts = (self.batch.ids, self.batch.ticks, self.batch.context, self.steps, self.recomputed_tokens)
+        run = self.run_in_flight.run if self.run_in_flight is not None else None
+        return digest_of(counts, run, lists, list(self.slots_kept))
+
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that every request is where its state says, with blocks for its tokens."""
+        """Asserts that every request is where its status says, with blocks for its tokens."""
         self.batch.check_invariants()
-        leaving = [request for request in requests if request.state is RequestStatus.LEAVING]
-        assert all(request.state is RequestStatus.RUNNING or request in leaving for request in self.batch.requests)
-        for state, place in ((RequestStatus.READY, self.ready), (RequestStatus.CATCHING_UP, self.catching)):
-            there = sorted((r for r in requests if r.state is state), key=_queue_order)
-            assert there == [request for request in place if request not in leaving]
-        for request in self.ready:
-            for member in request.members:
-                assert len(member.table) >= self._config.blocks_for(member.tokens - 1)
+        finishing = [request for request in requests if request.status is RequestStatus.FINISHING]
+        assert all(request.status is RequestStatus.RUNNING or request in finishing for request in self.batch.requests)
+        for status, found in (
+            (RequestStatus.WAITING, self.waiting),
+            (RequestStatus.RECOMPUTING, self.recomputing),
+        ):
+            expected = sorted((r for r in requests if r.status is status), key=_queue_order)
+            assert expected == [request for request in found if request not in finishing]
+        for request in self.waiting:
+            for sequence in request.sequences:
+                assert len(sequence.table) >= self._settings.blocks_for(sequence.tokens - 1)
         assert not self.copies, "a copy belongs to a step"
-        if self.flight is not None:
-            batch.check_block_writes(self.batch, self._room.blocks, self._config, self.flight.copies)
-        kept = [r for r in requests if r.tbt_slo_s and r.state not in (RequestStatus.RUNNING, RequestStatus.LEAVING)]
-        assert dict(sorted(self.seats_kept.items())) == {r.id: r.places for r in sorted(kept, key=_queue_order)}
-        assert self.places_taken <= self._config.max_batch
+        if self.run_in_flight is not None:
+            batch.check_block_writes(self.batch, self._state, self.run_in_flight.copies)
+        apart = [r for r in requests if r.status not in (RequestStatus.RUNNING, RequestStatus.FINISHING)]
+        kept = {r.id: r.slots for r in apart if r.tbt_slo_s}
+        assert self.slots_kept == kept
+        assert self.slots_taken <= self._settings.max_batch
 
 
 def _queue_order(request: DecodeRequest) -> tuple[float, int]:
-    return request.turn
+    return request.order_key

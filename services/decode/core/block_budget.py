@@ -1,100 +1,98 @@
-"""The block budget of the decode pool: free, promised and expected blocks, and blocks pinned by pending I/O."""
+"""The block budget of the decode pool: available, promised and expected blocks, and blocks pinned by I/O."""
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from moonpool.frozen import frozen
-from moonpool.scheduling.block_manager import BlockManager, DeleteKV, KVDeleted, delete_kv
-from moonpool.scheduling.state_machine import PendingIo
-from services.decode.core.actions import Action, StopReceiving
-from services.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
+from moonpool.scheduling.block_manager import BlockManager
+from services.decode.core.request import DecodeRequest, RequestSequence
 
 
-def peak_blocks(lives: Iterable[tuple[int, int]]) -> int:
-    """Blocks that are needed beyond those taken now at the worst moment, if all grow alike and end as expected.
+def peak_blocks(ends: Iterable[tuple[int, int]]) -> int:
+    """Most blocks needed beyond those taken now, if all sequences grow alike and end as expected.
 
-    The worst moments are those before a sequence ends, as in the Past-Future scheduler (ASPLOS 2025).
+    The peaks are just before a sequence ends, as in the Past-Future scheduler (ASPLOS 2025).
 
     Args:
-        lives: of each sequence the blocks that it will still take, and those that come free with its end.
+        ends: for each sequence, blocks it will still take, and blocks that its end frees.
     """
     most = freed = 0
-    ends = sorted(lives)
-    for index, (claim, frees) in enumerate(ends):
-        most = max(most, (len(ends) - index) * claim - freed)
-        freed += frees
+    in_order = sorted(ends)
+    for index, (growth, exclusive) in enumerate(in_order):
+        most = max(most, (len(in_order) - index) * growth - freed)
+        freed += exclusive
     return most
 
 
 class BlockBudget:
-    """Counts over the pool's blocks.
+    """Counts the pool's blocks: available, promised, expected to be needed.
 
-    Args:
-        blocks: of the pool.
-        watermark: blocks that an admission leaves free beyond what is expected to be needed.
+    Attributes:
+        blocks: the pool's block manager.
+        watermark: blocks that an admission leaves free beyond those expected to be needed.
+        promised: blocks promised and not bound. A promise is always kept.
+        expected: blocks that requests are expected to need beyond theirs. A forecast, not a promise.
     """
 
     def __init__(self, blocks: BlockManager, watermark: int) -> None:
         self.blocks = blocks
         self.watermark = watermark
         self.promised = 0
-        """Blocks promised and not bound. A promise is kept whatever happens."""
-        self.claims = 0
-        """Sum of the requests' claims: blocks expected to be needed. No more than an expectation."""
+        self.expected = 0
 
     @property
-    def spare(self) -> int:
+    def available(self) -> int:
         """Blocks that can be taken now without breaking a promise."""
         return self.blocks.num_available - self.promised
 
     @property
-    def unexpected(self) -> int:
-        """Blocks that are not expected to be needed here."""
-        return self.spare - self.claims - self.watermark
+    def surplus(self) -> int:
+        """Available blocks that no request is expected to need."""
+        return self.available - self.expected - self.watermark
 
     def cost(self, held: list[int], new: int) -> int:
-        """Blocks by which `spare` falls when blocks that were matched are acquired and others taken."""
+        """Decrease of `available` if these matched blocks are acquired and `new` ones allocated."""
         return new + sum(self.blocks.is_cached(block) for block in held)
 
-    def frees(self, request: DecodeRequest) -> int:
-        """Blocks that nobody but a request refers to. Others share leading ones only."""
+    def exclusive_blocks(self, request: DecodeRequest) -> int:
+        """Blocks that only this request references (freed if it is preempted). Others share leading ones only."""
         if request.width > 1:
             return sum(self.blocks.ref_count(block) == count for block, count in Counter(request.refs).items())
         table = request.blocks
         return len(table) - bisect_left(table, True, key=lambda block: self.blocks.ref_count(block) == 1)
 
     def promise(self, request: DecodeRequest, held: list[int], new: int) -> None:
-        """Acquires the held prefix and promises blocks behind it."""
+        """Acquires the cached prefix and promises `new` blocks behind it."""
         self.blocks.acquire(held)
-        [member] = request.members
-        member.table = held
+        [sequence] = request.sequences
+        sequence.table = held
         request.promised = new
         self.promised += new
 
     def bind(self, request: DecodeRequest) -> None:
         """Turns the promise into blocks; cannot fail."""
-        [member] = request.members
+        [sequence] = request.sequences
         self.promised -= request.promised
-        member.table += self.blocks.allocate(request.promised)
+        sequence.table += self.blocks.allocate(request.promised)
         request.promised = 0
 
-    def keep(self, request: DecodeRequest, leading: int) -> None:
-        """So many leading blocks of a prompt are there: the full ones can be found by their keys."""
-        [member] = request.members
-        for block, key in zip(member.table[:leading], member.keys, strict=False):
+    def register_leading(self, request: DecodeRequest, leading: int) -> None:
+        """Registers the keys of the full blocks among a prompt's first `leading` blocks, whose KV has arrived."""
+        [sequence] = request.sequences
+        for block, key in zip(sequence.table[:leading], sequence.keys, strict=False):
             self.blocks.register(block, key, request.owner)
 
-    def claim(self, request: DecodeRequest, blocks: int) -> None:
-        """Changes what a request is expected to need beyond what it has."""
-        self.claims += blocks - request.claim
-        request.claim = blocks
+    def expect(self, request: DecodeRequest, blocks: int) -> None:
+        """Sets the blocks that a request is expected to need beyond those it has."""
+        self.expected += blocks - request.expected_growth
+        request.expected_growth = blocks
 
-    def give_back(self, request: DecodeRequest) -> None:
+    def release(self, request: DecodeRequest) -> None:
         """Takes all blocks and any promise from a request."""
-        for member in request.members:
-            self.blocks.release(member.table)
-            member.table = []
+        for sequence in request.sequences:
+            self.blocks.release(sequence.table)
+            sequence.table = []
         self.promised -= request.promised
         request.promised = 0
 
@@ -103,13 +101,13 @@ class BlockBudget:
         self.blocks.check_invariants()
         assert 0 <= self.promised <= self.blocks.num_available, "a promise could not be kept"
         assert self.promised == sum(request.promised for request in requests)
-        assert self.claims == sum(request.claim for request in requests)
-        assert all(request.claim >= 0 for request in requests)
+        assert self.expected == sum(request.expected_growth for request in requests)
+        assert all(request.expected_growth >= 0 for request in requests)
 
 
 @frozen
 class SwapPin:
-    """A request's blocks are being swapped out or in."""
+    """Pins a request's blocks while they are swapped out or in."""
 
     request: DecodeRequest
     out: bool
@@ -118,10 +116,10 @@ class SwapPin:
 
 @frozen
 class StorePin:
-    """A full block is being written to one of its request's kvstores; the request may have ended."""
+    """Pins a full block while it is written to one of its request's kvstores; the request may have ended."""
 
     request: DecodeRequest
-    member: RequestSequence
+    sequence: RequestSequence
     index: int
     block: int
     store: int
@@ -129,42 +127,27 @@ class StorePin:
 
 @frozen
 class LoadPin:
-    """Blocks of a request's first member are being read from one of its kvstores."""
+    """Pins blocks of a request's first sequence while they are read from one of its kvstores.
+
+    Attributes:
+        held: indices of `BlockSharing` that the request had before.
+        ahead: blocks being loaded when the load began, its own included.
+    """
 
     request: DecodeRequest
-    member: RequestSequence
+    sequence: RequestSequence
     held: frozenset[int]
-    """What of its shape it had already."""
     first: int
     blocks: tuple[int, ...]
     store: int
     ahead: int
-    """Blocks that were being loaded when it began, its own among them."""
 
 
 @frozen
 class ReceivePin:
-    """What came of a request that has ended may still be being written into its blocks."""
+    """Pins the blocks of a request that has ended while a transfer may still write into them."""
 
     request: DecodeRequest
 
 
 BlockPin = SwapPin | StorePin | LoadPin | ReceivePin
-
-
-def stop_receiving(request: DecodeRequest, ios: PendingIo[BlockPin], out: list[Action]) -> bool:
-    """Whether KV of a request that ends is coming; has that stopped."""
-    if request.state is not RequestStatus.RECEIVING:
-        return False
-    out.append(StopReceiving(ios.begin(ReceivePin(request)), request.id))
-    return True
-
-
-def delete_request_kv(blocks: BlockManager, event: DeleteKV, requests: Sequence[DecodeRequest]) -> KVDeleted:
-    """Deletes; of all `requests` that concern it nothing is kept from now on, nor looked for in kvstores."""
-    keys = ((it.owner, [key for member in it.members for key in member.keys]) for it in requests)
-    forgot = delete_kv(blocks, event, keys)
-    for request in requests:
-        if request.owner.transient:
-            request.keep_nothing()
-    return forgot

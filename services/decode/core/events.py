@@ -141,7 +141,7 @@ class AdoptRequest:
 class StreamOpened:
     """A conductor has opened a stream. While it has one, its promises do not run out.
 
-    What it had on a stream that has closed ends: it lives, and has placed that anew.
+    What it had on a stream that has closed ends: it forecasts, and has placed that anew.
     """
 
     stream: int

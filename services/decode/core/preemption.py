@@ -2,214 +2,210 @@
 
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
-from moonpool.scheduling.latency import SpeedTracker, load_seconds, prefill_seconds
-from moonpool.scheduling.state_machine import PendingIo, digest_of
+from moonpool.scheduling.latency import load_seconds, prefill_seconds
+from moonpool.scheduling.state_machine import digest_of
 from services.decode.core import batch
-from services.decode.core.actions import Action, LoadStoredBlocks, SetBlockTable, StoreBlock, SwapDrop, SwapIn, SwapOut
-from services.decode.core.block_budget import BlockBudget, BlockPin, LoadPin, StorePin, SwapPin, peak_blocks
+from services.decode.core.actions import LoadStoredBlocks, SetBlockTable, StoreBlock, SwapDrop, SwapIn, SwapOut
+from services.decode.core.block_budget import LoadPin, StorePin, SwapPin, peak_blocks
 from services.decode.core.events import LoadEnd, StoreEnd, SwapEnd
-from services.decode.core.request import ACTIVE, DecodeRequest, RequestSequence, RequestStatus
-from services.decode.core.settings import DecodeSettings, Preemption
+from services.decode.core.request import PREEMPTIBLE, DecodeRequest, RequestSequence, RequestStatus
+from services.decode.core.settings import Preemption
+from services.decode.core.state import DecodeState
 
 LOAD_SLACK = 4.0
-"""A load may take so many times the predicted seconds of all that is being loaded, besides the configured ones."""
+"""A load may take this many times the predicted seconds of all loads in flight, plus the configured ones."""
 
 
 @frozen
 class StoredPrefix:
-    """A kvstore, and how many leading blocks of a sequence it is thought to have."""
+    """A kvstore, and the leading blocks of a sequence it is believed to hold."""
 
     store: int
     blocks: int
 
 
 class StoredBlocks:
-    """Copies of the sequences' full blocks in kvstores.
+    """Copies of the sequences' full blocks in kvstores: writes and loads.
 
-    What a store has is presumed: prefill has written the prompt's blocks to the same stores, and a store may lose any
-    block at any time. Where that was wrong, less is loaded and the rest is computed.
+    What a store holds is a belief: prefill has written the prompt's blocks to the same stores, and a store may lose any
+    block at any time. If the belief is wrong, fewer blocks are loaded and the rest is computed.
 
-    Args:
-        config: of the core.
-        room: has the blocks.
-        tracker: predicts times of loading and computing; learns from loads.
-        ios: I/O under way.
+    Attributes:
+        loading: slots of requests that are being loaded.
+        loaded_blocks: blocks loaded so far.
+        failures: loads that failed for another reason than missing blocks.
     """
 
-    def __init__(
-        self, config: DecodeSettings, room: BlockBudget, tracker: SpeedTracker, ios: PendingIo[BlockPin]
-    ) -> None:
-        self._config = config
-        self._room = room
-        self._tracker = tracker
-        self._ios = ios
+    def __init__(self, state: DecodeState) -> None:
+        self._state, self._settings = state, state.settings
         self.loading = 0
-        """Places of requests that are being loaded."""
         self._loading_blocks = 0
         self.loaded_blocks = 0
         self.failures = 0
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def write(self, request: DecodeRequest, member: RequestSequence, index: int, store: int, out: list[Action]) -> None:
-        """Writes a full block to one of its request's kvstores; it stays in the pool until that is over.
+    def write(self, request: DecodeRequest, sequence: RequestSequence, index: int, store: int) -> None:
+        """Writes a full block to one of its request's kvstores; the pool keeps the block until the write ends.
 
-        Does nothing where the request's blocks are not to be kept.
+        Does nothing if the request's blocks may not be kept.
         """
         if request.owner.transient:
             return
-        block = member.table[index]
-        self._room.blocks.acquire([block])
-        if member.stored[store] == index:
-            member.stored[store] = index + 1
-        io = self._ios.begin(StorePin(request, member, index, block, store))
-        out.append(StoreBlock(io, member.id, index, block, store))
+        block = sequence.table[index]
+        self._state.blocks.acquire([block])
+        if sequence.stored[store] == index:
+            sequence.stored[store] = index + 1
+        io = self._state.ios.begin(StorePin(request, sequence, index, block, store))
+        self._state.act(StoreBlock(io, sequence.id, index, block, store))
 
-    def filled(self, request: DecodeRequest, member: RequestSequence, key: BlockKey, out: list[Action]) -> None:
-        """A member's next block is full: it gets its key, and is written to the kvstores.
+    def block_filled(self, request: DecodeRequest, sequence: RequestSequence, key: BlockKey) -> None:
+        """A sequence's next block is full: registers its key and writes it to the kvstores.
 
-        One that has its key was held when its prompt came: the kvstores are presumed to have it, as what is before it.
+        A block that has its key already was cached when the prompt came: the kvstores are believed to hold it.
         """
-        index, blocks = len(member.keys), self._room.blocks
-        held = blocks.key_of(member.table[index]) is not None
-        member.keys.append(key)
-        blocks.register(member.table[index], key, request.owner)
-        if held:
-            member.stored = [there + (there == index) for there in member.stored]
+        index, blocks = len(sequence.keys), self._state.blocks
+        cached = blocks.key_of(sequence.table[index]) is not None
+        sequence.keys.append(key)
+        blocks.register(sequence.table[index], key, request.owner)
+        if cached:
+            sequence.stored = [there + (there == index) for there in sequence.stored]
             return
         for store in range(request.stores):
-            self.write(request, member, index, store, out)
+            self.write(request, sequence, index, store)
 
-    def write_missing(self, request: DecodeRequest, out: list[Action]) -> None:
-        """Writes what the fullest kvstore lacks of the first member's full blocks, if there is a kvstore."""
+    def write_missing(self, request: DecodeRequest) -> None:
+        """Writes the first sequence's full blocks that the fullest kvstore lacks, if there is a kvstore."""
         source = self.source(request)
         if source is not None:
-            member = request.members[0]
-            for index in range(source.blocks, len(member.keys)):
-                self.write(request, member, index, source.store, out)
+            sequence = request.sequences[0]
+            for index in range(source.blocks, len(sequence.keys)):
+                self.write(request, sequence, index, source.store)
 
-    def write_prompt(self, request: DecodeRequest, out: list[Action]) -> None:
-        """Writes the full blocks of a prompt that were computed here; of other prompts it is prefill's business."""
+    def write_prompt(self, request: DecodeRequest) -> None:
+        """Writes the full blocks of a prompt that is computed here; prefill writes those of other prompts."""
         if not request.prompt_here:
             return
-        for member in request.members:
-            full = min(member.computed // self._config.block_tokens, len(member.keys))
-            for store, there in enumerate(member.stored):
+        for sequence in request.sequences:
+            full = min(sequence.computed // self._settings.block_tokens, len(sequence.keys))
+            for store, there in enumerate(sequence.stored):
                 for index in range(there, full):
-                    self.write(request, member, index, store, out)
+                    self.write(request, sequence, index, store)
 
-    def written(self, holds: StorePin, result: object) -> None:
-        """A write is over."""
-        self._room.blocks.release([holds.block])
+    def written(self, pin: StorePin, result: object) -> None:
+        """A write has ended."""
+        self._state.blocks.release([pin.block])
         if not (isinstance(result, StoreEnd) and result.ok):
-            stored = holds.member.stored
-            stored[holds.store] = min(stored[holds.store], holds.index)
+            stored = pin.sequence.stored
+            stored[pin.store] = min(stored[pin.store], pin.index)
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def source(self, request: DecodeRequest) -> StoredPrefix | None:
-        """The kvstore that has most; None when the request has none."""
-        stored = request.members[0].stored
+        """The kvstore that holds most; None if the request has no kvstore."""
+        stored = request.sequences[0].stored
         most = max(stored, default=None)
         return None if most is None else StoredPrefix(stored.index(most), most)
 
-    def back_s(self, request: DecodeRequest) -> float:
-        """Predicted seconds of loading what the stores have and of computing the rest; all of it without a store."""
-        source, speeds = self.source(request), self._tracker.speeds
+    def restore_s(self, request: DecodeRequest) -> float:
+        """Predicted seconds of loading what the stores hold and computing the rest; without a store, of computing."""
+        source, speeds = self.source(request), self._state.tracker.speeds
         loaded = source.blocks if source is not None else 0
-        there = loaded * self._config.block_tokens
-        tokens = batch.tokens_to_recompute(request, self._config)
+        there = loaded * self._settings.block_tokens
+        tokens = batch.tokens_to_recompute(request, self._settings)
         return self._load_s(loaded) + prefill_seconds(speeds, tokens - there, there)
 
-    def held(self, request: DecodeRequest) -> dict[int, int]:
-        """Blocks of the pool with which a request comes back, by their number in its shape.
+    def cached_blocks(self, request: DecodeRequest) -> dict[int, int]:
+        """Blocks of the pool that a request is restored with, by their index in its `BlockSharing`.
 
-        None where it is to be loaded, or computed, wholly.
+        Empty if all of it is to be loaded or computed.
         """
-        if request.recompute:
+        if request.preemption.recompute:
             return {}
-        held, source = batch.find_cached_blocks(request, self._room.blocks), self.source(request)
+        held, source = batch.find_cached_blocks(request, self._state.blocks), self.source(request)
         first = batch.count_leading_blocks(request, held)
-        loads = self._config.preemption is Preemption.STORE and source is not None and source.blocks >= first
+        loads = self._settings.preemption is Preemption.STORE and source is not None and source.blocks >= first
         return {} if loads else held
 
-    def load(self, request: DecodeRequest, held: frozenset[int], out: list[Action]) -> bool:
-        """Begins to load what lies behind the first member's blocks in `held`, if a store has some and it pays.
+    def load(self, request: DecodeRequest, held: frozenset[int]) -> bool:
+        """Begins to load the first sequence's blocks behind those in `held`, if a store holds some and loading pays.
 
-        What further members have of their own is computed.
+        Blocks that only further sequences have are computed.
         """
-        source, member, first = self.source(request), request.members[0], batch.count_leading_blocks(request, held)
+        source, sequence, first = self.source(request), request.sequences[0], batch.count_leading_blocks(request, held)
         if source is None or source.blocks <= first or not self._pays(request, first, source):
             return False
-        blocks = tuple(member.table[first : source.blocks])
-        request.state = RequestStatus.LOADING
-        self.loading += request.places
+        blocks = tuple(sequence.table[first : source.blocks])
+        request.set_status(RequestStatus.LOADING)
+        self.loading += request.slots
         self._loading_blocks += len(blocks)
-        timeout_s = self._config.load_timeout_s + LOAD_SLACK * self._load_s(self._loading_blocks)
-        io = self._ios.begin(LoadPin(request, member, held, first, blocks, source.store, self._loading_blocks))
-        out.append(LoadStoredBlocks(io, member.id, first, blocks, source.store, timeout_s))
+        timeout_s = self._settings.load_timeout_s + LOAD_SLACK * self._load_s(self._loading_blocks)
+        pin = LoadPin(request, sequence, held, first, blocks, source.store, self._loading_blocks)
+        io = self._state.ios.begin(pin)
+        self._state.act(LoadStoredBlocks(io, sequence.id, first, blocks, source.store, timeout_s))
         return True
 
-    def loaded(self, holds: LoadPin, result: LoadEnd) -> None:
-        """A load is over. A request that has ended meanwhile is the caller's business afterwards."""
-        request, end = holds.request, holds.first + result.blocks
-        self.loading -= request.places
-        self._loading_blocks -= len(holds.blocks)
-        self._learn(holds, result)
-        if request.state is not RequestStatus.LOADING:
+    def load_ended(self, pin: LoadPin, result: LoadEnd) -> None:
+        """A load has ended. The caller handles a request that has ended meanwhile."""
+        request, end = pin.request, pin.first + result.blocks
+        self.loading -= request.slots
+        self._loading_blocks -= len(pin.blocks)
+        self._learn(pin, result)
+        if request.status is not RequestStatus.LOADING:
             return
-        for block, key in zip(holds.blocks[: result.blocks], holds.member.keys[holds.first : end], strict=True):
-            self._room.blocks.register(block, key, request.owner)
-        batch.resume_with_blocks(request, holds.held.union(range(end)), self._config)
+        for block, key in zip(pin.blocks[: result.blocks], pin.sequence.keys[pin.first : end], strict=True):
+            self._state.blocks.register(block, key, request.owner)
+        batch.resume_with_blocks(request, pin.held.union(range(end)), self._settings)
 
     def _load_s(self, blocks: int) -> float:
-        """Seconds of loading by itself. Who waits for the link does not hold up the batch, as computing does."""
-        return load_seconds(self._tracker.speeds, blocks * self._config.block_bytes)
+        """Seconds of loading alone. A load that waits for the link does not delay the batch; a chunk does."""
+        return load_seconds(self._state.tracker.speeds, blocks * self._settings.block_bytes)
 
     def _pays(self, request: DecodeRequest, held: int, source: StoredPrefix) -> bool:
-        if request.recompute or self._config.preemption not in (Preemption.AUTO, Preemption.STORE):
+        mode = self._settings.preemption
+        if request.preemption.recompute or mode not in (Preemption.AUTO, Preemption.STORE):
             return False
-        blocks, size = source.blocks - held, self._config.block_tokens
-        compute_s = prefill_seconds(self._tracker.speeds, blocks * size, held * size)
-        return self._config.preemption is Preemption.STORE or self._load_s(blocks) < compute_s
+        blocks, size = source.blocks - held, self._settings.block_tokens
+        compute_s = prefill_seconds(self._state.tracker.speeds, blocks * size, held * size)
+        return mode is Preemption.STORE or self._load_s(blocks) < compute_s
 
-    def _learn(self, holds: LoadPin, result: LoadEnd) -> None:
+    def _learn(self, pin: LoadPin, result: LoadEnd) -> None:
         self.loaded_blocks += result.blocks
         self.failures += result.failed
-        stored = holds.member.stored
+        stored = pin.sequence.stored
         if result.failed:
-            stored[holds.store] = 0
-        elif result.blocks < len(holds.blocks):
-            stored[holds.store] = min(stored[holds.store], holds.first + result.blocks)
+            stored[pin.store] = 0
+        elif result.blocks < len(pin.blocks):
+            stored[pin.store] = min(stored[pin.store], pin.first + result.blocks)
         else:
-            self._tracker.observe_load(holds.ahead * self._config.block_bytes, result.seconds)
-
-    def digest(self) -> bytes:
-        """Hash of what is not the requests' own."""
-        return digest_of(self.loading, self._loading_blocks, self.loaded_blocks, self.failures)
+            self._state.tracker.observe_load(pin.ahead * self._settings.block_bytes, result.seconds)
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
+    def digest(self) -> bytes:
+        """Hash of the counters; requests have their own."""
+        return digest_of(self.loading, self._loading_blocks, self.loaded_blocks, self.failures)
+
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that what is read back has its I/O, and that no more is presumed than there can be."""
-        loading = [holds.request for _, holds in self._ios if isinstance(holds, LoadPin)]
+        """Asserts that each LOADING request has its I/O, and that beliefs about stores are possible."""
+        pins = [pin for _, pin in self._state.ios if isinstance(pin, LoadPin)]
+        loading = [pin.request for pin in pins]
         assert len(loading) == len(set(map(id, loading))), "a request is loaded twice"
-        assert sum(request.places for request in loading) == self.loading
-        blocks = [len(holds.blocks) for _, holds in self._ios if isinstance(holds, LoadPin)]
-        assert sum(blocks) == self._loading_blocks
+        assert sum(request.slots for request in loading) == self.loading
+        assert sum(len(pin.blocks) for pin in pins) == self._loading_blocks
         for request in requests:
-            for member in request.members:
-                assert len(member.stored) == request.stores
-                assert all(0 <= blocks <= len(member.keys) for blocks in member.stored)
-            assert request.state is not RequestStatus.LOADING or request in loading
+            for sequence in request.sequences:
+                assert len(sequence.stored) == request.stores
+                assert all(0 <= blocks <= len(sequence.keys) for blocks in sequence.stored)
+            assert request.status is not RequestStatus.LOADING or request in loading
 
 
 PROTECTED_AFTER_PREEMPTIONS = 2
-"""Who was preempted so often is spared as long as there is somebody else."""
+"""A request preempted this often is spared if another one can be preempted."""
 
 
 SWAP_BYTES_PER_S = 4e9
-"""Assumed rate of copying to DRAM and back until it was measured."""
+"""Assumed rate of copies to DRAM and back until one was measured."""
 
 
 SWAP_WEIGHT = 0.2
@@ -217,229 +213,220 @@ SWAP_WEIGHT = 0.2
 
 
 def choose_victim(active: list[DecodeRequest], wanting: DecodeRequest) -> DecodeRequest | None:
-    """Who is preempted so that `wanting` gets a block: last come of the lowest priority first.
+    """Chooses the request to preempt so that `wanting` gets a block: the last in order.
 
-    The one whose turn is first is never chosen, so it can always finish; those preempted twice are spared if possible.
+    The first in order is never chosen, so it can always finish. Requests preempted twice are spared if possible.
 
     Returns:
-        A request, maybe `wanting` itself; None when nobody may be preempted.
+        A request, maybe `wanting` itself; None if no request may be preempted.
     """
     first = min((*active, wanting), key=_victim_order)
     free = [request for request in active if request is not first]
-    spared = [request for request in free if request.preemptions < PROTECTED_AFTER_PREEMPTIONS]
+    spared = [request for request in free if request.preemption.count < PROTECTED_AFTER_PREEMPTIONS]
     return max(spared or free, key=_victim_order, default=None)
 
 
 def _victim_order(request: DecodeRequest) -> tuple[float, int]:
-    return request.turn
+    return request.order_key
 
 
 class PreemptedRequests:
     """The preempted requests.
 
-    Args:
-        config: of the core.
-        room: counts blocks.
-        tracker: predicts the engine's times.
-        ios: I/O under way.
-        shelf: what is in kvstores.
+    Attributes:
+        queue: requests without blocks, in the order in which they are restored: longest waiting first.
+        blocks_being_freed: blocks that become free when the copies out of the pool end.
+        swapped_blocks: blocks swapped out, or being copied.
+        swap_bytes_per_s: measured rate of copies.
+        preemptions: so far.
+        swaps: requests swapped out so far.
     """
 
-    def __init__(
-        self,
-        config: DecodeSettings,
-        room: BlockBudget,
-        tracker: SpeedTracker,
-        ios: PendingIo[BlockPin],
-        shelf: StoredBlocks,
-    ) -> None:
-        self._config = config
-        self._room = room
-        self._tracker = tracker
-        self._ios = ios
-        self._shelf = shelf
-        self.parked: list[DecodeRequest] = []
-        """Without blocks, in the order in which they come back: who has waited longest is first."""
-        self._refused: tuple[int, int, int, int] | None = None  # how it was when there was no room for the first one
-        self.coming = 0
-        """Blocks that are free when the copies out of the pool are over."""
-        self.saved = 0
-        """Blocks swapped out, or being copied."""
+    def __init__(self, state: DecodeState, stored_blocks: StoredBlocks) -> None:
+        self._state, self._settings, self._budget = state, state.settings, state.budget
+        self._stored_blocks = stored_blocks
+        self.queue: list[DecodeRequest] = []
+        self._refused: tuple[int, int, int, int] | None = None  # what there was when the first one did not fit
+        self.blocks_being_freed = 0
+        self.swapped_blocks = 0
         self.swap_bytes_per_s = SWAP_BYTES_PER_S
         self.preemptions = 0
         self.swaps = 0
 
     @property
     def loading(self) -> int:
-        """Sequences that are being loaded from kvstores."""
-        return self._shelf.loading
+        """Slots of requests that are being loaded from kvstores."""
+        return self._stored_blocks.loading
 
-    # --- giving up -------------------------------------------------------------------------------------------------
+    # --- giving up blocks ------------------------------------------------------------------------------------------
 
-    def preempt(self, request: DecodeRequest, out: list[Action]) -> None:
-        """Takes the blocks of a request that is in no container and no step any more."""
-        request.preemptions += 1
+    def preempt(self, request: DecodeRequest) -> None:
+        """Takes the blocks of a request that is in no list and no step any more."""
+        request.preemption.count += 1
         self.preemptions += 1
-        request.shape = batch.block_sharing_of(request, self._config)
-        whole = request.state is not RequestStatus.CATCHING_UP
-        blocks = tuple(request.blocks_of(request.shape)) if whole else ()
-        way = self._way(request, len(blocks))
-        if way is Preemption.SWAP and blocks:
-            self._swap_out(request, blocks, out)
+        sharing = request.preemption.sharing = batch.block_sharing_of(request, self._settings)
+        whole = request.status is not RequestStatus.RECOMPUTING
+        blocks = tuple(request.blocks_of(sharing)) if whole else ()
+        mode = self._choose_mode(request, len(blocks))
+        if mode is Preemption.SWAP and blocks:
+            self._swap_out(request, blocks)
             return
-        if way is Preemption.STORE and whole:
-            self._shelf.write_missing(request, out)
-        request.recompute = way is Preemption.RECOMPUTE
-        self._room.give_back(request)
-        self.park(request)
+        if mode is Preemption.STORE and whole:
+            self._stored_blocks.write_missing(request)
+        request.preemption.recompute = mode is Preemption.RECOMPUTE
+        self._budget.release(request)
+        self.enqueue(request)
 
     def predicted_s(self, request: DecodeRequest, blocks: int) -> dict[Preemption, float]:
-        """Seconds until a request would be back, by each way; cached blocks may be gone by then."""
-        tokens = batch.tokens_to_recompute(request, self._config)
+        """Predicted seconds until a request is restored, by mode; cached blocks may be gone by then."""
+        tokens = batch.tokens_to_recompute(request, self._settings)
         return {
-            Preemption.SWAP: 2 * blocks * self._config.block_bytes / self.swap_bytes_per_s,
-            Preemption.STORE: self._shelf.back_s(request),
-            Preemption.CACHE: prefill_seconds(self._tracker.speeds, tokens, 0),
+            Preemption.SWAP: 2 * blocks * self._settings.block_bytes / self.swap_bytes_per_s,
+            Preemption.STORE: self._stored_blocks.restore_s(request),
+            Preemption.CACHE: prefill_seconds(self._state.tracker.speeds, tokens, 0),
         }
 
-    def _way(self, request: DecodeRequest, blocks: int) -> Preemption:
-        """How a sequence gives its blocks up."""
-        way, full = self._config.preemption, self.saved + blocks > self._config.swap_blocks
-        if way is Preemption.SWAP:
-            return Preemption.CACHE if full else way
-        if way is not Preemption.AUTO:
-            return way
+    def _choose_mode(self, request: DecodeRequest, blocks: int) -> Preemption:
+        mode, full = self._settings.preemption, self.swapped_blocks + blocks > self._settings.swap_blocks
+        if mode is Preemption.SWAP:
+            return Preemption.CACHE if full else mode
+        if mode is not Preemption.AUTO:
+            return mode
         predicted = self.predicted_s(request, blocks)
         if full:
             del predicted[Preemption.SWAP]
-        return min(reversed(predicted), key=lambda way: predicted[way])
+        return min(reversed(predicted), key=lambda mode: predicted[mode])
 
-    def _swap_out(self, request: DecodeRequest, blocks: tuple[int, ...], out: list[Action]) -> None:
-        request.state = RequestStatus.SWAPPING_OUT
-        request.saved = len(blocks)
-        self.saved += len(blocks)
-        self.coming += len(request.blocks)
+    def _swap_out(self, request: DecodeRequest, blocks: tuple[int, ...]) -> None:
+        request.set_status(RequestStatus.SWAPPING_OUT)
+        request.preemption.swapped_blocks = len(blocks)
+        self.swapped_blocks += len(blocks)
+        self.blocks_being_freed += len(request.blocks)
         self.swaps += 1
-        out.append(SwapOut(self._ios.begin(SwapPin(request, True, blocks)), request.id, blocks))
+        self._state.act(SwapOut(self._state.ios.begin(SwapPin(request, True, blocks)), request.id, blocks))
 
-    def park(self, request: DecodeRequest) -> None:
-        """Lets a sequence without blocks wait for its return."""
-        request.state = RequestStatus.PARKED
-        self._room.claim(request, max(request.expected_blocks, batch.blocks_to_resume(request, self._config)))
-        self.parked.append(request)
+    def enqueue(self, request: DecodeRequest) -> None:
+        """Lets a request without blocks wait until it is restored."""
+        request.set_status(RequestStatus.PREEMPTED)
+        needed = batch.blocks_to_resume(request, self._settings)
+        self._budget.expect(request, max(request.expected_blocks, needed))
+        self.queue.append(request)
 
-    def go_on(self, request: DecodeRequest) -> None:
-        """Lets a request begin behind known tokens, whose KV is computed as that of one that comes back."""
-        request.prompt_here, request.shape = True, batch.block_sharing_behind_prompt(request, self._config)
-        self._room.give_back(request)  # full blocks stay in the pool as cache as long as they are not needed
-        self.park(request)
+    def recompute_known(self, request: DecodeRequest) -> None:
+        """Lets a request begin behind known tokens, whose KV is computed as after preemption."""
+        request.prompt_here = True
+        request.preemption.sharing = batch.block_sharing_behind_prompt(request, self._settings)
+        self._budget.release(request)  # full blocks stay in the pool as cache until they are needed
+        self.enqueue(request)
 
-    # --- coming back -----------------------------------------------------------------------------------------------
+    # --- restoring -------------------------------------------------------------------------------------------------
 
-    def bring_back(self, active: list[DecodeRequest], out: list[Action]) -> DecodeRequest | None:
-        """Brings the first parked request back if there is room for it now, and for all of them as they grow and end.
+    def restore_first(self, active: list[DecodeRequest]) -> DecodeRequest | None:
+        """Restores the first request of the queue if its blocks fit now, and those of all as they grow and end.
 
         Args:
-            active: who runs, or could; when nobody does, nobody else's growth need be thought of.
-            out: gets the actions.
+            active: requests that run or could run. If there is none, the growth of others does not matter.
 
         Returns:
-            The request, READY, CATCHING_UP, SWAPPING_IN or LOADING; None when there is no room, or nobody is parked.
+            The request, WAITING, RECOMPUTING, SWAPPING_IN or LOADING; None if it does not fit or the queue is empty.
         """
-        if not self.parked:
+        if not self.queue:
             return None
-        request = self.parked[0]
-        # Who grows as expected takes as much from what is free as from what is claimed: then nothing has changed.
-        asked = request.id, self._room.spare - self._room.claims, len(self.parked), len(active)
+        request = self.queue[0]
+        # A request that grows as expected takes as much from available as from expected blocks: nothing has changed.
+        asked = request.id, self._budget.available - self._budget.expected, len(self.queue), len(active)
         if active and asked == self._refused:
             return None
-        held = self._shelf.held(request)
-        new = batch.blocks_to_resume(request, self._config) - len(held)
-        left = self._room.spare - self._room.cost(list(held.values()), new)
-        growth = request.claim - len(held) - new
-        if left < 0 or (active and left < self._room.watermark + self._needed(active, growth, new)):
+        held = self._stored_blocks.cached_blocks(request)
+        new = batch.blocks_to_resume(request, self._settings) - len(held)
+        left = self._budget.available - self._budget.cost(list(held.values()), new)
+        growth = request.expected_growth - len(held) - new
+        if left < 0 or (active and left < self._budget.watermark + self._needed(active, growth, new)):
             self._refused = asked
             return None
-        del self.parked[0]
-        blocks = batch.rebuild_tables(request, held, self._config, self._room.blocks)
-        self._room.claim(request, growth)
-        out += [SetBlockTable(member.id, tuple(member.table)) for member in request.members]
-        self._fill(request, held, blocks, out)
+        del self.queue[0]
+        blocks = batch.rebuild_tables(request, held, self._settings, self._state.blocks)
+        self._budget.expect(request, growth)
+        self._state.out += [SetBlockTable(sequence.id, tuple(sequence.table)) for sequence in request.sequences]
+        self._fill(request, held, blocks)
         return request
 
     def _needed(self, active: list[DecodeRequest], growth: int, new: int) -> int:
-        """Blocks that all will need beyond what they have, if one more comes with so many blocks and so much growth."""
-        known = sum(request.claim for request in (*active, *self.parked))
-        lives = [(request.claim, self._room.frees(request)) for request in active]
-        return self._room.claims - known + peak_blocks([*lives, (growth, new)])
+        """Blocks that all requests will need beyond theirs, if one more comes with these new blocks and growth."""
+        known = sum(request.expected_growth for request in (*active, *self.queue))
+        ends = [(request.expected_growth, self._budget.exclusive_blocks(request)) for request in active]
+        return self._budget.expected - known + peak_blocks([*ends, (growth, new)])
 
-    def _fill(self, request: DecodeRequest, held: dict[int, int], blocks: list[int], out: list[Action]) -> None:
-        """Chooses how the KV that is not held comes back."""
-        if request.saved > len(held):
-            copied = tuple(blocks[len(held) : request.saved])
-            request.state = RequestStatus.SWAPPING_IN
-            out.append(SwapIn(self._ios.begin(SwapPin(request, False, copied)), request.id, len(held), copied))
+    def _fill(self, request: DecodeRequest, held: dict[int, int], blocks: list[int]) -> None:
+        """Chooses how the KV that is not cached is restored."""
+        if request.preemption.swapped_blocks > len(held):
+            copied = tuple(blocks[len(held) : request.preemption.swapped_blocks])
+            request.set_status(RequestStatus.SWAPPING_IN)
+            io = self._state.ios.begin(SwapPin(request, False, copied))
+            self._state.act(SwapIn(io, request.id, len(held), copied))
             return
-        self.forget(request, out)
-        if not self._shelf.load(request, frozenset(held), out):
-            batch.resume_with_blocks(request, frozenset(held), self._config)
+        self.drop_swapped(request)
+        if not self._stored_blocks.load(request, frozenset(held)):
+            batch.resume_with_blocks(request, frozenset(held), self._settings)
 
-    def copied(self, result: SwapEnd, copy: SwapPin) -> None:
-        """A copy is over. A request that has ended meanwhile is the caller's business afterwards."""
-        request = copy.request
+    def swap_ended(self, pin: SwapPin, result: SwapEnd) -> None:
+        """A copy has ended. The caller handles a request that has ended meanwhile."""
         if result.ok:
-            self._observe(len(copy.blocks) * self._config.block_bytes, result.seconds)
-        if copy.out:
-            self._out(request, ok=result.ok)
+            self._observe(len(pin.blocks) * self._settings.block_bytes, result.seconds)
+        if pin.out:
+            self._swapped_out(pin.request, ok=result.ok)
         else:
-            self._in(request, ok=result.ok)
+            self._swapped_in(pin.request, ok=result.ok)
 
-    def _out(self, request: DecodeRequest, *, ok: bool) -> None:
-        self.coming -= len(request.blocks)
-        self._room.give_back(request)
+    def _swapped_out(self, request: DecodeRequest, *, ok: bool) -> None:
+        self.blocks_being_freed -= len(request.blocks)
+        self._budget.release(request)
         if not ok:
-            self.saved -= request.saved
-            request.saved = 0
-        if request.state is RequestStatus.SWAPPING_OUT:
-            self.park(request)
+            self._count_no_swapped(request)
+        if request.status is RequestStatus.SWAPPING_OUT:
+            self.enqueue(request)
 
-    def _in(self, request: DecodeRequest, *, ok: bool) -> None:
-        self.saved -= request.saved
-        request.saved = 0
-        if request.state is not RequestStatus.SWAPPING_IN:
+    def _swapped_in(self, request: DecodeRequest, *, ok: bool) -> None:
+        self._count_no_swapped(request)
+        if request.status is not RequestStatus.SWAPPING_IN:
             return
         if not ok:
-            self._room.give_back(request)
-            self.park(request)
+            self._budget.release(request)
+            self.enqueue(request)
             return
-        for member in request.members:
-            for block, key in zip(member.table, member.keys, strict=False):
-                self._room.blocks.register(block, key, request.owner)
-        request.state = RequestStatus.READY
+        for sequence in request.sequences:
+            for block, key in zip(sequence.table, sequence.keys, strict=False):
+                self._state.blocks.register(block, key, request.owner)
+        request.set_status(RequestStatus.WAITING)
 
     def _observe(self, nbytes: int, seconds: float) -> None:
         if seconds > 0:
             self.swap_bytes_per_s += SWAP_WEIGHT * (nbytes / seconds - self.swap_bytes_per_s)
 
-    def forget(self, request: DecodeRequest, out: list[Action]) -> None:
-        """Drops what a request has swapped out, if anything."""
-        if request.saved:
-            out.append(SwapDrop(request.id))
-            self.saved -= request.saved
-            request.saved = 0
+    def _count_no_swapped(self, request: DecodeRequest) -> None:
+        self.swapped_blocks -= request.preemption.swapped_blocks
+        request.preemption.swapped_blocks = 0
+
+    def drop_swapped(self, request: DecodeRequest) -> None:
+        """Drops the blocks that a request has swapped out, if any."""
+        if request.preemption.swapped_blocks:
+            self._state.act(SwapDrop(request.id))
+            self._count_no_swapped(request)
+
+    # --- checks ----------------------------------------------------------------------------------------------------
 
     def digest(self) -> bytes:
-        """Hash of what is not the requests' own."""
-        waiting = [request.id for request in self.parked]
-        counts = (self.coming, self.saved, self.preemptions, self.swaps, self.swap_bytes_per_s)
+        """Hash of the queue and the counters; requests have their own."""
+        waiting = [request.id for request in self.queue]
+        counts = (self.blocks_being_freed, self.swapped_blocks, self.preemptions, self.swaps, self.swap_bytes_per_s)
         return digest_of(waiting, self._refused, counts)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that lists and counts are those of the requests."""
-        parked = [request for request in requests if request.state is RequestStatus.PARKED]
-        assert sorted(r.id for r in self.parked) == sorted(request.id for request in parked)
-        assert not any(request.blocks for request in parked)
-        assert self.saved == sum(request.saved for request in requests)
-        out = [copy.request for _, copy in self._ios if isinstance(copy, SwapPin) and copy.out]
-        assert self.coming == sum(len(request.blocks) for request in out)
-        assert not any(request.saved for request in requests if request.state in ACTIVE)
+        """Asserts that the queue and the counters are those of the requests."""
+        preempted = [request for request in requests if request.status is RequestStatus.PREEMPTED]
+        assert sorted(r.id for r in self.queue) == sorted(request.id for request in preempted)
+        assert not any(request.blocks for request in preempted)
+        assert self.swapped_blocks == sum(request.preemption.swapped_blocks for request in requests)
+        out = [pin.request for _, pin in self._state.ios if isinstance(pin, SwapPin) and pin.out]
+        assert self.blocks_being_freed == sum(len(request.blocks) for request in out)
+        assert not any(r.preemption.swapped_blocks for r in requests if r.status in PREEMPTIBLE)

@@ -1,16 +1,15 @@
 """The decode scheduler, a state machine: events in, actions out. It owns requests, blocks, the batch and takeovers.
 
-Requests that lose their conductor run on for a grace period and are then parked; another conductor can take them
-over. docs/adr/0012-resuming.md has the rules.
+A request that loses its conductor runs on for a grace period and is then parked; another conductor can take the request
+over. docs/adr/0012-resuming.md has the rules; docs/states.md draws the statuses of a request.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from moonpool.frozen import frozen
-from moonpool.scheduling.block_manager import BlockLending, BlockManager, DeleteKV, LendBlocks, ReturnBlocks
-from moonpool.scheduling.latency import SpeedTracker
-from moonpool.scheduling.state_machine import IoEnded, PendingIo, Tick, Timers, digest_of, earliest
+from moonpool.scheduling.block_manager import BlockLending, DeleteKV, LendBlocks, ReturnBlocks, delete_kv
+from moonpool.scheduling.state_machine import IoEnded, Tick, Timers, digest_of, earliest
 from services.decode.core import batch
 from services.decode.core.actions import (
     Action,
@@ -25,19 +24,11 @@ from services.decode.core.actions import (
     ReservationRefused,
     SetBlockTable,
     StartRun,
+    StopReceiving,
 )
 from services.decode.core.admission import DecodeAdmission
 from services.decode.core.batch_planner import BatchPlanner, OutputLengths, observe_run
-from services.decode.core.block_budget import (
-    BlockBudget,
-    BlockPin,
-    LoadPin,
-    ReceivePin,
-    StorePin,
-    SwapPin,
-    delete_request_kv,
-    stop_receiving,
-)
+from services.decode.core.block_budget import LoadPin, ReceivePin, StorePin, SwapPin
 from services.decode.core.events import (
     AbortRequest,
     AdoptRequest,
@@ -58,11 +49,19 @@ from services.decode.core.events import (
     TransferProgress,
 )
 from services.decode.core.preemption import PreemptedRequests, StoredBlocks
-from services.decode.core.request import ACTIVE, NO_STREAM, DecodeRequest, RequestStatus, RequestTable
+from services.decode.core.request import (
+    COPYING,
+    NO_STREAM,
+    PREEMPTIBLE,
+    DecodeRequest,
+    RequestStatus,
+    RequestTable,
+)
 from services.decode.core.settings import DecodeSettings
+from services.decode.core.state import DecodeState
 
-LOG_BYTES = 512
-"""Of a log beside its tokens and keys."""
+RETAINED_BYTES = 512
+"""Bytes that retained output counts for beside its tokens and keys."""
 
 
 TOKEN_BYTES = 4
@@ -73,13 +72,13 @@ KEY_BYTES = 32
 
 @frozen
 class RetainedOutput:
-    """One request.
+    """The output of one request that has ended, or was parked.
 
     Attributes:
-        until: when it is forgotten.
+        until: when it is dropped, seconds.
         bytes: that it counts for.
-        fence: of who had it last.
-        request: itself, if it could go on; None when it has ended.
+        fence: of the last conductor that had it.
+        request: the parked request; None if the request has ended.
     """
 
     until: float
@@ -89,323 +88,302 @@ class RetainedOutput:
 
 
 class OutputRetention:
-    """All logs, oldest first.
+    """Output of ended and parked requests, kept for takeovers; oldest first.
 
-    Args:
-        ttl_s: seconds for which one is kept.
-        max_bytes: of all; beyond it the oldest ones go.
+    Attributes:
+        bytes: of all output; beyond `log_bytes` of the settings the oldest is dropped.
     """
 
-    def __init__(self, ttl_s: float, max_bytes: int) -> None:
-        self._ttl_s = ttl_s
-        self._max_bytes = max_bytes
-        self._logs: dict[int, RetainedOutput] = {}
+    def __init__(self, state: DecodeState) -> None:
+        self._state = state
+        self._outputs: dict[int, RetainedOutput] = {}
         self.bytes = 0
-        """Of all logs."""
 
     def __len__(self) -> int:
-        return len(self._logs)
+        return len(self._outputs)
 
     def __iter__(self) -> Iterator[tuple[int, RetainedOutput]]:
-        return iter(self._logs.items())
+        return iter(self._outputs.items())
 
     def get(self, number: int) -> RetainedOutput | None:
-        """The log of a request."""
-        return self._logs.get(number)
+        """The output of a request."""
+        return self._outputs.get(number)
 
     def due(self) -> float | None:
-        """When the oldest one is forgotten."""
-        return next(iter(self._logs.values())).until if self._logs else None
-
-    def ended(self, now: float, request: DecodeRequest, out: list[Action]) -> None:
-        """Keeps the answers of a request that has ended."""
-        size = LOG_BYTES + TOKEN_BYTES * request.answer_tokens + _logprob_bytes(request)
-        self._keep(request.id, RetainedOutput(now + self._ttl_s, size, request.fence), out)
+        """When the oldest output is dropped."""
+        return next(iter(self._outputs.values())).until if self._outputs else None
 
     @property
-    def waiting(self) -> list[DecodeRequest]:
-        """Sequences that could go on."""
-        return [log.request for log in self._logs.values() if log.request is not None]
+    def parked(self) -> list[DecodeRequest]:
+        """The parked requests."""
+        return [output.request for output in self._outputs.values() if output.request is not None]
 
-    def parked(self, now: float, request: DecodeRequest, out: list[Action]) -> None:
-        """Keeps a request that could go on: its tokens (as they came, and as they are), its scores and its keys."""
-        size = LOG_BYTES + TOKEN_BYTES * _retained_tokens(request) + _logprob_bytes(request)
-        size += KEY_BYTES * sum(len(member.keys) for member in request.members)
-        self._keep(request.id, RetainedOutput(now + self._ttl_s, size, request.fence, request), out)
+    def keep_ended(self, request: DecodeRequest) -> None:
+        """Keeps the answers of a request that has ended."""
+        self._keep(request, RETAINED_BYTES + TOKEN_BYTES * request.answer_tokens + _logprob_bytes(request), None)
 
-    def read(self, number: int, fence: int) -> None:
-        """Somebody with a higher fence reads one. It does not live longer for it."""
-        self._logs[number] = replace(self._logs[number], fence=fence)
+    def keep_parked(self, request: DecodeRequest) -> None:
+        """Keeps a parked request: its tokens (as received, and as int32), log probabilities and keys."""
+        size = RETAINED_BYTES + TOKEN_BYTES * _retained_tokens(request) + _logprob_bytes(request)
+        size += KEY_BYTES * sum(len(sequence.keys) for sequence in request.sequences)
+        self._keep(request, size, request)
+
+    def set_fence(self, number: int, fence: int) -> None:
+        """A conductor with a higher fence reads the output of an ended request. The output is not kept longer."""
+        self._outputs[number] = replace(self._outputs[number], fence=fence)
 
     def take(self, number: int) -> DecodeRequest:
-        """Takes out a sequence that goes on."""
-        log = self._remove(number)
-        assert log.request is not None, "it has ended"
-        return log.request
+        """Takes a parked request out."""
+        output = self._remove(number)
+        assert output.request is not None, "the request has ended"
+        return output.request
 
-    def expire(self, now: float, out: list[Action]) -> None:
-        """Forgets what is too old."""
-        while self._logs and (first := next(iter(self._logs.items())))[1].until <= now:
-            self._forget(first[0], out)
+    def expire(self) -> None:
+        """Drops output that is too old."""
+        while self._outputs and (first := next(iter(self._outputs.items())))[1].until <= self._state.now:
+            self._drop(first[0])
 
-    def _keep(self, number: int, log: RetainedOutput, out: list[Action]) -> None:
-        self._logs[number] = log
-        self.bytes += log.bytes
-        while self.bytes > self._max_bytes:
-            self._forget(next(iter(self._logs)), out)
+    def _keep(self, request: DecodeRequest, size: int, parked: DecodeRequest | None) -> None:
+        until = self._state.now + self._state.settings.log_ttl_s
+        self._outputs[request.id] = RetainedOutput(until, size, request.takeover.fence, parked)
+        self.bytes += size
+        while self.bytes > self._state.settings.log_bytes:
+            self._drop(next(iter(self._outputs)))
 
-    def _forget(self, number: int, out: list[Action]) -> None:
+    def _drop(self, number: int) -> None:
         self._remove(number)
-        out.append(DropOutputLog(number))
+        self._state.act(DropOutputLog(number))
 
     def _remove(self, number: int) -> RetainedOutput:
-        log = self._logs.pop(number)
-        self.bytes -= log.bytes
-        return log
+        output = self._outputs.pop(number)
+        self.bytes -= output.bytes
+        return output
 
     def check_invariants(self) -> None:
-        """Asserts that the bytes are those of the logs, within the bound, and that the oldest is the first to go."""
-        assert self.bytes == sum(log.bytes for log in self._logs.values()) <= self._max_bytes
-        ends = [log.until for log in self._logs.values()]
+        """Asserts that the bytes are right and within the limit, and that the oldest output is dropped first."""
+        assert self.bytes == sum(output.bytes for output in self._outputs.values()) <= self._state.settings.log_bytes
+        ends = [output.until for output in self._outputs.values()]
         assert ends == sorted(ends)
 
     def digest(self) -> bytes:
-        """Hash of all of it."""
-        return digest_of(self._logs)
+        """Hash of the outputs."""
+        return digest_of(self._outputs)
 
 
 def _retained_tokens(request: DecodeRequest) -> int:
-    """Those that are kept of one that could go on: of each sequence, and of each that has ended, the prompt's too."""
-    tokens = sum(2 * member.tokens for member in request.members)
-    if request.search is not None:
-        search = request.search
+    """Tokens kept of a parked request: of each sequence, and of each that has ended, with the prompt's."""
+    tokens = sum(2 * sequence.tokens for sequence in request.sequences)
+    if request.beam_search is not None:
+        search = request.beam_search
         return tokens + len(search.kept) * (request.prompt_tokens + search.length)
-    return tokens + (request.width - len(request.members)) * request.prompt_tokens + request.ended_tokens
+    return tokens + (request.width - len(request.sequences)) * request.prompt_tokens + request.ended_tokens
 
 
 def _logprob_bytes(request: DecodeRequest) -> int:
-    """Of the log probabilities of its answers."""
+    """Bytes of the log probabilities of its answers."""
     return request.logprob_bytes * request.answer_tokens
 
 
-_PARKABLE = (*ACTIVE, RequestStatus.PARKED)
-
-
-_BLOCKS_BUSY = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.LOADING)
-
-
 class OrphanedRequests:
-    """The sequences whose conductor is lost, and what is kept of those that have ended.
-
-    The sequences of a group stay together.
+    """Requests whose conductor is lost, and the output kept for takeovers.
 
     Args:
-        config: of the core.
-        roster: all of the core's requests; a sequence that is kept here without blocks is not among them.
-        planner: the batch and those who wait.
-        parking: the preempted ones.
-        room: counts blocks.
+        state: shared state of the scheduler.
+        table: all requests except the parked ones.
+        planner: the batch and the waiting requests.
+        preempted: the preempted requests.
+
+    Attributes:
+        retained: output of ended and parked requests.
     """
 
     def __init__(
-        self,
-        config: DecodeSettings,
-        roster: RequestTable,
-        planner: BatchPlanner,
-        parking: PreemptedRequests,
-        room: BlockBudget,
+        self, state: DecodeState, table: RequestTable, planner: BatchPlanner, preempted: PreemptedRequests
     ) -> None:
-        self.now = 0.0
-        """Time of the event that is being handled."""
-        self._config = config
-        self._roster = roster
-        self._requests = roster.requests
+        self._state = state
+        self._table = table
+        self._requests = table.requests
         self._planner = planner
-        self._parking = parking
-        self._room = room
+        self._preempted = preempted
         self._graces: Timers[int] = Timers()
-        self._late: list[DecodeRequest] = []  # their grace is over; a step or a copy still uses their blocks
-        self.logs = OutputRetention(config.log_ttl_s, config.log_bytes)
+        self._late: list[DecodeRequest] = []  # their grace period is over; a step or a copy still uses their blocks
+        self.retained = OutputRetention(state)
 
     def __len__(self) -> int:
-        """Sequences that run without a conductor."""
+        """Number of requests that run without a conductor."""
         return len(self._graces) + len(self._late)
 
     @property
-    def wait(self) -> bool:
-        """Whether one whose grace is over waits for the running step's end."""
+    def waits_for_run(self) -> bool:
+        """Whether a request whose grace period is over waits for the run in flight to end."""
         return bool(self._late) and any(self._planner.in_flight(request) for request in self._late)
 
     def due(self) -> float | None:
-        """When the next grace period is over, or a log is forgotten."""
-        return earliest(self._graces.next(), self.logs.due())
+        """When the next grace period ends, or output is dropped."""
+        return earliest(self._graces.next(), self.retained.due())
 
     # --- losing a conductor ----------------------------------------------------------------------------------------
 
     def orphan(self, request: DecodeRequest) -> None:
-        """A started sequence has lost its conductor."""
+        """A started request has lost its conductor."""
         request.stream = NO_STREAM
-        self._graces.set(request.id, self.now + self._config.grace_s)
+        self._graces.set(request.id, self._state.now + self._state.settings.grace_s)
 
     def of(self, conductor: str) -> list[DecodeRequest]:
         """The orphans of a conductor that has said who it is."""
         if not conductor or not len(self):
             return []
-        mine = (
-            it for it in self._requests.values() if it.stream == NO_STREAM and it.state is not RequestStatus.LEAVING
+        orphans = (
+            it for it in self._requests.values() if it.stream == NO_STREAM and it.status is not RequestStatus.FINISHING
         )
-        return [request for request in mine if request.conductor == conductor]
+        return [request for request in orphans if request.conductor == conductor]
 
-    def ended(self, request: DecodeRequest, out: list[Action]) -> None:
-        """A request has ended: what it has said is kept, if it may be asked for."""
-        self._forget(request)
-        logged = request.resumable and request.is_started
-        out.append(RequestFreed(request.id, logged))
-        if logged:
-            self.logs.ended(self.now, request, out)
+    def request_ended(self, request: DecodeRequest) -> None:
+        """A request has ended: its output is kept if it may be asked for."""
+        self._clear_grace(request)
+        retained = request.takeover.resumable and request.is_started
+        self._state.act(RequestFreed(request.id, retained))
+        if retained:
+            self.retained.keep_ended(request)
 
-    def tick(self, out: list[Action]) -> None:
+    def tick(self) -> None:
         """Time has passed."""
-        while (number := self._graces.pop_due(self.now)) is not None:
+        while (number := self._graces.pop_due(self._state.now)) is not None:
             self._late.append(self._requests[number])
-        self.logs.expire(self.now, out)
+        self.retained.expire()
 
-    def settle(self, out: list[Action]) -> list[DecodeRequest]:
-        """Parks those whose grace is over and whose blocks are quiet.
+    def park_late(self) -> list[DecodeRequest]:
+        """Parks requests whose grace period is over, unless a step or copy uses their blocks.
 
         Returns:
-            Those that are to be ended instead: their KV has not come whole.
+            Requests to be aborted instead: their KV has not arrived whole.
         """
         if not self._late:
             return []
-        waiting, never = [], []
+        still_late, aborted = [], []
         for request in self._late:
-            if request.state in _BLOCKS_BUSY or self._planner.in_flight(request):
-                waiting.append(request)
-            elif request.state in _PARKABLE:
-                self._park(request, out)
-            elif request.state is not RequestStatus.LEAVING:
-                never.append(request)
-        self._late = waiting
-        return never
+            if request.status in COPYING or self._planner.in_flight(request):
+                still_late.append(request)
+            elif request.status in PREEMPTIBLE or request.status is RequestStatus.PREEMPTED:
+                self._park(request)
+            elif request.status is not RequestStatus.FINISHING:
+                aborted.append(request)
+        self._late = still_late
+        return aborted
 
-    def _park(self, request: DecodeRequest, out: list[Action]) -> None:
-        """Gives up all blocks. Full ones stay in the pool as cache as long as they are not needed."""
+    def _park(self, request: DecodeRequest) -> None:
+        """Takes all blocks of a request. Full ones stay in the pool as cache until they are needed."""
         self._planner.take_out(request)
-        self._planner.seats_kept.pop(request.id, None)
-        if request.state is not RequestStatus.PARKED:
-            request.shape = batch.block_sharing_of(request, self._config)
-        self._parking.forget(request, out)
-        self._room.claim(request, 0)
-        self._room.give_back(request)
-        request.state, request.tbt_slo_s = RequestStatus.LOGGED, 0.0  # no place is kept for it any more
-        self._roster.remove(request)
-        out.append(RequestParked(request.id))
-        self.logs.parked(self.now, request, out)
+        self._planner.slots_kept.pop(request.id, None)
+        if request.status is not RequestStatus.PREEMPTED:
+            request.preemption.sharing = batch.block_sharing_of(request, self._state.settings)
+        self._preempted.drop_swapped(request)
+        self._state.budget.expect(request, 0)
+        self._state.budget.release(request)
+        request.set_status(RequestStatus.PARKED)
+        request.tbt_slo_s = 0.0  # no slot is kept for it any more
+        self._table.remove(request)
+        self._state.act(RequestParked(request.id))
+        self.retained.keep_parked(request)
 
-    # --- adopting --------------------------------------------------------------------------------------------------
+    # --- takeover --------------------------------------------------------------------------------------------------
 
-    def adopt(self, event: AdoptRequest, conductor: str, out: list[Action]) -> None:
-        """Gives a sequence, or what is kept of it, to a conductor with a higher fence than the one before."""
-        request, log = self._requests.get(event.id), self.logs.get(event.id)
-        if log is not None:
-            fence = log.fence
-        elif (
-            request is not None
-            and request.resumable
-            and request.is_started
-            and request.state is not RequestStatus.LEAVING
-        ):
-            fence = request.fence
+    def adopt(self, event: AdoptRequest, conductor: str) -> None:
+        """Gives a request, or its retained output, to a conductor with a higher fence than the one before."""
+        request, output = self._requests.get(event.id), self.retained.get(event.id)
+        if output is not None:
+            fence = output.fence
+        elif request is not None and _may_be_adopted(request):
+            fence = request.takeover.fence
         else:
             return
         if event.fence <= fence:
-            out.append(FenceConductor(event.id, event.stream))
-        elif log is not None and log.request is None:
-            self.logs.read(event.id, event.fence)
-            out.append(RequestAdopted(event.id, event.stream, event.positions))
+            self._state.act(FenceConductor(event.id, event.stream))
+        elif output is not None and output.request is None:
+            self.retained.set_fence(event.id, event.fence)
+            self._state.act(RequestAdopted(event.id, event.stream, event.positions))
         else:
-            self._hand_over(request or self.logs.take(event.id), event, conductor, out)
+            self._hand_over(request or self.retained.take(event.id), event, conductor)
 
-    def _hand_over(self, request: DecodeRequest, event: AdoptRequest, conductor: str, out: list[Action]) -> None:
+    def _hand_over(self, request: DecodeRequest, event: AdoptRequest, conductor: str) -> None:
         assert request.stream is not None
         if request.stream != NO_STREAM:
-            out.append(FenceConductor(request.id, request.stream))
-        self._forget(request)
-        request.stream, request.conductor, request.fence = event.stream, conductor, event.fence
-        if request.state is RequestStatus.LOGGED:
-            self._roster.add(request)
-            self._parking.park(request)
-        out.append(RequestAdopted(request.id, event.stream, event.positions))
+            self._state.act(FenceConductor(request.id, request.stream))
+        self._clear_grace(request)
+        request.stream, request.conductor, request.takeover.fence = event.stream, conductor, event.fence
+        if request.status is RequestStatus.PARKED:
+            self._table.add(request)
+            self._preempted.enqueue(request)
+        self._state.act(RequestAdopted(request.id, event.stream, event.positions))
 
-    def _forget(self, request: DecodeRequest) -> None:
+    def _clear_grace(self, request: DecodeRequest) -> None:
         self._graces.clear(request.id)
         self._late = [late for late in self._late if late is not request]
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Asserts that each orphan's time ends, and that those that are kept hold nothing."""
-        self.logs.check_invariants()
+        """Asserts that each orphan's grace period ends, and that parked requests hold nothing."""
+        self.retained.check_invariants()
         for request in self._requests.values():
             waits = self._graces.at(request.id) is not None or request in self._late
             assert waits <= (request.stream == NO_STREAM)
-            assert waits or request.stream != NO_STREAM or request.state is RequestStatus.LEAVING, (
-                "it would run for ever"
-            )
-            assert request.state is not RequestStatus.LOGGED
-        for number, log in self.logs:
+            assert waits or request.stream != NO_STREAM or request.status is RequestStatus.FINISHING, "it never ends"
+            assert request.status is not RequestStatus.PARKED
+        for number, output in self.retained:
             assert number not in self._requests
-            if log.request is not None:
-                kept = log.request
-                assert kept.state is RequestStatus.LOGGED
-                assert (kept.blocks, kept.claim, kept.promised, kept.saved) == ([], 0, 0, 0), "it holds something"
+            if (kept := output.request) is not None:
+                assert kept.status is RequestStatus.PARKED
+                held = kept.blocks, kept.expected_growth, kept.promised, kept.preemption.swapped_blocks
+                assert held == ([], 0, 0, 0), "it holds something"
 
     def digest(self) -> bytes:
-        """Hash of what is kept, and of the times."""
+        """Hash of the grace periods and the retained output."""
         graces = [(number, at) for number in self._requests if (at := self._graces.at(number)) is not None]
-        return digest_of(graces, [request.id for request in self._late], self.logs)
+        return digest_of(graces, [request.id for request in self._late], self.retained)
+
+
+def _may_be_adopted(request: DecodeRequest) -> bool:
+    return request.takeover.resumable and request.is_started and request.status is not RequestStatus.FINISHING
 
 
 _RequestEvent = TransferOpened | TransferProgress | TransferComplete | StartDecoding | ComputePrompt | AbortRequest
 
 
-_BLOCKS_IN_USE = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.LOADING)
+_PoolEvent = EngineDied | DeleteKV | LendBlocks | ReturnBlocks
 
 
 class DecodeScheduler:
-    """One decode instance's decisions. A `moonpool.scheduling.state_machine.Core`.
+    """The decisions of one decode instance. A `moonpool.scheduling.state_machine.Core`.
 
     Attributes:
-        blocks: of the pool.
-        room: what of them is promised and expected to be needed.
-        planner: the batch and those who wait.
-        parking: the preempted ones.
-        shelf: what is in kvstores.
+        settings: of the instance.
+        blocks: the pool's block manager.
+        budget: available, promised and expected blocks.
+        tracker: measured speeds of the engine.
+        planner: the batch, and the waiting and recomputing requests.
+        preempted: the preempted requests.
+        stored_blocks: copies of blocks in kvstores.
         lending: blocks that other instances read.
-        tracker: the engine's speeds, as measured.
-        requests: all, by id.
-        orphans: those without a conductor, and what is kept of those that have ended.
+        requests: all requests except the parked ones, by id.
+        orphans: requests without a conductor, and output kept for takeovers.
     """
 
-    def __init__(self, config: DecodeSettings) -> None:
-        self.config = config
-        self.blocks = BlockManager(config.num_blocks)
-        self.room = BlockBudget(self.blocks, config.watermark_blocks)
+    def __init__(self, settings: DecodeSettings) -> None:
+        self._state = state = DecodeState(settings)
+        self.settings, self.blocks, self.budget, self.tracker = settings, state.blocks, state.budget, state.tracker
         self.lending = BlockLending(self.blocks)
-        self.tracker = SpeedTracker(config.speeds)
-        self._ios: PendingIo[BlockPin] = PendingIo()
-        self.shelf = StoredBlocks(config, self.room, self.tracker, self._ios)
-        self.parking = PreemptedRequests(config, self.room, self.tracker, self._ios, self.shelf)
-        self._lengths = OutputLengths(config.assumed_answer_tokens)
-        self.planner = BatchPlanner(config, self.room, self.parking, self._lengths, self.tracker)
-        self._admission = DecodeAdmission(config, self.room, self.planner, self.tracker, self._lengths)
-        self._roster = RequestTable()
-        self.requests = self._roster.requests
-        self.orphans = OrphanedRequests(config, self._roster, self.planner, self.parking, self.room)
+        self.stored_blocks = StoredBlocks(state)
+        self.preempted = PreemptedRequests(state, self.stored_blocks)
+        self._lengths = OutputLengths(settings.assumed_answer_tokens)
+        self.planner = BatchPlanner(state, self.preempted, self._lengths)
+        self._admission = DecodeAdmission(state, self.planner, self._lengths)
+        self._table = RequestTable()
+        self.requests = self._table.requests
+        self.orphans = OrphanedRequests(state, self._table, self.planner, self.preempted)
         self._leases: Timers[int] = Timers()
         self._streams: dict[int, str] = {}
-        self._leaving: list[DecodeRequest] = []  # until the running step is over
+        self._finishing: list[DecodeRequest] = []  # until the run in flight is over
         self._dead = False
 
     @property
@@ -415,315 +393,342 @@ class DecodeScheduler:
 
     @property
     def sequences(self) -> int:
-        """Sequences of all requests, also of those that have not begun."""
-        return sum(request.places for request in self.requests.values())
+        """Sequences of all requests, also of those that have not started."""
+        return sum(request.slots for request in self.requests.values())
 
     @property
     def expected_answer_tokens(self) -> int:
-        """Tokens that a new answer is expected to have, and for which room is kept."""
+        """Expected tokens of a new answer, for which blocks are reserved."""
         return self._lengths.expected(0)
 
-    def count(self, *states: RequestStatus) -> int:
-        """Requests in one of these states."""
-        return sum(request.state in states for request in self.requests.values())
+    def count(self, *statuses: RequestStatus) -> int:
+        """Requests with one of these statuses."""
+        return sum(request.status in statuses for request in self.requests.values())
 
     def due(self) -> float | None:
-        """When the next lease ends, or an orphan's time."""
+        """When the next lease or grace period ends, or output is dropped."""
         return earliest(self._leases.next(), self.orphans.due())
 
     def handle(self, now: float, event: Event, out: list[Action]) -> None:
-        """Takes an event."""
-        self.orphans.now = self.blocks.now = now
+        """Takes an event and adds the actions to `out`."""
+        self._state.now = self.blocks.now = now
+        self._state.out = out
         match event:
             case RunDone() | RunProgress():
-                self._took_steps(now, event, out)
+                self._run_reported(event)
             case ReserveBlocks():
-                self._reserve(now, event, out)
+                self._reserve(event)
             case IoEnded():
-                self._ended(event, out)
+                self._io_ended(event)
             case Tick():
-                self._expire(now, out)
-                self.orphans.tick(out)
+                self._expire()
+                self.orphans.tick()
             case StreamOpened() | StreamClosed():
-                self._stream(event, out)
+                self._stream(event)
             case AdoptRequest() if event.stream in self._streams:
-                self.orphans.adopt(event, self._streams[event.stream], out)
+                self.orphans.adopt(event, self._streams[event.stream])
             case EngineDied() | DeleteKV() | LendBlocks() | ReturnBlocks():
-                self._at_once(event, out)
+                self._pool_event(event)
             case _:
-                self._progress(now, event, out)
-        self._end(self.orphans.settle(out), "its conductor was lost", out)
+                self._request_event(event)
+        self._abort(self.orphans.park_late(), "its conductor was lost")
         if not self._dead:
-            self.planner.plan(now, out)
+            self.planner.plan()
             if not isinstance(event, RunProgress | RunDone):
-                self.planner.cut(out, leaving=bool(self._leaving) or self.orphans.wait)
+                self.planner.stop_run(leaving=bool(self._finishing) or self.orphans.waits_for_run)
+        self._state.out = []
 
-    def _reserve(self, now: float, event: ReserveBlocks, out: list[Action]) -> None:
-        self._end(self.orphans.of(event.conductor), "the conductor's stream ended", out)  # it has placed them anew
-        tbt_s = self._admission.predicted_tbt_s(event, self.requests.values(), now)
-        request = DecodeRequest.of(event, now, now + self.config.promise_s)
-        refused = self._admission.refuse(event, request, tbt_s, self.requests.values(), now)
+    # --- before a request starts -----------------------------------------------------------------------------------
+
+    def _reserve(self, event: ReserveBlocks) -> None:
+        # A conductor that asks has placed its orphans anew.
+        self._abort(self.orphans.of(event.conductor), "the conductor's stream ended")
+        now = self._state.now
+        tbt_s = self._admission.predicted_tbt_s(event, self.requests.values())
+        request = DecodeRequest.of(event, now, now + self.settings.promise_s)
+        refused = self._admission.refuse(event, request, tbt_s, self.requests.values())
         if refused is not None:
-            out.append(ReservationRefused(event.id, *refused, tbt_s))
+            self._state.act(ReservationRefused(event.id, *refused, tbt_s))
             return
-        self._roster.add(request)
-        self.planner.keep_seat(request)
+        self._table.add(request)
+        self.planner.keep_slots(request)
         self._leases.set(event.id, now + self._promise_s(event.conductor))
-        out.append(ReservationGranted(event.id, len(request.blocks), tbt_s))
+        self._state.act(ReservationGranted(event.id, len(request.blocks), tbt_s))
 
     def _promise_s(self, conductor: str) -> float:
-        """How long a promise to a conductor needs no news: less where it asked and was lost before that was read."""
+        """Seconds for which a promise needs no news; fewer if the conductor was lost before its request was read."""
         there = not conductor or conductor in self._streams.values()
-        return self.config.lease_s if there else min(self.config.grace_s, self.config.lease_s)
+        return self.settings.lease_s if there else min(self.settings.grace_s, self.settings.lease_s)
 
-    def _progress(self, now: float, event: Event, out: list[Action]) -> None:
+    def _renew_lease(self, request: DecodeRequest) -> None:
+        self._leases.set(request.id, self._state.now + self.settings.lease_s)
+
+    def _request_event(self, event: Event) -> None:
         request = self.requests.get(event.id) if isinstance(event, _RequestEvent) else None
-        if request is None or request.state is RequestStatus.LEAVING:
+        if request is None or request.status is RequestStatus.FINISHING:
             return
         match event:
-            case TransferOpened() if request.state is RequestStatus.PROMISED:
-                self.room.bind(request)
+            case TransferOpened() if request.status is RequestStatus.PROMISED:
+                self.budget.bind(request)
                 if event.older:
                     request.keep_nothing()
-                request.state = RequestStatus.RECEIVING
-                self._leases.set(request.id, now + self.config.lease_s)
-                out.append(SetBlockTable(request.id, tuple(request.blocks)))
-            case TransferProgress() if request.state is RequestStatus.RECEIVING:
-                self._leases.set(request.id, now + self.config.lease_s)
-            case TransferComplete() if request.state is RequestStatus.RECEIVING:
-                self._arrived(now, request, out)
+                request.set_status(RequestStatus.RECEIVING)
+                self._renew_lease(request)
+                self._state.act(SetBlockTable(request.id, tuple(request.blocks)))
+            case TransferProgress() if request.status is RequestStatus.RECEIVING:
+                self._renew_lease(request)
+            case TransferComplete() if request.status is RequestStatus.RECEIVING:
+                request.set_status(RequestStatus.RECEIVED)
+                self._renew_lease(request)
+                self.budget.register_leading(request, len(request.blocks))
+                self._join(request)
             case StartDecoding() if not request.is_started:
-                self._start(request, event, out)
+                self._start(request, event)
             case ComputePrompt() if not request.is_started:
-                self._compute(request, event, out)
+                self._compute_prompt(request, event)
             case AbortRequest():
-                if request.state is RequestStatus.RECEIVING:
-                    self.room.keep(request, event.leading)
-                self._end([request], event.why, out)
+                if request.status is RequestStatus.RECEIVING:
+                    self.budget.register_leading(request, event.leading)
+                self._abort([request], event.why)
 
-    def _arrived(self, now: float, request: DecodeRequest, out: list[Action]) -> None:
-        request.state = RequestStatus.WHOLE
-        self._leases.set(request.id, now + self.config.lease_s)
-        self.room.keep(request, len(request.blocks))
-        self._join(request, out)
-
-    def _start(self, request: DecodeRequest, event: StartDecoding, out: list[Action]) -> None:
+    def _start(self, request: DecodeRequest, event: StartDecoding) -> None:
         if event.stream not in self._streams:
-            self._end([request], "the conductor's stream ended", out)
+            self._abort([request], "the conductor's stream ended")
             return
         request.stream, request.finishes = event.stream, (event.finish, *event.others)
-        request.opening, request.known, request.known_keys = event.candidates, event.known, event.known_keys
-        assert request.search or len(request.finishes) == request.width, "a first token for each sequence"
+        request.takeover.known_tokens, request.takeover.known_keys = event.known, event.known_keys
+        if request.beam_search is not None:
+            request.beam_search.first_candidates = event.candidates
+        else:
+            assert len(request.finishes) == request.width, "a first token for each sequence"
         request.patient = event.patient and not request.tbt_slo_s
-        request.members[0].tokens += 1
-        self._join(request, out)
+        request.sequences[0].tokens += 1
+        self._join(request)
 
-    def _compute(self, request: DecodeRequest, event: ComputePrompt, out: list[Action]) -> None:
-        nothing_came = request.state is RequestStatus.PROMISED
-        if nothing_came and event.stream in self._streams and self.planner.compute(request):
+    def _compute_prompt(self, request: DecodeRequest, event: ComputePrompt) -> None:
+        nothing_came = request.status is RequestStatus.PROMISED
+        if nothing_came and event.stream in self._streams and self.planner.compute_prompt(request):
             request.stream = event.stream
             request.patient = event.patient and not request.tbt_slo_s
             self._leases.clear(request.id)
-            out.append(SetBlockTable(request.id, tuple(request.blocks)))
+            self._state.act(SetBlockTable(request.id, tuple(request.blocks)))
         else:
             began = "its KV has begun to come: the prompt is not computed here"
-            self._end([request], "the prompt cannot be computed here now" if nothing_came else began, out)
+            self._abort([request], "the prompt cannot be computed here now" if nothing_came else began)
 
-    def _join(self, request: DecodeRequest, out: list[Action]) -> None:
-        """Goes on when both the KV and the first token are there."""
-        if request.state is not RequestStatus.WHOLE or not request.is_started:
+    def _join(self, request: DecodeRequest) -> None:
+        """Lets a request wait for its first step if both its KV and its first token are there."""
+        if request.status is not RequestStatus.RECEIVED or not request.is_started:
             return
         self._leases.clear(request.id)
         batch.fork_sequences(request, self.blocks)
-        goes_on = batch.take_known_tokens(request)
-        out += [SetBlockTable(member.id, tuple(member.table)) for member in request.members[1:]]
-        ended = [(member, why) for member, why in zip(request.members, request.finishes, strict=False) if why]
-        out += [FinishSequence(member.id, why) for member, why in ended]
-        over = request.search is not None and batch.advance_beams(request, [request.opening], self.blocks, out)
+        behind_first = batch.take_known_tokens(request)
+        self._state.out += [SetBlockTable(it.id, tuple(it.table)) for it in request.sequences[1:]]
+        ended = [(it, reason) for it, reason in zip(request.sequences, request.finishes, strict=False) if reason]
+        self._state.out += [FinishSequence(sequence.id, reason) for sequence, reason in ended]
+        search = request.beam_search
+        over = search is not None and batch.advance_search(self._state, request, [search.first_candidates])
         if over or len(ended) == request.width:
-            self._leave(request, out)
+            self._finish(request)
             return
         self.planner.add(request)
-        for member, _ in ended:
-            self.planner.end(request, member)
-        if goes_on:
+        for sequence, _ in ended:
+            self.planner.end(request, sequence)
+        if behind_first:
             self.planner.take_out(request)
-            self.parking.go_on(request)
+            self.preempted.recompute_known(request)
 
     # --- leases and conductors -------------------------------------------------------------------------------------
 
-    def _expire(self, now: float, out: list[Action]) -> None:
-        """Ends requests whose lease is over, but for those that only wait and whose conductor is there."""
-        conductors = set(self._streams.values())
+    def _expire(self) -> None:
+        """Aborts requests whose lease is over, except those that only wait and whose conductor is there."""
+        now, conductors = self._state.now, set(self._streams.values())
         while (number := self._leases.pop_due(now)) is not None:
             request = self.requests[number]
-            waits = request.state is RequestStatus.PROMISED or (
-                request.state is RequestStatus.WHOLE and not request.is_started
+            waits = request.status is RequestStatus.PROMISED or (
+                request.status is RequestStatus.RECEIVED and not request.is_started
             )
             if waits and now < request.until and request.conductor in conductors:
-                self._leases.set(number, min(now + self.config.lease_s, request.until))
+                self._leases.set(number, min(now + self.settings.lease_s, request.until))
             else:
-                waited = f"the promise was not taken up for {self.config.promise_s:g} s"
+                waited = f"the promise was not taken up for {self.settings.promise_s:g} s"
                 silent = "no frame of the transfer came while its lease ran"
-                self._end([request], waited if waits and request.conductor in conductors else silent, out)
+                self._abort([request], waited if waits and request.conductor in conductors else silent)
 
-    def _stream(self, event: StreamOpened | StreamClosed, out: list[Action]) -> None:
+    def _stream(self, event: StreamOpened | StreamClosed) -> None:
         if isinstance(event, StreamOpened):
-            self._end(self.orphans.of(event.conductor), "the conductor's stream ended", out)
+            self._abort(self.orphans.of(event.conductor), "the conductor's stream ended")
             self._streams[event.stream] = event.conductor
             return
         conductor = self._streams.pop(event.stream, "")
         there = conductor in self._streams.values()
         for request in list(self.requests.values()):
-            mine = request.stream == event.stream and request.state is not RequestStatus.LEAVING
-            if mine and request.resumable and not there:
+            on_stream = request.stream == event.stream and request.status is not RequestStatus.FINISHING
+            if on_stream and request.takeover.resumable and not there:
                 self.orphans.orphan(request)
-            elif mine or (conductor and not there and not request.is_started and request.conductor == conductor):
-                self._end([request], "the conductor's stream ended", out)
+            elif on_stream or (conductor and not there and not request.is_started and request.conductor == conductor):
+                self._abort([request], "the conductor's stream ended")
 
     # --- ends ------------------------------------------------------------------------------------------------------
 
-    def _end(self, requests: list[DecodeRequest], why: str, out: list[Action]) -> None:
+    def _abort(self, requests: list[DecodeRequest], why: str) -> None:
         for request in requests:
-            if request.state is not RequestStatus.LEAVING:
-                out.append(RequestAborted(request.id, why))
-                self._leave(request, out)
+            if request.status is not RequestStatus.FINISHING:
+                self._state.act(RequestAborted(request.id, why))
+                self._finish(request)
 
-    def _leave(self, request: DecodeRequest, out: list[Action]) -> None:
-        """Lets a request go as soon as nothing uses its blocks."""
+    def _finish(self, request: DecodeRequest) -> None:
+        """Frees a request as soon as no step, copy or transfer uses its blocks."""
         self._leases.clear(request.id)
-        self.room.claim(request, 0)
-        copying = request.state in _BLOCKS_IN_USE or stop_receiving(request, self._ios, out)
-        quiet = not copying and self.planner.take_out(request)
-        self.planner.seats_kept.pop(request.id, None)
-        request.state = RequestStatus.LEAVING
+        self.budget.expect(request, 0)
+        in_use = request.status in COPYING or self._stop_receiving(request)
+        quiet = not in_use and self.planner.take_out(request)
+        self.planner.slots_kept.pop(request.id, None)
+        request.set_status(RequestStatus.FINISHING)
         if quiet:
-            self._gone(request, out)
-        elif not copying:
-            self._leaving.append(request)
+            self._free(request)
+        elif not in_use:
+            self._finishing.append(request)
 
-    def _step_over(self, out: list[Action]) -> None:
-        """Those who waited for the step's end leave."""
-        for request in self._leaving:
+    def _stop_receiving(self, request: DecodeRequest) -> bool:
+        """Stops the transfer of a request that ends; returns whether there is one."""
+        if request.status is not RequestStatus.RECEIVING:
+            return False
+        self._state.act(StopReceiving(self._state.ios.begin(ReceivePin(request)), request.id))
+        return True
+
+    def _step_over(self) -> None:
+        """Frees the requests that waited for the end of the run."""
+        for request in self._finishing:
             self.planner.step_over(request)
-            self._gone(request, out)
-        self._leaving.clear()
+            self._free(request)
+        self._finishing.clear()
 
-    def _gone(self, request: DecodeRequest, out: list[Action]) -> None:
-        self.parking.forget(request, out)
-        self.room.give_back(request)
-        self._roster.remove(request)
-        self.orphans.ended(request, out)
+    def _free(self, request: DecodeRequest) -> None:
+        self.preempted.drop_swapped(request)
+        self.budget.release(request)
+        self._table.remove(request)
+        self.orphans.request_ended(request)
 
-    def _at_once(self, event: EngineDied | DeleteKV | LendBlocks | ReturnBlocks, out: list[Action]) -> None:
-        """Something that concerns the whole pool: the engine has died, KV is to be deleted, or others read it."""
+    # --- the pool --------------------------------------------------------------------------------------------------
+
+    def _pool_event(self, event: _PoolEvent) -> None:
         if isinstance(event, DeleteKV):
-            out.append(delete_request_kv(self.blocks, event, [*self.requests.values(), *self.orphans.logs.waiting]))
+            self._delete_kv(event)
         elif isinstance(event, EngineDied):
-            self._dead, self.planner.flight = True, None
-            self._step_over(out)
-            self._end(list(self.requests.values()), event.why, out)
+            self._dead, self.planner.run_in_flight = True, None
+            self._step_over()
+            self._abort(list(self.requests.values()), event.why)
         else:
-            out += self.lending.handle(event, self.room.unexpected)
+            self._state.out += self.lending.handle(event, self.budget.surplus)
 
-    # --- steps and copies ------------------------------------------------------------------------------------------
+    def _delete_kv(self, event: DeleteKV) -> None:
+        """Deletes KV; no block of the requests concerned is kept from now on, nor looked up in kvstores."""
+        requests = [*self.requests.values(), *self.orphans.retained.parked]
+        keys = ((it.owner, [key for sequence in it.sequences for key in sequence.keys]) for it in requests)
+        self._state.act(delete_kv(self.blocks, event, keys))
+        for request in requests:
+            if request.owner.transient:
+                request.keep_nothing()
 
-    def _took_steps(self, now: float, event: RunDone | RunProgress, out: list[Action]) -> None:
-        flight = self.planner.flight
+    # --- runs and I/O ----------------------------------------------------------------------------------------------
+
+    def _run_reported(self, event: RunDone | RunProgress) -> None:
+        flight = self.planner.run_in_flight
         if flight is None or flight.run.step != event.step:
             return  # of an engine that has died
         if isinstance(event, RunDone) and event.aborted:
-            self.planner.not_computed(flight, out)
+            self.planner.not_computed(flight)
         else:
-            observe_run(self.tracker, now, flight, event)
-            self.planner.advance(now, event.steps, over=isinstance(event, RunDone))
-            self._computed(flight.run, event, out)
+            observe_run(self.tracker, self._state.now, flight, event)
+            self.planner.advance(event.steps, over=isinstance(event, RunDone))
+            self._computed(flight.run, event)
         if isinstance(event, RunDone):
-            self._run_over(event, out)
+            self._run_over(event)
 
-    def _run_over(self, event: RunDone, out: list[Action]) -> None:
-        self._step_over(out)
+    def _run_over(self, event: RunDone) -> None:
+        self._step_over()
         for number, _ in event.ended:
-            self._ended_itself(number, out)
-        for request, candidates in batch.group_by_search(event.candidates, self._roster.get):
-            if batch.advance_beams(request, candidates, self.blocks, out):
-                self._lengths.observe(self.planner.batch.tokens_of(request.members[0]) - request.prompt_tokens)
-                self._leave(request, out)
+            self._sequence_ended(number)
+        for request, candidates in batch.group_by_search(event.candidates, self._table.get):
+            if batch.advance_search(self._state, request, candidates):
+                self._lengths.observe(self.planner.batch.tokens_of(request.sequences[0]) - request.prompt_tokens)
+                self._finish(request)
             else:
                 self.planner.batch.forked(request)
 
-    def _ended_itself(self, number: int, out: list[Action]) -> None:
-        """A sequence has ended with the step's token; its request when it was the last."""
-        member = self._roster.find(number)
-        if member is None:
+    def _sequence_ended(self, number: int) -> None:
+        """A sequence has ended with the step's token; the request too if it was the last."""
+        sequence = self._table.find(number)
+        if sequence is None:
             return
-        request = self._roster.of(number)
-        self._lengths.observe(self.planner.batch.tokens_of(member) - request.prompt_tokens)
-        if len(request.members) > 1:
-            self.planner.end(request, member)
+        request = self._table.of(number)
+        self._lengths.observe(self.planner.batch.tokens_of(sequence) - request.prompt_tokens)
+        if len(request.sequences) > 1:
+            self.planner.end(request, sequence)
         else:
-            self._leave(request, out)
+            self._finish(request)
 
-    def _computed(self, run: StartRun, event: RunDone | RunProgress, out: list[Action]) -> None:
+    def _computed(self, run: StartRun, event: RunDone | RunProgress) -> None:
         for chunk in run.chunks:
-            request = self._roster.of(chunk.id)
-            if request.state is not RequestStatus.LEAVING:
-                self.planner.caught(chunk, request)
-                self.shelf.write_prompt(request, out)
+            request = self._table.of(chunk.id)
+            if request.status is not RequestStatus.FINISHING:
+                self.planner.chunk_computed(chunk, request)
+                self.stored_blocks.write_prompt(request)
         for number, key in event.filled:
-            request, member = self._roster.of(number), self._roster.find(number)
-            if request.state is not RequestStatus.LEAVING and member is not None:
-                self.shelf.filled(request, member, key, out)
+            request, sequence = self._table.of(number), self._table.find(number)
+            if request.status is not RequestStatus.FINISHING and sequence is not None:
+                self.stored_blocks.block_filled(request, sequence, key)
 
-    def _ended(self, event: IoEnded[IoEnd], out: list[Action]) -> None:
-        holds = self._ios.end(event.io)
-        match holds, event.result:
+    def _io_ended(self, event: IoEnded[IoEnd]) -> None:
+        pin = self._state.ios.end(event.io)
+        match pin, event.result:
             case StorePin(), _:
-                self.shelf.written(holds, event.result)
+                self.stored_blocks.written(pin, event.result)
                 return
             case LoadPin(), LoadEnd() as result:
-                self.shelf.loaded(holds, result)
+                self.stored_blocks.load_ended(pin, result)
             case SwapPin(), SwapEnd() as result:
-                self.parking.copied(result, holds)
-            case _ if not isinstance(holds, ReceivePin):
+                self.preempted.swap_ended(pin, result)
+            case _ if not isinstance(pin, ReceivePin):
                 raise TypeError(f"{event.result} does not answer I/O {event.io}")
-        if holds.request.state is RequestStatus.LEAVING:
-            self._gone(holds.request, out)
+        if pin.request.status is RequestStatus.FINISHING:
+            self._free(pin.request)
         else:
-            self.planner.returned(holds.request)
+            self.planner.restored(pin.request)
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
         requests = list(self.requests.values())
-        self.room.check_invariants(requests)
-        self.parking.check_invariants(requests)
+        self.budget.check_invariants(requests)
+        self.preempted.check_invariants(requests)
         self.planner.check_invariants(requests)
         self.orphans.check_invariants()
-        self._roster.check_invariants()
+        self._table.check_invariants()
+        ios = [pin for _, pin in self._state.ios]
         held = [block for request in requests for block in request.refs]
-        held += [*self.lending, *(holds.block for _, holds in self._ios if isinstance(holds, StorePin))]
+        held += [*self.lending, *(pin.block for pin in ios if isinstance(pin, StorePin))]
         assert len(held) == sum(map(self.blocks.ref_count, range(self.blocks.num_blocks))), "a block is lost or leaked"
-        copying = [holds.request for _, holds in self._ios if not isinstance(holds, StorePin)]
-        self.shelf.check_invariants(requests)
+        copying = [pin.request for pin in ios if not isinstance(pin, StorePin)]
+        self.stored_blocks.check_invariants(requests)
         for request in requests:
             request.check_invariants(leased=self._leases.at(request.id) is not None)
-            batch.check_beams(request)
-            assert request.state not in _BLOCKS_IN_USE or request in copying
-            assert request.state is not RequestStatus.LEAVING or request in copying or request in self._leaving
+            assert request.status not in COPYING or request in copying
+            assert request.status is not RequestStatus.FINISHING or request in copying or request in self._finishing
 
     def digest(self) -> bytes:
         """Hash of the whole state."""
         return digest_of(
             list(self.requests.values()),
             [(number, self._leases.at(number)) for number in self.requests],
-            (self.blocks, self.room.promised, self.room.claims, self.planner),
-            [request.id for request in self._leaving],
-            (self.parking, self._lengths),
+            (self.blocks, self.budget.promised, self.budget.expected, self.planner),
+            [request.id for request in self._finishing],
+            (self.preempted, self._lengths),
             self.tracker.speeds,
             (self._streams, self.orphans),
-            [(io, holds.request.id, holds.block if isinstance(holds, StorePin) else -1) for io, holds in self._ios],
-            (self.shelf, self.lending),
+            [(io, pin.request.id, pin.block if isinstance(pin, StorePin) else -1) for io, pin in self._state.ios],
+            (self.stored_blocks, self.lending),
             self._dead,
         )

@@ -8,18 +8,18 @@ from moonpool.scheduling.latency import Speeds
 
 
 class Preemption(Enum):
-    """How a sequence gives its blocks up when they run out."""
+    """How a request gives up its blocks when the pool is full."""
 
     AUTO = "auto"
-    """The way by which it is predicted to be back soonest."""
+    """The mode with the shortest predicted restore time."""
     CACHE = "cache"
-    """Full blocks stay in the pool as cache as long as they are not needed; what is gone is computed again."""
+    """Full blocks stay in the pool as cache until they are needed; missing ones are computed again."""
     RECOMPUTE = "recompute"
-    """Everything is computed again."""
+    """All KV is computed again."""
     SWAP = "swap"
-    """The blocks are copied to DRAM and back; as `CACHE` when there is no room."""
+    """The blocks are copied to DRAM and back; as `CACHE` when there is no budget."""
     STORE = "store"
-    """Full blocks are read back from a kvstore, which is given those that it lacks; as `CACHE` without a store."""
+    """Full blocks are read back from a kvstore, after the missing ones were written to it; `CACHE` without a store."""
 
 
 @frozen
@@ -30,24 +30,22 @@ class DecodeSettings:
         num_blocks: blocks of the pool.
         block_tokens: tokens in a block.
         block_bytes: bytes of KV in a block, all layers.
-        max_batch: sequences in one step at most.
+        max_batch: most sequences in a step.
         lease_s: seconds without news after which a promise or transfer ends.
-        promise_s: seconds after which a promise that nobody took up ends, however often it was renewed.
+        promise_s: seconds after which a promise that was not taken up ends, however often it was renewed.
         speeds: of the engine, as measured at its start.
-        preemption: how blocks are taken back from sequences.
+        preemption: how requests give up their blocks.
         watermark_blocks: blocks left free by an admission.
-        load_timeout_s: seconds that a load from a kvstore may take beyond what is predicted.
-        step_tokens: tokens computed again in one step at most.
-        swap_blocks: blocks that may be swapped out.
-        assumed_answer_tokens: length that answers are expected to have until some have ended.
-        run_steps: steps that the engine may take in one run at most (see `Run`).
-        ahead_steps: sequences get blocks for so many steps of a run that nobody is expected to need, so that runs need
-            not end where blocks do.
-        grace_s: seconds for which a sequence runs on without a conductor, and a promise is kept for one that has no
-            stream.
-        log_ttl_s: seconds for which it is kept then, as is what ended ones have said.
-        log_bytes: bytes of all that is kept.
-        preempt_every: a diagnosis: a member of the batch is preempted in every so many steps; 0 = never.
+        load_timeout_s: seconds that a load from a kvstore may take beyond the prediction.
+        step_tokens: most tokens recomputed in one step.
+        swap_blocks: most blocks swapped out.
+        assumed_answer_tokens: expected length of answers until some have ended.
+        run_steps: most steps of a run (see `StartRun`).
+        ahead_steps: sequences get surplus blocks for so many steps ahead, so a run need not end where a block does.
+        grace_s: seconds for which a request runs on without a conductor, and a promise is kept without a stream.
+        log_ttl_s: seconds for which output of ended and parked requests is kept.
+        log_bytes: most bytes of that output.
+        preempt_every: for diagnosis: a request of the batch is preempted every so many steps; 0 = never.
     """
 
     num_blocks: int
@@ -71,5 +69,5 @@ class DecodeSettings:
     preempt_every: int = 0
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks of so many tokens."""
+        """Blocks that `tokens` tokens need."""
         return -(-tokens // self.block_tokens)

@@ -79,7 +79,7 @@ async def test_conductor_leaves() -> None:
                     await transfer(it, target, tokens)
                     await conductor.start(name, target, continuation(tokens, 1)[0])
                 await reached.wait()
-                await it.until(lambda: len(it.service.core.planner.batch) + len(it.service.core.planner.ready) == 2)
+                await it.until(lambda: len(it.service.core.planner.batch) + len(it.service.core.planner.waiting) == 2)
             await it.until(
                 lambda: (
                     sum(request.subscriber is None for request in it.service.shell) == 1 or len(it.service.shell) == 1

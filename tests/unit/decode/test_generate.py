@@ -22,15 +22,15 @@ async def test_generates_the_right_tokens(length: int, tmp_path: Path) -> None:
     async with decoding(spans=tmp_path / "spans") as it, conducting(it) as conductor:
         target = await reserve(it, spec("a", tokens, max_tokens=6))
         assert (target.transfer_id, target.held_blocks, target.decode.incarnation) == (1, 0, 11)
-        assert it.service.core.room.promised == -(-length // BLOCK)
+        assert it.service.core.budget.promised == -(-length // BLOCK)
         await transfer(it, target, tokens)
-        assert it.service.core.room.promised == 0
+        assert it.service.core.budget.promised == 0
         await conductor.start("a", target, answer[0])
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == answer[1:]
         assert conductor.reasons["a"] == kv_pb2.FINISH_REASON_LENGTH
         await it.rest()
-        assert it.service.core.room.claims == 0
+        assert it.service.core.budget.expected == 0
         full = block_keys(ROOT, [*tokens, *answer[:-1]], BLOCK)
         assert set(it.service.manager.keys()) == set(full)
     (complete,) = read_spans(tmp_path / "spans", "transfer.complete")

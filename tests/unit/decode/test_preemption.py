@@ -38,10 +38,10 @@ async def test_answers_are_the_same_in_a_pool_too_small_for_all(way: str, tmp_pa
         go.set()
         await conductor.until(lambda: len(conductor.reasons) == 5)
         assert conductor.tokens == {name: continuation(tokens, 3 * BLOCK)[1:] for name, tokens in prompts.items()}
-        parking = it.service.core.parking
-        assert parking.preemptions > 0
-        assert (parking.swaps > 0) == (way in ("swap", "auto"))
-        assert len(it.engine.fetched) == parking.swaps, "what leaves the pool is all there"
+        preempted = it.service.core.preempted
+        assert preempted.preemptions > 0
+        assert (preempted.swaps > 0) == (way in ("swap", "auto"))
+        assert len(it.engine.fetched) == preempted.swaps, "what leaves the pool is all there"
         await it.rest()
         digest = it.service.core.digest()
         it.service.shell.close()
@@ -60,7 +60,7 @@ async def test_preempted_in_every_step(way: str) -> None:
         await begin(it, conductor, {"a": tokens}, 2 * BLOCK + 3)
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == continuation(tokens, 2 * BLOCK + 3)[1:]
-        assert it.service.core.parking.preemptions >= 2 * BLOCK
+        assert it.service.core.preempted.preemptions >= 2 * BLOCK
 
 
 async def test_cancelled_while_swapped_out() -> None:
@@ -76,7 +76,7 @@ async def test_cancelled_while_swapped_out() -> None:
         reached, on = it.engine.hold(after=3 * BLOCK)
         go.set()
         await reached.wait()
-        assert it.service.core.parking.preemptions > 0
+        assert it.service.core.preempted.preemptions > 0
         for name, target in targets.items():
             await conductor.cancel(name, target)
         await conductor.until(lambda: len(conductor.outcomes) == 3)

@@ -35,7 +35,7 @@ async def answer(it: Decode, address: str) -> None:
         await conductor.start("a", target, continuation(TOKENS, 1)[0])
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == continuation(TOKENS, ANSWER)[1:]
-        assert it.service.core.parking.preemptions >= ANSWER - 2
+        assert it.service.core.preempted.preemptions >= ANSWER - 2
         await it.rest()
 
 
@@ -46,8 +46,8 @@ async def test_the_kv_comes_back_from_the_store(tmp_path: Path) -> None:
         decoding(preemption="store", preempt_every=1, journal_dir=str(tmp_path)) as it,
     ):
         await answer(it, address)
-        assert it.service.core.shelf.loaded_blocks >= 2 * (ANSWER - 2), "the prompt's blocks, each time"
-        assert it.service.core.shelf.failures == 0
+        assert it.service.core.stored_blocks.loaded_blocks >= 2 * (ANSWER - 2), "the prompt's blocks, each time"
+        assert it.service.core.stored_blocks.failures == 0
         again = it.service.core.planner.recomputed_tokens
         assert again < (ANSWER - 2) * 2 * BLOCK, "tails only"
         it.service.shell.close()
@@ -60,7 +60,7 @@ async def test_blocks_that_the_store_does_not_have_are_computed_and_then_written
     async with served((STORE, store)) as (_, address), decoding(preemption="store", preempt_every=1) as it:
         await answer(it, address)
         assert set(block_keys(ROOT, TOKENS, BLOCK)) <= set(store.blocks)
-        assert it.service.core.shelf.loaded_blocks > 0
+        assert it.service.core.stored_blocks.loaded_blocks > 0
 
 
 async def test_a_damaged_slice_is_not_taken() -> None:
@@ -68,7 +68,7 @@ async def test_a_damaged_slice_is_not_taken() -> None:
     store.corrupt = True
     async with served((STORE, store)) as (_, address), decoding(preemption="store", preempt_every=1) as it:
         await answer(it, address)
-        assert it.service.core.shelf.loaded_blocks == 0
+        assert it.service.core.stored_blocks.loaded_blocks == 0
         assert store.get_closes
 
 
@@ -83,8 +83,8 @@ async def test_a_store_that_stalls_or_is_gone_costs_computing(stalled: bool) -> 
     settings: dict[str, Any] = {"preemption": "store", "preempt_every": 1, "load_timeout_s": 0.02}
     async with served((STORE, store)) as (_, address), decoding(**settings) as it:
         await answer(it, address if stalled else "127.0.0.1:1")
-        assert it.service.core.shelf.loaded_blocks == 0
-        assert it.service.core.shelf.failures >= 1
+        assert it.service.core.stored_blocks.loaded_blocks == 0
+        assert it.service.core.stored_blocks.failures >= 1
 
 
 async def test_cancelled_while_it_is_loaded() -> None:

@@ -20,7 +20,7 @@ async def test_refuses_when_promised_out() -> None:
         assert refused.value.retry_after_s > 0
         await conductor.cancel("a", target)
         await conductor.until(lambda: conductor.outcomes == {"a": kv_pb2.CANCEL_OUTCOME_BEFORE_START})
-        assert it.service.core.room.promised == 0
+        assert it.service.core.budget.promised == 0
         await conductor.cancel("a", await reserve(it, spec("a", prompt(BLOCK), max_tokens=BLOCK)))
         await conductor.until(lambda: not it.restless)
 

@@ -92,7 +92,7 @@ async def test_a_parked_sequence_goes_on_and_computes_only_what_is_gone() -> Non
         go.set()
         await it.rest()
         assert it.service.manager.num_used == 0
-        assert len(it.service.core.orphans.logs) == 1
+        assert len(it.service.core.orphans.retained) == 1
         async with conducting(it, "another") as another:
             await resume(another, target, answer[:1])
             await another.until(lambda: "a" in another.reasons)
@@ -110,7 +110,7 @@ async def test_an_answer_that_has_ended_can_be_read_again_for_a_while() -> None:
         await another.until(lambda: "a" in another.reasons)
         assert another.tokens["a"] == answer[3:]
         assert another.reasons["a"] == conductor.reasons["a"]
-        await it.until(lambda: not len(it.service.core.orphans.logs))
+        await it.until(lambda: not len(it.service.core.orphans.retained))
         await resume(another, target, answer[:3], fence=2)
         await another.until(lambda: "a" in another.failed)
         assert "no such sequence" in another.failed["a"]
@@ -147,7 +147,7 @@ async def test_without_a_secret_a_sequence_ends_with_its_conductor() -> None:
         await it.rest()
         await resume(another, target, [], secret=b"")
         await another.until(lambda: "a" in another.failed)
-        assert not len(it.service.core.orphans.logs)
+        assert not len(it.service.core.orphans.retained)
 
 
 async def test_the_loser_is_told_and_can_neither_cancel_nor_take_it_back() -> None:

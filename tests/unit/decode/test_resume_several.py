@@ -62,7 +62,7 @@ async def test_each_goes_on_behind_what_is_had_of_it(grace_s: float) -> None:
         if not grace_s:
             go.set()
             await it.rest()
-            assert len(it.service.core.orphans.logs) == 1
+            assert len(it.service.core.orphans.retained) == 1
         async with conducting(it, "another") as another:
             await resume(another, target, [ANSWERS[0][:4], ANSWERS[1][:1], ANSWERS[2][:2]])
             await it.until(lambda: it.service.shell.log.adopted == 1)
@@ -130,7 +130,7 @@ async def test_a_search_goes_on_and_tells_its_hypotheses_to_whoever_has_it(grace
         if not ended and not grace_s:
             go.set()
             await it.rest()
-            assert len(it.service.core.orphans.logs) == 1
+            assert len(it.service.core.orphans.retained) == 1
         async with conducting(it, "another") as another:
             have = [wanted[0][0], []] if ended else [[], []]
             await resume(another, target, have)

@@ -135,5 +135,5 @@ async def test_killed_in_a_copy(
         with pytest.raises(ProcessLookupError):
             os.kill(engine.pids[0], 0)
         core.check_invariants()
-        assert (core.blocks.num_used, core.parking.saved, core.parking.coming) == (0, 0, 0)
+        assert (core.blocks.num_used, core.preempted.swapped_blocks, core.preempted.blocks_being_freed) == (0, 0, 0)
         assert restless(service.gauges().read()) == {}

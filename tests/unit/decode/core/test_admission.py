@@ -92,7 +92,7 @@ def test_what_a_lost_conductor_has_not_started_ends_and_what_another_has_goes_on
     world.start(other, 2)
     world.post(StreamClosed(1))
     assert set(world.failed) == {waiting, whole, running}
-    assert world.core.requests[running].state is RequestStatus.LEAVING, "the step still writes to its blocks"
+    assert world.core.requests[running].status is RequestStatus.FINISHING, "the step still writes to its blocks"
     world.step()
     assert list(world.core.requests) == [other]
 
@@ -188,8 +188,8 @@ def test_blocks_into_which_kv_comes_are_nobody_else_s_until_that_has_stopped(why
     else:
         world.post(AbortRequest(number, "cancelled") if why == "stopped" else EngineDied("killed"))
     world.post(AbortRequest(number, "again"))
-    assert (world.core.room.spare, list(world.failed), len(world.ios)) == (6, [number], 1)
+    assert (world.core.budget.available, list(world.failed), len(world.ios)) == (6, [number], 1)
     world.work()
-    assert world.core.room.spare == 8
+    assert world.core.budget.available == 8
     world.assert_at_rest()
     world.assert_reruns()

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from services.decode.core.actions import BeamsRanked, RequestFreed, SelectBeams, StartRun
+from services.decode.core.beam_search import BeamSearch, Hypothesis
 from services.decode.core.events import AbortRequest, BeamCandidates, BeamRules
-from services.decode.core.request import BeamSearch, Hypothesis
 from services.decode.core.settings import Preemption
 from tests.unit.decode.core.plain_beams import ENDS, following, plain_search
 from tests.unit.decode.core.sequence import BT, prompt
@@ -103,7 +103,7 @@ def test_as_the_plain_search(rules: BeamRules, width: int) -> None:
 def test_beams_fork_by_reference_and_what_is_dropped_is_let_go() -> None:
     world = World(config(12))
     number = world.go(prompt(2 * BT + 3), (8, 8), beams=PLAIN)
-    members = world.core.requests[number].members
+    members = world.core.requests[number].sequences
     assert [member.table[:2] for member in members] == [members[0].table[:2]] * 2
     while sum(isinstance(it, SelectBeams) and len({parent for parent, _ in it.beams}) == 1 for it in world.actions) < 2:
         world.step()  # until both come from one beam, once more than at the start
@@ -155,7 +155,7 @@ def test_no_preemption_changes_what_is_found(way: Preemption, length: int, width
     number = world.go(prompt(length), (BT + 4,) * width, stores=1, beams=BeamRules(1.0, "never"))
     world.work()
     assert list(world.searched) == [number]
-    assert world.core.parking.preemptions > BT / 2
+    assert world.core.preempted.preemptions > BT / 2
     assert [it.id for it in world.actions if isinstance(it, RequestFreed)] == [number]
     world.assert_at_rest()
     world.assert_reruns()

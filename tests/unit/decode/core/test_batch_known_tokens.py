@@ -26,7 +26,7 @@ def test_the_next_token_comes_with_one_step(length: int, known: int) -> None:
     assert len(world.heard[number]) == known + 1
     world.step()
     assert len(world.heard[number]) == known + 2
-    assert world.core.requests[number].state is RequestStatus.RUNNING
+    assert world.core.requests[number].status is RequestStatus.RUNNING
     world.work()
     assert world.heard[number] == world.answers[number]
     assert len(world.answers[number]) == ANSWER
@@ -41,7 +41,7 @@ def test_what_is_known_before_its_kv_has_come_waits_for_it() -> None:
     keys = world.asked[number].keys
     world.start(number, known=2 * BT)
     assert world.run is None
-    assert world.core.requests[number].members[0].keys == list(keys), "blocks that come are the prompt's alone"
+    assert world.core.requests[number].sequences[0].keys == list(keys), "blocks that come are the prompt's alone"
     del world.sequences[number].tokens[2 * BT + 3 :]
     world.arrive(number)
     world.sequences[number].tokens.extend(world.answers[number])
@@ -88,7 +88,7 @@ def test_answers_begin_together_behind_what_is_known_of_each(length: int) -> Non
     world.start(number, known=2 * BT - 1)
     assert [len(world.answers[number + it]) for it in range(4)] == [2 * BT, 2 * BT, 1, 2]
     request = world.core.requests[number]
-    assert [member.id for member in request.members] == [number]
+    assert [member.id for member in request.sequences] == [number]
     assert request.ended_tokens == 2 * BT + 1 + 2
     world.work()
     assert len(world.answers[number]) == ANSWER

@@ -57,21 +57,21 @@ def test_as_many_give_up_at_once_as_are_needed() -> None:
     world = crowd(Preemption.SWAP, 8)
     out = [action.id for action in world.ios.values() if isinstance(action, SwapOut)]
     assert out == [8, 7, 6, 5]
-    assert world.core.parking.coming == 4
+    assert world.core.preempted.blocks_being_freed == 4
     world.work()
     world.assert_at_rest()
 
 
 def test_who_has_waited_longest_comes_back_first() -> None:
     world = crowd(Preemption.CACHE, 6)
-    parked = [request.id for request in world.core.parking.parked]
+    parked = [request.id for request in world.core.preempted.queue]
     assert parked == [6, 5, 4]
     came = []
     for _ in range(400):
         if world.run is None:
             break
         world.step()
-        now = [request.id for request in world.core.parking.parked]
+        now = [request.id for request in world.core.preempted.queue]
         came += [number for number in parked if number not in now and number not in came]
     assert came == parked
     world.assert_at_rest()
@@ -82,11 +82,11 @@ def test_nobody_comes_back_past_those_who_wait_for_a_block() -> None:
     world = crowd(Preemption.SWAP, 8)
     core = world.core
     for left in (3, 2, 1, 0):
-        assert core.count(RequestStatus.READY, RequestStatus.RUNNING) == 4
+        assert core.count(RequestStatus.WAITING, RequestStatus.RUNNING) == 4
         world.end_io(min(world.ios))
         assert len(world.ios) == left
     world.step()
     assert (core.count(RequestStatus.RUNNING), core.count(RequestStatus.SWAPPING_IN)) == (4, 0)
-    assert [request.id for request in core.parking.parked] == [8, 7, 6, 5]
+    assert [request.id for request in core.preempted.queue] == [8, 7, 6, 5]
     world.work()
     world.assert_at_rest()

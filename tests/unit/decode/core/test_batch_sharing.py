@@ -73,7 +73,7 @@ def test_no_block_is_given_ahead_while_a_group_waits_for_copies_out() -> None:
     while not world.ios:
         world.step()
     assert [it.id for it in world.ios.values()] == [goes]
-    assert (world.core.room.spare, world.core.room.unexpected) == (5, 5)
+    assert (world.core.budget.available, world.core.budget.surplus) == (5, 5)
     begun = len(world.actions)
     world.step()
     assert world.actions[begun:] == [StartRun(14, (stays,), steps=4)]
@@ -88,7 +88,7 @@ def test_one_ends_and_the_others_go_on() -> None:
     used = world.core.blocks.num_used
     world.step()
     assert world.core.blocks.num_used == used - 1
-    assert [member.id for member in world.core.requests[number].members] == [number + 1]
+    assert [member.id for member in world.core.requests[number].sequences] == [number + 1]
     world.work()
     world.assert_at_rest()
 
@@ -126,7 +126,7 @@ def test_stopping_it_stops_all() -> None:
     world = World(config(12))
     number = world.go(prompt(BT + 1), (8, 8))
     world.post(AbortRequest(number, "cancelled"))
-    assert world.core.requests[number].state is RequestStatus.LEAVING
+    assert world.core.requests[number].status is RequestStatus.FINISHING
     world.step()
     world.assert_at_rest()
 
@@ -139,7 +139,7 @@ def test_preempted_after_every_step(way: Preemption, length: int) -> None:
     number = world.go(prompt(length), (BT + 5, 3, BT + 5))
     world.work()
     assert [len(world.answers[number + index]) for index in range(3)] == [BT + 5, 3, BT + 5]
-    assert world.core.parking.preemptions >= BT
+    assert world.core.preempted.preemptions >= BT
     world.assert_at_rest()
     world.assert_reruns()
 
@@ -168,9 +168,9 @@ def test_a_younger_group_is_preempted_whole() -> None:
     seen = set()
     while world.core.requests:
         if (request := world.core.requests.get(young)) is not None:
-            seen.add((request.state, len(request.members)))
+            seen.add((request.status, len(request.sequences)))
         world.step()
-    assert (RequestStatus.PARKED, 2) in seen
+    assert (RequestStatus.PREEMPTED, 2) in seen
     assert len(world.answers[old]) == 4 * BT
     assert [len(world.answers[young + index]) for index in range(2)] == [3 * BT] * 2
     world.assert_at_rest()

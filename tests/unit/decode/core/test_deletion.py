@@ -77,7 +77,7 @@ def test_preempted_sequences_come_back_by_every_way_and_say_the_same(way: Preemp
     world = World(replace(SMALL, preemption=way))
     for family in (1, 2):
         world.go(prompt(BT, family), 4 * BT, tenant="ours", stores=1)
-    while not world.core.parking.preemptions:
+    while not world.core.preempted.preemptions:
         world.step()
     forget(world, "ours")
     world.work()

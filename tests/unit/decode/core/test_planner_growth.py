@@ -53,8 +53,8 @@ def test_admission_counts_what_answers_are_expected_to_need() -> None:
     while world.reserve(prompt(2 * BT, admitted), BT, total=60 * BT) is not None:
         admitted += 1
     assert admitted == 64 // 3
-    assert world.core.room.promised == 2 * admitted
-    assert world.core.room.claims == admitted
+    assert world.core.budget.promised == 2 * admitted
+    assert world.core.budget.expected == admitted
 
 
 def test_the_watermark_stays_free_unless_nobody_is_here() -> None:

@@ -140,7 +140,7 @@ class Clock:
         for number in numbers:
             computed, known = (
                 self._asked[number - 1].prompt + self.made[number] - 1,
-                self.core.requests[number].members[0],
+                self.core.requests[number].sequences[0],
             )
             found += [(number, key(number, end)) for end in range((len(known.keys) + 1) * BT, computed + 1, BT)]
         return tuple(found)
@@ -265,7 +265,7 @@ def test_a_batch_that_gives_way_is_followed_by_who_waits() -> None:
     clock = Clock(DecodeScheduler(config), [first, second], arrival=(3, 14, 150))
     clock.play()
     assert clock.made == {1: 40, 2: 60}
-    assert clock.core.parking.preemptions > 0
+    assert clock.core.preempted.preemptions > 0
 
 
 def test_a_quiet_batch_is_asked_about_once_a_block() -> None:
@@ -305,7 +305,7 @@ def test_a_run_is_cut_for_who_waits_and_for_nobody_else() -> None:
     assert [action for action in out if isinstance(action, StartRun | StopRun)] == [StopRun(1)]
     core.handle(0.0, RunDone(1, False, 0.0), out)
     assert out[-1] == StartRun(2, (2,), steps=9)
-    assert core.requests[2].members[0].tokens + core.planner.batch.ticks == 6
+    assert core.requests[2].sequences[0].tokens + core.planner.batch.ticks == 6
 
 
 @pytest.mark.parametrize("run_steps", [9, 1])
@@ -350,17 +350,19 @@ AHEAD = DecodeSettings(
 
 def test_a_block_for_the_steps_to_come_lets_a_run_go_on_where_one_becomes_full() -> None:
     core, out = begun(AHEAD)
-    assert out[-2:] == [AppendBlock(1, core.requests[1].members[0].table[2]), StartRun(1, (1,), steps=6)]
+    assert out[-2:] == [AppendBlock(1, core.requests[1].sequences[0].table[2]), StartRun(1, (1,), steps=6)]
     core.handle(1.0, RunProgress(1, 1, 0.5), out)
     core.handle(2.0, RunProgress(1, 1, 0.5), out)
     core.handle(3.0, RunProgress(1, 1, 0.5, ((1, key(1, 8)),)), out)
     core.check_invariants()
     assert isinstance(out[-1], StartRun), "nobody was asked for anything"
-    assert core.blocks.match([*keys(1, 4), key(1, 8)]) == core.requests[1].members[0].table[:2]
+    assert core.blocks.match([*keys(1, 4), key(1, 8)]) == core.requests[1].sequences[0].table[:2]
     core.handle(6.0, RunDone(1, False, 1.5, (), ((1, key(1, 12)),), 3), out)
     core.check_invariants()
-    assert out[-2:] == [AppendBlock(1, core.requests[1].members[0].table[3]), StartRun(2, (1,), steps=5)]
-    assert len(core.requests[1].members[0].table) == core.config.blocks_for(14), "and none beyond the longest answer"
+    assert out[-2:] == [AppendBlock(1, core.requests[1].sequences[0].table[3]), StartRun(2, (1,), steps=5)]
+    assert len(core.requests[1].sequences[0].table) == core.settings.blocks_for(14), (
+        "and none beyond the longest answer"
+    )
 
 
 def test_no_block_is_given_ahead_that_others_may_need() -> None:

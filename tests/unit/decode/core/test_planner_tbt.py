@@ -29,7 +29,7 @@ def test_who_came_last_leaves_when_answers_are_longer_than_expected(run_steps: i
     while len(world.core.planner.batch) == 2 or world.core.planner.batch.ticks < 10:
         world.step()
     planner = world.core.planner
-    assert (planner.batch.ids, planner.ready[0].id, planner.seats_kept) == ((first,), second, {second: 1})
+    assert (planner.batch.ids, planner.waiting[0].id, planner.slots_kept) == ((first,), second, {second: 1})
     assert [len(world.sequences[number].tokens) for number in (first, second)] == [51, 50], "101, after 99"
     assert world.reserve(prompt(4, 3), slo=limit) is None
     while first in world.core.requests:
@@ -72,7 +72,7 @@ def test_one_that_was_promised_a_time_earlier_takes_the_place_of_those_who_came_
     world.start(first)
     world.step()
     assert world.run == StartRun(32, (first,))
-    assert world.core.requests[second].state is RequestStatus.READY
+    assert world.core.requests[second].status is RequestStatus.WAITING
     world.work()
     assert [len(world.answers[number]) for number in (first, second)] == [30, 60]
 

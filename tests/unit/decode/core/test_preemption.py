@@ -8,18 +8,14 @@ from moonpool.scheduling.latency import Speeds
 from services.decode.core.actions import StartRun, SwapIn, SwapOut
 from services.decode.core.events import AbortRequest
 from services.decode.core.preemption import choose_victim
-from services.decode.core.request import DecodeRequest, RequestStatus
+from services.decode.core.request import RequestStatus
 from services.decode.core.settings import DecodeSettings, Preemption
 from tests.unit.decode.core.sequence import BT, prompt
-from tests.unit.decode.core.world import SPEEDS, WAYS, World, config
-
-
-def request(number: int, preemptions: int = 0) -> DecodeRequest:
-    return DecodeRequest(number, [], 10, 10, 20, 0.0, "", 0, state=RequestStatus.RUNNING, preemptions=preemptions)
+from tests.unit.decode.core.world import SPEEDS, WAYS, World, config, preemptible
 
 
 def test_last_come_is_first_preempted_and_the_oldest_never() -> None:
-    one, two, three = request(1), request(2), request(3)
+    one, two, three = preemptible(1), preemptible(2), preemptible(3)
     assert choose_victim([two, one, three], one) is three
     assert choose_victim([two, one, three], three) is three
     assert choose_victim([one, two], two) is two
@@ -27,7 +23,7 @@ def test_last_come_is_first_preempted_and_the_oldest_never() -> None:
 
 
 def test_who_was_preempted_twice_is_spared() -> None:
-    one, two, three = request(1), request(2), request(3, preemptions=2)
+    one, two, three = preemptible(1), preemptible(2), preemptible(3, preemptions=2)
     assert choose_victim([one, two, three], one) is two
     assert choose_victim([one, two, three], two) is two
     assert choose_victim([one, three], one) is three, "somebody must"
@@ -37,7 +33,7 @@ def crowded(core: DecodeSettings) -> tuple[World, int, int]:
     """Two sequences that fill the pool; the next block that the older one needs is the younger one's."""
     world = World(core)
     older, younger = world.go(prompt(BT, 1), 4 * BT), world.go(prompt(BT, 2), 4 * BT)
-    while not world.core.parking.preemptions:
+    while not world.core.preempted.preemptions:
         world.step()
     return world, older, younger
 
@@ -48,8 +44,8 @@ SMALL = config(6, assumed_answer_tokens=1, step_tokens=20, swap_blocks=10)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_younger_gives_up_and_comes_back(way: Preemption) -> None:
     world, older, younger = crowded(replace(SMALL, preemption=way))
-    assert world.core.requests[younger].preemptions == 1
-    assert world.core.requests[older].state is RequestStatus.RUNNING or way is Preemption.SWAP
+    assert world.core.requests[younger].preemption.count == 1
+    assert world.core.requests[older].status is RequestStatus.RUNNING or way is Preemption.SWAP
     world.work()
     assert [len(world.answers[number]) for number in (older, younger)] == [4 * BT, 4 * BT]
     again = world.core.planner.recomputed_tokens
@@ -78,12 +74,12 @@ def test_the_quicker_way_is_taken() -> None:
     slow, quick = Speeds(prefill_per_token_s=2.0), Speeds(prefill_per_token_s=1e-12)
     for speeds, swaps in ((slow, 1), (quick, 0)):
         world, *_ = crowded(replace(SMALL, speeds=speeds, preemption=Preemption.AUTO))
-        assert world.core.parking.swaps == swaps
+        assert world.core.preempted.swaps == swaps
 
 
 def test_without_room_for_a_copy_it_is_computed_again() -> None:
     world, *_ = crowded(replace(SMALL, preemption=Preemption.SWAP, swap_blocks=1))
-    assert world.core.parking.swaps == 0
+    assert world.core.preempted.swaps == 0
     world.work()
     world.assert_at_rest()
 
@@ -108,7 +104,7 @@ def test_ended_while_it_is_copied_it_keeps_its_blocks_until_the_copy_is_over(out
         else:
             world.step()
     world.post(AbortRequest(younger, "cancelled"))
-    assert world.core.requests[younger].state is RequestStatus.LEAVING
+    assert world.core.requests[younger].status is RequestStatus.FINISHING
     world.work()
     assert len(world.answers[older]) == 4 * BT
     world.assert_at_rest()
@@ -134,5 +130,5 @@ def test_who_was_swapped_out_leaves_the_block_that_an_older_one_waits_for() -> N
     first, second = (world.go(prompt(10 * BT - 1, seed), 5 * BT, total=20 * BT) for seed in (1, 2))
     world.work(limit=1000)
     assert (len(world.answers[first]), len(world.answers[second])) == (5 * BT, 5 * BT)
-    assert 0 < world.core.parking.swaps < 5
+    assert 0 < world.core.preempted.swaps < 5
     world.assert_at_rest()

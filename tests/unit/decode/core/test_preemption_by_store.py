@@ -20,7 +20,7 @@ def crowded(core: DecodeSettings, stores: int = 1) -> tuple[World, int, int]:
     """Two sequences that fill the pool, until the younger one gives its three blocks up; two of them are stored."""
     world = World(core)
     older, younger = (world.go(prompt(BT, seed), ANSWER, stores=stores) for seed in (1, 2))
-    while not world.core.parking.preemptions:
+    while not world.core.preempted.preemptions:
         for io in sorted(world.ios):
             world.end_io(io)
         world.step()
@@ -52,31 +52,31 @@ def finish(world: World, *numbers: int) -> None:
 def test_full_blocks_are_read_back_and_only_the_tail_is_computed() -> None:
     world, older, younger = crowded(SMALL)
     request = world.core.requests[younger]
-    [it] = request.members
-    assert (request.state, it.tokens, it.stored, it.table) == (RequestStatus.PARKED, 3 * BT, [2], [])
+    [it] = request.sequences
+    assert (request.status, it.tokens, it.stored, it.table) == (RequestStatus.PREEMPTED, 3 * BT, [2], [])
     load = until_load(world)
     assert (load.id, load.first, load.store, len(load.blocks)) == (younger, 0, 0, 2)
     assert load.timeout_s == pytest.approx(5.0 + 4 * 2 * (1 << 10) / 1e9)
-    assert request.state is RequestStatus.LOADING
+    assert request.status is RequestStatus.LOADING
     assert list(load.blocks) == it.table[:2]
     world.end_io(load.io)
-    assert (request.state, it.computed) == (RequestStatus.CATCHING_UP, 2 * BT)
+    assert (request.status, it.computed) == (RequestStatus.RECOMPUTING, 2 * BT)
     finish(world, older, younger)
-    assert world.core.shelf.loaded_blocks == 2
+    assert world.core.stored_blocks.loaded_blocks == 2
     assert chunks(world) == [(younger, 2 * BT, BT)]
 
 
 def test_what_the_store_has_lost_is_computed_and_written_again() -> None:
     world, older, younger = crowded(SMALL)
-    keys = world.core.requests[younger].members[0].keys
+    keys = world.core.requests[younger].sequences[0].keys
     load = until_load(world)
     del world.stored[0, keys[1]]
     world.end_io(load.io)
-    assert world.core.requests[younger].members[0].stored == [1]
-    assert world.core.requests[younger].state is RequestStatus.CATCHING_UP
+    assert world.core.requests[younger].sequences[0].stored == [1]
+    assert world.core.requests[younger].status is RequestStatus.RECOMPUTING
     finish(world, older, younger)
     assert chunks(world)[0] == (younger, BT, SMALL.step_tokens)
-    assert world.core.shelf.failures == 0
+    assert world.core.stored_blocks.failures == 0
 
 
 def alone(stores: int) -> tuple[World, int]:
@@ -91,12 +91,12 @@ def test_a_store_that_fails_is_not_asked_again_but_another_one_is() -> None:
     assert load.store == 0
     world.end_io(load.io, ok=False)
     request = world.core.requests[number]
-    assert (request.members[0].stored, request.state, request.members[0].computed) == (
+    assert (request.sequences[0].stored, request.status, request.sequences[0].computed) == (
         [0, 1],
-        RequestStatus.CATCHING_UP,
+        RequestStatus.RECOMPUTING,
         0,
     )
-    assert world.core.shelf.failures == 1
+    assert world.core.stored_blocks.failures == 1
     assert until_load(world).store == 1
     finish(world, number)
     assert {
@@ -107,16 +107,16 @@ def test_a_store_that_fails_is_not_asked_again_but_another_one_is() -> None:
 def test_what_was_not_written_is_written_when_blocks_are_given_up() -> None:
     world, number = alone(stores=1)
     request = world.core.requests[number]
-    assert request.members[0].stored == [1], "of the prompt, prefill has taken care"
+    assert request.sequences[0].stored == [1], "of the prompt, prefill has taken care"
     while not any(isinstance(action, StoreBlock) for action in world.ios.values()):
         if world.run is None:
             world.end_io(min(world.ios))
         else:
             world.step()
     [io] = [io for io, action in world.ios.items() if isinstance(action, StoreBlock)]
-    assert request.members[0].stored == [2], "presumed while it is being written"
+    assert request.sequences[0].stored == [2], "presumed while it is being written"
     world.end_io(io, ok=False)
-    assert request.members[0].stored == [1]
+    assert request.sequences[0].stored == [1]
     finish(world, number)
     stores = [action.index for action in world.actions if isinstance(action, StoreBlock)]
     assert stores == [1, 1, 2, 3]
@@ -126,7 +126,7 @@ def test_ended_while_it_is_loaded_it_keeps_its_blocks_until_the_load_is_over() -
     world, older, younger = crowded(SMALL)
     load = until_load(world)
     world.post(AbortRequest(younger, "cancelled"))
-    assert world.core.requests[younger].state is RequestStatus.LEAVING
+    assert world.core.requests[younger].status is RequestStatus.FINISHING
     assert all(world.core.blocks.ref_count(block) == 1 for block in load.blocks)
     world.end_io(load.io)
     assert younger not in world.core.requests
@@ -146,7 +146,7 @@ def test_without_a_store_it_is_as_cache() -> None:
 def test_nothing_is_loaded_in_another_way(way: Preemption) -> None:
     world, older, younger = crowded(replace(SMALL, preemption=way))
     finish(world, older, younger)
-    assert world.core.shelf.loaded_blocks == 0
+    assert world.core.stored_blocks.loaded_blocks == 0
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_the_quickest_way_is_taken(
     speeds = Speeds(prefill_per_token_s=token_s, load_bytes_per_s=load_bytes_per_s)
     core = replace(SMALL, preemption=Preemption.AUTO, speeds=speeds, swap_blocks=swap_blocks)
     world, older, younger = crowded(core)
-    assert world.core.parking.swaps == swaps
+    assert world.core.preempted.swaps == swaps
     finish(world, older, younger)
-    assert (world.core.shelf.loaded_blocks > 0) == loads
+    assert (world.core.stored_blocks.loaded_blocks > 0) == loads
 
 
 def test_loads_are_learnt_from() -> None:

@@ -2,17 +2,12 @@
 
 from moonpool.scheduling.fair_share import PRIORITY_S
 from services.decode.core.preemption import choose_victim
-from services.decode.core.request import DecodeRequest, RequestStatus
 from tests.unit.decode.core.sequence import BT, prompt
-from tests.unit.decode.core.world import World, config
-
-
-def request(number: int, rank: float, preemptions: int = 0) -> DecodeRequest:
-    return DecodeRequest(number, [], 10, 10, 20, 0.0, "", 0, rank, state=RequestStatus.RUNNING, preemptions=preemptions)
+from tests.unit.decode.core.world import World, config, preemptible
 
 
 def test_last_come_of_the_lowest_priority_is_first_preempted() -> None:
-    late, low, urgent = request(1, 0.0), request(2, PRIORITY_S), request(3, -PRIORITY_S)
+    late, low, urgent = preemptible(1, 0.0), preemptible(2, PRIORITY_S), preemptible(3, -PRIORITY_S)
     assert choose_victim([late, low, urgent], urgent) is low
     assert choose_victim([late, urgent], urgent) is late
     assert choose_victim([late, low], low) is low
@@ -20,13 +15,13 @@ def test_last_come_of_the_lowest_priority_is_first_preempted() -> None:
 
 
 def test_of_equal_priority_the_last_come_is_preempted() -> None:
-    low, lower = request(1, PRIORITY_S), request(2, PRIORITY_S)
-    assert choose_victim([low, lower, request(3, 0.0)], low) is lower
+    low, lower = preemptible(1, PRIORITY_S), preemptible(2, PRIORITY_S)
+    assert choose_victim([low, lower, preemptible(3, 0.0)], low) is lower
 
 
 def test_who_came_long_before_has_overtaken_the_urgent() -> None:
     """A head start is one in time: so the first turn is everybody's at last, and whoever has it can finish."""
-    old, urgent = request(1, 0.0), request(2, 2 * PRIORITY_S - PRIORITY_S)
+    old, urgent = preemptible(1, 0.0), preemptible(2, 2 * PRIORITY_S - PRIORITY_S)
     assert choose_victim([old, urgent], old) is urgent
 
 
@@ -48,10 +43,10 @@ def test_a_low_one_gives_its_blocks_up_for_one_that_came_later() -> None:
     world = World(config(6, assumed_answer_tokens=1, step_tokens=20))
     low = world.go(prompt(BT, 1), 4 * BT, priority=1)
     urgent = world.go(prompt(BT, 2), 4 * BT)
-    while not world.core.parking.preemptions:
+    while not world.core.preempted.preemptions:
         world.step()
-    assert world.core.requests[low].preemptions == 1
-    assert world.core.requests[urgent].preemptions == 0
+    assert world.core.requests[low].preemption.count == 1
+    assert world.core.requests[urgent].preemption.count == 0
     world.work()
     assert [len(world.answers[number]) for number in (low, urgent)] == [4 * BT, 4 * BT]
     world.assert_at_rest()

@@ -53,7 +53,7 @@ def test_what_is_not_held_is_computed_and_gives_the_first_token(
     world = holding(held, step_tokens=20) if held else World(config(40, step_tokens=20))
     number = asked(world, length)
     world.compute(number)
-    assert world.core.requests[number].state is RequestStatus.CATCHING_UP
+    assert world.core.requests[number].status is RequestStatus.RECOMPUTING
     world.work()
     assert chunks(world) == computed
     assert len(world.answers[number]) == 4
@@ -82,7 +82,7 @@ def test_the_batch_goes_on_beside_it() -> None:
     for _ in range(3):
         world.step()
     assert len(world.answers[running]) == before + 3
-    assert world.core.requests[number].state is RequestStatus.RUNNING
+    assert world.core.requests[number].status is RequestStatus.RUNNING
     assert len(world.answers[number]) == 1
     world.work()
     world.assert_at_rest()
@@ -123,7 +123,7 @@ def test_a_full_hit_writes_no_block_and_nothing_to_the_kvstores() -> None:
     world.step()
     world.step()
     for number in numbers:
-        [member] = world.core.requests[number].members
+        [member] = world.core.requests[number].sequences
         assert tuple(member.table[:3]) == lent
         assert (member.keys, member.stored) == (list(world.asked[number].keys), [3])
     world.post(ReturnBlocks(1))
@@ -201,9 +201,9 @@ def test_one_that_is_preempted_before_its_first_token_comes_back(way: Preemption
     number = world.reserve(prompt(4 * BT), 2 * BT, stores=1)
     assert number is not None
     world.compute(number)
-    while not world.core.parking.preemptions:
+    while not world.core.preempted.preemptions:
         world.step()
-    assert (world.answers[number], world.core.requests[number].preemptions) == ([], 1)
+    assert (world.answers[number], world.core.requests[number].preemption.count) == ([], 1)
     world.work()
     assert [len(world.answers[it]) for it in (older, number)] == [5 * BT, 2 * BT]
     world.assert_at_rest()
@@ -231,7 +231,7 @@ def test_random_walks(way: Preemption) -> None:
     world = World(config(18, preemption=way, swap_blocks=40, step_tokens=24, assumed_answer_tokens=20))
     left, computed = 40, 0
     while left or world.core.requests:
-        promised = [n for n, request in world.core.requests.items() if request.state is RequestStatus.PROMISED]
+        promised = [n for n, request in world.core.requests.items() if request.status is RequestStatus.PROMISED]
         draw = rng.random()
         if left and draw < 0.2:
             start = prompt(rng.choice((rng.randint(1, 4 * BT), rng.randint(1, 4) * BT)), rng.randrange(4))
@@ -253,6 +253,6 @@ def test_random_walks(way: Preemption) -> None:
     world.assert_at_rest()
     world.assert_reruns()
     assert set(world.failed.values()) <= {REFUSED}
-    print(f"{way}: {computed} computed, {len(world.failed)} refused, {world.core.parking.preemptions} preemptions")
+    print(f"{way}: {computed} computed, {len(world.failed)} refused, {world.core.preempted.preemptions} preemptions")
     assert computed > 10
-    assert world.core.parking.preemptions > 0
+    assert world.core.preempted.preemptions > 0

@@ -14,7 +14,7 @@ from tests.unit.decode.core.tbt_world import STEEP, PacedWorld
 from tests.unit.decode.core.world import SPEEDS, World, config
 
 COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.LOADING)
-STARTED = (RequestStatus.READY, RequestStatus.RUNNING, RequestStatus.CATCHING_UP, RequestStatus.PARKED, *COPYING)
+STARTED = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOMPUTING, RequestStatus.PREEMPTED, *COPYING)
 
 
 class DecodeMachine(RuleBasedStateMachine):
@@ -63,7 +63,7 @@ class DecodeMachine(RuleBasedStateMachine):
         return sorted(self.world.started)
 
     def states(self, *states: RequestStatus) -> list[int]:
-        return [number for number, request in self.world.core.requests.items() if request.state in states]
+        return [number for number, request in self.world.core.requests.items() if request.status in states]
 
     @rule(
         length=st.integers(1, 3 * BT),
@@ -164,10 +164,10 @@ class DecodeMachine(RuleBasedStateMachine):
         assert number in self.world.failed
         assert len(self.world.core.blocks.match(keys)) >= whole
 
-    @precondition(lambda self: self.states(RequestStatus.WHOLE))
+    @precondition(lambda self: self.states(RequestStatus.RECEIVED))
     @rule()
     def start(self) -> None:
-        self.world.start(self.states(RequestStatus.WHOLE)[0], self.streams)
+        self.world.start(self.states(RequestStatus.RECEIVED)[0], self.streams)
 
     @precondition(lambda self: self.world.run)
     @rule()
@@ -217,7 +217,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def conductor_leaves(self) -> None:
         """Another one comes; nothing is resumed yet."""
         self.world.close(self.streams)
-        assert not self.states(RequestStatus.PROMISED, RequestStatus.RECEIVING, RequestStatus.WHOLE)
+        assert not self.states(RequestStatus.PROMISED, RequestStatus.RECEIVING, RequestStatus.RECEIVED)
         self.streams += 1
         self.world.post(StreamOpened(self.streams, self.conductor))
 
@@ -230,7 +230,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.world.tick(2.0)
         self.steps(1)
         orphans = [it for it in self.world.core.requests.values() if it.stream == NO_STREAM]
-        assert all(it.state in COPYING or it.state is RequestStatus.LEAVING for it in orphans)
+        assert all(it.status in COPYING or it.status is RequestStatus.FINISHING for it in orphans)
 
     @precondition(lambda self: self.begun)
     @rule(pick=st.integers(0, 20), higher=st.sampled_from([0, 1, 1, 2]))
@@ -239,7 +239,7 @@ class DecodeMachine(RuleBasedStateMachine):
         world = self.world
         number = self.begun[pick % len(self.begun)]
         live, before = world.core.requests.get(number), world.followers.get(number)
-        there = live is not None and live.resumable and live.state is not RequestStatus.LEAVING
+        there = live is not None and live.takeover.resumable and live.status is not RequestStatus.FINISHING
         there = there or number in world.logged
         fence = self.fences.get(number, 0) + higher
         out = [
@@ -262,7 +262,7 @@ class DecodeMachine(RuleBasedStateMachine):
             return
         for number in self.states(RequestStatus.PROMISED):
             self.world.arrive(number)
-        for number in self.states(RequestStatus.WHOLE):
+        for number in self.states(RequestStatus.RECEIVED):
             self.world.start(number, self.streams)
         self.world.work()
         self.world.tick(2.0)  # orphans park

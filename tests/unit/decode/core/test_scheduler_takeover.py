@@ -13,7 +13,7 @@ from services.decode.core.actions import (
 )
 from services.decode.core.events import AbortRequest, BeamRules, StreamOpened
 from services.decode.core.request import NO_STREAM, RequestStatus
-from services.decode.core.scheduler import KEY_BYTES, LOG_BYTES, TOKEN_BYTES
+from services.decode.core.scheduler import KEY_BYTES, RETAINED_BYTES, TOKEN_BYTES
 from services.decode.core.settings import Preemption
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import WAYS, World, config
@@ -52,7 +52,7 @@ def test_after_its_grace_it_parks_when_the_step_is_over_and_computes_nothing() -
     world.step()
     assert world.core.due() == 2.0
     world.tick(2.0)
-    assert world.core.requests[number].state is RequestStatus.RUNNING, "the step still writes to its blocks"
+    assert world.core.requests[number].status is RequestStatus.RUNNING, "the step still writes to its blocks"
     world.step()
     assert (world.run, list(world.core.requests)) == (None, [])
     assert world.core.blocks.num_used == 0
@@ -97,7 +97,7 @@ def test_it_comes_back_only_when_there_is_room() -> None:
     stream = newcomer(world)
     world.go(prompt(80, 1), 8, stream)
     world.adopt(number, stream, 1)
-    assert world.core.requests[number].state is RequestStatus.PARKED
+    assert world.core.requests[number].status is RequestStatus.PREEMPTED
     world.work()
     assert world.heard[number] == world.answers[number]
 
@@ -116,7 +116,7 @@ def test_what_is_kept_is_forgotten_after_its_time_and_nobody_gets_it_then() -> N
 def test_the_answer_of_one_that_has_ended_is_kept_for_a_while() -> None:
     world, number = lonely(answer=3)
     world.work()
-    assert RequestFreed(number, logged=True) in world.actions
+    assert RequestFreed(number, retained=True) in world.actions
     assert world.logged == {number: None}
     assert world.adopt(number, newcomer(world), 1) == [RequestAdopted(number, 2, (1,))]
     assert world.adopt(number, 2, 2) == [RequestAdopted(number, 2, (3,))], "it can be read again"
@@ -203,13 +203,13 @@ def test_a_group_parks_and_comes_back_whole_and_who_has_ended_stays_so(way: Pree
     world.tick(2.0)
     world.step()
     assert (world.run, list(world.core.requests), list(world.logged)) == (None, [], [number])
-    [parked] = world.core.orphans.logs.waiting
-    assert [member.id for member in parked.members] == [number, number + 2]
+    [parked] = world.core.orphans.retained.parked
+    assert [member.id for member in parked.sequences] == [number, number + 2]
     assert parked.ended_tokens == 2
-    log = world.core.orphans.logs.get(number)
+    log = world.core.orphans.retained.get(number)
     assert log is not None
     there = 2 * (2 * BT + 3 + 4)  # of each of two, prompt and answer
-    assert log.bytes == LOG_BYTES + TOKEN_BYTES * (2 * there + 2 * BT + 3 + 2) + KEY_BYTES * 2 * 2
+    assert log.bytes == RETAINED_BYTES + TOKEN_BYTES * (2 * there + 2 * BT + 3 + 2) + KEY_BYTES * 2 * 2
     stream = newcomer(world)
     if not cache:  # others have taken its blocks meanwhile
         world.go(prompt(10 * BT, 1), 2, stream)
@@ -237,16 +237,16 @@ def test_a_search_goes_on_as_if_nothing_had_been(parks: bool) -> None:
         world.tick(2.0)
         world.step()
         assert world.core.blocks.num_used == 0
-        [parked] = world.core.orphans.logs.waiting
-        log, search = world.core.orphans.logs.get(number), parked.search
+        [parked] = world.core.orphans.retained.parked
+        log, search = world.core.orphans.retained.get(number), parked.beam_search
         assert log is not None
         assert search is not None
         tokens = 2 * 2 * (BT + 3 + search.length) + len(search.kept) * (BT + 3 + search.length)
-        assert log.bytes == LOG_BYTES + TOKEN_BYTES * tokens + KEY_BYTES * 2
+        assert log.bytes == RETAINED_BYTES + TOKEN_BYTES * tokens + KEY_BYTES * 2
     assert RequestAdopted(number, 2, (0, 0)) in world.adopt(number, newcomer(world), 1)
     world.work()
     assert list(world.searched) == [number]
-    log = world.core.orphans.logs.get(number)
+    log = world.core.orphans.retained.get(number)
     assert log is not None
     world.tick(31.0)
     world.assert_at_rest()
@@ -282,7 +282,7 @@ def test_an_orphan_that_is_being_swapped_out_parks_when_the_copy_is_over() -> No
     second = world.go(prompt(20, 1), LONG, conductor="conductor", resumable=True)
     while not world.ios:
         world.step()
-    assert world.core.requests[second].state is RequestStatus.SWAPPING_OUT
+    assert world.core.requests[second].status is RequestStatus.SWAPPING_OUT
     world.close(1)
     world.tick(2.0)
     world.work()
@@ -296,7 +296,7 @@ def test_an_orphan_that_is_being_swapped_out_parks_when_the_copy_is_over() -> No
 
 
 def test_bytes_are_bounded_and_the_oldest_go_first() -> None:
-    size = LOG_BYTES + 2 * TOKEN_BYTES * 21 + KEY_BYTES * 1
+    size = RETAINED_BYTES + 2 * TOKEN_BYTES * 21 + KEY_BYTES * 1
     world = World(config(24, grace_s=0.0, log_ttl_s=30.0, log_bytes=2 * size + 2 * TOKEN_BYTES))
     first, second, third = [
         world.go(prompt(20, seed), LONG, conductor="conductor", resumable=True) for seed in range(3)
@@ -308,8 +308,8 @@ def test_bytes_are_bounded_and_the_oldest_go_first() -> None:
     forgotten = [action.id for action in world.actions if isinstance(action, DropOutputLog)]
     assert (parked, forgotten) == ([second, third, first], [second])
     assert set(world.logged) == {first, third}
-    assert world.core.orphans.logs.bytes == 2 * size + 2 * TOKEN_BYTES
-    assert world.core.due() == 30.0 == world.core.orphans.logs.due()
+    assert world.core.orphans.retained.bytes == 2 * size + 2 * TOKEN_BYTES
+    assert world.core.due() == 30.0 == world.core.orphans.retained.due()
 
 
 def test_log_probabilities_count_with_the_tokens() -> None:
@@ -319,16 +319,16 @@ def test_log_probabilities_count_with_the_tokens() -> None:
         for seed in range(2)
     ]
     world.work()
-    logs = world.core.orphans.logs
+    logs = world.core.orphans.retained
     kept = [log.bytes for number in (plain, scored) if (log := logs.get(number)) is not None]
-    assert kept == [LOG_BYTES + 3 * TOKEN_BYTES, LOG_BYTES + 3 * (TOKEN_BYTES + 168)]
+    assert kept == [RETAINED_BYTES + 3 * TOKEN_BYTES, RETAINED_BYTES + 3 * (TOKEN_BYTES + 168)]
     parked = world.go(prompt(20, 2), LONG, conductor="conductor", resumable=True, logprob_bytes=8)
     world.close(1)
     world.tick(0.0)
     world.step()
     log = logs.get(parked)
     assert log is not None
-    assert log.bytes == LOG_BYTES + 2 * TOKEN_BYTES * 22 + KEY_BYTES + 2 * 8
+    assert log.bytes == RETAINED_BYTES + 2 * TOKEN_BYTES * 22 + KEY_BYTES + 2 * 8
 
 
 def test_nothing_is_kept_within_no_bytes() -> None:

@@ -19,11 +19,11 @@ def advance(world: World, rng: random.Random) -> None:
     numbers = [
         n
         for n, request in world.core.requests.items()
-        if request.state in (RequestStatus.PROMISED, RequestStatus.WHOLE)
+        if request.status in (RequestStatus.PROMISED, RequestStatus.RECEIVED)
     ]
     if numbers and rng.random() < 0.3:
         number = rng.choice(numbers)
-        if world.core.requests[number].state is RequestStatus.PROMISED:
+        if world.core.requests[number].status is RequestStatus.PROMISED:
             world.arrive(number)
         else:
             world.start(number)
@@ -72,11 +72,11 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     assert len(world.answers) == count
     assert len(world.searched) == searches
     assert (searches > 0) == groups
-    parking = world.core.parking
-    print(f"{way}: {world.core.planner.steps} steps, {parking.preemptions} preemptions, {parking.swaps} swaps")
-    assert parking.preemptions > (3 if groups else 10)
-    assert (parking.swaps > 0) == (way in (Preemption.SWAP, Preemption.AUTO))
-    loads = world.core.shelf.loaded_blocks > 0
+    preempted = world.core.preempted
+    print(f"{way}: {world.core.planner.steps} steps, {preempted.preemptions} preemptions, {preempted.swaps} swaps")
+    assert preempted.preemptions > (3 if groups else 10)
+    assert (preempted.swaps > 0) == (way in (Preemption.SWAP, Preemption.AUTO))
+    loads = world.core.stored_blocks.loaded_blocks > 0
     assert loads == (way is Preemption.STORE) or way is Preemption.AUTO
 
 

@@ -53,6 +53,7 @@ from services.decode.core.events import (
     TransferComplete,
     TransferOpened,
 )
+from services.decode.core.request import DecodeRequest, RequestStatus
 from services.decode.core.scheduler import DecodeScheduler
 from services.decode.core.settings import DecodeSettings, Preemption
 from tests.unit.decode.core.plain_beams import candidates, plain_search
@@ -65,6 +66,13 @@ SPEEDS = Speeds(prefill_per_token_s=1e-4, decode_base_s=1e-3, decode_per_sequenc
 def config(blocks: int, **settings: object) -> DecodeSettings:
     usual: dict[str, object] = {"block_tokens": BT, "block_bytes": 1 << 10, "max_batch": 8, "lease_s": 10.0}
     return DecodeSettings(num_blocks=blocks, **{**usual, "speeds": SPEEDS, **settings})  # type: ignore[arg-type]
+
+
+def preemptible(number: int, rank: float = 0.0, preemptions: int = 0) -> DecodeRequest:
+    """A request for `choose_victim`."""
+    request = DecodeRequest.of(ReserveBlocks(number, (), 10, 10, 20), rank, rank)
+    request.preemption.count = preemptions
+    return request
 
 
 class World:
@@ -168,7 +176,7 @@ class World:
     def start(self, number: int, stream: int = 1, known: int = 0) -> None:
         """Tells the first tokens; perhaps so many more of each sequence, which it would have generated."""
         self.started.add(number)
-        if self.core.requests[number].search is not None:
+        if self.core.requests[number].beam_search is not None:
             self.followers[number] = stream
             self.post(StartDecoding(number, stream, 0, candidates=self._candidates(self.sequences[number])))
             return
@@ -221,7 +229,7 @@ class World:
             *((number, len(self.sequences[number].tokens) - 1, 1, True, False) for number in run.batch),
             *((chunk.id, chunk.start, chunk.count, chunk.sample, chunk.full_hit) for chunk in run.chunks),
         ]:
-            it, ahead = self.sequences[number], self.core.config.ahead_steps
+            it, ahead = self.sequences[number], self.core.settings.ahead_steps
             assert 0 <= len(it.table) - -(-len(it.tokens) // BT) <= -(-ahead // BT), "blocks for the tokens"
             for position in range(start + count * full_hit):
                 held = self.pool[it.table[position // BT]].get(position % BT)
@@ -229,14 +237,14 @@ class World:
             for position in () if full_hit else range(start, start + count):
                 assert self.core.blocks.key_of(it.table[position // BT]) is None, "a full block is written again"
                 self._write(it, position)
-            if not sample or self.core.requests[it.request].state.value == "leaving":
+            if not sample or self.core.requests[it.request].status is RequestStatus.FINISHING:
                 continue
             assert start + count == len(it.tokens)
-            member = self.core.requests[it.request].member(number)
+            member = self.core.requests[it.request].find(number)
             assert member is not None
             if len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(member.keys):
                 filled.append((number, it.keys()[-1]))
-            if self.core.requests[it.request].search is not None:
+            if self.core.requests[it.request].beam_search is not None:
                 candidates.append((number, self._candidates(it)))
                 continue
             it.tokens.append(it.token_after(len(it.tokens)))
@@ -245,7 +253,7 @@ class World:
                 self.heard[number].append(it.tokens[-1])
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
-        speeds = self.core.config.speeds
+        speeds = self.core.settings.speeds
         seconds = decode_step_seconds(speeds, len(run.batch), context) if run.batch else 0.0
         seconds += sum(prefill_seconds(speeds, chunk.count, chunk.start, begins=False) for chunk in run.chunks)
         self.left -= 1
@@ -305,8 +313,8 @@ class World:
         self.post(Tick())
 
     def assert_at_rest(self) -> None:
-        assert (len((core := self.core).requests), core.room.promised, core.room.claims) == (0, 0, 0)
-        assert (core.parking.saved, core.parking.coming, core.blocks.num_used) == (0, 0, 0)
+        assert (len((core := self.core).requests), core.budget.promised, core.budget.expected) == (0, 0, 0)
+        assert (core.preempted.swapped_blocks, core.preempted.blocks_being_freed, core.blocks.num_used) == (0, 0, 0)
 
     def assert_reruns(self) -> None:
         """The same events lead to the same actions and the same state."""
@@ -328,7 +336,7 @@ class World:
 
     def _candidates(self, it: Sequence) -> BeamCandidates:
         """What may follow a beam."""
-        search = self.core.requests[it.request].search
+        search = self.core.requests[it.request].beam_search
         assert search is not None
         return candidates(it.tokens, search.width, last=len(it.tokens) + 1 - it.prompt == search.longest)
 

@@ -203,8 +203,8 @@ def test_a_crowded_pool_preempts_and_loses_nothing(way: Preemption, swaps: bool)
     memory = DecodeMemory(preemption=way, assumed_answer_tokens=2)
     ended, cluster = run(config(kvstore=0, pool_blocks=40, memory=memory), trace)
     core = cluster.decodes[0].core
-    assert core.parking.preemptions > 0
-    assert (core.parking.swaps > 0, core.planner.recomputed_tokens > 0) == (swaps, not swaps)
+    assert core.preempted.preemptions > 0
+    assert (core.preempted.swaps > 0, core.planner.recomputed_tokens > 0) == (swaps, not swaps)
     assert [(one.outcome, one.made, len(one.intervals)) for one in ended] == [(DONE, 600, 599)] * 12
 
 

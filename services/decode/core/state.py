@@ -1,0 +1,35 @@
+"""The state that the parts of the decode scheduler share."""
+
+from moonpool.scheduling.block_manager import BlockManager
+from moonpool.scheduling.latency import SpeedTracker
+from moonpool.scheduling.state_machine import PendingIo
+from services.decode.core.actions import Action
+from services.decode.core.block_budget import BlockBudget, BlockPin
+from services.decode.core.settings import DecodeSettings
+
+
+class DecodeState:
+    """Settings, blocks and speeds of one instance, and the event being handled.
+
+    Attributes:
+        settings: of the instance.
+        blocks: the pool's block manager.
+        budget: available, promised and expected blocks.
+        tracker: measured speeds of the engine; predicts times.
+        ios: I/O in flight, with the blocks that each pins.
+        now: time of the event being handled, seconds.
+        out: actions of the event being handled.
+    """
+
+    def __init__(self, settings: DecodeSettings) -> None:
+        self.settings = settings
+        self.blocks = BlockManager(settings.num_blocks)
+        self.budget = BlockBudget(self.blocks, settings.watermark_blocks)
+        self.tracker = SpeedTracker(settings.speeds)
+        self.ios: PendingIo[BlockPin] = PendingIo()
+        self.now = 0.0
+        self.out: list[Action] = []
+
+    def act(self, action: Action) -> None:
+        """Adds an action."""
+        self.out.append(action)
